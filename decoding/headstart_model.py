@@ -53,7 +53,6 @@ class HeadstartModel:
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
-        device_map: str | None = None,
         trust_remote_code: bool = False,
         policy: Policy | str = "fixed",
         static: str = "auto",
@@ -71,16 +70,15 @@ class HeadstartModel:
         ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``); or the folder or Hub id of heads or of
         a draft alone; or None for plain decoding. ``draft_options`` are further options (``tokens=4``), listed by
         ``headstart drafters``. A draft's tokenizer must match ``tokenizer``, by default the tokenizer of a target given
-        by name. ``dtype`` (or ``torch_dtype``) and ``device`` (default: the GPU if there is one; ``device_map="auto"``:
-        all GPUs) apply to a target given by name; heads and drafts follow their target.
+        by name. ``dtype`` (or ``torch_dtype``) and ``device`` (default: the first GPU if there is one, or all of
+        them for weights that do not fit the first) apply to a target given by name; heads and drafts follow their
+        target.
 
         ``static`` runs the steps of target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"eager"``
         without, ``"off"`` as they come. ``"auto"`` means graphs on a CUDA device, where the target allows them, and
         else off. The texts are the same; graphs and their cache stay in
         memory for as long as the model does.
         """
-        if device is not None and device_map is not None:
-            raise ValueError(f"device is {device} and device_map is {device_map!r}: give one of them")
         dtype = draft_options.pop("torch_dtype", dtype)
         if drafter is None and draft_options:
             raise ValueError(
@@ -96,9 +94,9 @@ class HeadstartModel:
             target_tokenizer: PreTrainedTokenizerBase | str | None = tokenizer
             if isinstance(target, str):
                 target_tokenizer = tokenizer or target
-                device = default_device() if device is None else torch.device(device)
-                check_static(static, device)
-                target = load_model(target, dtype, device, trust_remote_code, device_map)
+                place = None if device is None else torch.device(device)
+                check_static(static, place or default_device())
+                target = load_model(target, dtype, place, trust_remote_code)
             model = CausalLM(target, static=static_of(static, target))
             loader = DrafterLoader(model, target_tokenizer, trust_remote_code)
             return HeadstartModel(model, None if spec is None else loader.load(spec), policy)

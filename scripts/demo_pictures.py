@@ -58,7 +58,7 @@ def show_pass(page: Page, number: int | None) -> int:
     """Move the slider to a pass, None: to the one that kept the most nodes; return its number."""
     slider = page.locator("#pass input[type=range]")
     last = int(slider.get_attribute("max") or 0)
-    kept = page.locator("#tree svg .kept rect")
+    kept = page.locator("#tree .node.kept")
     slider.press("End")
     wait_for_pass(page, last)
     best = (kept.count(), last)

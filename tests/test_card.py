@@ -202,7 +202,7 @@ def test_the_base_model_is_named_only_if_it_is_on_the_hub(
 def test_the_front_matter_and_the_commands_fit_each_format(tmp_path: Path) -> None:
     expected = {
         "headstart": ("headstart", "medusa", "headstart generate --target TARGET --drafter heads:DIR"),
-        "vllm": ("vllm", "medusa", "headstart import DIR HEADS --target TARGET\nheadstart generate"),
+        "vllm": ("vllm", "medusa", "Nothing was measured"),
         "draft": ("transformers", "draft-model", "headstart generate --target TARGET --drafter draft:DIR"),
     }
     for format, (library, tag, command) in expected.items():

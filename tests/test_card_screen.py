@@ -230,24 +230,12 @@ def test_the_card_for_the_embedded_target_gives_no_command_that_cannot_work(tmp_
     assert "No other machine" not in card(tmp_path, PROVENANCE, artefact).text
 
 
-IMPORTED = {"source": "org/heads", "revision": "0123abc", "format": "medusa", "sha256": "ef" * 32, "license": "mit"}
-
-
-def test_the_card_of_imported_weights_does_not_claim_their_training(tmp_path: Path) -> None:
-    text = card(tmp_path, {"target": PROVENANCE["target"], "imported": IMPORTED}).text
-    for said in ("[`org/heads`](https://huggingface.co/org/heads)", "`0123abc`", "medusa", "ef" * 32, "from: mit"):
-        assert said in text
-    assert "Headstart did not train them." in text and text.rstrip().endswith("\nExported with Headstart.")
-    assert "Steps:" not in text and "Recipe:" not in text and "Trained" not in text
-
-
 @pytest.mark.parametrize(
     "hostile", ["<script>alert(1)</script>", "a|b\n\n# heading", "![x](http://evil.example/x.png)"]
 )
-def test_names_of_an_import_and_licences_are_shown_and_make_nothing(tmp_path: Path, hostile: str) -> None:
+def test_names_and_licences_are_shown_and_make_nothing(tmp_path: Path, hostile: str) -> None:
     def parts(name: str) -> list[str]:
-        provenance = {**PROVENANCE, "imported": dict.fromkeys(IMPORTED, name)}
-        text = card(tmp_path, provenance, compared=(name,), target_license=name, license=name).text
+        text = card(tmp_path, {**PROVENANCE, "commit": name}, compared=(name,), target_license=name, license=name).text
         return [kind for kind in kinds(text) if kind not in HARMLESS]
 
     assert parts(hostile) == parts("harmless")

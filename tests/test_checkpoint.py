@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import trainer.run.checkpoint
 from trainer.files.folders import scratch_beside, write_folder
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.reading import parse_recipe
-from trainer.run import resuming
+from trainer.run import checkpoint
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.optimizer import build_optimizers
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
@@ -122,20 +121,10 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_been_read(tmp_path:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_without_checkpoints_nothing_is_loaded(tmp_path: Path) -> None:
-    model, optimizers = trained_model()
-    assert load(checkpoints(tmp_path / "none"), model, optimizers) is None
-
-
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     save_steps(tmp_path, 2, 4, 6, 8, keep=3)
     assert names(tmp_path) == ["step-00000004", "step-00000006", "step-00000008"]
     assert names(tmp_path / "step-00000008") == FILES
-
-
-def test_the_newest_is_loaded_by_number_not_by_spelling(tmp_path: Path) -> None:
-    save_steps(tmp_path, 9, 10, 100)
-    assert load(checkpoints(tmp_path), *trained_model()) == Progress(100, 10_000)
 
 
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
@@ -210,15 +199,6 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_whole_and_says_so(
     assert load(checkpoints(tmp_path), *trained_model()) == Progress(2, 200)
 
 
-def test_a_full_disk_at_the_first_checkpoint_says_that_there_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk_full_after_a_part(monkeypatch)
-    with pytest.raises(OSError, match=r"step 2 could not be written .*; there is no checkpoint before it: make room"):
-        save_steps(tmp_path, 2)
-    assert names(tmp_path) == []
-
-
 def test_what_a_kill_left_half_written_is_ignored_and_then_cleared_away(tmp_path: Path) -> None:
     save_steps(tmp_path, 2)
     for step in (3, 4):  # 4 will be written again, 3 never
@@ -233,14 +213,6 @@ def test_what_a_kill_left_half_written_is_ignored_and_then_cleared_away(tmp_path
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def test_a_damaged_newest_checkpoint_does_not_crowd_out_the_good_ones_after_it(tmp_path: Path) -> None:
-    """With one kept, the step-4 folder that cannot be read must not be what is kept; nor is it deleted."""
-    save_steps(tmp_path, 2, 4, keep=2)
-    truncate(tmp_path / "step-00000004" / "weights.safetensors")
-    save_steps(tmp_path, 3, keep=1)
-    assert names(tmp_path) == ["step-00000003", "unreadable-step-00000004"]
 
 
 def test_a_flipped_bit_is_found_by_the_checksum(tmp_path: Path) -> None:
@@ -259,12 +231,6 @@ def test_a_flipped_bit_is_found_by_the_checksum(tmp_path: Path) -> None:
     )
 
 
-def test_the_checksums_are_what_sha256sum_reads(tmp_path: Path) -> None:
-    save_steps(tmp_path, 2)
-    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "step-00000002", capture_output=True)
-    assert done.returncode == 0 and done.stdout.decode().splitlines() == [f"{name}: OK" for name in FILES[1:]]
-
-
 def test_if_none_can_be_read_the_run_does_not_start_over(tmp_path: Path) -> None:
     save_steps(tmp_path, 2, 4)
     truncate(tmp_path / "step-00000002" / "weights.safetensors")
@@ -277,40 +243,6 @@ def test_if_none_can_be_read_the_run_does_not_start_over(tmp_path: Path) -> None
     assert f"{tmp_path}/step-00000002 (weights.safetensors is damaged: its " in said
     assert f"another output folder or remove {tmp_path}" in said
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
-
-
-def test_a_disk_that_fails_for_a_moment_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be read is passed over, stays through the saves that follow, and is whole afterwards."""
-    model = save_steps(tmp_path, 2, 4)
-    whole = trainer.run.checkpoint.load_file
-
-    def load_file(path: Path) -> dict[str, Tensor]:
-        if "step-00000004" in str(path):
-            raise OSError(errno.EIO, "Input/output error")
-        return whole(path)
-
-    with monkeypatch.context() as failing:
-        failing.setattr(trainer.run.checkpoint, "load_file", load_file)
-        found = checkpoints(tmp_path, keep=1)
-        assert load(found, *trained_model()) == Progress(2, 200)
-        assert "Input/output error" in found.unreadable[0].reason
-    save(found, *trained_model(), Progress(3, 300))
-    save(found, *trained_model(), Progress(4, 400))
-    assert names(tmp_path) == ["step-00000004", "unreadable-step-00000004"]
-    stored = load_file_of(tmp_path / "unreadable-step-00000004")
-    assert all(torch.equal(stored[name], tensor) for name, tensor in gather_weights(model).items())
-    assert load(checkpoints(tmp_path), *trained_model()) == Progress(4, 400)
-
-
-def test_what_is_set_aside_twice_has_two_names(tmp_path: Path) -> None:
-    save_steps(tmp_path, 2, 4)
-    for _ in range(2):
-        truncate(tmp_path / "step-00000004" / "weights.safetensors")
-        found = checkpoints(tmp_path)
-        load(found, *trained_model())
-        save(found, *trained_model(), Progress(4, 400))
-    expected = ["step-00000002", "step-00000004", "unreadable-step-00000004", "unreadable-step-00000004-2"]
-    assert names(tmp_path) == expected
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -363,13 +295,8 @@ def test_every_setting_that_may_differ_is_one_of_a_recipe(tmp_path: Path) -> Non
         key, _, rest = name.partition(".")
         return key in section and (not rest or is_there(rest, section[key]))
 
-    listed = (*resuming._ALWAYS, *resuming._WHILE_TRAINING, *resuming._CHOOSING)
+    listed = (*checkpoint._ALWAYS, *checkpoint._WHILE_TRAINING, *checkpoint._CHOOSING)
     assert [name for name in listed if not is_there(name, content)] == []
-
-
-def test_a_tuple_in_an_identity_equals_the_list_it_is_stored_as(tmp_path: Path) -> None:
-    save_steps(tmp_path, 2)
-    assert load(checkpoints(tmp_path, identity=dict(IDENTITY)), *trained_model()) == Progress(2, 200)
 
 
 def writer(name: str, text: str) -> Callable[[Path], None]:
@@ -392,13 +319,6 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert names(tmp_path) == ["final"] and (destination / "a").read_text() == "first"
 
 
-def test_a_folder_that_is_written_again_is_replaced(tmp_path: Path) -> None:
-    destination = tmp_path / "final"
-    write_folder(destination, writer("old", "x"))
-    write_folder(destination, writer("new", "x"))
-    assert names(destination) == ["new"]
-
-
 def test_a_folder_lost_between_two_renames_is_put_back(tmp_path: Path) -> None:
     """A kill may fall between moving the old folder aside and giving the new one its name."""
     aside = tmp_path / ".final.4194304.replaced"  # no process has so high a number
@@ -412,28 +332,6 @@ def test_a_folder_lost_between_two_renames_is_put_back(tmp_path: Path) -> None:
         write_folder(tmp_path / "final", fails)
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
     assert (tmp_path / "final" / "old").read_text() == "x"
-
-
-def test_a_list_of_checksums_that_lacks_a_file_is_damaged_itself(tmp_path: Path) -> None:
-    save_steps(tmp_path, 2, 4)
-    sums = tmp_path / "step-00000004" / "SHA256SUMS"
-    sums.write_text(sums.read_text().splitlines(keepends=True)[0])
-    found = checkpoints(tmp_path)
-    assert load(found, *trained_model()) == Progress(2, 200)
-    assert found.unreadable[0].reason == "SHA256SUMS knows no state.json, which is there"
-
-
-def test_what_a_user_put_aside_is_no_checkpoint(tmp_path: Path) -> None:
-    save_steps(tmp_path, 2)
-    shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000004.bak")
-    assert checkpoints(tmp_path).steps() == [2] and load(checkpoints(tmp_path), *trained_model()) == Progress(2, 200)
-
-
-def test_another_process_reads_the_checkpoint_that_the_first_has_chosen(tmp_path: Path) -> None:
-    model = save_steps(tmp_path, 2, 4)
-    saved = checkpoints(tmp_path).read(2)
-    assert saved.progress == Progress(2, 200) and saved.non_finite() == []
-    assert all(torch.equal(saved.weights[name], tensor) for name, tensor in gather_weights(model).items())
 
 
 def test_a_scratch_folder_is_removed_in_the_end_and_after_a_kill_by_the_next(tmp_path: Path) -> None:

@@ -221,14 +221,14 @@ def test_a_folder_typed_wrong_names_those_that_are_there(tmp_path: Path, monkeyp
     for name in ("runs/final", "runs/other", "storyteller"):
         (tmp_path / name).mkdir(parents=True)
     for name, hint in (
-        ("runs/fnal", " (runs/ holds final, other)"),
+        ("runs/fnal", " (is it runs/final?)"),
         ("storyteler", " (is it storyteller?)"),
         ("o/n", ""),
     ):
         _, said = run("generate", "--target", name, "--prompt", "a")
         assert f"'{name}': there is no such folder{hint}, and loading it from the Hub failed: " in said
     _, said = run("generate", "--target", "./runs/fnal", "--prompt", "a")
-    assert "there is no folder ./runs/fnal (runs/ holds final, other): give a folder" in said
+    assert "there is no folder ./runs/fnal (is it runs/final?): give a folder" in said
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

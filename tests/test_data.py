@@ -181,7 +181,7 @@ def test_a_row_that_cannot_be_used_is_named_by_its_line(
     good = {"text": "a b c d e f g h", "prompt": "a", "answer": "b"}
     with pytest.raises(ValueError, match=message) as error:
         load(tmp_path, [{**good, "q": "a", "a": "b"}, row], **changes)
-    assert str(error.value).endswith("; data.bad_rows=skip (--bad-rows skip) leaves such rows out")
+    assert str(error.value).endswith("; data.bad_rows=skip leaves such rows out")
 
 
 def test_a_line_that_is_not_json_is_named_with_blank_lines_counted(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""The web demo without its page: races, forms, visitors, and the HTML of their texts and figures."""
+"""The web demo without its server: races, forms, answers to visitors, and the HTML of texts and figures."""
 
 import gc
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,23 +12,36 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, PromptLookupDrafter
 from decoding.engine import Engine
+from decoding.generate import Step
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import FixedPolicy
+from decoding.rules.tree import TokenTree, TreeShape
 from decoding.stream import Piece, Tally, decode_text
 from trainer.demo import race as racing
-from trainer.demo import views
-from trainer.demo.form import AUTOMATIC, LONGEST_PROMPT, MOST_NEW_TOKENS, Form, fitting_rules, race_of
-from trainer.demo.race import Ending, Models, Race
-from trainer.demo.visitors import Visitors
+from trainer.demo.race import (
+    AUTOMATIC,
+    LONGEST_PROMPT,
+    MOST_NEW_TOKENS,
+    Ending,
+    Form,
+    Models,
+    Race,
+    fitting_rules,
+    race_of,
+)
+
+pytest.importorskip("gradio")
+from trainer.demo import app  # after the skip
+from trainer.demo.app import HTML, Answers, Shown, step_html
 
 TOKENIZER = byte_tokenizer()
-FORM = Form(prompt="abcabcab", drafter="tree", depth=3, nodes=8, max_new_tokens=24)
+FORM = Form("abcabcab", "tree", AUTOMATIC, depth=3, nodes=8, temperature=0.0, max_new_tokens=24, seed=0)
 
 
 def models_of(target: CausalLM) -> Models:
     draft = CausalLM(tiny_model(vocab=128, seed=1))
-    twin = DraftModelDrafter(target if not target.is_static else CausalLM(target.model), (1, 1, 1))
+    twin = DraftModelDrafter(target if not target.is_static else CausalLM(target.model), 3)
     drafters: dict[str, Drafter] = {
         "lookup": PromptLookupDrafter(),
         "tree": DraftTreeDrafter(draft, 3, 3, 8),
@@ -42,11 +55,6 @@ def models() -> Models:
     return models_of(CausalLM(tiny_model(vocab=128)))
 
 
-@pytest.fixture
-def visitors(models: Models) -> Visitors:
-    return Visitors(models)
-
-
 def finished(race: Race) -> Race:
     while race.advance(0.001):
         pass
@@ -55,7 +63,7 @@ def finished(race: Race) -> Race:
 
 @pytest.mark.parametrize("drafter", ["lookup", "tree", "twin"])
 def test_both_texts_of_a_greedy_race_are_plain_decodings(models: Models, drafter: str) -> None:
-    race = finished(race_of(models, replace(FORM, drafter=drafter, depth=3, nodes=4)))
+    race = finished(race_of(models, FORM._replace(drafter=drafter, depth=3, nodes=4)))
     expected = naive_greedy(models.target.model, race.prompt, 24)
     assert race.plain.tokens == race.speculative.tokens == expected
     assert race.ending == Ending(24, "equal") and race.finished and not race.stopped
@@ -63,7 +71,7 @@ def test_both_texts_of_a_greedy_race_are_plain_decodings(models: Models, drafter
 
 @pytest.mark.parametrize("drafter", ["lookup", "tree"])
 def test_a_race_takes_the_steps_of_the_engine_and_their_figures(models: Models, drafter: str) -> None:
-    race = finished(race_of(models, replace(FORM, drafter=drafter)))
+    race = finished(race_of(models, FORM._replace(drafter=drafter)))
     engine = Engine(models.target, models.drafters[drafter], FixedPolicy(3, 8), TOKENIZER)
     steps = engine.decode(race.prompt, replace(race.config, trees=True)).steps
     mine = race.speculative
@@ -82,10 +90,10 @@ def test_every_tree_keeps_to_the_bounds_of_the_form(models: Models) -> None:
         trees = [step.tree for step in steps if step.tree is not None]
         return max(tree.shape.max_depth for tree in trees), max(map(len, trees))
 
-    assert sizes(FORM)[1] == 8 and sizes(replace(FORM, nodes=7))[1] == 5, "it drafts trees of 3, 5 and 8 nodes"
-    assert sizes(replace(FORM, depth=1)) == (1, 3)
-    twin = replace(FORM, drafter="twin")
-    assert (sizes(twin), sizes(replace(twin, depth=2))) == ((3, 4), (2, 3))
+    assert sizes(FORM)[1] == 8 and sizes(FORM._replace(nodes=7))[1] == 5, "it drafts trees of 3, 5 and 8 nodes"
+    assert sizes(FORM._replace(depth=1)) == (1, 3)
+    twin = FORM._replace(drafter="twin")
+    assert (sizes(twin), sizes(twin._replace(depth=2))) == ((3, 4), (2, 3))
 
 
 class Timed:
@@ -128,15 +136,15 @@ def test_texts_that_part_are_judged_by_the_targets_margin(models: Models, monkey
 
 
 def test_a_sampled_race_writes_the_text_of_its_seed_and_its_label(models: Models) -> None:
-    sampled = replace(FORM, drafter="lookup", depth=10, nodes=11, temperature=1.0, seed=3)
+    sampled = FORM._replace(drafter="lookup", depth=10, nodes=11, temperature=1.0, seed=3)
     race = finished(race_of(models, sampled))
     assert race.ending == Ending(24, "equal"), "sampled verify draws as plain decoding does"
-    assert race.plain.tokens != finished(race_of(models, replace(sampled, seed=4))).plain.tokens
-    lossy = finished(race_of(models, replace(sampled, rule="typical")))
+    assert race.plain.tokens != finished(race_of(models, sampled._replace(seed=4))).plain.tokens
+    lossy = finished(race_of(models, sampled._replace(rule="typical")))
     assert lossy.config.label == "lossy" and lossy.plain.tokens == race.plain.tokens
-    assert 'class="badge lossy">lossy' in views.texts(lossy) and 'class="badge lossless">lossless' in views.texts(race)
+    assert 'class="badge lossy">lossy' in HTML.texts(lossy) and 'class="badge lossless">lossless' in HTML.texts(race)
     assert lossy.ending is not None and (
-        lossy.ending.verdict == "equal" or "another distribution" in views.verdict(lossy)
+        lossy.ending.verdict == "equal" or "another distribution" in HTML.summary(lossy)
     )
 
 
@@ -175,7 +183,7 @@ def test_steps_of_fixed_shapes_race_on_two_caches() -> None:
 )
 def test_a_bad_entry_is_one_sentence(models: Models, entry: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as error:
-        race_of(models, replace(FORM, **entry))
+        race_of(models, FORM._replace(**entry))
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
@@ -186,7 +194,7 @@ def test_only_rules_that_fit_are_offered_and_each_of_them_runs(models: Models) -
         assert {"automatic (lossless)": AUTOMATIC, "typical (lossy)": "typical"}.items() <= offered.items()
         assert sum("lossy" in label for label in offered) == 1
         for rule in offered.values():
-            form = replace(FORM, drafter=name, nodes=4, temperature=0.8, rule=rule, max_new_tokens=8)
+            form = FORM._replace(drafter=name, nodes=4, temperature=0.8, rule=rule, max_new_tokens=8)
             assert len(finished(race_of(models, form)).speculative.tokens) == 8
     assert "token" not in dict(fitting_rules(models.drafters["lookup"], 1.0)).values()
     assert "token" in dict(fitting_rules(models.drafters["twin"], 1.0)).values()
@@ -212,130 +220,132 @@ def alive(caches: "weakref.WeakSet[PreallocatedCache]") -> int:
     return len(caches)
 
 
-def begun(frames: Iterator[Race], looks: int = 3) -> Race:
-    """Take a few looks at a race, which must not be at its end."""
-    race = next(frames)
-    for _ in range(looks):
-        race = next(frames)
-    assert not race.finished
-    return race
+class Visit:
+    """A visitor's run of a form, one step at each look."""
+
+    def __init__(self, answers: Answers, name: str = "a") -> None:
+        self.answers, self.request = answers, SimpleNamespace(session_hash=name)
+
+    def run(self, form: Form = FORM) -> Any:
+        return self.answers.run(self.request, *form)
+
+    @property
+    def race(self) -> Race | None:
+        return self.answers.races.get(str(self.request.session_hash))
 
 
 @pytest.fixture
-def one_step_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.demo.visitors.FRAME_SECONDS", 1e-9)
+def answers(models: Models, monkeypatch: pytest.MonkeyPatch) -> Answers:
+    monkeypatch.setattr(app, "FRAME_SECONDS", 1e-9)
+    return Answers(models, Shown(*Shown._fields))
 
 
-@pytest.mark.usefixtures("one_step_a_look")
-def test_two_visitors_decode_what_each_decodes_alone(visitors: Visitors) -> None:
-    forms = replace(FORM, drafter="twin", depth=3, nodes=4), replace(FORM, drafter="tree", prompt="xyzxyz", seed=1)
-    alone = [finished(race_of(visitors.models, form)) for form in forms]
-    both = [visitors.run(name, form) for name, form in zip("ab", forms, strict=True)]
-    races, most = [begun(frames, 1) for frames in both], visitors.decoding
-    while any(next(frames, None) for frames in both):
-        pass
-    assert most == 2 and visitors.decoding == 0 and visitors.present == 2
-    for race, expected in zip(races, alone, strict=True):
-        assert race.ending == Ending(24, "equal") and race.speculative.tokens == expected.speculative.tokens
-        assert [step.path for step in race.speculative.steps] == [step.path for step in expected.speculative.steps]
-    assert visitors.race("a") is races[0] and visitors.race("b") is races[1]
-
-
-@pytest.mark.usefixtures("one_step_a_look")
 @pytest.mark.parametrize("goes", ["closes the stream", "leaves", "both"])
-def test_one_who_goes_in_mid_stream_leaves_nothing(visitors: Visitors, caches: Any, goes: str) -> None:
-    frames = visitors.run("a", FORM)
-    begun(frames)
-    assert alive(caches) == 3 and visitors.decoding == 1, "of the target twice, and of the draft"
+def test_one_who_goes_in_mid_stream_leaves_no_cache(answers: Answers, caches: Any, goes: str) -> None:
+    visit = Visit(answers)
+    frames = visit.run()
+    for _ in range(4):
+        next(frames)
+    assert alive(caches) == 3, "of the target twice, and of the draft"
     if goes != "closes the stream":
-        visitors.leave("a")
+        answers.leave(visit.request)  # type: ignore[arg-type]
     if goes != "leaves":
-        frames.close()  # type: ignore[attr-defined]
-    assert alive(caches) == 0 and visitors.decoding == 0
-    assert (visitors.race("a") is None) == (goes != "closes the stream")
-    assert list(visitors.run("a", FORM))[-1].ending == Ending(24, "equal"), "the next one is served"
+        frames.close()
+    assert alive(caches) == 0 and (visit.race is None) == (goes != "closes the stream")
+    assert list(visit.run()) and visit.race is not None and visit.race.ending == Ending(24, "equal"), (
+        "the next is served"
+    )
 
 
-def test_one_who_leaves_while_the_race_is_made_leaves_nothing(
-    visitors: Visitors, caches: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_stopped_race_keeps_its_steps_and_a_new_one_takes_its_place(answers: Answers, caches: Any) -> None:
+    visit = Visit(answers)
+    frames = visit.run()
+    for _ in range(4):
+        next(frames)
+    answers.stop(visit.request)  # type: ignore[arg-type]
+    (frame,) = frames
+    race = visit.race
+    assert race is not None and race.ending is not None and race.ending.verdict == "stopped"
+    assert alive(caches) == 0 and 'data-verdict="stopped"' in frame["summary"] and "Pass 1 of" in step_html(race, 1)
+    assert list(visit.run()) and visit.race is not race and visit.race is not None and visit.race.finished
+
+
+def test_a_bad_entry_is_a_notice_and_loses_nothing(answers: Answers) -> None:
+    visit = Visit(answers)
+    list(visit.run())
+    race = visit.race
+    (frame,) = visit.run(FORM._replace(prompt="<i>", temperature="<b>"))
+    assert "Temperature is &lt;b&gt;: give a number." in frame["notice"] and visit.race is race
+
+
+def test_the_view_stays_at_the_step_that_is_looked_at(answers: Answers) -> None:
+    visit = Visit(answers)
+    frames = visit.run()
+    for _ in range(8):
+        next(frames)
+    assert "The prefill" in answers.look(visit.request, 0)  # type: ignore[arg-type]
+    assert "The prefill" in next(frames)["drawing"]
+    answers.look(visit.request, 99)  # type: ignore[arg-type]
+    assert "The prefill" not in next(frames)["drawing"], "at the last step it follows the text again"
+
+
+def test_the_last_race_of_the_earliest_visitor_is_forgotten_first(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def left_meanwhile(models: Models, form: Form) -> Race:
-        visitors.leave("a")
-        return race_of(models, form)
-
-    monkeypatch.setattr("trainer.demo.visitors.race_of", left_meanwhile)
-    assert list(visitors.run("a", FORM)) == []
-    assert alive(caches) == 0 and visitors.decoding == visitors.present == 0
-
-
-@pytest.mark.usefixtures("one_step_a_look")
-def test_a_finished_or_stopped_race_keeps_its_steps_and_no_cache(visitors: Visitors, caches: Any) -> None:
-    frames = visitors.run("a", FORM)
-    begun(frames)
-    visitors.stop("a")
-    (race,) = frames
-    assert race.stopped and race.ending is not None and race.ending.verdict == "stopped"
-    assert race.speculative.steps and views.step_view(race, 1)
-    assert alive(caches) == 0 and visitors.decoding == 0 and visitors.race("a") is race
-    ended = list(visitors.run("a", FORM))[-1]
-    assert ended.finished and alive(caches) == 0
-
-
-@pytest.mark.usefixtures("one_step_a_look")
-def test_a_new_run_takes_the_place_of_the_visitors_last_one(visitors: Visitors) -> None:
-    first = visitors.run("a", FORM)
-    race = begun(first)
-    second = visitors.run("a", FORM)
-    assert race.stopped and visitors.race("a") is not race
-    assert len(list(first)) == 1 and list(second)[-1].finished
-
-
-def test_a_bad_entry_loses_nothing(visitors: Visitors) -> None:
-    race = list(visitors.run("a", FORM))[-1]
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        visitors.run("a", replace(FORM, prompt=""))
-    assert visitors.race("a") is race and not race.stopped
-
-
-def test_the_last_race_of_the_earliest_visitor_is_forgotten_first(visitors: Visitors) -> None:
-    short = replace(FORM, drafter="lookup", max_new_tokens=1)
-    for number in range(66):
-        visitors.run(str(number % 65), short)
-    assert visitors.present == 64 and visitors.race("1") is None and visitors.race("0") is not None
+    monkeypatch.setattr(app, "_MOST_RACES", 2)
+    for name in "abc":
+        list(Visit(answers, name).run(FORM._replace(drafter="lookup", max_new_tokens=1)))
+    assert list(answers.races) == ["b", "c"]
 
 
 def test_text_is_marked_by_its_origin_and_escaped() -> None:
     pieces = [Piece("<b>", True), Piece("&", True), Piece(" own", False)]
-    assert views.marked(pieces) == '<span class="drafted">&lt;b&gt;&amp;</span><span class="own"> own</span>'
-    assert 'class="drafted now"' in views.marked(pieces, "now")
-    assert views.marked([Piece("\u202eمی\u200cخواهم\x1b", False)]) == '<span class="own">می\u200cخواهم</span>'
-    assert "<i>" not in views.notice("bad <i>")
+    assert HTML.marked(pieces) == '<span class="drafted">&lt;b&gt;&amp;</span><span class="own"> own</span>'
+    assert 'class="drafted now"' in HTML.marked(pieces, "now")
+    assert HTML.marked([Piece("\u202eمی\u200cخواهم\x1b", False)]) == '<span class="own">می\u200cخواهم</span>'
 
 
 def test_figures_of_a_race_are_those_of_its_steps(models: Models) -> None:
-    race = finished(race_of(models, replace(FORM, drafter="twin", depth=3, nodes=4)))
+    race = finished(race_of(models, FORM._replace(drafter="twin", depth=3, nodes=4)))
     tally = race.speculative.tally
     assert tally.lengths == {3: 5, 2: 1}, "a draft that is the target is accepted whole, up to the text's end"
-    page = views.summary(race)
+    page = HTML.summary(race)
     assert f"<dd>{23 / 6:.2f}</dd>" in page and "17 of 17 drafted tokens" in page and f"{race.speedup:.2f}×" in page
     assert "Same text: all 24 tokens are equal." in page and 'data-verdict="equal"' in page
-    columns = views.histogram(tally)
-    assert columns.count("<li") == 4 and 'title="5 of 6 passes accepted 3"' in columns
-    parts = views.split(race)
-    assert parts.count('class="part draft"') == 2 and f"{1000 * tally.total_seconds / tally.tokens:.2f} ms" in parts
-    assert "<b>" in views.texts(race) and f"{race.plain.tally.tokens_per_second:.0f}" in views.texts(race)
+    charts = HTML.charts(race)
+    assert 'title="5 of 6 passes accepted 3"' in charts and charts.count('class="part draft"') == 2
+    assert f"{1000 * tally.total_seconds / tally.tokens:.2f} ms" in charts
+    assert f"<b>{race.plain.tally.tokens_per_second:.0f}</b>" in HTML.texts(race)
+    assert HTML.texts(None).count("–") == 2, "a page without a race"
+
+
+# The tree 1 ── 2 ── 4 ── 6, where 5 is another child of 2, and 3 of 1.
+TREE = TokenTree.of_list([1, 2, 3, 4, 5, 6], TreeShape((-1, 0, 0, 1, 1, 3)))
+NAMES = {1: "root", 2: "the", 3: " a", 4: "cat", 5: "<b>", 6: "\n\x1b", 7: "x" * 40}
+
+
+def nested(node: Any) -> str:
+    """Write a node as ``kind:label`` and its children in brackets."""
+    below = " ".join(map(nested, node["children"]))
+    return f"{node['kind']}:{node['label']}" + (f"[{below}]" if below else "")
+
+
+def test_the_tree_of_a_pass_has_its_nodes_in_draft_order_and_the_targets_token_behind_the_kept_ones() -> None:
+    ended = Step((2, 4), 2, 2, 5, tree=TREE, path=(1, 3))
+    shape = r"root:root[kept:the[kept:cat[dropped:↵\x1b{}] dropped:<b>] dropped:·a]"
+    assert nested(app.tree_of(ended, NAMES.__getitem__)) == shape.format("")
+    longer = app.tree_of(ended._replace(tokens=(2, 4, 7)), NAMES.__getitem__)
+    assert nested(longer) == shape.format(f" written:{'x' * 15}…")
+    assert app.tree_of(Step((4,), 0, 0, 0), NAMES.__getitem__) is None
+    page = HTML.step(SimpleNamespace(steps=[ended], texts=[()]), ended, 0, app.tree_of(ended, NAMES.__getitem__))
+    assert page.count('<span class="node') == 6 and '<span class="node dropped">&lt;b&gt;</span>' in page
 
 
 def test_a_step_is_shown_with_its_tree_and_its_own_tokens(models: Models) -> None:
     race = finished(race_of(models, FORM))
     steps = race.speculative.steps
-    prefill, first = views.step_view(race, 0), views.step_view(race, 1)
-    assert "The prefill" in prefill and "<svg" not in prefill
-    assert first.count('class="node') == len(steps[1].tree or ()) + 1 and "the target wrote the next one" in first
-    assert first.count("now") == views.marked(race.speculative.texts[1], "now").count("now") > 0
-    assert views.step_view(race, 99) == views.step_view(race, len(steps) - 1)
-    assert "once a prompt runs" in views.step_view(None, 3)
-
-
-def test_a_page_without_a_race_has_all_its_parts_empty() -> None:
-    assert views.texts(None).count("–") == 2 and views.summary(None) == views.charts(None) == views.notice("") == ""
+    prefill, first = step_html(race, 0), step_html(race, 1)
+    assert "The prefill" in prefill and "<ul" not in prefill
+    assert first.count('<span class="node') == len(steps[1].tree or ()) + 1 and "the target wrote the next one" in first
+    assert step_html(race, 99) == step_html(race, len(steps) - 1)
+    assert "once a prompt runs" in step_html(None, 3)

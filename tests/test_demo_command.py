@@ -6,16 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_models import tiny_model
-from tiny_tokenizer import byte_tokenizer
 from typer.testing import CliRunner
 
-from decoding.drafters import PromptLookupDrafter
-from decoding.model.causal_lm import CausalLM
 from trainer.cli import app as program
 from trainer.commands import demo
 from trainer.commands.options import DemoOptions
-from trainer.demo.race import Models
 
 
 def test_without_gradio_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,20 +56,3 @@ def test_trained_drafters_of_the_embedded_target_are_found_unless_they_are_anoth
     assert len(notes) == 1
     (tmp_path / demo.RUNS / "draft" / "final" / "provenance.json").write_text('{"target": {"fingerprint": "mine"}}')
     assert demo.asked_drafters(DemoOptions()) == ([*asked[:2], "draft:runs/quickstart/draft/final", "lookup"], [])
-
-
-def test_examples_suit_the_target() -> None:
-    assert demo.examples("quickstart", byte_tokenizer()) == demo.CODE
-    assert demo.examples("ORG/NAME", byte_tokenizer("{{ messages }}")) == demo.QUESTIONS
-    assert demo.examples("ORG/NAME", byte_tokenizer()) == demo.BEGINNINGS
-
-
-@pytest.mark.parametrize(("static", "at_once"), [(None, 16), ("eager", 1)])
-def test_races_wait_for_each_other_where_steps_of_fixed_shapes_have_one_cache(static: str | None, at_once: int) -> None:
-    pytest.importorskip("gradio")
-    app = demo.imported_app()
-    target = CausalLM(tiny_model(vocab=128), static=static)
-    models = Models.of(target, byte_tokenizer(), {"lookup": PromptLookupDrafter()})
-    page = app.build(models, app.Words("tiny", ("abc",)))
-    limits = {function.fn.__name__: function.concurrency_limit for function in page.fns.values()}
-    assert limits["run"] == at_once and {"look", "stop", "leave", "rules", "bounds", "count"} <= limits.keys()

@@ -10,9 +10,6 @@ from tiny_training import WORDS, Recorder, tiny_tokenizer, train_toy
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
-from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example, collate
 from trainer.learning.losses import divergence
 
@@ -28,13 +25,6 @@ def test_a_draft_of_all_the_targets_layers_diverges_by_nothing_and_is_always_acc
     if kind != "hidden":
         assert sums.hits.item() == pytest.approx(7)
     assert objective.counts(collate(EXAMPLES)).item() == 7
-
-
-def test_such_a_draft_is_accepted_whole_by_the_decoding_loop() -> None:
-    model = tiny_model("llama")
-    objective = objective_for(model, init=ALL, num_draft_tokens=3)
-    steps = Engine(CausalLM(model), objective.drafter()).decode([1, 2, 3], DecodingConfig(max_new_tokens=13)).steps
-    assert [step.accepted for step in steps] == [0, 3, 3, 3]
 
 
 def test_what_predicts_a_trained_token_is_compared_and_nothing_else() -> None:

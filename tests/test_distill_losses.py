@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input
 from decoding.model.loading import load_draft
-from trainer.data.batch import Example, collate
+from trainer.data.batch import collate
 from trainer.data.sequences import pack
 from trainer.drafts.distill import DistillObjective, DraftLogits
 from trainer.drafts.start import initial_draft
@@ -44,13 +44,6 @@ def test_loss_and_gradients_are_those_of_the_models_own_logits(family: str) -> N
         assert torch.allclose(ours[name], parameter.grad, rtol=1e-3, atol=1e-5 * float(parameter.grad.abs().max())), (
             name
         )
-
-
-def test_what_is_counted_as_accepted_is_the_overlap_of_both_distributions() -> None:
-    target = tiny_model("llama")
-    objective = objective_for(target)
-    p, q = (labelled_logits(model, BATCH).softmax(-1) for model in (target, objective.module.base.eval()))
-    assert sums_of(objective, BATCH).hits.item() == pytest.approx(torch.minimum(p, q).sum().item(), rel=1e-4)
 
 
 def test_packed_documents_lose_what_they_lose_alone() -> None:
@@ -138,26 +131,6 @@ def test_logits_from_disk_teach_what_the_target_does() -> None:
     stored = DistillObjective(target, AllOnDisk(target.model), tiny_tokenizer(), initial, section)
     online = sums_of(objective_for(target.model, loss=MIX), BATCH)
     assert sums_of(stored, BATCH).losses.item() == pytest.approx(online.losses.item(), rel=1e-4)
-
-
-def test_a_row_whose_only_trained_token_is_its_first_is_no_loss_and_can_be_differentiated() -> None:
-    objective = objective_for(tiny_model("llama"), loss={"forward_kl": 1, "hidden": 1})
-    batch = collate([Example((1, 2, 3), (True, False, False), 0)])
-    losses = sums_of(objective, batch).losses
-    losses.sum().backward()
-    assert losses.tolist() == [0, 0] and objective.counts(batch).tolist() == [0, 0]
-
-
-def test_a_draft_taken_for_decoding_stays_as_it_was() -> None:
-    objective = objective_for(tiny_model("llama"))
-    taken = objective.draft_for_decoding()
-    before = {name: tensor.clone() for name, tensor in taken.model.state_dict().items()}
-    with torch.no_grad():
-        for parameter in objective.module.parameters():
-            parameter.add_(1)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in taken.model.state_dict().items())
-    objective.inputs(BATCH, step=0)
-    assert objective.module.draft.training and not taken.model.training
 
 
 def test_a_draft_whose_lm_head_has_a_bias_is_refused() -> None:

@@ -132,7 +132,7 @@ def vllm(folder: Path) -> None:
         (cut_off, "cannot be read as safetensors", "copy the folder again"),
         (pickled, "pickled weights (medusa_lm_head.pt)", "safetensors"),
         (other_kind, "does not describe Medusa heads", "give heads as headstart wrote them"),
-        (vllm, "vLLM's format", "headstart import"),
+        (vllm, "vLLM's format", "the training run"),
     ],
 )
 def test_a_folder_that_holds_no_whole_heads_is_found(

@@ -7,7 +7,6 @@ import pytest
 import torch
 from tiny_models import full_forward, tiny_model
 from tiny_training import WORDS, tiny_tokenizer
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from decoding.model.causal_lm import CausalLM
@@ -16,8 +15,6 @@ from decoding.model.vocabulary import write_output_tokens
 from trainer.data.batch import Example
 from trainer.drafts.start import (
     InitialDraft,
-    coverage,
-    draft_from_config,
     draft_from_target,
     initial_draft,
     write_draft,
@@ -57,13 +54,6 @@ def test_a_window_is_put_on_a_draft_from_anywhere(tmp_path: Path) -> None:
         torch.testing.assert_close(full_forward(draft, text)[-1], full_forward(draft, text[-3:])[-1])
 
 
-def test_a_window_that_the_draft_cannot_have_is_refused_by_the_recipes_field() -> None:
-    with pytest.raises(
-        ValueError, match=r"draft\.window: the draft is a gpt2 model, which cannot be given a window of 4"
-    ):
-        initial(tiny_model("gpt2"), window=4)
-
-
 # --- from the target -----------------------------------------------------------------------------------------------
 
 
@@ -78,15 +68,6 @@ def test_a_draft_holds_the_chosen_layers_in_the_order_given(family: str) -> None
         layered += swapped != name
         assert torch.equal(tensor, theirs[swapped]), name
     assert layered >= 8 and draft.config.num_hidden_layers == 2
-
-
-def test_a_draft_of_one_layer_runs_and_is_no_part_of_the_target() -> None:
-    target = tiny_model("llama")
-    draft = draft_from_target(target, (-1,))
-    assert draft.config.num_hidden_layers == 1 and target.config.num_hidden_layers == 2
-    assert full_forward(draft, [1, 2, 3]).shape == (3, 16)
-    addresses = {tensor.data_ptr() for tensor in target.state_dict().values()}
-    assert not addresses & {tensor.data_ptr() for tensor in draft.state_dict().values()}
 
 
 def test_layer_types_follow_the_layers() -> None:
@@ -113,20 +94,6 @@ def test_layers_that_the_target_does_not_have_are_refused(layers: tuple[int, ...
     assert str(error.value) == f"draft.init.from_target.layers is {list(layers)} but the target has layers 0 to 1"
 
 
-def test_more_layers_than_the_target_has_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"draft\.init\.from_target\.layers is 3 but the target has 2 layers"):
-        initial(tiny_model("llama"), init={"from_target": {"layers": 3}})
-
-
-def test_a_target_with_adapters_in_it_is_refused() -> None:
-    from peft import LoraConfig
-
-    target = tiny_model("llama")
-    target.add_adapter(LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"no plain model.layers.0.self_attn.q_proj.weight: merge its adapters if it"):
-        draft_from_target(target, 1)
-
-
 @pytest.mark.parametrize("init", [{}, {"from_target": {}}])
 def test_a_draft_is_one_layer_of_the_target_unless_more_is_said(init: dict[str, Any]) -> None:
     target = tiny_model("llama").to(torch.bfloat16)
@@ -135,14 +102,6 @@ def test_a_draft_is_one_layer_of_the_target_unless_more_is_said(init: dict[str, 
     for name, tensor in draft.model.state_dict().items():
         assert tensor.dtype == torch.float32 and torch.equal(tensor, first[name].float())
     assert draft.output_tokens is None and all(parameter.requires_grad for parameter in draft.model.parameters())
-
-
-def test_how_texts_end_is_the_targets_and_how_it_is_sampled_is_not() -> None:
-    target = tiny_model("llama")
-    target.generation_config.eos_token_id = [1, 3]
-    target.generation_config.temperature = 0.3
-    for draft in (draft_from_target(target, 1), draft_from_config(target, {"num_hidden_layers": 1})):
-        assert draft.generation_config.eos_token_id == [1, 3] and draft.generation_config.temperature != 0.3
 
 
 # --- from a config -------------------------------------------------------------------------------------------------
@@ -156,37 +115,6 @@ def test_a_draft_from_a_config_is_the_targets_but_for_what_it_says() -> None:
     assert differing - {"dtype"} == {*changes, "head_dim", "num_key_value_heads"}
     assert (draft.config.head_dim, draft.config.num_key_value_heads) == (12, 2), "as the target's follow from its own"
     assert draft.config.vocab_size == 16 and full_forward(draft, [1, 2]).shape == (2, 16)
-
-
-def test_heads_that_the_target_does_not_derive_stay_as_they_are() -> None:
-    """Two heads of 6 in 16 channels, one of keys."""
-    target = tiny_model("llama", head_dim=6)
-    draft = draft_from_config(target, {"hidden_size": 8})
-    assert (draft.config.head_dim, draft.config.num_key_value_heads) == (6, 1)
-
-
-def test_random_weights_follow_torchs_seed() -> None:
-    target = tiny_model("llama")
-
-    def drawn(seed: int) -> Tensor:
-        torch.manual_seed(seed)
-        weight: Tensor = draft_from_config(target, {"num_hidden_layers": 1}).lm_head.weight
-        return weight
-
-    assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
-
-
-@pytest.mark.parametrize(("layers", "types"), [(1, ["full_attention"]), (3, ["full_attention", "sliding_attention"])])
-def test_layer_types_are_spread_over_another_number_of_layers(layers: int, types: list[str]) -> None:
-    draft = draft_from_config(tiny_model("qwen2-mixed"), {"num_hidden_layers": layers})
-    assert len(draft.config.layer_types) == layers == len(draft.model.layers)
-    assert list(dict.fromkeys(draft.config.layer_types)) == types
-
-
-def test_a_family_that_calls_its_sizes_otherwise_takes_both_names() -> None:
-    for changes in ({"n_layer": 1, "n_embd": 8}, {"num_hidden_layers": 1, "hidden_size": 8}):
-        draft = draft_from_config(tiny_model("gpt2"), changes)
-        assert len(draft.transformer.h) == 1 and draft.transformer.wte.weight.shape == (16, 8)
 
 
 @pytest.mark.parametrize(
@@ -246,45 +174,6 @@ def test_a_draft_with_another_tokenizer_is_refused_with_the_reason(
     )
 
 
-def test_a_draft_that_splits_text_in_another_way_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "draft"
-    tiny_model("llama").save_pretrained(folder)
-    other = tiny_tokenizer()
-    other.add_tokens(["("])  # split off inside a word, where the target's tokenizer splits at spaces alone
-    other.save_pretrained(folder)
-    with pytest.raises(ValueError, match="has the target's tokens but splits text in another way"):
-        initial(tiny_model("llama"), init={"from_model": str(folder)})
-
-
-def test_a_folder_without_a_draft_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no folder .*none .*: give a folder with a model, or a hub id"):
-        initial(tiny_model("llama"), init={"from_model": str(tmp_path / "none")})
-
-
-def test_a_folder_whose_weights_are_no_numbers_is_refused(tmp_path: Path) -> None:
-    folder = draft_folder(tmp_path / "draft")
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        model.model.norm.weight[3] = float("nan")
-    model.save_pretrained(folder)
-    with pytest.raises(
-        ValueError, match=r"^draft\.init\.from_model, .*draft, .* 1 of the 16 values of model\.norm\.weight"
-    ):
-        initial(tiny_model("llama"), init={"from_model": folder})
-
-
-def test_a_draft_that_does_not_know_the_datas_tokens_is_refused(tmp_path: Path) -> None:
-    folder = draft_folder(tmp_path / "draft", vocab=12)
-    with pytest.raises(ValueError, match="from_model knows the tokens 0 to 11, but the training data holds token 12"):
-        initial(tiny_model("llama"), init={"from_model": folder})
-
-
-@pytest.mark.parametrize("vocab", [13, 20])
-def test_vocabularies_padded_to_other_sizes_are_fine(tmp_path: Path, vocab: int) -> None:
-    folder = draft_folder(tmp_path / "draft", vocab=vocab)
-    assert initial(tiny_model("llama"), init={"from_model": folder}).model.config.vocab_size == vocab
-
-
 @pytest.mark.parametrize(
     ("init", "named"),
     [
@@ -316,38 +205,6 @@ def test_a_draft_writes_the_commonest_trained_tokens_and_what_ends_a_text() -> N
     whole = draft_from_target(target, 1)
     expected = full_forward(whole, [12, 3, 0])[:, [1, 5, 6, 9, 14]]
     torch.testing.assert_close(full_forward(draft.model, [12, 3, 0]), expected)
-
-
-def test_a_tied_lm_head_is_trimmed_to_one_of_its_own_which_is_trained() -> None:
-    draft = initial(tiny_model("llama", tie_word_embeddings=True), vocabulary=4)
-    full_grad = draft.model(torch.tensor([[3, 4]])).logits.square().sum()
-    full_grad.backward()
-    parameters = dict(draft.model.named_parameters())
-    assert all(parameter.grad is not None for parameter in parameters.values())
-    assert parameters["lm_head.weight"].shape == (4, 16) and parameters["model.embed_tokens.weight"].shape == (16, 16)
-    assert draft.model.config.tie_word_embeddings is False
-
-
-def test_coverage_is_the_share_of_trained_tokens_by_hand() -> None:
-    assert coverage(EXAMPLES, [9]) == pytest.approx(4 / 11)
-    assert coverage(EXAMPLES, torch.tensor([5, 6, 9])) == pytest.approx(8 / 11)
-    assert coverage(EXAMPLES, [3, 12]) == 0, "prompts and documents' first tokens are not written"
-    assert coverage(EXAMPLES, range(16)) == 1
-    assert coverage([Example((1, 2), (False, False), 2)], [1]) == 1
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "message"),
-    [
-        (17, "draft.vocabulary is 17 but target and draft share 16 tokens: lower it"),
-        (2, "draft.vocabulary is 2 but 3 tokens end texts: give room for more"),
-    ],
-)
-def test_a_vocabulary_that_cannot_be_is_refused(vocabulary: int, message: str) -> None:
-    target = tiny_model("llama")
-    target.generation_config.eos_token_id = [2, 3]
-    with pytest.raises(ValueError, match=message):
-        initial(target, vocabulary=vocabulary)
 
 
 def test_a_trimmed_draft_is_trained_on_with_its_own_tokens(tmp_path: Path) -> None:

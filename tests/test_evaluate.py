@@ -33,7 +33,7 @@ PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
 @pytest.fixture(scope="module")
 def report(tiny_llama: CausalLM, tiny_draft: CausalLM) -> dict[str, Any]:
     """Every setting, a draft and prompt lookup, on three prompts."""
-    drafters = {"draft": DraftModelDrafter(tiny_draft, (1, 1)), "prompt lookup": PromptLookupDrafter()}
+    drafters = {"draft": DraftModelDrafter(tiny_draft, 2), "prompt lookup": PromptLookupDrafter()}
     config = EvaluationConfig(max_new_tokens=12, settings=SETTINGS)
     return evaluate(tiny_llama, standard_methods(tiny_llama, drafters, config), PROMPTS, config)
 
@@ -54,7 +54,7 @@ def test_every_method_is_measured_under_every_setting(report: dict[str, Any]) ->
 def test_by_default_what_was_asked_is_decoded_greedily_and_at_temperature_1_by_lossless_rules_alone(
     tiny_llama: CausalLM, tiny_draft: CausalLM
 ) -> None:
-    methods = standard_methods(tiny_llama, {"draft": DraftModelDrafter(tiny_draft, (1, 1))}, EvaluationConfig())
+    methods = standard_methods(tiny_llama, {"draft": DraftModelDrafter(tiny_draft, 2)}, EvaluationConfig())
     ours = [(each.setting, each.name) for each in methods if not each.name.startswith("transformers")]
     assert ours == [(setting, name) for setting in ("greedy", "T=1") for name in ("plain", "draft")]
     assert {each.label for each in methods} == {"lossless"}
@@ -153,7 +153,7 @@ def test_sampling_controls_reach_transformers(tiny_llama: CausalLM) -> None:
 
 
 def test_the_quick_figures_of_a_perfect_draft(tiny_llama: CausalLM) -> None:
-    figures = measure_acceptance(tiny_llama, DraftModelDrafter(tiny_llama, (1, 1)), PROMPTS, DecodingConfig(10))
+    figures = measure_acceptance(tiny_llama, DraftModelDrafter(tiny_llama, 2), PROMPTS, DecodingConfig(10))
     assert figures.tokens_per_pass.value == 3.0 and [share.value for share in figures.conditional] == [1.0, 1.0]
     assert figures.texts == ((9, 3),) * 3  # ten new tokens less the prefill's
 
@@ -185,7 +185,7 @@ def test_the_peer_takes_no_control_from_the_models_own_generation_config(tiny_ll
 def test_acceptance_is_measured_on_texts_of_seeds_of_their_own_alone_and_in_batches(
     tiny_llama: CausalLM, tiny_draft: CausalLM
 ) -> None:
-    drafter, sampling = DraftModelDrafter(tiny_draft, (1, 1)), SamplingConfig(temperature=1.0)
+    drafter, sampling = DraftModelDrafter(tiny_draft, 2), SamplingConfig(temperature=1.0)
     texts = []
     for seed, prompt in enumerate(PROMPTS, start=5):
         steps = Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(12, sampling, seed=seed)).steps[1:]
@@ -199,7 +199,7 @@ def test_acceptance_is_measured_on_texts_of_seeds_of_their_own_alone_and_in_batc
 def test_measuring_acceptance_tells_of_every_text_that_ends_however_it_does(
     tiny_llama: CausalLM, tiny_draft: CausalLM
 ) -> None:
-    drafter, ended = DraftModelDrafter(tiny_draft, (1, 1)), []
+    drafter, ended = DraftModelDrafter(tiny_draft, 2), []
     plain = Engine(tiny_llama).decode(PROMPTS[0], DecodingConfig(12)).tokens
     for ends in ((), plain[:1], plain[5:6]):  # none, at once, somewhere
         ended.clear()

@@ -392,23 +392,20 @@ def test_another_user_may_read_the_weights_wherever_they_may_read_the_card(heads
 
 
 def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_folder: Path, tmp_path: Path) -> None:
-    assert {"headstart", "vllm", "medusa", "draft", "gguf"} <= set(FORMATS)
+    assert {"headstart", "vllm", "draft", "gguf"} <= set(FORMATS)
     for source, format in (
         (heads_folder, "draft"),
-        *((draft_folder, format) for format in ("vllm", "medusa", "headstart")),
+        *((draft_folder, format) for format in ("vllm", "headstart")),
     ):
         with pytest.raises(ValueError, match="does not take: give format"):
             export(source, tmp_path / "out", format)
-    with pytest.raises(ValueError, match="format is 'onnx': give one of headstart, vllm, medusa"):
+    with pytest.raises(ValueError, match="format is 'onnx': give one of headstart, vllm, draft"):
         export(heads_folder, tmp_path / "out", "onnx")
 
 
-@pytest.mark.parametrize("format", ["vllm", "medusa"])
-def test_an_export_in_a_format_of_others_is_exported_again_by_way_of_the_import(
-    heads_folder: Path, tmp_path: Path, format: str
-) -> None:
-    export(heads_folder, tmp_path / "out", format, check_prompts=0, target="org/model")
-    with pytest.raises(ValueError, match=r"holds (heads in vLLM's format|medusa heads): headstart import .*out OURS"):
+def test_an_export_for_vllm_is_exported_no_further(heads_folder: Path, tmp_path: Path) -> None:
+    export(heads_folder, tmp_path / "out", "vllm", check_prompts=0)
+    with pytest.raises(ValueError, match="holds heads in vLLM's format: give the folder of the run"):
         export(tmp_path / "out", tmp_path / "again", "headstart")
 
 

@@ -6,7 +6,6 @@ from typing import get_args
 import pytest
 import torch
 from loss_references import (
-    KEPT,
     KINDS,
     MIXES,
     TEACHERS,
@@ -29,7 +28,6 @@ from torch.nn import functional as F
 from trainer.learning import products
 from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.losses import LossMix
-from trainer.learning.teachers import HiddenTeacher
 from trainer.recipe.loss import Divergence, Term
 
 CROSS_ENTROPY = one("cross_entropy")
@@ -42,31 +40,12 @@ def test_fused_cross_entropy_is_the_cross_entropy_of_a_linear_layer(chunk: int) 
     assert_same(fused_loss(hidden, weight, labels, CROSS_ENTROPY, chunk=chunk).loss, expected, hidden, weight)
 
 
-def test_a_fused_loss_scales_its_gradients_with_the_one_from_above() -> None:
-    hidden, weight, labels = inputs()
-    once = gradients(fused_loss(hidden, weight, labels, CROSS_ENTROPY, chunk=4).loss, hidden, weight)
-    loss = fused_loss(hidden, weight, labels, CROSS_ENTROPY, chunk=4).loss
-    for scaled, plain in zip(gradients(-0.3 * loss, hidden, weight), once, strict=True):
-        assert torch.allclose(scaled, -0.3 * plain, rtol=1e-12, atol=0)
-
-
 def test_fused_cross_entropy_by_hand() -> None:
     """Logits (ln 3, 0): the probabilities are 3/4 and 1/4, the losses ln(4/3) and ln 4."""
     hidden, weight = torch.ones(2, 1), torch.tensor([[math.log(3)], [0.0]])
     loss, correct, accepted = fused_loss(hidden, weight, torch.tensor([0, 1]), CROSS_ENTROPY)
     assert loss.item() == pytest.approx(math.log(4 / 3) + math.log(4)) and correct.item() == 1
     assert accepted.item() == 0
-
-
-@pytest.mark.parametrize("order", [None, [3, 0, 6, 1, 2, 5, 4]])
-def test_correct_counts_the_argmaxes_that_are_right(order: list[int] | None) -> None:
-    hidden, weight, labels = inputs()
-    tokens = torch.arange(VOCAB) if order is None else torch.tensor(order)
-    best = (hidden @ weight.T).argmax(-1)
-    labels = tokens[torch.where(torch.arange(TOKENS) < 9, best, (best + 1) % VOCAB)]
-    for chunk in (2, 13):
-        found = fused_loss(hidden, weight, labels, CROSS_ENTROPY, chunk=chunk, tokens=None if order is None else tokens)
-        assert found.correct.item() == 9 and not found.correct.requires_grad
 
 
 @pytest.mark.parametrize("weights", MIXES, ids="+".join)
@@ -121,17 +100,6 @@ def test_a_draft_that_knows_some_tokens_and_caps_its_logits_is_compared_by_the_s
     assert found.correct == (tokens[logits.argmax(-1)] == labels).sum()
 
 
-@pytest.mark.parametrize("weights", MIXES, ids="+".join)
-def test_a_smaller_vocabulary_is_the_targets_first_tokens(weights: dict[Term, float]) -> None:
-    """Label 6 is among them: it adds nothing to the cross entropy, and is no argmax."""
-    hidden, weight, labels = inputs(outputs=5)
-    assert (labels >= 5).any()
-    teacher, target = a_teacher("hidden")
-    found = fused_loss(hidden, weight, labels, LossMix(weights), teacher)
-    assert_same(found.loss, reference(hidden @ weight.T, labels, LossMix(weights), teacher, target), hidden, weight)
-    assert found.correct == ((hidden @ weight.T).argmax(-1) == labels).sum()
-
-
 def test_labels_that_no_row_writes_cost_nothing_and_pull_nowhere() -> None:
     hidden, weight, _ = inputs(outputs=2)
     loss, correct, _ = fused_loss(hidden, weight, torch.full((TOKENS,), 5), CROSS_ENTROPY, tokens=torch.tensor([6, 4]))
@@ -175,38 +143,6 @@ def test_a_second_backward_of_one_graph_is_refused_and_never_scaled_twice() -> N
         torch.autograd.grad(loss, (hidden, weight))
 
 
-def test_against_a_teacher_that_excludes_all_tokens_but_one_forward_kl_and_acceptance_are_the_cross_entropy() -> None:
-    hidden, weight, labels = inputs()
-    one_hot = torch.full((TOKENS, VOCAB), -math.inf, dtype=torch.float64).scatter(1, labels[:, None], 0.0)
-    teacher = HiddenTeacher(one_hot, torch.eye(VOCAB, dtype=torch.float64), lambda _: one_hot)
-    terms: tuple[Term, ...] = ("forward_kl", "acceptance")  # what is accepted is q of that token
-    for term in terms:
-        hard = fused_loss(hidden, weight, labels, CROSS_ENTROPY).loss
-        loss = fused_loss(hidden, weight, labels, one(term), teacher).loss
-        assert_same(loss, hard, hidden, weight, tolerance=1e-11)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("teacher_kind", TEACHERS)
-def test_a_teacher_that_agrees_costs_nothing_and_pulls_nowhere(kind: Divergence, teacher_kind: str) -> None:
-    hidden, weight, labels = inputs()
-    with torch.no_grad():
-        whole = HiddenTeacher(hidden.clone(), weight.clone())
-        teacher = whole if teacher_kind == "hidden" else keep_best(hidden @ weight.T, KEPT)
-    loss, _, accepted = fused_loss(hidden, weight, labels, one(kind), teacher)
-    assert loss.item() == pytest.approx(0, abs=1e-11) and accepted.item() == pytest.approx(TOKENS)
-    if kind in ("forward_kl", "reverse_kl", "jsd"):  # the others have an edge there: rounding decides on which side
-        assert all(gradient.abs().max() < 1e-12 for gradient in gradients(loss, hidden, weight))
-
-
-def test_where_both_agree_exactly_the_edges_of_tvd_and_acceptance_pull_nowhere() -> None:
-    """One token whose logits are (0, 0) on both sides, bit for bit."""
-    hidden, weight = torch.zeros(1, 2, requires_grad=True), torch.eye(2)
-    for kind in KINDS:
-        loss = fused_loss(hidden, weight, torch.tensor([0]), one(kind), all_logits(torch.zeros(1, 2))).loss
-        assert gradients(loss, hidden)[0].tolist() == [[0, 0]]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("teacher_kind", TEACHERS)
 def test_fused_logits_far_apart_stay_finite(kind: Divergence, teacher_kind: str) -> None:
@@ -216,22 +152,6 @@ def test_fused_logits_far_apart_stay_finite(kind: Divergence, teacher_kind: str)
     teacher = all_logits(target_logits) if teacher_kind == "hidden" else keep_best(target_logits, 2)
     loss = fused_loss(hidden, weight, torch.tensor([0, 0]), LossMix({kind: 9.0}), teacher).loss
     assert loss.isfinite() and all(gradient.isfinite().all() for gradient in gradients(loss, hidden, weight))
-
-
-def test_acceptance_pulls_also_where_a_plain_quotient_would_be_0_by_0() -> None:
-    """Logits (1000, 0) against (0, 1000): the overlap, 2 e^-1000, is 0 in fp32, its log is -1000 + ln 2."""
-    hidden = torch.tensor([[1000.0, 0.0]], requires_grad=True)
-    teacher = all_logits(torch.tensor([[0.0, 1000.0]]))
-    loss = fused_loss(hidden, torch.eye(2), torch.tensor([0]), one("acceptance"), teacher).loss
-    assert loss.item() == pytest.approx(1000 - math.log(2))
-    assert gradients(loss, hidden)[0][0].tolist() == pytest.approx([0.5, -0.5], rel=1e-4)
-
-
-def test_a_temperature_leaves_the_cross_entropy_alone() -> None:
-    hidden, weight, labels = inputs()
-    plain = fused_loss(hidden, weight, labels, CROSS_ENTROPY).loss
-    tempered = fused_loss(hidden, weight, labels, LossMix({"cross_entropy": 1.0}, temperature=3.0)).loss
-    assert torch.equal(plain, tempered)
 
 
 @pytest.mark.parametrize("weights", MIXES, ids="+".join)

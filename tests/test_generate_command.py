@@ -5,11 +5,9 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_cli import models as models
-from test_cli import run
 from typer.testing import CliRunner, Result
 from writing_models import LINE, write_alphabet
 
@@ -51,7 +49,7 @@ def test_the_gain_is_that_over_a_few_plain_tokens_measured_before(target: Path) 
 @pytest.mark.parametrize("drafter", ["draft:PATH/draft", "PATH/heads", "draft-tree:PATH/draft,depth=3,width=2,nodes=7"])
 def test_every_kind_of_weights_writes_the_greedy_text(models: Path, drafter: str) -> None:
     words = ["generate", "--target", str(models / "target"), "--prompt", "class A", "--max-new-tokens", "16"]
-    words += ["--dtype", "fp32", "--device-map", "auto"]  # without GPUs there is nothing to spread over
+    words += ["--dtype", "fp32"]
     plain, drafted = (
         CliRunner().invoke(app, [*words, *more]) for more in ([], ["--drafter", drafter.replace("PATH", str(models))])
     )
@@ -78,26 +76,6 @@ def test_every_option_reaches_the_decoder(target: Path, monkeypatch: pytest.Monk
     plain = replace(own, max_new_tokens=25, rule=None, eos_token_ids=(), stop_strings=())
     warm_up = replace(own, max_new_tokens=8)
     assert configs == [own, warm_up, plain, own], "checked, warmed up, measured without the drafter, and written"
-
-
-@pytest.mark.parametrize("command", ["generate", "evaluate", "regenerate", "realign"])
-def test_every_command_that_decodes_hands_the_device_map_on(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    def load(*given: Any, device_map: str | None = None, **named: Any) -> Any:
-        raise ValueError(f"asked to spread by {device_map}")
-
-    monkeypatch.setattr("trainer.commands.models.load_model", load)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "def f{i}"}}\n' for i in range(4)))
-    options = {
-        "generate": ["--prompt", "ab"],
-        "evaluate": ["--prompts", str(prompts), "--output", str(tmp_path / "out")],
-        "regenerate": ["--prompts", str(prompts), "--output", str(tmp_path / "out.jsonl")],
-        "realign": ["--prompts", str(prompts), "--output", str(tmp_path / "out"), "--draft", str(models / "draft")],
-    }
-    code, output = run(command, "--target", str(models / "target"), "--device-map", "auto", *options[command])
-    assert (code, output) == (2, "error: asked to spread by auto")
 
 
 def test_ctrl_c_ends_the_text_and_its_figures_are_still_printed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

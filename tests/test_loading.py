@@ -32,21 +32,30 @@ def test_a_saved_model_is_read_in_the_dtype_asked_for(tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16 and not model.training
 
 
-def test_a_target_that_the_devices_do_not_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate would leave the rest on the host and fetch it at every pass; nothing else could read it there."""
+def test_weights_that_exceed_the_first_of_several_gpus_are_spread_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that stays on the host would be fetched at every pass."""
+    folder, asked = saved(tmp_path / "model"), []
     model = tiny_model()
+    weights = 4 * sum(value.numel() for value in load_model(str(folder)).state_dict().values())
+
+    def read(*args: object, device_map: str | None, **named: object) -> object:
+        asked.append(device_map)
+        return model, {"missing_keys": set()}
+
+    monkeypatch.setattr("decoding.model.loading.AutoModelForCausalLM.from_pretrained", read)
+    for gpus, free in ((1, weights), (2, 2 * weights), (2, weights)):
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda device, free=free: (free, free))
+        assert load_model(str(folder), torch.float32) is model
+    assert asked == [None, None, "auto"]
+    assert load_model(str(folder), torch.bfloat16) is model and asked[-1] is None, "half of the bytes fit"
+    load_model(str(folder), torch.float32, torch.device("cpu"))
+    assert asked[-1] is None, "a device that was asked for is taken"
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu", "lm_head": "disk"}
-    read = (model, {"missing_keys": set()})
-    monkeypatch.setattr("decoding.model.loading.AutoModelForCausalLM.from_pretrained", lambda *args, **named: read)
-    with pytest.raises(ValueError, match=r"does not fit the devices there are: .* on the cpu and the disk"):
-        load_model(str(saved(tmp_path / "model")), device_map="auto")
-    model.hf_device_map = {"": "cpu"}  # a machine without a GPU
-    assert load_model(str(tmp_path / "model"), device_map="auto") is model
-
-
-def test_no_other_device_map_is_taken(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="device_map is 'sequential': give auto, or leave it out"):
-        load_model(str(saved(tmp_path / "model")), device_map="sequential")
+    with pytest.raises(ValueError, match=r"does not fit the GPUs together: .* on the cpu and the disk"):
+        load_model(str(folder), torch.float32)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from loss_references import KINDS, SEEDS, VOCAB, WITHOUT_GRADIENT_INSIDE, gradients
 from torch import Tensor
 
@@ -43,29 +42,6 @@ def test_divergences_by_hand() -> None:
         assert divergence(Q.log(), P.log(), kind).item() == pytest.approx(expected[kind], abs=1e-12)
 
 
-def test_beta_is_the_targets_share_of_the_mixture_and_of_the_sum() -> None:
-    """Of the first token: m = 1/4 p + 3/4 q = (5/16, 11/16)."""
-    ln = math.log
-    to_middle = 0.5 * ln(8 / 5) + 0.5 * ln(8 / 11), 0.25 * ln(4 / 5) + 0.75 * ln(12 / 11)
-    found = divergence(Q[:1].log(), P[:1].log(), "jsd", beta=0.25)
-    assert found.item() == pytest.approx(0.25 * to_middle[0] + 0.75 * to_middle[1], abs=1e-12)
-
-
-@given(SEEDS)
-def test_jsd_leans_towards_the_forward_kl_at_beta_0_and_towards_the_reverse_at_1(seed: int) -> None:
-    draft, target = two(seed, rows=1, spread=1.0)
-    for beta, kind in ((1e-6, "forward_kl"), (1 - 1e-6, "reverse_kl")):
-        found = divergence(draft, target, "jsd", beta=beta) / min(beta, 1 - beta)
-        assert found.item() == pytest.approx(divergence(draft, target, kind).item(), rel=1e-3)  # type: ignore[arg-type]
-
-
-def test_eta_says_how_soon_lk_turns_from_the_kl_to_the_tvd() -> None:
-    draft, target = two(0)
-    ends = divergence(draft, target, "forward_kl"), divergence(draft, target, "tvd")
-    assert divergence(draft, target, "lk", eta=0.0).item() == pytest.approx(ends[0].item())
-    assert divergence(draft, target, "lk", eta=1e9).item() == pytest.approx(ends[1].item())
-
-
 def test_of_some_tokens_by_hand() -> None:
     """p = (1/2, 1/4, 1/4); the draft knows token 2, then token 0, and gives each 1/2."""
     target, tokens = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64).log(), torch.tensor([2, 0])
@@ -86,42 +62,6 @@ def test_of_some_tokens_by_hand() -> None:
 
 
 @given(SEEDS)
-def test_what_a_draft_does_not_know_is_what_it_never_says(seed: int) -> None:
-    """Of a draft that knows three tokens of five, and of one whose probability of the others is 0."""
-    draft, target = two(seed)
-    never = torch.cat((draft[:, :3], torch.full_like(draft[:, 3:], -1e300)), 1)
-    for kind in ("reverse_kl", "jsd", "tvd", "acceptance"):
-        found = divergence(draft[:, :3], target, kind, beta=0.3)
-        assert found.item() == pytest.approx(divergence(never, target, kind, beta=0.3).item(), rel=1e-9)
-    # Forward KL would be beyond all bounds: it counts what can be learnt, and is 0 where that is.
-    assert divergence(target[:, :3], target, "forward_kl").item() == pytest.approx(0, abs=1e-12)
-
-
-@given(SEEDS)
-def test_the_tokens_known_may_stand_in_any_order(seed: int) -> None:
-    draft, target = two(seed)
-    order = torch.randperm(5, generator=torch.Generator().manual_seed(seed))
-    for kind in KINDS:
-        whole = divergence(draft, target, kind)
-        assert divergence(draft[:, order], target, kind, tokens=order).item() == pytest.approx(whole.item(), abs=1e-12)
-
-
-def test_a_temperature_divides_both_sides_logits() -> None:
-    draft, target = torch.randn(2, 4, VOCAB, dtype=torch.float64)
-    for kind in KINDS:
-        assert torch.equal(divergence(draft, target, kind, 2.0), divergence(draft / 2, target / 2, kind))
-
-
-@given(SEEDS, st.floats(0.01, 20.0))
-def test_divergences_are_positive_and_zero_only_between_equals(seed: int, spread: float) -> None:
-    draft, target = two(seed, 1, spread)
-    for kind in KINDS:
-        assert divergence(draft, target, kind) > 0
-        # Logits matter up to a constant only.
-        assert divergence(target + 3.0, target, kind).item() == pytest.approx(0, abs=1e-12)
-
-
-@given(SEEDS)
 def test_jsd_tvd_and_acceptance_are_symmetric_and_the_kls_are_each_others_mirror(seed: int) -> None:
     draft, target = two(seed)
     for kind in ("jsd", "tvd", "acceptance"):
@@ -137,13 +77,6 @@ def test_tvd_and_acceptance_are_of_the_acceptance_of_token_rejection(seed: int) 
     assert divergence(draft, target, "tvd").item() == pytest.approx(1 - accepted, abs=1e-12)
     assert divergence(draft, target, "tvd").item() == pytest.approx((p - q).abs().sum().item() / 2, abs=1e-12)
     assert divergence(draft, target, "acceptance").item() == pytest.approx(-math.log(accepted), abs=1e-12)
-
-
-@given(SEEDS)
-def test_jsd_is_at_most_ln_2_and_tvd_at_most_1(seed: int) -> None:
-    draft, target = two(seed, 1, 100.0)
-    assert divergence(draft, target, "jsd") <= math.log(2) + 1e-12
-    assert divergence(draft, target, "tvd") <= 1 + 1e-12
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WITHOUT_GRADIENT_INSIDE])
@@ -168,20 +101,6 @@ def test_a_token_the_target_excludes_counts_as_one_of_probability_0(kind: Diverg
         "lk": share * ln(2) + (1 - share) * 0.5,
     }
     assert divergence(draft, target, kind).item() == pytest.approx(expected[kind], rel=1e-6)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bf16_logits_are_compared_in_fp32(kind: Divergence) -> None:
-    draft, target = torch.randn(2, 6, VOCAB).bfloat16()
-    ours = divergence(draft, target, kind)
-    assert ours.dtype == torch.float32 and torch.equal(ours, divergence(draft.float(), target.float(), kind))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_far_apart_stay_finite(kind: Divergence) -> None:
-    draft = torch.tensor([[1e4, 0.0, -1e4]], requires_grad=True)
-    loss = divergence(draft, torch.tensor([[-1e4, 0.0, 1e4]]), kind)
-    assert loss.isfinite() and gradients(loss, draft)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tiny_models import tiny_model
-from tiny_training import Recorder, interrupt, medusa_on, toy_examples, train_toy
+from tiny_training import Recorder, medusa_on, train_toy
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,7 +17,6 @@ from trainer.heads.medusa import MedusaObjective, heads_for_decoding, rank_accur
 from trainer.learning.losses import divergence
 from trainer.recipe.heads import HeadsSection
 from trainer.recipe.loss import LossSection
-from trainer.run.loop import Interrupted
 
 HEADS = HeadsSection(num_heads=3, markov_rank=4)
 COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)
@@ -98,14 +97,6 @@ def replace_rank(section: HeadsSection, rank: int) -> HeadsSection:
     return section.model_copy(update={"markov_rank": rank})
 
 
-def test_packed_documents_are_biased_by_their_own_tokens() -> None:
-    objective = disturbed(HEADS)
-    documents = [Example((3, 1, 4, 1, 5), (True,) * 5, 0), Example((9, 2, 6), (True,) * 3, 0)]
-    packed = Example((3, 1, 4, 1, 5, 9, 2, 6), (True,) * 8, 0, (5, 3))
-    together, apart = (objective.module(*objective.inputs(collate(rows), 0)).losses for rows in ([packed], documents))
-    assert torch.allclose(together, apart, rtol=1e-5)
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_heads_with_a_bias_start_as_heads_without(shared: bool) -> None:
     """The bias's output layer is zero: losses and all gradients but its own are Medusa's, its embedding's are zero."""
@@ -137,47 +128,6 @@ def test_losses_and_gradients_are_those_of_all_logits_at_once(shared: bool, term
         for logits, target, labels in all_logits(objective, batch)
     ]
     assert_same_gradients(losses, torch.stack(expected), objective)
-
-
-def test_eight_micro_batches_of_one_train_as_one_of_eight(tmp_path: Path) -> None:
-    trained: list[dict[str, Tensor]] = []
-    for micro in (1, 8):
-        objective = disturbed(HEADS)
-        train_toy(tmp_path / str(micro), objective, steps=3, micro_batch_size=micro)
-        trained.append(objective.module.state_dict())
-    assert all(torch.allclose(tensor, trained[1][name], atol=1e-5) for name, tensor in trained[0].items())
-
-
-def run_to(folder: Path, last: int, seed: int) -> MedusaObjective:
-    """Train six steps in ``folder`` from noise, which a checkpoint replaces, or stop after ``last`` of them."""
-    objective, recorder = disturbed(HEADS, seed=seed), Recorder()
-    if last == 6:
-        train_toy(folder, objective, recorder, toy_examples(), steps=6)
-        return objective
-    recorder.actions[last] = interrupt
-    with pytest.raises(Interrupted):
-        train_toy(folder, objective, recorder, toy_examples(), steps=6)
-    return objective
-
-
-def test_a_run_that_was_stopped_resumes_with_its_bias_bit_by_bit(tmp_path: Path) -> None:
-    whole = run_to(tmp_path / "straight", 6, seed=0).module.state_dict()
-    run_to(tmp_path / "stopped", 3, seed=0)
-    resumed = run_to(tmp_path / "stopped", 6, seed=1).module.state_dict()
-    assert resumed.keys() == whole.keys() and all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
-
-
-def test_soft_heads_report_their_acceptance_and_others_their_right_argmaxes() -> None:
-    batch = collate([COUNTING])
-    soft = disturbed(HeadsSection(num_heads=3, loss=LossSection(cross_entropy=1, forward_kl=1)))
-    hard = disturbed(HeadsSection(num_heads=3))
-    overlaps = [
-        torch.minimum(head.logits.softmax(-1), head.target.softmax(-1)).sum().item() for head in all_logits(soft, batch)
-    ]
-    right = [(head.logits.argmax(-1) == head.labels).sum().item() for head in all_logits(hard, batch)]
-    assert (soft.hit_name, hard.hit_name) == ("acceptance", "top1")
-    assert soft.module(*soft.inputs(batch, 0)).hits.tolist() == pytest.approx(overlaps, rel=1e-4)
-    assert hard.module(*hard.inputs(batch, 0)).hits.tolist() == right
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -222,10 +172,3 @@ def test_saved_heads_with_a_bias_reload_bit_equal(tmp_path: Path, shared: bool, 
     ours, theirs = loaded.state_dict(), expected.state_dict()
     assert {"markov.embedding.weight", "markov.output.weight"} <= ours.keys() == theirs.keys()
     assert all(ours[name].dtype == dtype and torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_heads_with_a_bias_start_from_a_folder_of_such_heads_alone(tmp_path: Path, counting: CausalLM) -> None:
-    medusa_on(counting, HEADS).save(tmp_path)
-    assert medusa_on(counting, HEADS.model_copy(update={"init": str(tmp_path)})).module.heads.markov is not None
-    with pytest.raises(ValueError, match="whose markov_rank is 4 and not 0: set the recipe's heads section to fit"):
-        medusa_on(counting, HeadsSection(num_heads=3, init=str(tmp_path)))

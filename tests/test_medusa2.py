@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from tiny_models import counting_model, full_forward, tiny_model
 from tiny_training import Recorder, recipe_content, tiny_tokenizer, train_toy, write_corpus, write_target
 from torch import Tensor
@@ -18,14 +17,12 @@ from decoding.model.heads import MedusaHeads
 from decoding.model.loading import load_model, load_tokenizer
 from trainer.data.batch import Example, collate
 from trainer.data.dataset import Dataset
-from trainer.heads.medusa import MedusaObjective
 from trainer.heads.medusa2 import TARGET_FOLDER, Medusa2Objective
 from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.recipe.loss import LossSection
 from trainer.recipe.reading import parse_recipe
 from trainer.run.heldout import Evaluator
 from trainer.run.train import run_recipe
-from trainer.target.hidden import OnlineTarget
 
 HEADS = HeadsSection(num_heads=2, decay=0.5)
 TEXT = Example((3, 1, 4, 1, 5, 9, 2, 6, 5, 3), (False,) * 3 + (True,) * 7, 3)
@@ -63,12 +60,6 @@ def test_adapters_sit_on_every_linear_layer_but_the_lm_head_and_are_all_that_is_
     assert layers == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert len(adapters(objective)) == 2 * 7 * 2
     assert len(trained(objective)) == len(adapters(objective)) + 2 * 3
-
-
-def test_untrained_adapters_change_nothing_and_the_heads_losses_are_those_of_medusa_1() -> None:
-    plain = MedusaObjective(OnlineTarget(CausalLM(tiny_model("llama"))), HEADS, 10, torch.float32)
-    expected = plain.module(*plain.inputs(collate([TEXT]), 0)).losses
-    assert sums(objective_on(CausalLM(tiny_model("llama"))))[:2].tolist() == pytest.approx(expected.tolist())
 
 
 def test_the_last_term_is_the_targets_own_cross_entropy_on_the_answer() -> None:
@@ -166,18 +157,6 @@ def test_a_merged_target_is_the_adapted_one_and_its_heads_lie_beside_it(tmp_path
     assert MedusaHeads.from_pretrained(tmp_path).config.num_heads == 2
 
 
-def test_adapters_alone_load_onto_the_target_they_were_trained_on(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    objective = objective_on(CausalLM(model), export="adapter")
-    disturb(objective)
-    objective.module.eval()
-    expected = full_forward(model, TEXT.tokens.tolist())
-    objective.save(tmp_path)
-    assert not list((tmp_path / TARGET_FOLDER).glob("*.bin"))
-    again = PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path / TARGET_FOLDER))
-    assert torch.allclose(full_forward(again.get_base_model(), TEXT.tokens.tolist()), expected, atol=1e-5)
-
-
 def test_a_folder_of_adapters_is_a_target_to_decode_with(tmp_path: Path) -> None:
     """It names the target that the adapters belong to."""
     write_target(tmp_path / "target")
@@ -216,25 +195,9 @@ def test_shared_and_soft_heads_with_a_bias_learn_jointly_too() -> None:
     assert all(parameter.grad.abs().max() > 0 for parameter in trained(objective).values())
 
 
-def test_the_target_is_hit_where_it_is_compared_with_its_own_distribution_if_heads_count_acceptance() -> None:
-    """Without adapters the target accepts itself; on the data's tokens alone it has no acceptance."""
-    section = HeadsSection(num_heads=2, loss=LossSection(forward_kl=1))
-    for base_loss, accepted in (("forward_kl", 18.0), ("cross_entropy", None)):
-        objective = objective_on(CausalLM(tiny_model("llama")), section, base_loss=base_loss)
-        batch = collate([Example(tuple(i % 16 for i in range(19)), (True,) * 19, 0)])
-        hits = objective.module(*objective.inputs(batch, 0)).hits
-        assert objective.hit_name == "acceptance" and bool(hits[:-1].isfinite().all())
-        assert hits[-1].isnan() if accepted is None else hits[-1].item() == pytest.approx(accepted, rel=1e-4)
-
-
 def test_an_adapter_on_the_lm_head_is_refused() -> None:
     with pytest.raises(ValueError, match="names lm_head, embeddings which may be tied"):
         objective_on(CausalLM(tiny_model("llama")), modules=("q_proj", "lm_head"))
-
-
-def test_an_adapter_on_the_embeddings_which_may_be_the_lm_head_is_refused() -> None:
-    with pytest.raises(ValueError, match="names embed_tokens, embeddings which may be tied"):
-        objective_on(CausalLM(tiny_model("llama", tie_word_embeddings=True)), modules=("q_proj", "embed_tokens"))
 
 
 def test_a_merged_target_with_tied_embeddings_is_the_adapted_one_and_tied(tmp_path: Path) -> None:
@@ -261,19 +224,6 @@ def test_the_targets_own_dropout_is_off_and_the_adapters_is_on_once_they_learn()
     assert own and not any(module.training for module in own)
 
 
-def test_layers_are_run_again_in_the_backward_pass_if_asked_for() -> None:
-    """A layer of a checkpointed target runs twice: forward, and again for the gradient."""
-    passes = []
-    for checkpointing in (False, True):
-        model = tiny_model("llama")
-        objective = objective_on(CausalLM(model), gradient_checkpointing=checkpointing)
-        count = []
-        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
-        sums(objective).sum().backward()
-        passes.append(len(count))
-    assert passes == [1, 2]
-
-
 def test_the_tree_is_chosen_on_texts_of_the_target_as_it_decodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,8 +243,3 @@ def test_the_tree_is_chosen_on_texts_of_the_target_as_it_decodes(
     monkeypatch.setattr(Evaluator, "greedy_texts", greedy_texts)
     run_recipe(parse_recipe(content))
     assert seen == [(False, content["data"]["train"])]  # not the held-out texts, on which the heads are evaluated
-
-
-def test_modules_that_the_target_has_not_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"adapters.modules is \('query',\)"):
-        objective_on(CausalLM(tiny_model("llama")), modules=("query",))

@@ -13,8 +13,7 @@ from decoding.drafters.base import DraftRequest
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.stacked_heads import StackedHeads
+from decoding.model.heads import MedusaConfig, MedusaHeads, StackedHeads
 
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0))
 BOTH_LAYOUTS = pytest.mark.parametrize("shared", [False, True], ids=["own lm_heads", "shared lm_head"])

@@ -34,24 +34,6 @@ def test_muon_steps_the_matrices_inside_and_adamw_the_rest(family: str) -> None:
     }[family]
 
 
-def test_adamw_alone_steps_everything_with_the_recipes_settings() -> None:
-    section = TrainingSection(steps=1, learning_rate=0.02, weight_decay=0.1, adam_beta2=0.9)
-    (optimizer,) = build_optimizers(tiny_model("llama"), section)
-    (group,) = optimizer.param_groups
-    assert isinstance(optimizer, torch.optim.AdamW)
-    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.02, (0.9, 0.9), 0.1)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_frozen_parameters_are_left_out_and_tied_ones_stepped_once(optimizer: str) -> None:
-    model = tiny_model("llama", tie_word_embeddings=True)
-    model.model.layers[0].requires_grad_(False)
-    groups = stepped_by(model, TrainingSection(steps=1, optimizer=optimizer))
-    stepped = [name for group in groups for name in group]
-    assert len(stepped) == len(set(stepped)) and "model.embed_tokens.weight" in stepped
-    assert not any(".layers.0." in name for name in stepped) and any(".layers.1." in name for name in stepped)
-
-
 def test_a_muon_step_has_the_size_of_an_adamw_step() -> None:
     """One step moves every weight by about the learning rate (rms .2 of it for Muon), so that one rate serves both."""
     model = tiny_model("llama")

@@ -358,11 +358,6 @@ def test_a_conversation_needs_a_chat_template(models: Path, tmp_path: Path) -> N
             {"target": None, "endpoint": ["http://127.0.0.1:9/v1"], "model": "m", "drafter": "lookup"},
             "--drafter speeds up",
         ),
-        (
-            {"target": None, "endpoint": ["http://127.0.0.1:9/v1"], "model": "m", "device_map": "auto"},
-            "--device-map spreads a --target in this process",
-        ),
-        ({"completions": True}, "--completions is the choice of an --endpoint"),
         ({"drafter": "heads"}, "lacks the path of the weights"),
         ({"n": 0}, "n is 0: give at least 1"),
         ({"n": 2}, "n is 2 at temperature 0, where all answers are the same"),

@@ -109,7 +109,7 @@ def test_a_share_is_said_with_what_it_is_a_share_of() -> None:
 
 
 def test_a_method_says_which_artefact_drafts_for_it(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
-    draft, lookup = DraftModelDrafter(tiny_draft, (1, 1)), PromptLookupDrafter()
+    draft, lookup = DraftModelDrafter(tiny_draft, 2), PromptLookupDrafter()
     heads = MedusaDrafter(MedusaHeads.for_target(tiny_llama.model, MedusaConfig(16, 16)))
     drafters = [draft, DraftTreeDrafter(tiny_draft), HybridDrafter(heads, lookup), heads, lookup]
     assert [drafter.artefact for drafter in drafters] == ["draft", "draft", "heads", "heads", None]

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ def fields_of(name: Path | str, split: str = "train") -> list[dict[str, Any]]:
 @pytest.fixture
 def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The datasets library with a cache of its own."""
-    library = pytest.importorskip("datasets", reason="reads hub data sets, needs pip install headstart[data]")
+    import datasets as library
+
     monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return library
 
@@ -45,17 +45,6 @@ def test_a_jsonl_file_gives_its_lines_with_their_numbers_blank_ones_counted(tmp_
     rows = list(open_source(str(path), SECTION).read())
     assert [row.where for row in rows] == [f"{path}, line 1", f"{path}, line 3"]
     assert [row.fields() for row in rows] == [{"text": "a"}, {"text": "b"}]
-
-
-def test_a_jsonl_file_needs_no_datasets_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert fields_of(write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])) == [{"text": "a"}]
-
-
-def test_without_the_datasets_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"reading ORG/NAME needs the datasets library: pip install headstart\[data\]"):
-        fields_of("ORG/NAME")
 
 
 @pytest.mark.parametrize(
@@ -84,10 +73,7 @@ def test_an_escaped_character_beyond_the_basic_plane_is_whole(tmp_path: Path) ->
     assert fields_of(tmp_path / "rows.jsonl") == [{"text": "😀"}]
 
 
-def test_a_parquet_file_gives_its_rows_without_the_columns_left_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)  # needs no such library
+def test_a_parquet_file_gives_its_rows_without_the_columns_left_empty(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": "b", "text": None}, {"prompt": None, "answer": None, "text": "c"}]
     path = write_parquet(tmp_path / "rows.parquet", rows)
     read = list(open_source(str(path), SECTION).read())

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_cli import run
 from tiny_models import tiny_model
 from tiny_parallel import tiny_parallel_draft
 
@@ -335,9 +334,6 @@ def test_each_format_is_refused_by_the_servers_of_the_others(heads: Path, draft:
     assert refusals_of(heads).keys() == {"llama.cpp", "sglang", "transformers"}
     assert refusals_of(draft).keys() == {"llama.cpp"} and "--format gguf" in refusals_of(draft)["llama.cpp"]
     assert refusals_of(gguf).keys() == {"vllm", "sglang", "transformers"}
-    published = folder_of(heads.with_name("published"), medusa_num_heads=2, medusa_num_layers=1)
-    assert refusals_of(published).keys() == set(SERVERS)
-    assert f"headstart import {published} OURS" in refusals_of(published)["vllm"]
 
 
 @pytest.mark.parametrize(
@@ -399,23 +395,3 @@ def test_weights_that_a_format_renames_are_found_in_a_plan_by_their_kind(heads: 
         command(few, "vllm", planned=one)
     with pytest.raises(ValueError, match=r"plans 2 drafters called heads.*plan with these weights alone"):
         command(heads, "vllm", planned=two)
-
-
-def test_the_command_alone_goes_to_standard_output(heads: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from trainer.commands.artefact_options import ServeCommandOptions
-    from trainer.commands.serve_command import run_serve_command
-
-    run_serve_command(ServeCommandOptions(folder=heads, target=TARGET))
-    printed, told = capfd.readouterr()
-    assert shlex.split(printed) == list(command(heads, "vllm").argv)
-    assert "  note: 3 tokens at a time" in told and "  warning: " in told and "not: sglang has no Medusa" in told
-
-
-def test_a_script_gets_json_and_an_exit_code(heads: Path, tmp_path: Path) -> None:
-    code, output = run("serve-command", str(heads), "--target", TARGET, "--json", "-")
-    content = json.loads(output)
-    assert code == 0 and content["commands"][0]["argv"] == list(command(heads, "vllm").argv)
-    assert content["commands"][0]["server"] == "vllm" and content["refused"].keys() == refusals_of(heads).keys()
-    MedusaHeads(HEADS).save_pretrained(tmp_path / "own")
-    code, output = run("serve-command", str(tmp_path / "own"), "--target", TARGET)
-    assert code == 2 and output.startswith("error: ") and "--format vllm" in output

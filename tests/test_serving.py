@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from scripted_endpoint import Endpoint, Reply, Request, serve
+from scripted_endpoint import Reply, Request, ScriptedEndpoint, serve
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.measure.proof.faults import tiny_target
@@ -17,8 +17,8 @@ from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 from trainer.servers.answers import Asked
 from trainer.servers.client import ServedModel
+from trainer.servers.connection import Endpoint
 from trainer.servers.writer import ServedWriter
-from trainer.target.connection import Served
 
 KEY = "sk-ThisIsNoRealKeyOnlyATest"
 
@@ -39,9 +39,9 @@ def choice(text: str = "ab", reason: str = "length", **more: Any) -> Reply:
 
 
 @contextmanager
-def asked(script: Callable[[Request], Reply]) -> Iterator[tuple[ServedModel, Endpoint]]:
+def asked(script: Callable[[Request], Reply]) -> Iterator[tuple[ServedModel, ScriptedEndpoint]]:
     with serve(script) as endpoint:
-        served = Served(address=endpoint.address, model="tiny", retries=0, concurrency=4)
+        served = Endpoint(address=endpoint.address, model="tiny", concurrency=4)
         with ServedModel(served) as model:
             yield model, endpoint
 
@@ -192,7 +192,7 @@ def test_another_prompt_and_an_unknown_token_are_refused(target: CausalLM) -> No
 
 def test_controls_that_servers_have_of_their_own_are_switched_off(target: CausalLM) -> None:
     with serve(lambda request: choice(token_ids=[3])) as endpoint:
-        with ServedModel(Served(address=endpoint.address, model="tiny", retries=0)) as model:
+        with ServedModel(Endpoint(address=endpoint.address, model="tiny")) as model:
             writer = ServedWriter(model, Reference(target, SamplingConfig(0.7, top_k=5)), None, (1,))
             for greedy in (True, False):
                 writer.write([(1,)], 1, greedy, 0)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from fake_hub import TOKEN, FakeHub, Repository
 from fake_hub import hub as hub
@@ -19,8 +20,6 @@ from trainer.cli import app
 from trainer.data.dataset import Dataset, load_dataset
 from trainer.data.token_cache import cache_folder
 from trainer.recipe.common import DataSection
-
-datasets = pytest.importorskip("datasets", reason="reads hub data sets, needs pip install headstart[data]")
 
 NAME, SHARDS, PER_SHARD = "zoe/chats", 4, 30
 ROWS = [{"prompt": f"a b {'c ' * (place % 7)}", "answer": f"{'d e ' * (1 + place % 5)}f"} for place in range(120)]

@@ -24,7 +24,7 @@ from trainer.recipe.heads import FeaturesSection
 from trainer.target import teacher_cache
 from trainer.target.features import FeatureIdentity, FeatureWriter
 from trainer.target.loading import Target
-from trainer.target.store import estimate_bytes, write_store
+from trainer.target.store import ensure_store, estimate_bytes
 from trainer.target.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail, teacher_writer
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens, some of them trained
@@ -48,7 +48,7 @@ def write(
 ) -> TeacherStore:
     """A complete cache."""
     identity = identity_of(target, examples, **options)
-    write_store(TeacherWriter(target, identity), examples, folder, shard_rows)
+    ensure_store(TeacherWriter(target, identity), examples, folder, shard_rows)
     return TeacherStore.open(folder, identity)
 
 
@@ -72,8 +72,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 # What is stored
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "granite"])
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(("family", "temperature"), [("llama", 1.0), ("gpt2", 2.0), ("gemma2", 1.0), ("granite", 2.0)])
 def test_the_best_logits_are_the_models_own_where_the_next_token_is_trained(
     family: str, temperature: float, tmp_path: Path
 ) -> None:
@@ -174,7 +173,7 @@ def test_tokens_are_drawn_as_often_as_the_distribution_without_the_best_says() -
     assert (counts - expected).abs().max() <= 1.01 and (counts.gather(1, best) == 0).all()
 
 
-@pytest.mark.parametrize("others", [1, 2, 3, 7, 41, 49])
+@pytest.mark.parametrize("others", [1, 3, 41])
 def test_a_best_token_at_the_end_of_the_vocabulary_is_not_drawn_by_rounding(others: int) -> None:
     """Of equal shares in fp32 some numbers make a little more than 1 together, some less."""
     scores = torch.tensor([[1.0] * others + [9.0]])
@@ -235,18 +234,19 @@ def test_any_number_of_processes_and_a_run_broken_off_write_the_same_files(
 ) -> None:
     writer = TeacherWriter(tiny_llama, identity_of(tiny_llama))
 
-    def break_off(written: int, total: int) -> None:
-        assert total == sum(LABELLED)
-        if written > total / 2:
-            raise KeyboardInterrupt
+    class BreakingOff(TeacherWriter):
+        def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
+            if len(EXAMPLES) - 1 in batch.examples:
+                raise KeyboardInterrupt
+            return super().compute_columns(batch)
 
-    write_store(writer, EXAMPLES, tmp_path / "one", SHARD_ROWS)
+    ensure_store(writer, EXAMPLES, tmp_path / "one", SHARD_ROWS)
     for process in (1, 0, 2):
-        write_store(writer, EXAMPLES, tmp_path / "three", SHARD_ROWS, Process(process, 3))
+        ensure_store(writer, EXAMPLES, tmp_path / "three", SHARD_ROWS, Process(process, 3))
     with pytest.raises(KeyboardInterrupt):
-        write_store(writer, EXAMPLES, tmp_path / "broken", SHARD_ROWS, on_progress=break_off)
+        ensure_store(BreakingOff(tiny_llama, writer.identity), EXAMPLES, tmp_path / "broken", SHARD_ROWS)
     begun = files_of(tmp_path / "broken")
-    write_store(writer, EXAMPLES, tmp_path / "broken", SHARD_ROWS)
+    ensure_store(writer, EXAMPLES, tmp_path / "broken", SHARD_ROWS)
     whole = files_of(tmp_path / "one")
     assert 2 < len(begun) < len(whole) and len(whole) > 8  # with the manifest, and a seal for each shard
     assert whole == files_of(tmp_path / "three") == files_of(tmp_path / "broken")
@@ -264,20 +264,19 @@ def test_the_estimate_is_what_the_files_take(tiny_llama: CausalLM, tmp_path: Pat
 # Other caches
 
 
-@pytest.mark.parametrize("what", ["target", "tokenizer", "data", "vocab_size", "dtype", "top_k", "tail", "temperature"])
+@pytest.mark.parametrize("what", ["target", "top_k", "tail", "temperature"])
 def test_a_cache_made_with_something_else_is_refused_by_its_name(
     tiny_llama: CausalLM, tmp_path: Path, what: str
 ) -> None:
     write(tiny_llama, tmp_path)
-    number = what in ("vocab_size", "top_k", "tail", "temperature")
-    other = replace(identity_of(tiny_llama), **{what: 5 if number else "float64"})
+    other = replace(identity_of(tiny_llama), **{what: "other" if what == "target" else 5})
     was, now = getattr(identity_of(tiny_llama), what), getattr(other, what)
-    difference = f"other {what}" if what in ("target", "tokenizer", "data") else f"{what} {was} and not {now}"
-    expected = rf"holds a teacher cache made with {difference}: give draft\.teacher\.folder another folder"
+    difference = f"other {what}" if what == "target" else f"{what} {was} and not {now}"
+    expected = rf"holds teacher logits made with {difference}: give draft\.teacher\.folder another folder"
     with pytest.raises(ValueError, match=expected):
         TeacherStore.open(tmp_path, other)
     with pytest.raises(ValueError, match=expected):
-        write_store(TeacherWriter(tiny_llama, other), EXAMPLES, tmp_path, SHARD_ROWS)
+        ensure_store(TeacherWriter(tiny_llama, other), EXAMPLES, tmp_path, SHARD_ROWS)
 
 
 def test_an_identity_changes_with_each_token_and_with_what_is_trained(tiny_llama: CausalLM) -> None:
@@ -310,9 +309,9 @@ def test_a_target_with_rounded_weights_is_another_one(tiny_llama: CausalLM, tmp_
 def test_a_folder_of_features_is_no_teacher_cache(tiny_llama: CausalLM, tmp_path: Path) -> None:
     section = FeaturesSection(folder="features")
     features = FeatureIdentity.of(tiny_llama, fingerprint(tiny_llama.model), tiny_tokenizer(), EXAMPLES, section)
-    write_store(FeatureWriter(tiny_llama, features), EXAMPLES, tmp_path, 1000)
+    ensure_store(FeatureWriter(tiny_llama, features), EXAMPLES, tmp_path, 1000)
     before = files_of(tmp_path)
-    with pytest.raises(ValueError, match=r"holds something else than a teacher cache: give draft\.teacher\.folder"):
+    with pytest.raises(ValueError, match=r"holds something else than teacher logits: give draft\.teacher\.folder"):
         write(tiny_llama, tmp_path)
     assert files_of(tmp_path) == before
 

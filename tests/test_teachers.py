@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.learning.fused import fused_loss
 from trainer.learning.losses import LossMix, divergence
-from trainer.learning.teachers import HiddenTeacher, KnownLogits, SampledTailTeacher, Teacher
+from trainer.learning.teachers import HiddenTeacher, SampledTailTeacher
 from trainer.recipe.loss import Divergence
 
 UNBIASED: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jsd", "tvd")
@@ -26,16 +26,6 @@ def test_a_teachers_logits_go_through_what_its_model_does_after_the_lm_head() ->
     loss = fused_loss(hidden, weight, labels, one("jsd"), capped, chunk=4).loss
     expected = divergence(hidden @ weight.T, 2 * torch.tanh(target_logits / 2), "jsd")
     assert torch.allclose(loss, expected, rtol=0, atol=1e-12)
-
-
-def test_a_teachers_logits_are_made_where_its_lm_head_is() -> None:
-    """The meta device stands for another one."""
-    teacher = HiddenTeacher(torch.randn(3, 2), torch.empty(4, 2, device="meta", dtype=torch.bfloat16))
-    rows = teacher.known_logits(0, 2, 1.0)
-    assert rows.logits.is_meta and rows.logits.shape == (2, 4) and rows.logits.dtype == torch.bfloat16
-    best = KnownLogits(torch.randn(3, 2), torch.zeros(3, 2, dtype=torch.long), torch.zeros(3)).to(torch.device("meta"))
-    assert best.logits.is_meta and best.tokens is not None and best.tokens.is_meta
-    assert best.log_total is not None and best.log_total.is_meta
 
 
 # The best tokens, and all others as one outcome.
@@ -77,16 +67,6 @@ def test_what_the_best_tokens_show_is_at_most_the_whole_divergence(seed: int, ke
             assert shown.item() == pytest.approx(whole.item(), abs=1e-9)
         elif kind != "lk":
             assert shown <= whole + 1e-12
-
-
-def test_a_teacher_sure_of_its_best_tokens_leaves_rounding_to_the_rest() -> None:
-    """What is left of p is below fp32's resolution: reverse_kl must not become infinite for that."""
-    target = torch.tensor([[40.0, 40.0, 0.0, 0.0]])
-    hidden = torch.zeros(1, 4, requires_grad=True)
-    loss = fused_loss(hidden, torch.eye(4), torch.tensor([0]), one("reverse_kl"), keep_best(target, 2)).loss
-    # KL((1/4, 1/4, 1/2) ‖ (1/2, 1/2, eps)): half of it at ln(1/2 / 2^-23)
-    assert loss.item() == pytest.approx(-0.5 * math.log(2) + 0.5 * 22 * math.log(2), rel=1e-4)
-    assert gradients(loss, hidden)[0].isfinite().all()
 
 
 # The best tokens, and a sample of the others.
@@ -143,19 +123,6 @@ def test_over_all_that_may_be_drawn_losses_and_gradients_are_those_of_the_whole_
         assert torch.allclose(found, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["acceptance", "lk"])
-def test_functions_of_such_sums_come_closer_the_more_is_drawn(kind: Divergence) -> None:
-    hidden = torch.randn(1, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    logits = torch.randn(1, 5, dtype=torch.float64)
-    whole = fused_loss(hidden, weight, torch.tensor([0]), one(kind), all_logits(logits)).loss
-    biases = []
-    for drawn in (1, 2, 4):
-        loss, *_ = expected_over_draws(hidden, weight, logits, one(kind), 2, drawn, None)
-        biases.append(abs(loss.item() - whole.item()))
-    assert 1e-6 < biases[2] < biases[1] < biases[0]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("known", [None, [5, 0, 3, 1], [2, 4, 5, 3, 1, 0]])
 def test_a_sample_in_the_tails_own_proportions_is_the_whole_vocabulary(
@@ -181,15 +148,6 @@ def test_a_sample_in_the_tails_own_proportions_is_the_whole_vocabulary(
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_of_a_sample_the_forward_kl_pulls_by_q_less_an_estimate_of_p_whose_sum_is_1() -> None:
-    """p = (1/2, 1/4, 1/8, 1/8), the best kept, token 2 drawn twice: it stands for the whole tail, 1/2."""
-    logits = torch.tensor([[1 / 2, 1 / 4, 1 / 8, 1 / 8]], dtype=torch.float64).log()
-    hidden = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
-    teacher = sampled(logits, 1, [2, 2])
-    loss = fused_loss(hidden, torch.eye(4, dtype=torch.float64), torch.tensor([0]), one("forward_kl"), teacher).loss
-    assert gradients(loss, hidden)[0][0].tolist() == pytest.approx([1 / 4 - 1 / 2, 1 / 4, 1 / 4 - 1 / 2, 1 / 4])
-
-
 @pytest.mark.parametrize("kind", UNBIASED)
 def test_a_sampled_loss_has_the_gradient_of_its_value(kind: Divergence) -> None:
     hidden = torch.randn(1, 3, dtype=torch.float64, requires_grad=True)
@@ -201,35 +159,6 @@ def test_a_sampled_loss_has_the_gradient_of_its_value(kind: Divergence) -> None:
         return fused_loss(h, w, label, one(kind), teacher).loss
 
     assert torch.autograd.gradcheck(lambda *given: Anew.apply(loss_of, *given), (hidden, weight))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sample_of_nothing_that_the_draft_knows_stays_finite(kind: Divergence) -> None:
-    hidden = torch.randn(1, 3, requires_grad=True)
-    weight = torch.randn(2, 3, requires_grad=True)
-    teacher = sampled(torch.tensor([[5.0, 4.0, 0.0, 0.0, 0.0]]), 2, [2, 2])
-    found = fused_loss(hidden, weight, torch.tensor([0]), one(kind), teacher, tokens=torch.tensor([3, 4]))
-    assert found.loss.isfinite() and found.accepted.item() == 0
-    assert all(gradient.isfinite().all() for gradient in gradients(found.loss, hidden, weight))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tail_below_the_resolution_of_fp32_stays_finite(kind: Divergence) -> None:
-    """The target is sure of two tokens; the draft gives half to what was drawn."""
-    hidden = torch.tensor([[0.0, 0.0, 9.0, 0.0]], requires_grad=True)
-    teacher = sampled(torch.tensor([[200.0, 200.0, 0.0, -200.0]]), 2, [2, 3])
-    loss = fused_loss(hidden, torch.eye(4), torch.tensor([0]), one(kind), teacher).loss
-    assert loss.isfinite() and gradients(loss, hidden)[0].isfinite().all()
-
-
-def test_all_tokens_kept_need_no_sample() -> None:
-    hidden, weight, labels = inputs()
-    logits = torch.randn(13, 7, dtype=torch.float64)
-    nothing = torch.zeros(13, 0, dtype=torch.long)
-    teacher: Teacher = SampledTailTeacher(*keep_best(logits, 7), nothing, nothing.double())
-    for kind in KINDS:
-        found = fused_loss(hidden, weight, labels, one(kind), teacher).loss
-        assert found.item() == pytest.approx(divergence(hidden @ weight.T, logits, kind).item(), abs=1e-9)
 
 
 def test_what_is_stored_at_one_temperature_is_refused_at_another_with_the_remedy() -> None:

@@ -1,10 +1,10 @@
 """Tokens on disk: the same sequences as the readable reference's, from any number of processes, once on a machine."""
 
-import json
 import multiprocessing
 import os
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from trainer.files.shards import digest_of_each
 from trainer.recipe.common import DataSection
 
 UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-pytest.importorskip("pyarrow", reason="maps tokens from the disk, needs pip install pyarrow")
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +31,6 @@ def _a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(token_cache, "_FEW_BYTES", -1)
     monkeypatch.setattr(token_cache, "_FEW_ROWS", -1)
-    monkeypatch.setattr(token_cache, "_TOKENS_AT_ONCE", 500)
     monkeypatch.setattr(encoding, "_START", "fork")
 
 
@@ -97,7 +95,7 @@ def test_the_sequences_are_the_references_from_any_cache_and_any_number_of_proce
     read = load_dataset(path, asked, tokenizer)
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "other"))
     shared = load_dataset(path, asked.model_copy(update={"num_proc": 2}), tokenizer)
-    monkeypatch.setattr(token_cache, "pa", None)
+    monkeypatch.setattr(token_cache, "_FEW_BYTES", 1 << 20)
     kept = load_dataset(path, asked, tokenizer)
     for dataset in (written, read, shared, kept):
         assert plain(dataset.examples) == expected and plain(dataset.firsts) == firsts
@@ -106,16 +104,6 @@ def test_the_sequences_are_the_references_from_any_cache_and_any_number_of_proce
     assert written.account.tokens == sum(len(each.tokens) for each in expected)
     assert written.account.trained_tokens == sum(sum(each.trained) for each in expected)
     assert written.account.bad_rows and written.account.truncated and written.account.skipped
-
-
-def test_a_mapped_sequence_takes_no_memory_and_cannot_be_changed(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", rows(100, chats=False))
-    dataset = load_dataset(path, section(), tiny_tokenizer())
-    for example in dataset.examples:
-        assert not example.tokens.flags.owndata and not example.tokens.flags.writeable
-    size = sum(file.stat().st_size for file in cache_folder().rglob("sequences.arrow"))
-    tables = 16 * len(dataset.examples) + 5000  # offsets and prompt lengths, and the schema
-    assert size < 4.2 * dataset.account.tokens + tables
 
 
 def test_a_second_start_tokenizes_nothing_and_names_the_same_bad_rows(
@@ -171,6 +159,20 @@ def test_every_field_of_a_data_section_either_names_the_cached_file_or_changes_n
     assert {*token_cache._DECIDES} | changes_none | of_a_file | of_the_source == {*DataSection.model_fields}, (
         "a new field: which is it?"
     )
+
+
+def test_no_more_processes_are_started_than_there_are_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spawned process has libraries of its own: thousands of them, asked for by mistake, would take the machine."""
+    asked_for = []
+
+    def pool(processes: int, context: Any, begin: Any, arguments: Any) -> ThreadPoolExecutor:
+        asked_for.append(processes)
+        return ThreadPoolExecutor(1, initializer=begin, initargs=arguments)
+
+    monkeypatch.setattr(encoding, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    path = write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"] * 300)
+    assert load_dataset(path, section(num_proc=9999), tiny_tokenizer()).account.num_rows == 300 and asked_for == [3]
 
 
 def test_a_stopped_start_leaves_nothing_that_a_later_one_takes(tmp_path: Path) -> None:
@@ -247,15 +249,6 @@ def test_a_cache_that_cannot_be_written_is_one_sentence_with_the_remedy(
         load_dataset(path, section(), tiny_tokenizer())
 
 
-def test_without_pyarrow_the_tokens_are_kept_in_memory_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(token_cache, "pa", None)
-    path = write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"])
-    assert len(load_dataset(path, section(), tiny_tokenizer()).examples) == 1
-    assert caplog.messages == [f"every process tokenizes {path} and keeps it: pip install pyarrow, and one does"]
-
-
 def test_few_rows_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"] * 3)
     monkeypatch.setattr(token_cache, "_FEW_BYTES", 1 << 20)
@@ -279,20 +272,3 @@ def test_the_digest_changes_with_every_token_mark_document_and_prompt() -> None:
     assert len(set(digests)) == len(digests)
     same = [Example(np.array([1, 2, 3, 4]), np.array([0, 1, 1, 1]), 1), Example([5, 6], [True, True], 0)]
     assert digest_of_each(example.content() for example in same) == digests[0]
-
-
-def test_the_datasets_library_reads_the_file(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="reads the file, needs pip install headstart[data]")
-    path = write_rows(tmp_path / "rows.jsonl", rows(60, chats=False))
-    examples = load_dataset(path, section(), tiny_tokenizer()).examples
-    (file,) = cache_folder().rglob("sequences.arrow")
-    read = datasets.Dataset.from_file(str(file))
-    assert [row["tokens"] for row in read] == [each.tokens.tolist() for each in examples]
-    assert [row["trained"] for row in read] == [each.trained.tolist() for each in examples]
-
-
-def test_the_account_of_a_file_is_readable(tmp_path: Path) -> None:
-    load_dataset(write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h", {"x": 1}]), section(), tiny_tokenizer())
-    (file,) = cache_folder().rglob("account.json")
-    account = json.loads(file.read_text())
-    assert (account["formats"], account["sequences"], account["tokens"], account["bad_rows"]) == ({"text": 1}, 1, 8, 1)

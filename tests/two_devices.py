@@ -162,7 +162,7 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def spread(model: PreTrainedModel, devices: Sequence[torch.device]) -> PreTrainedModel:
-    """The model dispatched by accelerate, as for ``device_map``: layers in turns, the last parts on the last device."""
+    """The model dispatched by accelerate, as over several GPUs: layers in turns, the last parts on the last device."""
     base: Any = model.base_model
     prefix = f"{model.base_model_prefix}."
     children = dict(base.named_children())

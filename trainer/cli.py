@@ -4,12 +4,11 @@ import os
 import sys
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainer.commands.artefact_options import ExportOptions, ImportOptions, PushOptions, ServeCommandOptions
+from trainer.commands.artefact_options import ExportOptions, PushOptions
 from trainer.commands.options import (
     ChatOptions,
     CompareOptions,
@@ -20,9 +19,7 @@ from trainer.commands.options import (
 )
 from trainer.commands.proof_options import DiagnoseOptions, DoctorOptions, VerifyOptions
 from trainer.commands.training_options import (
-    FeaturesOptions,
     InspectOptions,
-    PlanTrainingOptions,
     RealignOptions,
     RegenerateOptions,
     TrainOptions,
@@ -82,6 +79,7 @@ def options(
     "headstart train recipes/quickstart/medusa1.yaml",
     "headstart train recipes/any/medusa1.yaml name=heads target=ORG/NAME \\\n"
     "  data.train=answers.jsonl data.heldout=test.jsonl output=runs/heads",
+    resumes=True,
 )
 def train(options: TrainOptions) -> None:
     """Train heads or a draft from a recipe. A killed run resumes.
@@ -89,44 +87,16 @@ def train(options: TrainOptions) -> None:
     On several processes: accelerate launch scripts/train.py RECIPE ...
     """
     from trainer.recipe.reading import load_recipe
-    from trainer.run.train import run_recipe
 
-    profile = None if options.profile is None else Path(options.profile)
-    run_recipe(load_recipe(options.recipe, options.overrides or ()), profile=profile)
+    recipe = load_recipe(options.recipe, options.overrides or ())
+    if options.dry_run:
+        from trainer.commands.dry_run import dry_run
 
+        dry_run(recipe)
+    else:
+        from trainer.run.train import run_recipe
 
-@command(
-    app,
-    FeaturesOptions,
-    "headstart features recipes/any/medusa1.yaml name=heads target=ORG/NAME \\\n"
-    "  data.train=answers.jsonl data.heldout=test.jsonl output=runs/heads \\\n"
-    "  features.folder=runs/features",
-    resumes=True,
-)
-def features(options: FeaturesOptions) -> None:
-    """Store the states or the teacher that a recipe trains on. A killed run resumes."""
-    from trainer.commands.prepare import prepare_features
-    from trainer.recipe.reading import load_recipe
-
-    prepare_features(load_recipe(options.recipe, options.overrides or ()))
-
-
-@command(
-    app,
-    PlanTrainingOptions,
-    "headstart plan-training recipes/any/medusa1.yaml name=heads \\\n"
-    "  target=ORG/NAME data.train=answers.jsonl data.heldout=test.jsonl \\\n"
-    "  output=runs/heads --processes 8",
-    name="plan-training",
-)
-def plan_training(options: PlanTrainingOptions) -> None:
-    """Print the memory, disk and hours of a training run."""
-    from trainer.commands.plan_training import print_plan
-    from trainer.recipe.reading import load_recipe
-    from trainer.run.planning import Launch
-
-    launch = Launch(options.processes, options.zero_stage)
-    print_plan(load_recipe(options.recipe, options.overrides or ()), launch, options.steps)
+        run_recipe(recipe)
 
 
 @command(
@@ -308,27 +278,6 @@ def export(options: ExportOptions) -> None:
     from trainer.export import export as run_export
 
     print(run_export(**vars(options)))
-
-
-@command(
-    app,
-    ServeCommandOptions,
-    "headstart serve-command exported/heads --target ORG/NAME",
-    name="serve-command",
-)
-def serve_command(options: ServeCommandOptions) -> None:
-    """Print the command that serves an exported folder. Its traps go to standard error."""
-    from trainer.commands.serve_command import run_serve_command
-
-    run_serve_command(options)
-
-
-@command(app, ImportOptions, "headstart import ORG/HEADS imported/heads --target ORG/NAME", name="import")
-def import_heads(options: ImportOptions) -> None:
-    """Read published Medusa heads. They are FasterDecoding's file, or vLLM's."""
-    from trainer.export.imported import import_heads as run_import
-
-    print(run_import(**vars(options)))
 
 
 @command(app, PushOptions, "headstart push exported/heads ORG/HEADS")

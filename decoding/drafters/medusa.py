@@ -8,9 +8,8 @@ from torch import Tensor
 from decoding.drafters.base import Drafter, DraftRequest, RowsSession, TextRows
 from decoding.drafters.growth import ConditionalLogits, Growth, StaticTree
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import MedusaHeads
+from decoding.model.heads import MedusaHeads, StackedHeads
 from decoding.model.markov import DecodingBias
-from decoding.model.stacked_heads import StackedHeads
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig

@@ -19,7 +19,7 @@ _WORTH = 0.02
 _WIDTH80 = (1.959964 + 0.841621) / 1.959964
 """Half a 95% interval must be this much narrower than the difference, to find it with 80% power."""
 
-_TOLD = ("dtype", "device_map", "max_new_tokens", "seed", "plan")
+_TOLD = ("dtype", "max_new_tokens", "seed", "plan")
 """Settings that two evaluations may differ in, and whose difference is then part of every ratio."""
 
 Kind = Literal["real", "none", "open", "unmeasured"]

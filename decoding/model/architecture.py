@@ -102,7 +102,7 @@ def why_not_static(model: PreTrainedModel) -> str | None:
     if is_spread(model):
         return (
             f"the model is spread over {len(places_of(model))} devices, and steps of fixed shapes run on one: leave "
-            "static out, or load the model without device_map"
+            "static out, or give a GPU that holds it whole"
         )
     return None
 
@@ -130,7 +130,7 @@ def static_of(choice: str, model: PreTrainedModel) -> str | None:
 
 
 def places_of(model: PreTrainedModel) -> frozenset[str]:
-    """Return the places (devices, ``cpu``, ``disk``) where accelerate put a model; empty without ``device_map``."""
+    """Return the places (devices, ``cpu``, ``disk``) where accelerate put a model, if it did."""
     placed: Any = getattr(model, "hf_device_map", None) or {}
     return frozenset(str(place) for place in placed.values())
 

@@ -1,6 +1,8 @@
 """Loading of targets, drafts and heads from a folder or the Hub; every mismatch is found before anything runs."""
 
+import logging
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,21 +13,24 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 )
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 from decoding.errors import UserError
 from decoding.model.architecture import is_spread, places_of, why_not_static
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import default_device
-from decoding.model.finite import check_finite
 from decoding.model.folder import adapted_model, check_model_folder
-from decoding.model.header import read_object
 from decoding.model.heads import CONFIG_NAME, FORMAT, MedusaHeads, read_config
 from decoding.model.hub import local_folder
 from decoding.model.parallel import CONFIG_NAME as PARALLEL_CONFIG
 from decoding.model.parallel import ParallelDraft, ParallelParts, is_parallel_folder
 from decoding.model.parallel import read_config as read_parallel_config
+from decoding.model.stored import check_finite, read_header, read_object, weight_files
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary
+
+_LOGGER = logging.getLogger(__name__)
+_SHARE = 0.9
+"""Share of a GPU's free memory that weights may fill; the rest is for the cache and the passes."""
 
 TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
 """Text that tokenizers split differently: spaces at both ends of lines, digits, an accent."""
@@ -52,26 +57,26 @@ def load_model(
     dtype: torch.dtype | Literal["auto"] = torch.bfloat16,
     device: torch.device | None = None,
     trust_remote_code: bool = False,
-    device_map: str | None = None,
 ) -> PreTrainedModel:
     """Load a causal LM from a folder or ORG/NAME[@REVISION]. Every weight must be stored there, in safetensors files.
 
     ``dtype="auto"`` keeps the stored dtype. Its config is compared with its weights before the model is built.
-    ``device_map="auto"`` lets accelerate spread the model over all devices, instead of moving it to ``device``.
-    ValueError for a model that cannot be read, lacks weights, or is too large for the devices together.
+    ``device`` None: the first GPU, or the CPU without one; weights that do not fit the first of several GPUs are spread
+    over all of them. ValueError for a model that cannot be read, lacks weights, or is too large for the GPUs together.
     """
-    if device_map not in (None, "auto"):
-        raise ValueError(f"device_map is {device_map!r}: give auto, or leave it out")
     folder = model_folder(name)
     check_model_folder(folder)
-    logging.disable_progress_bar()  # the bar of reading weights ends before it is drawn
+    spread = device is None and exceeds_first_gpu(folder, dtype)
+    if spread:
+        _LOGGER.warning("%s does not fit the first GPU: it is spread over %d", name, torch.cuda.device_count())
+    disable_progress_bar()  # the bar of reading weights ends before it is drawn
     try:
         read: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
-            device_map=device_map,
+            device_map="auto" if spread else None,
             output_loading_info=True,
         )
     except UNREADABLE as error:
@@ -82,15 +87,28 @@ def load_model(
             f"the weights of {name} lack {missing[0]}, one of {len(missing)} that its config asks for, and would have "
             "random values there: give a folder with all of them"
         )
-    if device_map is None:
+    if not spread:
         model.to(device or default_device())  # type: ignore[arg-type]  # transformers' stubs
     elif is_spread(model) and (left := sorted({"cpu", "disk"} & places_of(model))):
         raise ValueError(
-            f"{name} does not fit the devices there are: accelerate left a part of it on the {' and the '.join(left)}, "
-            "from where every pass would fetch it; give more devices, or a smaller target"
+            f"{name} does not fit the GPUs together: a part of it would stay on the {' and the '.join(left)}, from "
+            "where every pass would fetch it; give more GPUs, a narrower dtype, or a smaller target"
         )
     model.eval()
     return model
+
+
+def exceeds_first_gpu(folder: Path, dtype: torch.dtype | Literal["auto"]) -> bool:
+    """Return True if there are several GPUs and the weights in a folder do not fit the free memory of the first."""
+    if torch.cuda.device_count() < 2:
+        return False
+    base = adapted_model(folder)
+    files = weight_files(folder if base is None else model_folder(base), "fetch or write it again")
+    stored = sum(path.stat().st_size for path in files)
+    if dtype != "auto":
+        values = sum(prod(tensor.shape) for path in files for tensor in read_header(path, "fetch it again").values())
+        stored = values * dtype.itemsize
+    return stored > _SHARE * torch.cuda.mem_get_info(0)[0]
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -28,11 +28,12 @@ from decoding.model.causal_lm import CausalLM
 from trainer.data.source import Offline
 from trainer.heads.medusa import HeadInputs, MedusaObjective, MedusaTraining
 from trainer.learning.objective import TermSums
+from trainer.processes import build_accelerator, describe, zero_stage
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection
 from trainer.recipe.loss import LossSection
 from trainer.run.checkpoint import Checkpoints, Progress
-from trainer.run.distributed import Runner, build_accelerator, describe, prepare, whole_parameters, zero_stage
+from trainer.run.distributed import Runner, prepare, whole_parameters
 from trainer.run.loop import Hooks, Interrupted, train
 from trainer.target.hidden import OnlineTarget
 
@@ -71,7 +72,7 @@ class _Scaled(MedusaTraining):
     """With three more parameters, which two processes cannot share out evenly."""
 
     def __init__(self, training: MedusaTraining) -> None:
-        super().__init__(training.heads)
+        super().__init__(training.heads, SECTION_OF_HEADS)
         self.scale = nn.Parameter(torch.tensor([1.0, 0.9, 0.8]))
 
     def forward(self, inputs: HeadInputs) -> TermSums:
@@ -99,7 +100,7 @@ def heads_objective(seed: int, dtype: torch.dtype = torch.float32) -> MedusaObje
 
 
 def accelerator_of_the_launcher() -> Accelerator:
-    accelerator = build_accelerator(SECTION)
+    accelerator = build_accelerator(SECTION.mixed_precision)
     if zero_stage(accelerator) == 3:  # which otherwise leaves parameters as small as these whole
         zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0

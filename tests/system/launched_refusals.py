@@ -18,7 +18,6 @@ from whole_runs import write_recipe, write_workshop
 
 from trainer.commands.evaluate import run_evaluate
 from trainer.commands.options import EvaluateOptions
-from trainer.commands.prepare import prepare_features
 from trainer.recipe.reading import load_recipe
 from trainer.run.train import run_recipe
 
@@ -40,7 +39,7 @@ def train(*overrides: str, kind: str = "medusa") -> Callable[[Path], object]:
 
 
 def features(folder: Path) -> object:
-    return prepare_features(load_recipe(folder / "medusa.yaml", [f"features.folder={folder}/features"]), QUIET)
+    return train(f"features.folder={folder}/features")(folder)
 
 
 def evaluate(folder: Path) -> object:
@@ -61,7 +60,7 @@ PLACES = {
     "folders": Place(1, "trainer.run.train.check_folders", train()),
     "target": Place(1, "trainer.target.loading.load_model", train()),
     "fingerprint": Place(0, "trainer.target.loading.kept_fingerprint", train()),
-    "rows": Place(1, "trainer.data.splits.load_dataset", train()),
+    "rows": Place(1, "trainer.data.dataset.load_dataset", train()),
     "tracker": Place(0, "accelerate.Accelerator.init_trackers", train()),
     "batches": Place(1, "trainer.run.feed.collate", train()),
     "texts": Place(1, "trainer.drafts.generations.WindowFiles.write", train(*WRITES, kind="draft")),

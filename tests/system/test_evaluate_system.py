@@ -41,7 +41,7 @@ def test_two_processes_go_on_where_one_was_killed_with_the_same_texts(tmp_path: 
             target=str(workshop / "target"),
             prompts=str(tmp_path / "questions.jsonl"),
             output=alone,
-            batch_size=["1,2"],
+            batch_size=(1, 2),
             **OPTIONS,
         )
     )

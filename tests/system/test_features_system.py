@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import load_file
 from tiny_models import counting_model
 from tiny_training import counting_text, recipe_content, tiny_tokenizer, write_rows
-from whole_runs import DIRECT, HEADSTART, TWO_PROCESSES, finish, run, running, wait_until
+from whole_runs import DIRECT, HEADSTART, TWO_PROCESSES, run, running, wait_until
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
@@ -20,7 +20,7 @@ from trainer.recipe.common import DataSection
 from trainer.recipe.heads import FeaturesSection
 from trainer.target.features import FeatureIdentity, FeatureStore
 
-COMMAND = [*HEADSTART, "features"]
+COMMAND = [*HEADSTART, "train"]
 ROWS, LENGTH = 3000, 24
 SHARDS = 72  # 42 rows of 24 tokens in a shard of 1,024
 
@@ -89,8 +89,3 @@ def test_two_processes_write_features_and_train_from_them_as_one_does_from_the_t
     for name, tensor in online.items():
         torch.testing.assert_close(offline[name], tensor, rtol=1e-4, atol=1e-4)
     assert any(tensor.abs().sum() > 0 for name, tensor in online.items() if "blocks" in name)  # something was learnt
-
-
-def test_without_a_features_section_there_is_nothing_to_write(workshop: Path, tmp_path: Path) -> None:
-    done = finish([*COMMAND, write_recipe(workshop, tmp_path / "none.yaml", None)], tmp_path)
-    assert done.returncode == 2 and "has no features section: give features.folder=FOLDER" in done.stderr

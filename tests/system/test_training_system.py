@@ -34,11 +34,11 @@ from whole_runs import (
     write_workshop,
 )
 
-from decoding.drafters import DraftModelDrafter, MedusaDrafter
+from decoding.drafters import DraftModelDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import load_draft, load_heads, load_model, load_tokenizer
+from decoding.model.loading import load_draft, load_model, load_tokenizer
 from trainer.terminal.exit_codes import ExitCode
 
 
@@ -60,18 +60,6 @@ def medusa_run(workshop: Path) -> Path:
     return output
 
 
-def test_launched_heads_train_load_and_speed_up_decoding(workshop: Path, medusa_run: Path) -> None:
-    assert list(losses(medusa_run)) == list(range(1, STEPS + 1))
-    assert metrics(medusa_run)[-1]["heldout/tokens_per_pass"] > 2
-    target = target_of(workshop)
-    drafter = MedusaDrafter(load_heads(medusa_run / "final", target))
-    config = DecodingConfig(max_new_tokens=9)
-    drafted = Engine(target, drafter).decode([4, 5], config)
-    assert drafted.tokens == Engine(target).decode([4, 5], config).tokens == tuple(range(6, 15))
-    assert len(drafted.steps) < 6  # a prefill and, drafting nothing, eight passes
-    assert provenance(medusa_run)["num_processes"] == 1 and provenance(medusa_run)["steps"] == STEPS
-
-
 def test_a_draft_trains_loads_and_decodes(workshop: Path) -> None:
     output = workshop / "draft"
     overrides = ["training.steps=6", "draft.init.from_target.layers=[-1]", "draft.loss.tvd=1"]
@@ -81,7 +69,7 @@ def test_a_draft_trains_loads_and_decodes(workshop: Path) -> None:
     draft = load_draft(str(output / "final"), target, load_tokenizer(str(workshop / "target")))
     assert draft.num_layers == 1
     config = DecodingConfig(max_new_tokens=9)
-    drafted = Engine(target, DraftModelDrafter(draft, (1, 1, 1))).decode([4, 5], config)
+    drafted = Engine(target, DraftModelDrafter(draft, 3)).decode([4, 5], config)
     # One layer of the counting model counts as well, so all that it drafts is accepted.
     assert drafted.tokens == tuple(range(6, 15)) and [step.accepted for step in drafted.steps] == [0, 3, 3]
 
@@ -160,12 +148,6 @@ def test_two_processes_train_as_one_and_stop_and_resume_together(workshop: Path,
     assert together == pytest.approx(losses(medusa_run), abs=1e-4)
     assert metrics(output)[-1]["tokens"] == metrics(medusa_run)[-1]["tokens"]
     assert len([line for line in metrics(output) if "loss" in line]) == STEPS  # one process writes
-
-
-def test_a_batch_that_the_processes_cannot_share_is_refused(workshop: Path) -> None:
-    done = finish([*TWO_PROCESSES, write_recipe(workshop, "medusa", workshop / "uneven")], workshop)
-    assert done.returncode != 0
-    assert "training.batch_size (8) is not a multiple of training.micro_batch_size (8) times 2 processes" in done.stderr
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def cases_of(desk: Desk) -> list[Case]:
         # First: what lies in memory then is no weights of an earlier case.
         Case("silent", medusa(damaged(folder / "heads", "silent", without_output_layers)), batch_sizes=(1,)),
         Case("plain"),
-        Case("draft", drafts, DraftModelDrafter(draft, (1,) * DRAFT_TOKENS)),
+        Case("draft", drafts, DraftModelDrafter(draft, DRAFT_TOKENS)),
         Case("parallel draft", {**drafts, **at_once, "num_speculative_tokens": TOKENS}, ParallelDrafter(parallel)),
         *(Case(name, medusa(folder / name), MedusaDrafter(own[name], CHAIN)) for name in trained),
         Case("fewer than heads", medusa(folder / "heads", TOKENS - 1), MedusaDrafter(own["heads"], CHAIN[:-1])),

@@ -23,7 +23,7 @@ from decoding.model.causal_lm import CausalLM
 def test_a_padded_draft_is_measured_without_the_peer_that_cannot_take_it(tiny_llama: CausalLM) -> None:
     padded = CausalLM(tiny_model(vocab=20, seed=1))
     config = EvaluationConfig(max_new_tokens=6, settings=("greedy", "sampling"))
-    methods = standard_methods(tiny_llama, {"draft": DraftModelDrafter(padded, (1, 1))}, config)
+    methods = standard_methods(tiny_llama, {"draft": DraftModelDrafter(padded, 2)}, config)
     assert [method.name for method in methods] == ["plain", "transformers generate", "draft"] * 2
     rows = evaluate(tiny_llama, methods, PROMPTS, config)["rows"]
     assert rows[2]["identical_to_plain"]["identical"] == 3

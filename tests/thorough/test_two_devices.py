@@ -36,11 +36,11 @@ PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9])
 """Of other lengths, so that rows are ragged; more than the batch has rows, so that rows are refilled and moved."""
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0, repetition_penalty=1.1)
 DRAFTERS = (
-    *("plain", "chain", "tree", "draft tree", "prompt lookup"),
-    *("medusa", "shared medusa", "dynamic medusa"),
-    *("markov", "shared markov", "dynamic markov", "drawn medusa", "drawn shared markov"),
+    *("plain", "chain", "draft tree", "prompt lookup"),
+    *("medusa", "shared medusa"),
+    *("markov", "shared markov", "drawn medusa", "drawn shared markov"),
 )
-DRAWN = ("tree", "drawn medusa", "drawn shared markov")
+DRAWN = ("chain", "drawn medusa", "drawn shared markov")
 CPU = torch.device("cpu")
 Devices = tuple[torch.device, torch.device]
 
@@ -48,7 +48,7 @@ Devices = tuple[torch.device, torch.device]
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     # These tensors have no memory whose place could be looked at, to see whether weights lie side by side already.
-    side_by_side = "decoding.model.stacked_heads._side_by_side"
+    side_by_side = "decoding.model.heads._side_by_side"
     monkeypatch.setattr(side_by_side, lambda parts: torch.stack([part.detach() for part in parts]))
     with two_devices() as found:
         yield found
@@ -75,12 +75,12 @@ def drafter(name: str, family: str, width: int, device: torch.device | None = No
         heads = heads_of(name, width)
         if device is not None:
             moved(heads, device)
-        return MedusaDrafter(heads, dynamic_nodes=6 if "dynamic" in name else None, sampled="drawn" in name)
+        return MedusaDrafter(heads, sampled="drawn" in name)
     model = tiny_model(family, seed=1)
     draft = CausalLM(model if device is None else moved(model, device))  # type: ignore[arg-type]
     if name == "draft tree":
         return DraftTreeDrafter(draft, depth=3, width=2, nodes=7)
-    return DraftModelDrafter(draft, (1, 1, 1) if name == "chain" else (2, 2))
+    return DraftModelDrafter(draft, 3)
 
 
 def texts_of(target: CausalLM, drafted: Drafter | None, sampling: SamplingConfig) -> list[tuple[int, ...]]:
@@ -116,9 +116,9 @@ def test_a_spread_target_writes_the_texts_of_a_whole_one(devices: Devices, name:
 @pytest.mark.parametrize("family", ["gemma3", "gpt2", "falcon"])
 def test_every_architecture_may_be_spread(devices: Devices, family: str) -> None:
     """Masks by type of layer, windows, weights that are tied across devices, positions that are learnt."""
-    expected = texts_of(CausalLM(tiny_model(family)), drafter("tree", family, 0), GREEDY)
+    expected = texts_of(CausalLM(tiny_model(family)), drafter("draft tree", family, 0), GREEDY)
     target = CausalLM(spread(tiny_model(family), devices))
-    assert texts_of(target, drafter("tree", family, 0, target.device), GREEDY) == expected
+    assert texts_of(target, drafter("draft tree", family, 0, target.device), GREEDY) == expected
 
 
 def row_of(cache: PreallocatedCache, slot: int) -> list[list[float]]:
@@ -189,8 +189,8 @@ def test_a_run_on_a_spread_target_trains_and_evaluates_as_on_a_whole_one(
     """Up to the figures of evaluations, which decode: the run that trained for hours and died there."""
 
     def load(*args: Any, **named: Any) -> Any:
-        device_map = args[4] if len(args) > 4 else named.get("device_map")
-        return spread(load_model(*args[:4]), devices) if device_map == "auto" else load_model(*args, **named)
+        model = load_model(*args, **named)
+        return spread(model, devices) if placed == "spread" else model
 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr("trainer.target.loading.load_model", load)
@@ -202,15 +202,15 @@ def test_a_run_on_a_spread_target_trains_and_evaluates_as_on_a_whole_one(
     write_corpus(tmp_path)
     heads = {"shared": {"shared_lm_head": True}, "soft": {"loss": {"forward_kl": 1}}}
     rows = {}
-    for name, device_map in (("whole", None), ("spread", "auto")):
+    for placed in ("whole", "spread"):
         content = recipe_content(tmp_path, "draft" if kind == "draft" else "medusa")
-        content |= {"output": str(tmp_path / name), "device_map": device_map}
+        content |= {"output": str(tmp_path / placed)}
         content["evaluation"]["every"] = 2
         if kind != "draft":
             content["heads"] = {"num_heads": 2, "tree_nodes": 4, **heads.get(kind, {})}
         AcceleratorState._reset_state(True)
         run_recipe(parse_recipe(content, "test"), Console(quiet=True))
-        rows[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        rows[placed] = [json.loads(line) for line in (tmp_path / placed / "metrics.jsonl").read_text().splitlines()]
     AcceleratorState._reset_state(True)
     kept = [
         [{k: v for k, v in row.items() if "loss" in k or "accept" in k or "pass" in k} for row in rows[name]]
@@ -223,5 +223,5 @@ def test_a_run_on_a_spread_target_trains_and_evaluates_as_on_a_whole_one(
 
 def test_adapters_on_a_spread_target_are_refused_before_anything_is_trained(devices: Devices) -> None:
     target = CausalLM(spread(tiny_model("llama"), devices))
-    with pytest.raises(ValueError, match="device_map=auto spread over several devices: set device_map=null"):
+    with pytest.raises(ValueError, match="spread over several devices here"):
         Medusa2Objective(target, tiny_tokenizer(), HeadsSection(num_heads=2), AdaptersSection(), 10)

@@ -1,4 +1,4 @@
-"""Options of the commands on finished artefacts: export, push, serve-command and import.
+"""Options of the commands on finished artefacts: export and push.
 
 This module imports no PyTorch, so that ``--help`` need not wait for it.
 """
@@ -9,8 +9,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from decoding.model.header import SHARD_BYTES
-from trainer.commands.shared_options import TARGET_HELP, JsonFile, Trusted
+from trainer.commands.shared_options import TARGET_HELP, Trusted
 
 RecordedTarget = Annotated[
     str | None,
@@ -77,7 +76,7 @@ class ExportChoices:
             help="Greatest size of a file of weights, in bytes; more is written in shards.",
             hidden=True,
         ),
-    ] = SHARD_BYTES
+    ] = 5 * 10**9
     license: Annotated[
         str | None,
         Option(
@@ -99,7 +98,7 @@ class ExportOptions(ExportChoices):
         str,
         Option(
             metavar="NAME",
-            help="Heads: headstart, vllm or medusa. A draft: draft or gguf. A parallel draft: headstart or draft.",
+            help="Heads: headstart, or vllm (<= 0.32). A draft: draft or gguf. A parallel draft: headstart or draft.",
         ),
     ]
     overwrite: Annotated[bool, Option(help="Replace an earlier export in the folder.")] = False
@@ -125,42 +124,3 @@ class PushOptions(ExportChoices):
     ] = None
     pull_request: Annotated[bool, Option("--pull-request", help="Open a pull request in place of a commit.")] = False
     message: Annotated[str | None, Option(help="Message of the commit.")] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeCommandOptions:
-    """Options of `headstart serve-command`."""
-
-    folder: Annotated[Path, Argument(help="Folder of an export, or of a training run.")]
-    server: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="vllm, llama.cpp, sglang or transformers; all that take the folder if not given.",
-        ),
-    ] = None
-    target: RecordedTarget = None
-    plan: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="plan.json of these weights, for the depth; by default the one in the folder."),
-    ] = None
-    depth: Annotated[int | None, Option(min=1, help="Tokens to draft at a time; in place of a plan's.")] = None
-    json: JsonFile = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImportOptions:
-    """Options of `headstart import`."""
-
-    source: Annotated[
-        str, Argument(help="Folder or hub id of published heads; a hub id is ORG/NAME or ORG/NAME@REVISION.")
-    ]
-    destination: Annotated[Path, Argument(help="A new folder.")]
-    target: Annotated[
-        str | None,
-        Option(
-            metavar="MODEL",
-            help=f"{TARGET_HELP}; it is best given, to check that the heads fit it.",
-        ),
-    ] = None
-    trust_remote_code: Trusted = False

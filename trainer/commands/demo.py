@@ -57,7 +57,6 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> None:
         app.build(models, words),
         options.host,
         options.port,
-        options.share,
         lambda address: say(console, f"the demo is at {address} (Ctrl-C ends it)"),
     )
 

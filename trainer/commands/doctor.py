@@ -82,8 +82,7 @@ def _models(
             options.dtype,
             options.longest,
             options.decode,
-            free_bytes(machine, spread=options.device_map is not None),
-            options.device_map,
+            free_bytes(machine),
             options.trust_remote_code,
         )
     )

@@ -41,9 +41,8 @@ from trainer.commands.models import LoadedModels, load_models, published_specs
 from trainer.commands.options import EvaluateOptions
 from trainer.commands.plan import asked_or_planned
 from trainer.files.lock import hold
-from trainer.processes import Process, agreed, on_first
+from trainer.processes import Process, agreed, join_processes, on_first
 from trainer.quickstart import resolve
-from trainer.run.distributed import join_processes
 from trainer.target.fingerprints import kept_fingerprint
 from trainer.terminal.console import say, standard_error, standard_output, wide
 from trainer.terminal.progress import ProgressBar

@@ -16,11 +16,10 @@ from trainer.commands.training_options import InspectOptions
 from trainer.data.batch import Example, cut
 from trainer.data.chat import Encoded
 from trainer.data.dataset import Dataset, load_dataset
-from trainer.data.encoding import encoded_rows
+from trainer.data.encoding import RowEncoder
 from trainer.data.rows import Row, open_source
 from trainer.recipe.common import DataSection
 from trainer.recipe.reading import load_recipe
-from trainer.run.kinds import kind_of
 from trainer.terminal.console import say, standard_output, title
 
 _STYLES = {(True, False): "green", (True, True): "bold green", (False, False): None, (False, True): "bold magenta"}
@@ -57,8 +56,9 @@ def run_inspect(options: InspectOptions, console: Console | None = None) -> Data
     shown = ("green", "green") if colour else f"between {_BEGIN} and {_END}"
     say(console, Text.assemble(f"{task.path}: the trained tokens are {'in ' if colour else ''}", shown))
     source = open_source(task.path, task.section)
-    for row, encoded in islice(encoded_rows(source, task.section, task.tokenizer), options.rows):
-        _print_row(console, task, row, encoded, colour)
+    encoder = RowEncoder(task.section, task.tokenizer)
+    for row in islice(source.read(), min(options.rows, task.section.max_rows or options.rows)):
+        _print_row(console, task, row, encoder.encode(row), colour)
     dataset = load_dataset(task.path, task.section, task.tokenizer)
     console.print(_table(dataset))
     return dataset
@@ -69,7 +69,7 @@ def _task(options: InspectOptions) -> _Task:
     if options.source.endswith((".yaml", ".yml")):
         recipe = load_recipe(options.source, options.overrides or ())
         base = recipe.data
-        target = kind_of(recipe).tokenizer
+        target = recipe.tokenizer_name
     elif options.overrides:
         raise ValueError(f"{options.overrides[0]!r} is an override of a recipe, but {options.source} is data: drop it")
     elif options.heldout:

@@ -27,7 +27,7 @@ def read_target(name: str, options: LoadingOptions, static: str = "auto") -> Cau
     """Read the target of this name; the embedded default is trained first if it is not there yet."""
     check_static(static, default_device())
     dtype, trusted = parse_dtype(options.dtype), options.trust_remote_code
-    model = load_model(prepare_target(name), dtype, trust_remote_code=trusted, device_map=options.device_map)
+    model = load_model(prepare_target(name), dtype, trust_remote_code=trusted)
     return CausalLM(model, static=static_of(static, model))
 
 

@@ -182,9 +182,6 @@ class DemoOptions(ModelOptions):
     ] = None
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1"
     port: Annotated[int, Option(min=1, max=65535, help="Port to listen on.")] = 7860
-    share: Annotated[
-        bool, Option("--share", help="Open a public address too; through Gradio's servers, for a week at most.")
-    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

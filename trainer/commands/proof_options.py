@@ -16,15 +16,12 @@ from trainer.commands.shared_options import (
     BatchSize,
     Chat,
     Concurrency,
-    DeviceMap,
     JsonFile,
-    KeyVariable,
     Limit,
     LoadingOptions,
     MaxNewTokens,
     ModelOptions,
     PromptField,
-    Retries,
     Rule,
     Seed,
     ServedName,
@@ -107,9 +104,7 @@ class DiagnoseOptions(ModelOptions):
     batch_size: BatchSize = 8
     json: JsonFile = None
     concurrency: Concurrency = 16
-    retries: Retries = 5
     timeout: Timeout = 120.0
-    api_key_variable: KeyVariable = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +170,7 @@ class VerifyOptions(LoadingOptions):
     static: Static = "auto"
     json: JsonFile = None
     concurrency: Concurrency = 16
-    retries: Retries = 5
     timeout: Timeout = 120.0
-    api_key_variable: KeyVariable = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,5 +214,4 @@ class DoctorOptions:
     ] = None
     hub: Annotated[bool, Option("--hub", help="Ask the Hub for an answer; by default nothing is sent.")] = False
     json: JsonFile = None
-    device_map: DeviceMap = None
     trust_remote_code: Trusted = False

@@ -5,6 +5,7 @@ was tuned by reinforcement, heads trained on other people's answers learn a dist
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from decoding.measure.machine import commit, versions
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import read_target
-from trainer.commands.served import check_endpoint, served_at
+from trainer.commands.served import check_endpoint, endpoint_at
 from trainer.commands.training_options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend
 from trainer.data.conversations import Conversation, read_conversations
@@ -39,9 +40,8 @@ def run_regenerate(
     """
     watched, console = console or standard_error(), console or standard_output()
     sampling = SamplingConfig(temperature=options.temperature, top_p=options.top_p)
-    _check(options, sampling)
     spec = parse_drafter(options.drafter) if options.drafter is not None else spec
-    backend, made_by = _backend(options, sampling, spec, watched)
+    backend, made_by = _backend(options, sampling, spec)
     chat = made_by.pop("chat")
     prompts = resolve(options.prompts)
     conversations = read_conversations(prompts, options.prompt_field, options.limit, options.n, chat)
@@ -65,7 +65,6 @@ def run_regenerate(
     with AnswerFile(options.output, settings, about, options.keep_truncated, backend.encoder) as answers:
         summary = answer(backend, conversations, answers, watched)
     console.print(_table(summary))
-    say(console, *backend.account())
     answers.check_not_empty()
     aside = f"; why some were set aside: {answers.set_aside_path}" if summary.set_aside else ""
     say(console, f"written: {options.output}{aside}")
@@ -111,63 +110,38 @@ def _table(summary: Summary) -> Table:
 
 
 def _backend(
-    options: RegenerateOptions, sampling: SamplingConfig, spec: DrafterSpec | None, watched: Console
+    options: RegenerateOptions, sampling: SamplingConfig, spec: DrafterSpec | None
 ) -> tuple[Backend, dict[str, Any]]:
     """Return the backend that was asked for, and the settings that make its answers."""
-    if options.target is not None and options.endpoint is None:
-        return _target(options, options.target, sampling, spec)
-    if options.endpoint is None or options.target is not None:
+    if (options.target is None) == (options.endpoint is None):
         raise ValueError("give --target for a model in this process, or --endpoint with --model for one that is served")
-    check_endpoint(options)
-    return _endpoints(options, options.endpoint, watched)
-
-
-def _check(options: RegenerateOptions, sampling: SamplingConfig) -> None:
     if options.endpoint is not None and options.drafter:
         raise ValueError("--drafter speeds up a --target in this process; an --endpoint decodes as it likes")
-    if options.endpoint is not None and options.device_map:
-        raise ValueError("--device-map spreads a --target in this process; an --endpoint places its model itself")
-    if options.endpoint is None and options.completions:
-        raise ValueError("--completions is the choice of an --endpoint; a --target goes by its chat template")
     if options.n < 1:
         raise ValueError(f"n is {options.n}: give at least 1 answer for each prompt")
     if options.n > 1 and sampling.greedy:
         raise ValueError(f"n is {options.n} at temperature 0, where all answers are the same: give a temperature")
+    check_endpoint(options)
+    config = DecodingConfig(options.max_new_tokens, sampling, seed=options.seed)
+    if options.target is not None:
+        return _target(options, options.target, config, spec)
+    from trainer.servers.endpoint import EndpointBackend
+
+    addresses = [address.strip() for given in options.endpoint or () for address in given.split(",")]
+    backend = EndpointBackend([endpoint_at(address, options) for address in addresses], config)
+    return backend, {"chat": True, "model": options.model}  # without the addresses, which may move or hold a secret
 
 
 def _target(
-    options: RegenerateOptions, named: str, sampling: SamplingConfig, spec: DrafterSpec | None
+    options: RegenerateOptions, target_name: str, config: DecodingConfig, spec: DrafterSpec | None
 ) -> tuple[Backend, dict[str, Any]]:
-    """Return the backend of a target in this process."""
-    target = read_target(named, options)
-    name, trusted = resolve(named), options.trust_remote_code
+    """Return the backend of a target in this process, and the settings that make its answers."""
+    target = read_target(target_name, options)
+    name, trusted = resolve(target_name), options.trust_remote_code
     tokenizer = load_tokenizer(name, trusted)
     drafter = None if spec is None else DrafterLoader(target, tokenizer, trusted).load(spec)
-    config = DecodingConfig(
-        max_new_tokens=options.max_new_tokens,
-        sampling=sampling,
-        eos_token_ids=eos_token_ids(target.model, tokenizer),
-        seed=options.seed,
-    )
-    chat = tokenizer.chat_template is not None
+    config = replace(config, eos_token_ids=eos_token_ids(target.model, tokenizer))
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
-    fingerprint = kept_fingerprint(name, trusted)
     static = {} if target.static is None else {"static": target.static}  # other kernels may round otherwise
-    return backend, {"chat": chat, "dtype": options.dtype, **static, "target_fingerprint": fingerprint}
-
-
-def _endpoints(options: RegenerateOptions, given: Sequence[str], watched: Console) -> tuple[Backend, dict[str, Any]]:
-    """Return the backend of a served model; its addresses are not kept, for they may move, and may hold a secret."""
-    from trainer.target.endpoint import Asked, EndpointBackend
-
-    addresses = [address.strip() for each in given for address in each.split(",")]
-    asked = Asked(
-        endpoints=tuple(served_at(address, options) for address in addresses),
-        temperature=options.temperature,
-        top_p=options.top_p,
-        max_new_tokens=options.max_new_tokens,
-        seed=options.seed,
-        patience=options.patience,
-    )
-    backend = EndpointBackend(asked, lambda line: say(watched, line))
-    return backend, {"chat": not options.completions, "model": options.model}
+    settings = {"dtype": options.dtype, **static, "target_fingerprint": kept_fingerprint(name, trusted)}
+    return backend, {"chat": tokenizer.chat_template is not None, **settings}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from trainer.servers.client import ServedModel
-    from trainer.target.connection import Served
+    from trainer.servers.connection import Endpoint
 
 
 class Asking(Protocol):
@@ -21,13 +21,7 @@ class Asking(Protocol):
     def concurrency(self) -> int: ...
 
     @property
-    def retries(self) -> int: ...
-
-    @property
     def timeout(self) -> float: ...
-
-    @property
-    def api_key_variable(self) -> str: ...
 
 
 def check_endpoint(options: Asking) -> None:
@@ -47,19 +41,12 @@ def connect(options: Asking) -> "ServedModel":
     from trainer.servers.client import ServedModel
 
     assert isinstance(options.endpoint, str), "checked by check_endpoint"
-    return ServedModel(served_at(options.endpoint, options))
+    return ServedModel(endpoint_at(options.endpoint, options))
 
 
-def served_at(address: str, options: Asking) -> "Served":
-    """Return the served model at an address, with the options' settings of requests."""
-    from trainer.target.connection import Served
+def endpoint_at(address: str, options: Asking) -> "Endpoint":
+    """Return the endpoint at an address, with the options' settings of requests."""
+    from trainer.servers.connection import Endpoint
 
     assert options.model is not None, "checked by check_endpoint"
-    return Served(
-        address=address,
-        model=options.model,
-        concurrency=options.concurrency,
-        retries=options.retries,
-        timeout=options.timeout,
-        api_key_variable=options.api_key_variable,
-    )
+    return Endpoint(address=address, model=options.model, concurrency=options.concurrency, timeout=options.timeout)

@@ -82,14 +82,6 @@ Static = Annotated[
         hidden=True,
     ),
 ]
-DeviceMap = Annotated[
-    str | None,
-    Option(
-        metavar="auto",
-        help="auto spreads a target that fits no single GPU over all of them; by default one holds it.",
-        hidden=True,
-    ),
-]
 Trusted = Annotated[bool, Option(help="Run code that comes with a hub model.", hidden=True)]
 
 
@@ -98,7 +90,6 @@ class LoadingOptions:
     """Options that say how a target is loaded."""
 
     dtype: Dtype = "bf16"
-    device_map: DeviceMap = None
     trust_remote_code: Trusted = False
 
 
@@ -174,13 +165,4 @@ JsonFile = Annotated[
 
 ServedName = Annotated[str | None, Option(metavar="NAME", help="The endpoint's name for the target.", hidden=True)]
 Concurrency = Annotated[int, Option(min=1, help="Requests to each endpoint at a time.", hidden=True)]
-Retries = Annotated[int, Option(min=0, help="Times that a failed request is tried again.", hidden=True)]
 Timeout = Annotated[float, Option(min=0.001, help="Seconds to wait for one answer of the endpoint.", hidden=True)]
-KeyVariable = Annotated[
-    str,
-    Option(
-        metavar="NAME",
-        help="Environment variable with the endpoint's key; 'none' is sent if it is not set.",
-        hidden=True,
-    ),
-]

@@ -170,11 +170,11 @@ def _on_the_loopback(desk: _Desk) -> Iterator[_Caught]:
 @contextmanager
 def _served_writer(engine: Engine, desk: _Desk, heat: float) -> Iterator[Writer]:
     from trainer.servers.client import ServedModel
+    from trainer.servers.connection import Endpoint
     from trainer.servers.loopback import NAME, served
     from trainer.servers.writer import ServedWriter
-    from trainer.target.connection import Served
 
-    with served(engine, desk.eos, heat) as address, ServedModel(Served(address=address, model=NAME)) as model:
+    with served(engine, desk.eos, heat) as address, ServedModel(Endpoint(address=address, model=NAME)) as model:
         yield ServedWriter(model, desk.reference, None, desk.prompts[0])
 
 

@@ -73,13 +73,6 @@ class Backend(Protocol):
     def encoder(self) -> TranscriptEncoder | None:
         """The encoder of rows as training has it; None where only a server knows the tokenizer."""
 
-    @property
-    def health(self) -> str:
-        """A few words on how many of several endpoints answer, for the progress; empty where there is one writer."""
-
-    def account(self) -> list[str]:
-        """Return a line on each of several endpoints."""
-
     def outcomes(
         self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:

@@ -1,37 +1,111 @@
-"""The page of the demo: Gradio's components, and which of the other modules answers each."""
+"""The page of the demo: its HTML, its answers to what a visitor does, and the filter of requests in front of it.
 
+The HTML is in page.html.j2, its style in style.css.
+"""
+
+import json
 import os
+import socket
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
-from html import escape
+from ipaddress import ip_address
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when Gradio is imported: no request leaves this machine
 import gradio as gr
-from gradio.events import api
+import jinja2
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trainer.demo import views
-from trainer.demo.access import AccessFilter
-from trainer.demo.form import AUTOMATIC, Form, drafter_of, fitting_rules, number_of, whole
-from trainer.demo.race import Models, Race
-from trainer.demo.visitors import Visitors
+from decoding.generate import Step
+from decoding.measure.markdown import visible
+from decoding.stream import Piece, Tally
+from trainer.demo.race import AUTOMATIC, Form, Models, Race, fitting_rules, number_of, race_of, whole
 
-CSS = Path(__file__).with_name("style.css")
-_RACES_AT_ONCE = 16
-# Gradio's own checks of entries write a traceback on the server's terminal: those of `Form` answer in their place.
-QUIET: Any = {"show_progress": "hidden", "api_visibility": "private", "preprocess": False}
-AT_ONCE: Any = {**QUIET, "queue": False}
-_SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Liberation Sans", "DejaVu Sans", "sans-serif")
-_MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace")
+FRAME_SECONDS = 0.08
+"""Seconds of decoding between two updates of the page."""
+_MOST_RACES = 64
+_LONGEST_REQUEST = 1_000_000  # bytes
+_FOLDER = Path(__file__).parent
 
 
-@dataclass(frozen=True)
-class Words:
+# --- HTML -------------------------------------------------------------------------------------------------------------
+
+
+def spans(pieces: Iterable[Piece]) -> list[tuple[str, str]]:
+    """Return (class, text) of pieces of text, those of one origin joined."""
+    grouped = groupby(pieces, key=lambda piece: "drafted" if piece.drafted else "own")
+    return [(kind, visible("".join(piece.text for piece in group))) for kind, group in grouped]
+
+
+def label_of(text: str) -> str:
+    """Return a token's text with its white space as signs, cut to a length that a node can hold."""
+    signs = {" ": "·", "\n": "↵", "\t": "⇥"}
+    label = "".join(signs.get(it) or (it if it.isprintable() else repr(it)[1:-1]) for it in text)
+    return label if len(label) <= 16 else f"{label[:15]}…"
+
+
+def tree_of(step: Step, text_of: Callable[[int], str]) -> dict[str, Any] | None:
+    """Return a step's candidate tree as nested nodes, with the target's own token behind the kept ones.
+
+    A node has its ``label``, its ``kind`` (root, kept, dropped or written) and its ``children`` in the order in which
+    they were drafted. None if nothing was drafted.
+    """
+    if step.tree is None:
+        return None
+    nodes: list[dict[str, Any]] = []
+    for index, (token, parent) in enumerate(zip(step.tree.token_list, step.tree.shape.parents, strict=True)):
+        kind = "root" if parent < 0 else "kept" if index in step.path else "dropped"
+        nodes.append({"label": label_of(text_of(token)), "kind": kind, "children": []})
+        if parent >= 0:
+            nodes[parent]["children"].append(nodes[index])
+    if len(step.tokens) > step.accepted:
+        written = {"label": label_of(text_of(step.tokens[step.accepted])), "kind": "written", "children": []}
+        nodes[step.path[-1] if step.path else 0]["children"].append(written)
+    return nodes[0]
+
+
+def parts_of(tally: Tally) -> list[tuple[str, str, float]]:
+    """Return (class, name, milliseconds of a token) of draft, target pass and overhead."""
+    drafts = tally.draft_seconds if tally.drafted else 0.0  # plain decoding asks for no draft, which takes time too
+    overhead = tally.overhead_seconds + tally.draft_seconds - drafts
+    parts = (("draft", "draft", drafts), ("verify", "target pass", tally.verify_seconds))
+    seconds = (*parts, ("overhead", "overhead", overhead))
+    return [(kind, name, 1000 * spent / tally.tokens if tally.tokens else 0.0) for kind, name, spent in seconds]
+
+
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(_FOLDER), undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True
+)
+_TEMPLATES.filters |= {"spans": spans, "parts": parts_of}
+HTML: Any = _TEMPLATES.get_template("page.html.j2").module
+"""The parts of the page, each a macro of the template."""
+
+
+def step_html(race: Race | None, index: int) -> str:
+    """Return step ``index`` (0: the prefill) of the speculative side: its tree, and the text with its tokens."""
+    if race is None or not race.speculative.steps:
+        return str(HTML.no_step())
+    index = min(max(index, 0), len(race.speculative.steps) - 1)
+    step, tokenizer = race.speculative.steps[index], race.models.tokenizer
+    return str(HTML.step(race.speculative, step, index, tree_of(step, lambda token: str(tokenizer.decode([token])))))
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+# Gradio's own checks of entries write a traceback on the server's terminal: those of `race_of` answer in their place.
+_PRIVATE: Any = {"api_visibility": "private", "preprocess": False}
+_AT_ONCE: Any = {**_PRIVATE, "show_progress": "hidden", "queue": False}
+
+
+class Words(NamedTuple):
     """Words of the page: the target's name, beginnings or questions to try, and notes under the title."""
 
     target: str
@@ -39,60 +113,53 @@ class Words:
     notes: tuple[str, ...] = ()
 
 
-class Controls(NamedTuple):
-    """Components that are filled in, by the names of the fields of `Form`."""
-
-    prompt: Any
-    drafter: Any
-    rule: Any
-    depth: Any
-    nodes: Any
-    temperature: Any
-    max_new_tokens: Any
-    seed: Any
-
-
-class Views(NamedTuple):
-    """Components that show a race; ``place`` is the slider of the step that ``drawing`` shows."""
+class Shown(NamedTuple):
+    """Components that show a race; ``step`` is the slider of the step that ``drawing`` shows."""
 
     notice: Any
     summary: Any
     texts: Any
-    place: Any
+    step: Any
     drawing: Any
     charts: Any
 
 
 def build(models: Models, words: Words) -> gr.Blocks:
-    """Return the page. Each browser tab that opens it is a visitor with a race of its own."""
+    """Return the page. Each browser tab that opens it has a race of its own; they run one after another."""
+    size = sum(parameter.numel() for parameter in models.target.model.parameters()) / 1e6
     page = gr.Blocks(title="Headstart demo", analytics_enabled=False)
     with page:
-        gr.HTML(_title(models, words))
-        controls = _controls(models, words)
+        gr.HTML(HTML.title(words, models.target, size))
+        form = _form(models, words)
         with gr.Row(elem_classes="buttons"):
             run = gr.Button("Run", variant="primary", elem_id="run")
             stop = gr.Button("Stop", elem_id="stop")
-        answers = Answers(models, controls, _views())
-        answers.connect(page, run, stop)
+        notice, summary = gr.HTML("", elem_id="notice"), gr.HTML("", elem_id="summary")
+        texts = gr.HTML(HTML.texts(None), elem_id="texts")
+        gr.HTML(HTML.legend())
+        label = "Target pass (0: the prefill; arrow keys step)"
+        step = gr.Slider(0, 1, 0, step=1, label=label, elem_id="pass", buttons=[])
+        drawing = gr.HTML(step_html(None, 0), elem_id="tree")
+        shown = Shown(notice, summary, texts, step, drawing, gr.HTML("", elem_id="charts"))
+        Answers(models, shown).connect(page, form, run, stop)
     return page
 
 
-def _controls(models: Models, words: Words) -> Controls:
-    first, drafter = next(iter(models.drafters.items()))
-    prompt = gr.Textbox(
-        words.examples[0], label="Prompt (Shift+Enter runs it)", lines=4, max_lines=12, elem_id="prompt"
-    )
+def _form(models: Models, words: Words) -> Form:
+    name, drafter = next(iter(models.drafters.items()))
+    label = "Prompt (Shift+Enter runs it)"
+    prompt = gr.Textbox(words.examples[0], label=label, lines=4, max_lines=12, elem_id="prompt")
     samples = [[each] for each in words.examples]
     examples = gr.Dataset(components=[prompt], samples=samples, label="Examples", type="index")
 
     def example(index: float) -> str:
         return words.examples[whole("example", index, 0, len(words.examples) - 1)]
 
-    examples.click(reporting(example), examples, prompt, **AT_ONCE)
+    examples.click(reporting(example), examples, prompt, **_AT_ONCE)
     with gr.Row(elem_classes="controls"):
-        return Controls(
+        return Form(
             prompt,
-            gr.Dropdown(list(models.drafters), value=first, label="Drafter", elem_id="drafter"),
+            gr.Dropdown(list(models.drafters), value=name, label="Drafter", elem_id="drafter"),
             gr.Dropdown(fitting_rules(drafter, 0.0), value=AUTOMATIC, label="Acceptance rule", elem_id="rule"),
             gr.Slider(1, *_range(drafter.max_depth, 1), step=1, label="Depth", elem_id="depth"),
             gr.Slider(2, *_range(drafter.max_nodes, 2), step=1, label="Tree nodes", elem_id="nodes"),
@@ -102,96 +169,86 @@ def _controls(models: Models, words: Words) -> Controls:
         )
 
 
-def _views() -> Views:
-    notice = gr.HTML("", elem_id="notice")
-    summary = gr.HTML(views.summary(None), elem_id="summary")
-    texts = gr.HTML(views.texts(None), elem_id="texts")
-    gr.HTML(views.legend())
-    gr.HTML("<h2>Candidate trees, pass by pass</h2>")
-    label = "Target pass (0: the prefill; arrow keys step)"
-    place = gr.Slider(0, 1, 0, step=1, label=label, elem_id="pass", buttons=[])
-    drawing = gr.HTML(views.step_view(None, 0), elem_id="tree")
-    gr.HTML("<h2>Acceptance and time</h2>")
-    return Views(notice, summary, texts, place, drawing, gr.HTML(views.charts(None), elem_id="charts"))
+def _range(most: int, least: int) -> tuple[int, int]:
+    """Return a slider's maximum, which must be above its minimum, and its value."""
+    return max(most, least + 1), most
 
 
 class Answers:
-    """Answers of the page to what its visitors do."""
+    """Answers of the page to what its visitors do; each visitor's last race is kept for a look at its steps."""
 
-    def __init__(self, models: Models, controls: Controls, shown: Views) -> None:
-        self.models, self.controls, self.shown = models, controls, shown
-        self.visitors = Visitors(models)
+    def __init__(self, models: Models, shown: Shown) -> None:
+        self.models, self.shown = models, shown
+        self.races: dict[str, Race] = {}
 
-    def connect(self, page: gr.Blocks, run: Any, stop: Any) -> None:
+    def connect(self, page: gr.Blocks, form: Form, run: Any, stop: Any) -> None:
         """Tie the answers to the components; called within the page."""
-        controls, shown = self.controls, self.shown
-        queue: Any = {**QUIET, "concurrency_limit": _RACES_AT_ONCE}
-        if self.models.target.is_static:  # one cache: races wait for each other, and the page says so
-            queue |= {"concurrency_limit": 1, "show_progress": "full", "show_progress_on": shown.notice}
-        gr.on([run.click, controls.prompt.submit], self.run, controls, shown, **queue)
-        stop.click(self.stop, **AT_ONCE)
-        shown.place.input(reporting(self.look), [shown.place], [shown.drawing], trigger_mode="always_last", **AT_ONCE)
-        changes = [controls.drafter.change, controls.temperature.change]
-        chosen = [controls.drafter, controls.temperature, controls.rule]
-        gr.on(changes, reporting(self.rules), chosen, [controls.rule], **AT_ONCE)
-        controls.drafter.change(reporting(self.bounds), [controls.drafter], [controls.depth, controls.nodes], **AT_ONCE)
+        shown = self.shown
+        # Gradio's queue lets one race run at a time, and shows the others their place in it.
+        queued: Any = {**_PRIVATE, "concurrency_limit": 1, "show_progress_on": shown.notice}
+        gr.on([run.click, form.prompt.submit], self.run, form, shown, **queued)
+        stop.click(self.stop, **_AT_ONCE)
+        shown.step.input(reporting(self.look), [shown.step], [shown.drawing], trigger_mode="always_last", **_AT_ONCE)
+        changes, chosen = [form.drafter.change, form.temperature.change], [form.drafter, form.temperature, form.rule]
+        gr.on(changes, reporting(self.rules), chosen, [form.rule], **_AT_ONCE)
+        form.drafter.change(reporting(self.bounds), [form.drafter], [form.depth, form.nodes], **_AT_ONCE)
         page.unload(self.leave)
-        api(self.count, api_name="visitors")
 
     def run(self, request: gr.Request, *entries: Any) -> Iterator[dict[Any, Any]]:
         """Run a race to its end; yield what changes on the page."""
-        shown = self.shown
-        form = Form(**dict(zip(Controls._fields, entries, strict=True)))
+        visitor, shown = str(request.session_hash), self.shown
         try:
-            frames = self.visitors.run(str(request.session_hash), form)
+            race = race_of(self.models, Form(*entries))
         except ValueError as error:
-            yield {shown.notice: views.notice(_sentence(error), "bad")}
+            yield {shown.notice: HTML.notice(_sentence(error))}
             return
-        for race in frames:
-            last = max(0, len(race.speculative.steps) - 1)
-            number = last if race.looked_at is None else race.looked_at
-            yield {
-                shown.notice: views.notice(self.others(race)),
-                shown.summary: views.summary(race),
-                shown.texts: views.texts(race),
-                shown.place: gr.update(maximum=max(1, last), value=number),
-                shown.drawing: views.step_view(race, number),
-                shown.charts: views.charts(race),
-            }
+        self.races.pop(visitor, None)  # the visitor becomes the latest
+        self.races[visitor] = race
+        while len(self.races) > _MOST_RACES:
+            self.races.pop(next(iter(self.races)))
+        try:
+            running = True
+            while running:
+                running = race.advance(FRAME_SECONDS)
+                last = max(0, len(race.speculative.steps) - 1)
+                index = last if race.shown_step is None else race.shown_step
+                yield {
+                    shown.notice: "",
+                    shown.summary: HTML.summary(race),
+                    shown.texts: HTML.texts(race),
+                    shown.step: gr.update(maximum=max(1, last), value=index),
+                    shown.drawing: step_html(race, index),
+                    shown.charts: HTML.charts(race),
+                }
+        finally:
+            race.close()
 
-    def others(self, race: Race) -> str:
-        """Return the sentence beside a race under way where others decode too, so that its texts grow more slowly."""
-        others = self.visitors.decoding - 1
-        if race.ending is not None or others < 1:
-            return ""
-        who = "1 other page decodes" if others == 1 else f"{others} other pages decode"
-        return f"{who} now too, so texts grow more slowly; the figures are those of each pass alone."
-
-    def look(self, request: gr.Request, number: float) -> str:
-        """Show a step, and stay there while the texts grow; at the last step, follow them again."""
-        race, number = self.visitors.race(str(request.session_hash)), number_of("the pass", number)
+    def look(self, request: gr.Request, number: Any) -> str:
+        """Show a step, and keep showing it while the texts grow; at the last step, follow them again."""
+        race, index = self.races.get(str(request.session_hash)), int(number_of("the pass", number))
         if race is not None:
-            race.looked_at = int(number) if number < len(race.speculative.steps) - 1 else None
-        return views.step_view(race, int(number))
+            race.shown_step = index if index < len(race.speculative.steps) - 1 else None
+        return step_html(race, index)
 
     def stop(self, request: gr.Request) -> None:
-        self.visitors.stop(str(request.session_hash))
+        """Let the visitor's race end where it is; its texts and steps are kept."""
+        if race := self.races.get(str(request.session_hash)):
+            race.stopped = race.stopped or not race.finished
 
     def leave(self, request: gr.Request) -> None:
-        self.visitors.leave(str(request.session_hash))
+        """Forget a visitor who closed the page: the race is stopped, and its caches are free."""
+        if race := self.races.pop(str(request.session_hash), None):
+            race.close()
 
-    def count(self) -> dict[str, int]:  # Gradio reads the annotation
-        return {"decoding": self.visitors.decoding, "present": self.visitors.present}
-
-    def rules(self, drafter: str, temperature: float | None, asked: str) -> Any:
+    def rules(self, drafter: str, temperature: Any, chosen: str) -> Any:
         """Offer the rules that fit; keep the one that was chosen if it does."""
-        rules = fitting_rules(drafter_of(self.models, drafter), temperature)
-        return gr.update(choices=rules, value=asked if asked in dict(rules).values() else AUTOMATIC)
+        rules = fitting_rules(self.models.drafter(drafter), temperature)
+        return gr.update(choices=rules, value=chosen if chosen in dict(rules).values() else AUTOMATIC)
 
-    def bounds(self, drafter: str) -> tuple[Any, Any]:
+    def bounds(self, name: str) -> tuple[Any, Any]:
         """Set the bounds of depth and tree to those of the drafter."""
-        own = drafter_of(self.models, drafter)
-        (deepest, depth), (largest, nodes) = _range(own.max_depth, 1), _range(own.max_nodes, 2)
+        drafter = self.models.drafter(name)
+        (deepest, depth), (largest, nodes) = _range(drafter.max_depth, 1), _range(drafter.max_nodes, 2)
         return gr.update(maximum=deepest, value=depth), gr.update(maximum=largest, value=nodes)
 
 
@@ -208,14 +265,112 @@ def reporting(answer: Callable[..., Any]) -> Callable[..., Any]:
     return answered
 
 
-def launch(page: gr.Blocks, host: str, port: int, share: bool) -> str:
-    """Serve the page from a thread; return its address, the public one if it is shared."""
-    shared = set[str]()
+def _sentence(error: ValueError) -> str:
+    text = str(error).rstrip(".")
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+_SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Liberation Sans", "DejaVu Sans", "sans-serif")
+_MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace")
+_ENTRIES = ("/gradio_api/queue/join", "/gradio_api/run/predict")
+"""Addresses that the page sends its entries to. Gradio's others, uploads among them, are closed."""
+_HEADERS = {
+    "X-Frame-Options": "DENY",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class AccessFilter:
+    """ASGI middleware in front of a Gradio page.
+
+    A request's host must be ``host`` or this machine: another site's name may point here, too (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, page: Any, host: str) -> None:
+        self.app, self.page = app, page
+        self.everywhere = host in ("0.0.0.0", "::")
+        self.names = {"localhost", "127.0.0.1", "::1", host.lower()}
+        if self.everywhere:
+            self.names.add(socket.gethostname().lower())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse the request with a sentence, or hand it on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        body = b""
+        refused = self._refusal(scope)
+        if refused is None and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            async for part in Request(scope, receive).stream():
+                body += part
+                if len(body) > _LONGEST_REQUEST:
+                    break
+            refused = self._refused_entry(body)
+        if refused is not None:
+            await PlainTextResponse(f"{refused}\n", 403)(scope, receive, send_with_headers)
+            return
+        messages: list[Message] = [{"type": "http.request", "body": body}] if body else []
+
+        async def receive_again() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self.app(scope, receive_again, send_with_headers)
+
+    def _refusal(self, scope: Scope) -> str | None:
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self._is_known(_name(f"//{host}")):
+            return f"this page is not served as {host:.100}: open it by the address that 'headstart demo' printed"
+        if origin is not None and urlsplit(origin).netloc != host:
+            return f"the page at {origin:.100} may not ask this one"
+        if scope["method"] not in ("GET", "HEAD", "OPTIONS") and scope["path"] not in _ENTRIES:
+            return f"this page takes nothing at {scope['path']:.100}"
+        return None
+
+    def _is_known(self, name: str) -> bool:
+        if name in self.names:
+            return True
+        try:
+            return self.everywhere and bool(ip_address(name))  # no name, so no other site's
+        except ValueError:
+            return False
+
+    def _refused_entry(self, body: bytes) -> str | None:
+        """Return why a body is no entry of the page: plain values, as many as the event takes."""
+        if len(body) > _LONGEST_REQUEST:
+            return f"the request is longer than {_LONGEST_REQUEST} bytes: shorten the prompt"
+        try:
+            call = json.loads(body)
+            inputs, values = self.page.fns[call["fn_index"]].inputs, call["data"]
+            plain = all(value is None or isinstance(value, str | int | float) for value in values)
+            return None if plain and len(values) == len(inputs) else "no event of this page takes these values"
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return "this page has no such event"
+
+
+def _name(address: str) -> str:
+    try:
+        return urlsplit(address).hostname or ""
+    except ValueError:
+        return ""
+
+
+def launch(page: gr.Blocks, host: str, port: int) -> str:
+    """Serve the page from a thread; return its address."""
     theme = gr.themes.Base(font=_SANS, font_mono=_MONO, primary_hue="green", neutral_hue="gray", radius_size="sm")
-    _, local, public = page.launch(
+    _, address, _ = page.launch(
         server_name=host,
         server_port=port,
-        share=share,
         prevent_thread_lock=True,
         quiet=True,
         ssr_mode=False,
@@ -223,39 +378,17 @@ def launch(page: gr.Blocks, host: str, port: int, share: bool) -> str:
         enable_monitoring=False,
         footer_links=[],
         theme=theme,
-        app_kwargs={"middleware": [Middleware(AccessFilter, page=page, host=host, shared=shared)]},
+        app_kwargs={"middleware": [Middleware(AccessFilter, page=page, host=host)]},
         # Not as ``css``, whose selectors Gradio rewrites: those in media queries then match nothing.
-        head=f"<style>{CSS.read_text(encoding='utf-8')}</style>",
+        head=f"<style>{(_FOLDER / 'style.css').read_text(encoding='utf-8')}</style>",
     )
-    if public:
-        shared.add(str(urlsplit(public).hostname))
-    return public or local
+    return str(address)
 
 
-def serve(page: gr.Blocks, host: str, port: int, share: bool, ready: Callable[[str], None]) -> None:
+def serve(page: gr.Blocks, host: str, port: int, ready: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C; ``ready`` is called with its address once it answers."""
-    ready(launch(page, host, port, share))
+    ready(launch(page, host, port))
     try:
         threading.Event().wait()
-    finally:  # Ctrl-C goes on to the command's end, which has its sentence and its exit code
+    finally:  # the command's end has the sentence and the exit code of Ctrl-C
         page.close(verbose=False)
-
-
-def _range(most: int, least: int) -> tuple[int, int]:
-    """Return a slider's maximum, which must be above its minimum, and its value."""
-    return max(most, least + 1), most
-
-
-def _title(models: Models, words: Words) -> str:
-    dtype = str(models.target.dtype).removeprefix("torch.")
-    size = sum(parameter.numel() for parameter in models.target.model.parameters()) / 1e6
-    told = (
-        f"Target <code>{escape(words.target)}</code>, {size:,.3g}M parameters in {dtype} on {models.target.device.type}"
-    )
-    notes = "".join(f'<p class="about">{escape(note)}</p>' for note in words.notes)
-    return f'<h1>Headstart: plain and speculative decoding</h1><p class="about">{told}.</p>{notes}'
-
-
-def _sentence(error: ValueError) -> str:
-    told = str(error).rstrip(".")
-    return f"{told[:1].upper()}{told[1:]}."

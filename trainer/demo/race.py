@@ -1,8 +1,9 @@
-"""Plain and speculative decoding of one prompt, side by side in turns, with the text and the figures of each."""
+"""Plain and speculative decoding of one prompt, side by side in turns; and a race made of what was entered."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,17 +13,27 @@ from decoding.generate import DecodingConfig, Step
 from decoding.measure.evaluate import margin_of
 from decoding.measure.proof.reference import near_tie
 from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import eos_token_ids
+from decoding.policies import PLAIN, FixedPolicy
 from decoding.prompts import encode_prompt
+from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import common_length
+from decoding.rules.verify import GREEDY, RULES
+from decoding.speculation import named_rule
 from decoding.stream import Detokenizer, Piece, Tally, step_pieces
+
+AUTOMATIC = "automatic"
+"""The rule that `DecodingConfig` chooses: greedy at temperature 0, else the lossless rule that keeps the most."""
+MOST_NEW_TOKENS = 2048
+LONGEST_PROMPT = 100_000
+"""Characters of the longest prompt that is tokenized."""
 
 
 @dataclass(frozen=True, eq=False)
 class Models:
-    """The models of a demo: the target, and the drafters by their names on the page.
+    """The target, its tokenizer, and the drafters by their names on the page.
 
-    ``plain_target`` decodes plainly. It has the target's weights, and is another object where steps have fixed shapes:
-    then each has a cache of its own, and one race runs at a time.
+    ``plain_target`` decodes plainly. It has the target's weights, and a cache of its own when steps have fixed shapes.
     """
 
     target: CausalLM
@@ -35,24 +46,27 @@ class Models:
         plain = CausalLM(target.model, target.output_tokens, target.static) if target.is_static else target
         return Models(target, plain, tokenizer, drafters)
 
+    def drafter(self, name: str) -> Drafter:
+        """Return the drafter of this name on the page."""
+        if name not in self.drafters:
+            raise ValueError(f"no drafter is called {name!r}: choose one of {', '.join(self.drafters)}")
+        return self.drafters[name]
+
     def warm_up(self, tokens: int = 8) -> None:
         """Decode a few tokens plainly and with each drafter: the first passes of a process take longer."""
-        prompt = encode_prompt("The first", self.tokenizer, chat=True)
-        config = DecodingConfig(max_new_tokens=tokens)
-        Engine(self.plain_target).decode(prompt, config)
-        for drafter in self.drafters.values():
-            Engine(self.target, drafter).decode(prompt, config)
+        prompt, config = encode_prompt("The first", self.tokenizer, chat=True), DecodingConfig(max_new_tokens=tokens)
+        for target, drafter in ((self.plain_target, None), *((self.target, each) for each in self.drafters.values())):
+            Engine(target, drafter).decode(prompt, config)
 
 
-class Decode:
-    """One text being decoded: its steps so far, the text that each wrote, and the running figures."""
+class Side:
+    """One text being decoded: its steps so far, the pieces of text that each completed, and the running figures."""
 
     def __init__(self, engine: Engine, prompt: Sequence[int], config: DecodingConfig) -> None:
         """ValueError, as of `Engine.steps`, for a prompt or a rule that does not fit."""
         assert engine.tokenizer is not None
         self.steps: list[Step] = []
         self.texts: list[tuple[Piece, ...]] = []
-        """Pieces that each step completed."""
         self.tally = Tally()
         self.finished = False
         self._hidden = config.eos_token_ids
@@ -85,8 +99,7 @@ class Decode:
         self._steps = iter(())
 
 
-@dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     """The comparison of two finished texts.
 
     ``alike``: number of leading tokens that both have. ``verdict`` is "equal", or the reason why they part: "stopped"
@@ -100,23 +113,22 @@ class Ending:
 
 
 class Race:
-    """A prompt decoded plainly and speculatively. The decode that has spent less time takes the next step.
+    """A prompt decoded plainly and speculatively. The side that has spent less time takes the next step.
 
     So the two texts stand at each moment as they would at equal times on machines of their own. Seconds are the loop's,
-    step by step: neither decode counts the other's.
+    step by step: neither side counts the other's.
     """
 
     def __init__(self, models: Models, engine: Engine, prompt: Sequence[int], config: DecodingConfig) -> None:
         """``engine`` and ``config`` are those of the speculative side; ValueError if the prompt does not fit."""
         self.models, self.config, self.prompt = models, config, tuple(prompt)
-        self.drafter = engine.drafter
-        self.speculative = Decode(engine, prompt, replace(config, trees=True))
+        self.speculative = Side(engine, prompt, replace(config, trees=True))
         plain = Engine(models.plain_target, tokenizer=engine.tokenizer)
         # Plain decoding has no drafts to judge: the rule is that of its temperature.
-        self.plain = Decode(plain, prompt, replace(config, rule=None))
+        self.plain = Side(plain, prompt, replace(config, rule=None))
         self.stopped = False
         self.ending: Ending | None = None
-        self.looked_at: int | None = None
+        self.shown_step: int | None = None
         """Step (0 is the prefill) that the visitor looks at; None: the latest."""
 
     @property
@@ -133,8 +145,7 @@ class Race:
         """Decode steps in turn for at least ``seconds`` of decoding, or to the end; return False at the end."""
         until = self.plain.seconds + self.speculative.seconds + seconds
         while not (self.finished or self.stopped) and self.plain.seconds + self.speculative.seconds < until:
-            running = [decode for decode in (self.plain, self.speculative) if not decode.finished]
-            min(running, key=lambda decode: decode.seconds).advance()
+            min((side for side in (self.plain, self.speculative) if not side.finished), key=_spent).advance()
         if not (self.finished or self.stopped):
             return True
         self.close()
@@ -142,7 +153,7 @@ class Race:
         return False
 
     def close(self) -> None:
-        """Stop where the texts are; the caches of both are free."""
+        """Stop where the texts are; the caches of both are free. Another thread's step may be under way."""
         self.stopped = self.stopped or not self.finished
         self.plain.close()
         self.speculative.close()
@@ -161,3 +172,78 @@ class Race:
         if not isinstance(margin, float):
             return Ending(alike, "fault")
         return Ending(alike, "near-tie" if margin <= near_tie(self.models.target.dtype) else "fault", margin)
+
+
+def _spent(side: Side) -> float:
+    return side.seconds
+
+
+def fitting_rules(drafter: Drafter, temperature: float | None) -> list[tuple[str, str]]:
+    """Return (label, name) of the rules that take this drafter's proposals at this temperature, `AUTOMATIC` first."""
+    greedy = not temperature or not number_of("temperature", temperature) > 0
+    found = [("automatic (lossless)", AUTOMATIC)]
+    for name, rule in RULES.items():
+        if greedy == (rule is GREEDY):
+            try:
+                rule.check(drafter.kinds(SamplingConfig(0.0 if greedy else 1.0)), drafter.chains_only)
+            except ValueError:
+                continue
+            found.append((f"{name} ({rule.label})", name))
+    return found
+
+
+class Form(NamedTuple):
+    """The entries of the page. A field that was emptied is None; a browser may send any other type, too."""
+
+    prompt: Any
+    drafter: Any
+    rule: Any
+    depth: Any
+    nodes: Any
+    temperature: Any
+    max_new_tokens: Any
+    seed: Any
+
+
+def race_of(models: Models, form: Form) -> Race:
+    """Make the race that was asked for; ValueError, one sentence, for an entry that does not fit."""
+    prompt = "" if form.prompt is None else str(form.prompt)
+    if not prompt.strip():
+        raise ValueError("the prompt is empty: write one, or take an example")
+    if len(prompt) > LONGEST_PROMPT:
+        raise ValueError(f"the prompt has {len(prompt)} characters: give at most {LONGEST_PROMPT}")
+    drafter = models.drafter(form.drafter)
+    policy = FixedPolicy(whole("depth", form.depth, 1), whole("the tree's nodes", form.nodes, 2))
+    if policy.choose(drafter.budgets, 1) == PLAIN:
+        raise ValueError(f"{form.drafter} has no tree of this depth and so few nodes: raise one of them")
+    config = DecodingConfig(
+        max_new_tokens=whole("max new tokens", form.max_new_tokens, 1, MOST_NEW_TOKENS),
+        sampling=SamplingConfig(number_of("temperature", form.temperature)),
+        rule=None if form.rule == AUTOMATIC else named_rule(form.rule),
+        eos_token_ids=eos_token_ids(models.target.model, models.tokenizer),
+        seed=whole("seed", form.seed, 0),
+    )
+    engine = Engine(models.target, drafter, policy, models.tokenizer)
+    return Race(models, engine, encode_prompt(prompt, models.tokenizer, chat=True), config)
+
+
+def number_of(name: str, value: Any) -> float:
+    """Return the number of an entry."""
+    if value is None:
+        raise ValueError(f"{name} is empty: give a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {value!s:.40}: give a number")
+    return number
+
+
+def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """Return the whole number of an entry, within its bounds."""
+    number = number_of(name, value)
+    if number != int(number) or number < least or (most is not None and number > most):
+        wanted = f"a whole number from {least}" + ("" if most is None else f" to {most}")
+        raise ValueError(f"{name} is {number:g}: give {wanted}")
+    return int(number)

@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters.registry import weights_of
 from decoding.drafters.spec import DrafterSpec
-from decoding.model.header import check_tensors, read_header
 from decoding.model.heads import CONFIG_NAME, MedusaConfig, read_config
 from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import (
@@ -21,7 +20,7 @@ from decoding.model.loading import (
 )
 from decoding.model.parallel import WEIGHTS_NAME as PARALLEL_WEIGHTS
 from decoding.model.parallel import read_config as read_parallel_config
-from decoding.model.stored import weights_header
+from decoding.model.stored import check_tensors, read_header, weights_header
 from trainer.doctor.finding import Finding, note, ok, problem
 from trainer.doctor.reading import Skeleton, check_fetched, check_pickled, output_tokens_of, read_skeleton
 from trainer.doctor.refusals import attempt, refused
@@ -57,7 +56,7 @@ def examine(spec: DrafterSpec, target: Skeleton, longest: int, trusted: bool = F
     if (pickled := check_pickled(spec.path, folder)) is not None:
         return Examined([pickled])
     if is_vllm_heads(folder):
-        remedy = f"headstart import {spec.path} FOLDER --target {target.asked}"
+        remedy = "give the folder of the training run that they are from"
         return Examined([problem("files", f"{spec.path} holds heads in vLLM's format", remedy)])
     if weights == "heads":
         return _examine_heads(spec.path, folder, target, trusted)

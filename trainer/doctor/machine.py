@@ -210,11 +210,9 @@ def size(count: float) -> str:
     return f"{count / 1e6:,.0f} MB" if count < 1e9 else f"{count / 1e9:,.1f} GB"
 
 
-def free_bytes(machine: Machine, spread: bool = False) -> int | None:
-    """Return the free memory for models: of a GPU, of all for a target ``spread`` over them, else the processor's."""
-    if not machine.gpus:
-        return machine.memory_free
-    return sum(gpu.free for gpu in machine.gpus) if spread else machine.gpus[0].free
+def free_bytes(machine: Machine) -> int | None:
+    """Return the free memory for models: of all GPUs, or the processor's without one."""
+    return sum(gpu.free for gpu in machine.gpus) if machine.gpus else machine.memory_free
 
 
 def _plural(word: str, count: int) -> str:

@@ -36,7 +36,6 @@ class Request:
     longest: int | None = None
     decode: bool | None = None
     free: int | None = None
-    device_map: str | None = None
     trusted: bool = False
 
 
@@ -85,7 +84,7 @@ def loading_of(request: Request, target: Skeleton, in_fp32: float) -> Loading:
     """Load in fp32, where texts must be equal, if that fits twice; else in the dtype of later use."""
     fits = in_fp32 <= (SMALL if request.free is None else request.free) / 2
     dtype = torch.float32 if fits else DTYPES[request.dtype]
-    return Loading(target.name, dtype, request.device_map, request.trusted)
+    return Loading(target.name, dtype, request.trusted)
 
 
 def _append(of_drafters: Sequence[list[Finding]], proofs: Sequence[Finding]) -> None:

@@ -27,15 +27,14 @@ class Loading(NamedTuple):
 
     target: str
     dtype: torch.dtype
-    device_map: str | None = None
     trusted: bool = False
 
 
 def prove(loading: Loading, specs: Sequence[DrafterSpec]) -> tuple[Finding, list[Finding]]:
     """Decode plainly, then with each drafter; return the target's finding and one for each drafter, in their order."""
-    name, dtype, device_map, trusted = loading
+    name, dtype, trusted = loading
     try:
-        model = load_model(name, dtype, trust_remote_code=trusted, device_map=device_map)
+        model = load_model(name, dtype, trust_remote_code=trusted)
         target, tokenizer = CausalLM(model), load_tokenizer(name, trusted)
         prompt = encode_prompt(_PROMPT, tokenizer, chat=True)
         config = DecodingConfig(TOKENS, eos_token_ids=eos_token_ids(model, tokenizer))

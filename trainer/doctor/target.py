@@ -127,7 +127,7 @@ def check_memory(
     if free is None:
         return ok("memory", found, **figures)
     found, figures = f"{found}; {size(free)} free", {**figures, "free_bytes": free}
-    smaller = "give a smaller target or --longest, a narrower --dtype, or more devices with --device-map auto"
+    smaller = "give a smaller target or --longest, a narrower --dtype, or more GPUs"
     if needed > free:
         return problem("memory", found, smaller, **figures)
     if needed > _FULL * free:

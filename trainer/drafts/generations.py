@@ -1,7 +1,6 @@
 """Texts written during the training: by target, draft or both; which of them collapsed; and their files."""
 
 import json
-import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -66,12 +65,8 @@ class Order(NamedTuple):
     prompt: tuple[int, ...]
 
 
-class Written(NamedTuple):
-    """A text that was written.
-
-    ``rejected``: places in ``tokens`` where the target replaced a drafted token. ``refused``: for each of them, the
-    replaced token and those that the draft had written behind it, up to one that ends a text.
-    """
+class GeneratedText(NamedTuple):
+    """A text that was written. ``rejected``: indices in ``tokens`` at which the target replaced a drafted token."""
 
     step: int
     position: int
@@ -80,7 +75,6 @@ class Written(NamedTuple):
     prompt_length: int
     tokens: tuple[int, ...]
     rejected: tuple[int, ...]
-    refused: tuple[tuple[int, ...], ...]
     collapsed: bool
 
     @property
@@ -88,24 +82,14 @@ class Written(NamedTuple):
         return self.tokens[self.prompt_length :]
 
     def example(self, trains: LoopTrains) -> Example:
-        """Return the text to train on; the rejected places alone may be none.
-
-        A replayed text goes on, from one of its rejected places, with the draft's own tokens: there the target tells
-        the draft what it would have written behind them. The place is drawn by step and position.
-        """
-        tokens, places = self.tokens, set(self.rejected)
-        if trains == "all":
-            places = set(range(self.prompt_length, len(tokens)))
-        if trains == "replayed" and self.rejected:
-            chosen = random.Random(f"{self.step} {self.position}").randrange(len(self.rejected))
-            begin = self.rejected[chosen]
-            tokens = (*tokens[:begin], *self.refused[chosen])
-            places = {*self.rejected[:chosen], *range(begin, len(tokens))}
-        return Example(tokens, tuple(place in places for place in range(len(tokens))), self.prompt_length)
+        """Return the text to train on; the rejected places alone may be none."""
+        everything = range(self.prompt_length, len(self.tokens))
+        trained = set(everything if trains == "all" else self.rejected)
+        return Example(self.tokens, tuple(index in trained for index in range(len(self.tokens))), self.prompt_length)
 
 
 class TextWriter:
-    """Writer of texts by a draft's present weights.
+    """Writer of texts by a draft's present weights. On a GPU the texts of the target are written speculatively.
 
     Up to rounding, a text does not depend on the texts decoded beside it: each has a seed of its own.
     """
@@ -120,12 +104,11 @@ class TextWriter:
     ) -> None:
         self.target = target
         self._policy, self._num_draft_tokens, self._seed = policy, num_draft_tokens, seed
-        on_cpu = target.device.type == "cpu"  # where a pass over five tokens costs five times as much as one
-        self._speculates = not on_cpu if policy.speculate is None else policy.speculate
+        self._speculates = target.device.type != "cpu"  # where a pass over five tokens costs five times as much as one
         sampling = SamplingConfig(policy.temperature)
         self._config = DecodingConfig(policy.max_new_tokens, sampling, eos_token_ids=eos_token_ids)
 
-    def write(self, orders: Sequence[Order], draft: AnyDraft) -> list[Written]:
+    def write(self, orders: Sequence[Order], draft: AnyDraft) -> list[GeneratedText]:
         """Write texts in the order of steps and positions. Where the target writes, its draft only makes it faster."""
         target, drafter = self.target.at_its_fastest(), drafter_of(draft, self._num_draft_tokens)
         writers: dict[Origin, tuple[CausalLM, Drafter | None]] = {
@@ -141,34 +124,26 @@ class TextWriter:
                 written += self._decode(of_it, *writer)
         return sorted(written)
 
-    def _decode(self, orders: Sequence[Order], model: CausalLM, drafter: Drafter | None) -> list[Written]:
+    def _decode(self, orders: Sequence[Order], model: CausalLM, drafter: Drafter | None) -> list[GeneratedText]:
         tokens = [list(order.prompt) for order in orders]
-        rejected: list[dict[int, tuple[int, ...]]] = [{} for _ in orders]
+        rejected: list[list[int]] = [[] for _ in orders]
         steps = Engine(model, drafter).steps(
             [order.prompt for order in orders],
             self._config,
             batch_size=self._policy.batch_size,
             seeds=[_seed_of(self._seed, order) for order in orders],
         )
-        for place, step in steps:
-            tokens[place] += step.tokens
+        for index, step in steps:
+            tokens[index] += step.tokens
             if step.accepted < step.offered:
-                rejected[place][len(tokens[place]) - 1] = self._up_to_end(step.refused)
-        return [
-            self._written(order, tuple(text), corrected)
-            for order, text, corrected in zip(orders, tokens, rejected, strict=True)
-        ]
-
-    def _up_to_end(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Return tokens up to the first that ends a text: behind it there is nothing to be drafted."""
-        ends = (place for place, token in enumerate(tokens) if token in self._config.eos_token_ids)
-        return tokens[: next(ends, len(tokens)) + 1]
-
-    def _written(self, order: Order, tokens: tuple[int, ...], rejected: dict[int, tuple[int, ...]]) -> Written:
-        length = len(order.prompt)
-        collapsed = is_collapsed(tokens[length:], tokens[-1] in self._config.eos_token_ids)
-        corrected = tuple(rejected), tuple(rejected.values())
-        return Written(order.step, order.position, order.place, order.kind, length, tokens, *corrected, collapsed)
+                rejected[index].append(len(tokens[index]) - 1)
+        texts = []
+        for order, text, corrected in zip(orders, tokens, rejected, strict=True):
+            length = len(order.prompt)
+            collapsed = is_collapsed(text[length:], text[-1] in self._config.eos_token_ids)
+            where = order.step, order.position, order.place, order.kind
+            texts.append(GeneratedText(*where, length, tuple(text), tuple(corrected), collapsed))
+        return texts
 
 
 def _seed_of(seed: int, order: Order) -> int:
@@ -177,7 +152,7 @@ def _seed_of(seed: int, order: Order) -> int:
 
 
 class WindowFiles:
-    """Written texts in a folder of JSON lines: one file for each process and each writing.
+    """GeneratedText texts in a folder of JSON lines: one file for each process and each writing.
 
     A file is named by the steps done before, as a checkpoint is: ``after-00000020-process-0-of-2.jsonl``. A run that
     resumes between two writings reads its texts from these files; files older than ``kept_steps`` are removed.
@@ -189,16 +164,12 @@ class WindowFiles:
         self.folder, self.process = folder, process
         self._tokenizer, self._kept_steps = tokenizer, kept_steps
 
-    def text_of(self, written: Written) -> str:
-        """Return the answer as text, to look at."""
-        return str(self._tokenizer.decode(list(written.answer)))
-
-    def write(self, done: int, texts: Iterable[Written]) -> None:
+    def write(self, done: int, texts: Iterable[GeneratedText]) -> None:
         """Write this process's texts, whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.process.is_first:
             self._remove_others(done)
-        rows = ({**text._asdict(), "text": self.text_of(text)} for text in texts)
+        rows = ({**text._asdict(), "text": str(self._tokenizer.decode(list(text.answer)))} for text in texts)
         name = f"{_window_name(done)}-process-{self.process.rank}-of-{self.process.world}.jsonl"
         write_text(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
 
@@ -211,7 +182,7 @@ class WindowFiles:
             ):
                 path.unlink(missing_ok=True)
 
-    def read(self, done: int) -> list[Written]:
+    def read(self, done: int) -> list[GeneratedText]:
         """Return all processes' texts; ValueError if a file is damaged."""
         texts = []
         for path in sorted(self.folder.glob(f"{_window_name(done)}-*.jsonl")):
@@ -229,7 +200,6 @@ def _window_name(done: int) -> str:
     return f"after-{done:08d}"
 
 
-def _read_row(row: dict[str, Any]) -> Written:
-    lists: dict[str, Any] = {name: tuple(row[name]) for name in ("tokens", "rejected")}
-    lists["refused"] = tuple(tuple(tokens) for tokens in row["refused"])
-    return Written(**{name: row[name] for name in Written._fields} | lists)
+def _read_row(row: dict[str, Any]) -> GeneratedText:
+    lists = {name: tuple(row[name]) for name in ("tokens", "rejected")}
+    return GeneratedText(**{name: row[name] for name in GeneratedText._fields} | lists)

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from trainer.data.batch import Example
-from trainer.data.source import BatchSource, Offline, PlacedExample
+from trainer.data.source import Offline, PlacedExample
 from trainer.drafts.drafter import AnyDraft
-from trainer.drafts.generations import Order, Origin, TextWriter, WindowFiles, Written
+from trainer.drafts.generations import GeneratedText, Order, Origin, TextWriter, WindowFiles
 from trainer.processes import ALONE, Process
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, PolicySection
@@ -26,28 +26,23 @@ GENERATED = "generated"
 """The folder of the written texts in a run's output."""
 
 
-def draft_source(
+def policy_source(
     recipe: DraftRecipe,
     examples: Sequence[Example],
     target: CausalLM,
     tokenizer: PreTrainedTokenizerBase,
     draft: Callable[[], AnyDraft],
     process: Process = ALONE,
-    folder: Path | None = None,
-) -> BatchSource:
+) -> "PolicySource":
     """Return the source of a draft's batches. ``draft`` gives the draft with its present weights, to decode with.
 
-    ``folder`` is for the written texts, by default in the run's output. Raises ValueError where no prompt of the
-    data leaves room for an answer.
+    Written texts go to the run's output. ValueError if no prompt of the data leaves room for an answer.
     """
     training, policy = recipe.training, recipe.draft.policy
-    if not policy.generates:
-        return Offline(examples, training.batch_size, training.seed)
     ends = eos_token_ids(target.model, tokenizer)
     writer = TextWriter(target, policy, recipe.draft.num_draft_tokens, ends, training.seed)
     kept_steps = recipe.checkpoint.every * (recipe.checkpoint.keep + 1) + policy.every
-    folder = folder or Path(recipe.output) / GENERATED
-    files = WindowFiles(folder, tokenizer, kept_steps, process)
+    files = WindowFiles(Path(recipe.output) / GENERATED, tokenizer, kept_steps, process)
     return PolicySource(examples, training, policy, writer, draft, files)
 
 
@@ -72,7 +67,7 @@ class PolicySource:
         self._writer, self._draft, self._files = writer, draft, files
         self._offline = Offline(examples, training.batch_size, training.seed)
         self._window = -1
-        self._texts: dict[tuple[int, int], Written] = {}
+        self._texts: dict[tuple[int, int], GeneratedText] = {}
         """Texts written in this window, by step and position."""
         if not any(self._fits(prompt_of(example)) for example in examples):
             raise ValueError(
@@ -87,13 +82,11 @@ class PolicySource:
         """Write texts for these positions of the window's steps.
 
         The figures count texts, their new tokens, those at which the draft was rejected, texts that collapsed, and
-        seconds: the processes' mean. Raises ValueError for a collapsed text if the policy is to stop.
+        seconds: the processes' mean.
         """
         start = time.perf_counter()
         orders = self._orders(step, positions)
         texts = self._writer.write(orders, self._draft()) if orders else []
-        if self._policy.collapsed == "stop":
-            self._check(texts)
         self._files.write(step, texts)
         self._window, self._texts = step, {(text.step, text.position): text for text in texts}
         return {
@@ -104,15 +97,6 @@ class PolicySource:
             "generated/seconds": (time.perf_counter() - start) / self._files.process.world,
         }
 
-    def _check(self, texts: Sequence[Written]) -> None:
-        for text in texts:
-            if text.collapsed:
-                raise ValueError(
-                    f"a text of kind {text.kind!r} for step {text.step + 1} collapsed, ending in "
-                    f"{self._files.text_of(text)[-60:]!r}: set draft.policy.collapsed=replace, or distill the draft "
-                    "offline first"
-                )
-
     def examples_at(self, step: int, positions: Sequence[int]) -> list[PlacedExample]:
         window = step - step % self._policy.every
         if window != self._window:
@@ -122,13 +106,13 @@ class PolicySource:
             for position, row in zip(positions, self._offline.examples_at(step, positions), strict=True)
         ]
 
-    def _trained(self, row: PlacedExample, text: Written | None) -> PlacedExample:
-        """Return the data's own row where no text was written, or where the text is not to be trained on."""
-        if text is None or (text.collapsed and self._policy.collapsed == "replace"):
+    def _trained(self, row: PlacedExample, text: GeneratedText | None) -> PlacedExample:
+        """Return the data's own row where no text was written, or the text collapsed."""
+        if text is None or text.collapsed:
             return row
         return PlacedExample(text.example(self._policy.loop_trains if text.kind == "loop" else "all"), -1)
 
-    def _read(self, window: int) -> dict[tuple[int, int], Written]:
+    def _read(self, window: int) -> dict[tuple[int, int], GeneratedText]:
         """Read the texts of a window in which the run was stopped."""
         wanted = {(order.step, order.position) for order in self._orders(window, range(self._training.batch_size))}
         texts = {(text.step, text.position): text for text in self._files.read(window)} if wanted else {}

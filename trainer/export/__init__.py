@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decoding.measure.redact import without_local_paths
-from decoding.model.header import SHARD_BYTES
+from decoding.model.stored import SHARD_BYTES
 from trainer import quickstart
 from trainer.export.artefact import BESIDE, CHECK_PROMPTS, Task
 from trainer.export.card import CARD_NAME, FOLDER_NAME, is_own_card, render_card, target_argument
@@ -33,11 +33,18 @@ class ExportSummary:
     folder: Path
     files: dict[str, int]
     compared: tuple[str, ...]
+    commands: "tuple[ServerCommand, ...]"
+    """Those of the servers that take the folder."""
 
     def __str__(self) -> str:
         """Return lines for a terminal."""
         listed = "\n".join(f"  {name}  {size:,} bytes" for name, size in self.files.items())
-        return "\n".join([f"{self.folder}, format {self.format}:", listed, *self.compared])
+        lines = [f"{self.folder}, format {self.format}:", listed, *self.compared]
+        for command in self.commands:
+            lines += [f"\n{command.server}:", command.shell]
+            lines += [f"  note: {note}" for note in command.notes]
+            lines += [f"  warning: {warning}" for warning in command.warnings]
+        return "\n".join(lines)
 
 
 def export(
@@ -119,7 +126,9 @@ def export(
 
         write_folder(destination, write)
         files = {name: (destination / name).stat().st_size for name in _names_in(destination)}
-        return ExportSummary(format, destination, files, tuple(compared))
+        from trainer.export.serve import commands_of  # here, as `push` need not wait for torch
+
+        return ExportSummary(format, destination, files, tuple(compared), commands_of(destination, target, planned))
 
 
 def _found(source: Path) -> Path:

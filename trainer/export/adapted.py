@@ -9,9 +9,9 @@ import torch
 
 from decoding.measure.redact import basename, is_hub_id
 from decoding.model.dtypes import parse_dtype
-from decoding.model.finite import check_finite
 from decoding.model.folder import adapted_model
 from decoding.model.loading import load_model, load_tokenizer
+from decoding.model.stored import check_finite
 from trainer.export.artefact import Task
 from trainer.export.origin import read_stored_provenance
 from trainer.export.readback import check_stored

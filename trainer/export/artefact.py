@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
-from decoding.model.header import SHARD_BYTES
+from decoding.model.stored import SHARD_BYTES
 
 if TYPE_CHECKING:
     from decoding.rules.best_tree import Paths

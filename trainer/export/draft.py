@@ -13,8 +13,6 @@ from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.drafters.parallel import ParallelDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.finite import check_finite
-from decoding.model.header import read_object
 from decoding.model.loading import (
     TOKENIZER_PROBE,
     load_draft,
@@ -23,6 +21,7 @@ from decoding.model.loading import (
     load_tokenizer,
 )
 from decoding.model.parallel import ParallelParts, is_parallel_folder, read_config
+from decoding.model.stored import check_finite, read_object
 from decoding.model.vocabulary import read_output_tokens, write_output_tokens
 from decoding.rules.best_tree import Paths
 from trainer.export.artefact import Artefact, Task, Written

@@ -8,15 +8,14 @@ from typing import Any
 from transformers import AutoConfig
 
 from decoding.model.architecture import shortest_window
-from decoding.model.header import read_object
 from decoding.model.heads import read_config as read_heads_config
 from decoding.model.loading import UNREADABLE, is_heads_folder
 from decoding.model.parallel import is_parallel_folder
 from decoding.model.parallel import read_config as read_parallel_config
-from decoding.model.stored import weights_header
+from decoding.model.stored import read_object, weights_header
 from trainer.export.source import artefact_folder
 
-OWN_HEADS, VLLM_HEADS, MEDUSA_HEADS = "heads in headstart's own format", "heads in vLLM's format", "medusa heads"
+OWN_HEADS, VLLM_HEADS = "heads in headstart's own format", "heads in vLLM's format"
 DRAFT, PARALLEL, OWN_PARALLEL, GGUF = "a draft", "a parallel draft", "a parallel draft with parts", "a draft as GGUF"
 _REMEDY = "export it again"
 _OUTPUT_LAYERS = ("lm_head.", "embed_out.")
@@ -70,7 +69,7 @@ class Exported:
 
     @property
     def is_heads(self) -> bool:
-        return self.kind in (OWN_HEADS, VLLM_HEADS, MEDUSA_HEADS)
+        return self.kind in (OWN_HEADS, VLLM_HEADS)
 
     @property
     def spec(self) -> str:
@@ -94,8 +93,6 @@ def read_exported(folder: Path) -> Exported:
     if is_heads_folder(folder):
         own = read_heads_config(folder)
         return Exported(folder, OWN_HEADS, config, own.num_heads, _bias(own.markov_rank))
-    if "medusa_num_heads" in config:
-        return Exported(folder, MEDUSA_HEADS, config, _count(config, "medusa_num_heads", folder))
     if config.get("model_type") == "medusa":
         return Exported(folder, VLLM_HEADS, config, _count(config, "num_heads", folder))
     if is_parallel_folder(folder):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from decoding.model.stored import read_object
 from trainer.export.artefact import Task, Written
 from trainer.files.folders import check_links
 
@@ -27,7 +28,6 @@ class Format:
 FORMATS = {
     "headstart": Format("headstart", (HEADS, PARALLEL), "headstart"),
     "vllm": Format("vllm", (HEADS,), "vllm"),
-    "medusa": Format("medusa", (HEADS,), "medusa"),
     "draft": Format("draft", (DRAFT, PARALLEL), "transformers"),
     "gguf": Format("gguf", (DRAFT,), "gguf", ("f32", "f16", "bf16", "q8_0")),
 }
@@ -68,7 +68,7 @@ def check_format(source: Path, format: str, type: str | None = None) -> None:
     if not any(source.glob("*.safetensors")):
         raise ValueError(f"{source} holds no weights (no .safetensors file): give the final folder of a training run")
     check_links(source)
-    _refuse_published(source)
+    _refuse_export_for_others(source)
     held, types = kind_held_in(source), FORMATS[format].types
     if held not in FORMATS[format].kinds:
         *others, last = [name for name, other in FORMATS.items() if held in other.kinds]
@@ -79,10 +79,7 @@ def check_format(source: Path, format: str, type: str | None = None) -> None:
         raise ValueError(f"the type of format {format!r} is {type!r}: {remedy}")
 
 
-def _refuse_published(source: Path) -> None:
-    """Refuse heads in others' formats, which only the import reads; `ValueError` for a malformed config too."""
-    from trainer.export.exported import MEDUSA_HEADS, VLLM_HEADS, read_exported
-
-    kind = read_exported(source).kind
-    if kind in (VLLM_HEADS, MEDUSA_HEADS):
-        raise ValueError(f"{source} holds {kind}: headstart import {source} OURS, then export OURS")
+def _refuse_export_for_others(source: Path) -> None:
+    """Refuse heads in vLLM's format: they lack their tree, and may hold a copy of the target's lm_head."""
+    if read_object(source / "config.json", "export it again").get("model_type") == "medusa":
+        raise ValueError(f"{source} holds heads in vLLM's format: give the folder of the run that they are from")

@@ -11,9 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from decoding.drafters import Drafter, DraftModelDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.finite import check_finite
 from decoding.model.loading import eos_token_ids, load_draft, load_model, load_tokenizer
-from decoding.model.stored import weights_header
+from decoding.model.stored import check_finite, weights_header
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary, with_filled_vocabulary
 from trainer.export.artefact import Artefact, Task, Written
 from trainer.export.draft import probe_logits

@@ -17,8 +17,8 @@ from huggingface_hub.errors import HTTPError as ClientError  # type: ignore[attr
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 
 from decoding.measure.redact import is_hub_id
-from decoding.model.header import read_object
 from decoding.model.hub import LOG_IN, shortened, without_login
+from decoding.model.stored import read_object
 from trainer.files.folders import check_links
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")

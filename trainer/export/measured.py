@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from decoding.measure.figures import NONE, estimate, greedy_sentence, identical, speedup, spread
 from decoding.measure.names import TRANSFORMERS
-from decoding.model.header import read_object
+from decoding.model.stored import read_object
 
 _LOSSLESS = "lossless"
 _LABELS = (_LOSSLESS, "lossy")

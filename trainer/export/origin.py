@@ -7,14 +7,14 @@ from typing import Any
 
 from decoding.measure.markdown import one_line
 from decoding.measure.redact import basename, hub_repository, is_hub_id, without_local_paths
-from decoding.model.header import read_object
+from decoding.model.stored import read_object
 from trainer import quickstart
 from trainer.export.artefact import PROVENANCE_NAME
 
 UNKNOWN_TARGET = "TARGET"
 """The target's name in the commands where no folder and no id of the Hub is known."""
 _PROVENANCE_REMEDY = "the trainer writes it: copy it again from the training run, or remove it"
-_OBJECTS = ("recipe", "target", "revisions", "versions", "hardware", "data", "imported")
+_OBJECTS = ("recipe", "target", "revisions", "versions", "hardware", "data")
 _NOT_RECORDED = "not recorded"
 
 
@@ -29,20 +29,6 @@ class Data:
     license: str
     hub_id: str | None
     """Id of the Hub's data set that the rows come from; None if they come from elsewhere."""
-
-
-@dataclass(frozen=True)
-class Imported:
-    """The origin of weights that were not trained here, as texts for the card."""
-
-    source: str
-    on_hub: bool
-    revision: str
-    format: str
-    sha256: str
-    license: str
-    trained: bool
-    """True where a training run of Headstart's left its provenance beside them."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +52,6 @@ class Provenance:
     """JSON"""
     adapted: bool
     """True where the target was trained too: the artefact then belongs to the adapted model, not to ``target``."""
-    imported: Imported | None
 
     @property
     def embedded(self) -> bool:
@@ -117,7 +102,6 @@ def read_provenance(source: Path) -> Provenance | None:
         data=tuple(_data(name, _object(stored["data"], name, path)) for name in stored["data"]),
         recipe=json.dumps(without_local_paths(recipe), indent=2, ensure_ascii=False) if recipe else "",
         adapted=recipe.get("adapters") is not None,
-        imported=_imported(stored["imported"]) if stored["imported"] else None,
     )
 
 
@@ -132,20 +116,6 @@ def _data(name: str, about: dict[str, Any]) -> Data:
         source=_text(source),
         license=_text(about.get("license")),
         hub_id=hub_id,
-    )
-
-
-def _imported(about: dict[str, Any]) -> Imported:
-    source = str(about.get("source") or "")
-    on_hub = is_hub_id(source)
-    return Imported(
-        source=source if on_hub else _text(basename(source)),
-        on_hub=on_hub,
-        revision=_text(about.get("revision")),
-        format=_text(about.get("format")),
-        sha256=_text(about.get("sha256")),
-        license=_text(about.get("license")),
-        trained=bool(about.get("provenance")),
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Unpack
 
-from decoding.model.header import SHARD_BYTES
+from decoding.model.stored import SHARD_BYTES
 from trainer.export.artefact import CHECK_PROMPTS, PLAN_NAME, REPORT_NAME, ExportKeywords
 from trainer.export.card import CARD_NAME, is_own_card
 from trainer.export.hub import Pushed, check_access, upload

@@ -12,8 +12,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import default_device
 from decoding.model.hub import only_cached
 from decoding.model.loading import load_model, load_tokenizer
-from trainer.data.dataset import heldout_prompts
-from trainer.data.splits import load_heldout_data
+from trainer.data.dataset import heldout_prompts, load_heldout_data
 from trainer.export.origin import read_stored_provenance
 from trainer.quickstart import resolve
 from trainer.recipe.reading import parse_recipe

@@ -1,7 +1,7 @@
 """The commands that serve an exported folder: one for each server that takes it, with its depth and its traps.
 
-`commands_of` is pure: it reads the folder's files and starts nothing. The model card and ``headstart serve-command``
-print the same commands.
+`commands_of` is pure: it reads the folder's files and starts nothing. ``headstart export`` prints them, and the model
+card has them.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from decoding.drafters.registry import parse_drafter
 from decoding.measure.planning.plan_file import read_plan
 from trainer.export import servers
 from trainer.export.artefact import PLAN_NAME
-from trainer.export.exported import GGUF, MEDUSA_HEADS, VLLM_HEADS, Exported, read_exported
+from trainer.export.exported import GGUF, VLLM_HEADS, Exported, read_exported
 from trainer.export.planned import Planned, planned_for, read_planned
 from trainer.export.served import Depth, ServedTarget, ServerCommand, Serving
 from trainer.export.source import USUAL_DRAFT_TOKENS
@@ -73,7 +73,7 @@ def refusals_of(folder: Path) -> dict[str, str]:
 
 def _planned(path: Path, exported: Exported) -> Planned:
     """Read a plan's part for these weights; where a format renames the weights, that of their kind."""
-    if exported.kind not in (VLLM_HEADS, MEDUSA_HEADS, GGUF):
+    if exported.kind not in (VLLM_HEADS, GGUF):
         return read_planned(path, exported.folder)
     plan = read_plan(path)
     found = [

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from decoding.measure.redact import is_hub_id
-from decoding.model.header import read_object
 from decoding.model.hub import hub_name
+from decoding.model.stored import read_object
 from trainer import quickstart
 from trainer.export.exported import Exported
 from trainer.export.origin import UNKNOWN_TARGET, read_stored_provenance

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.export.exported import DRAFT, GGUF, MEDUSA_HEADS, OWN_HEADS, PARALLEL, VLLM_HEADS, Exported
+from trainer.export.exported import DRAFT, GGUF, OWN_HEADS, PARALLEL, VLLM_HEADS, Exported
 from trainer.export.served import ServerCommand, Serving
 from trainer.files import server_traps as traps
 
@@ -29,15 +29,10 @@ def refusal(server: str, exported: Exported) -> str | None:
     export = f"headstart export {shlex.quote(str(folder))} NEW --format"
     if exported.reads:
         return f"no server knows of {' and of '.join(exported.reads)}, by which {folder} drafts: {ours}"
-    if held == MEDUSA_HEADS and server == "vllm":
-        return (
-            f"{folder} holds {held}, whose biases vLLM drops and whose sizes it takes for 4096: headstart import "
-            f"{shlex.quote(str(folder))} OURS, then headstart export OURS NEW --format vllm"
-        )
     if held == OWN_HEADS and server == "vllm":
         return f"{folder} holds {held}: {export} vllm"
     if exported.is_heads:
-        others = f"headstart too: {ours}" if held == OWN_HEADS else "and headstart import reads them"
+        others = f"headstart too: {ours}" if held == OWN_HEADS else "up to version 0.32"
         return f"{server} has no Medusa heads; vLLM has them, {others}"
     if held == GGUF:
         return f"{server} is not given {held} here: export the draft with --format draft"

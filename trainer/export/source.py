@@ -24,14 +24,14 @@ def opened(source: Path, destination: Path) -> Iterator[tuple[Path, tuple[str, .
     """Yield the folder with the weights of a run or a checkpoint, and what is to be told of it.
 
     Of a checkpoint, or of the newest one of a run that has no ``final`` folder, the artefact is made beside
-    ``destination`` and removed in the end. Errors: `trainer.run.consolidate.consolidate`.
+    ``destination`` and removed in the end. Errors: `trainer.run.finish.consolidate`.
     """
     folder = artefact_folder(source)
     checkpoint = None if (folder / "config.json").is_file() else _checkpoint_in(folder)
     if checkpoint is None:
         yield folder, ()
         return
-    from trainer.run.consolidate import consolidate
+    from trainer.run.finish import consolidate
 
     with scratch_beside(destination) as scratch:
         made = scratch / _FINAL

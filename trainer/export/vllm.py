@@ -1,4 +1,4 @@
-"""Heads as vLLM loads them (its ``MedusaModel``): a top-1 chain, one token per head.
+"""Heads as vLLM up to 0.32 loads them (its ``MedusaModel``, dropped in 0.33): a top-1 chain, one token per head.
 
 Two habits of vLLM decide the config. It drops biases in silence unless ``medusa_fc_bias`` is true, and renames every
 config key that holds both "num" and "heads" to ``num_heads``, so the config never has a ``num_attention_heads``.
@@ -15,20 +15,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.header import check_tensors, check_whole, read_object
 from decoding.model.heads import CONFIG_NAME, MedusaConfig, MedusaHeads, loaded
 from decoding.model.loading import load_heads
-from decoding.model.stored import WEIGHTS_NAME, read_weights, stored_weights, weights_header, write_weights
+from decoding.model.stored import (
+    WEIGHTS_NAME,
+    check_tensors,
+    check_whole,
+    read_object,
+    read_weights,
+    stored_weights,
+    weights_header,
+    write_weights,
+)
 from decoding.rules.tree import MOST_NODES
 from trainer.export.artefact import Task, Written
 from trainer.export.headstart import describe_heads
-from trainer.export.plain_heads import check_plain, lm_head_of_target
 from trainer.export.readback import check_stored
 from trainer.files.head_names import vllm_name
+from trainer.target.stored_lm_head import read_lm_head
 
 SHARED_LM_HEAD = "lm_heads.0.weight"
 """Name of the one output layer of heads that share it."""
@@ -54,16 +63,42 @@ def write(task: Task) -> Written:
     """Write heads for vLLM, read them back, compare; ValueError for heads that vLLM has no place for."""
     source, folder = task.source, task.folder
     heads = MedusaHeads.from_pretrained(source)
-    check_plain(heads.config, task)
+    _check_plain(heads.config, task)
     state = {vllm_name(name): tensor for name, tensor in heads.state_dict().items()}
     if heads.config.shared_lm_head:
-        state[SHARED_LM_HEAD] = lm_head_of_target(task, heads.config)
+        state[SHARED_LM_HEAD] = _lm_head_of_target(task, heads.config)
     (folder / CONFIG_NAME).write_text(json.dumps(vllm_config(heads.config), indent=2) + "\n")
     write_weights(folder, state, task.shard_bytes)
     _read_config(folder)
     check_stored(state, folder)
     compared = f"{len(state)} tensors read back bit-equal under vLLM's names, biases included"
     return Written(describe_heads(heads, task.format), (compared,))
+
+
+def _check_plain(config: MedusaConfig, task: Task) -> None:
+    """Raise ValueError for heads with a bias by the token before, for which only our own format has a place."""
+    if config.markov_rank:
+        raise ValueError(
+            f"the heads in {task.source} add a bias of rank {config.markov_rank} by the token before, for which format "
+            f"{task.format} has no place: give format headstart, or train heads with heads.markov_rank=0"
+        )
+
+
+def _lm_head_of_target(task: Task, config: MedusaConfig) -> Tensor:
+    """Return the lm_head that heads without their own are for; ValueError if the target is unknown or not here."""
+    needed = f"the heads in {task.source} share their target's lm_head, of which format {task.format} holds a copy"
+    if task.target is None:
+        raise ValueError(f"{needed}, but no provenance.json tells which target: give it as --target")
+    try:
+        lm_head = read_lm_head(task.target, task.trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"{needed}: {error} (or give --target, if the target is elsewhere)") from error
+    if lm_head.shape != (config.vocab_size, config.hidden_size):
+        raise ValueError(
+            f"{needed}, but that of {task.target} is {tuple(lm_head.shape)} and theirs would be "
+            f"{(config.vocab_size, config.hidden_size)}: give the target that they were trained on as --target"
+        )
+    return lm_head
 
 
 def drafters(task: Task, target: CausalLM) -> Iterator[Drafter]:

@@ -26,7 +26,7 @@ from decoding.rules.best_tree import FITTED_RANKS, best_tree
 from trainer.data.batch import Batch, flat_rows
 from trainer.learning.fused import Bias, FusedLoss, fused_loss
 from trainer.learning.losses import LossMix
-from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
+from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
 from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
 from trainer.recipe.heads import HeadsSection
 from trainer.target.hidden import HiddenStates, StoredStates, TopLogits
@@ -204,12 +204,9 @@ class MedusaObjective:
     def drafter(self) -> Drafter:
         return named_drafter("heads", heads_for_decoding(self.module.heads, self._dtype))
 
-    def choose_tree(self, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]]) -> None:
-        """Fit the tree to the heads: the paths that are right most often on the target's own greedy texts.
-
-        ``texts`` are (tokens, prompt length) pairs.
-        """
-        fit_tree(self.module.heads, target, texts, self._section.tree_nodes)
+    def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
+        """Fit the tree to the heads: the paths that are right most often on the target's own greedy texts."""
+        fit_tree(self.module.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
         heads_for_decoding(self.module.heads, self._dtype).save_pretrained(folder)

@@ -31,7 +31,7 @@ from trainer.heads.medusa import (
 from trainer.learning.fused import fused_loss
 from trainer.learning.lora import base_of, merged_weights, refuse_embeddings, wake, with_adapters
 from trainer.learning.losses import LossMix
-from trainer.learning.objective import TermSums
+from trainer.learning.objective import GreedyTexts, TermSums
 from trainer.learning.spans import span
 from trainer.learning.teachers import HiddenTeacher
 from trainer.recipe.heads import AdaptersSection, HeadsSection
@@ -157,9 +157,9 @@ class Medusa2Objective:
         self.module.eval()
         return named_drafter("heads", heads_for_decoding(self.module.heads.heads, self._dtype))
 
-    def choose_tree(self, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]]) -> None:
+    def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree to the heads and the adapted target: see `medusa.MedusaObjective.choose_tree`."""
-        fit_tree(self.module.heads.heads, target, texts, self._section.tree_nodes)
+        fit_tree(self.module.heads.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
         """Write the heads, and in ``target/`` the target they belong to: whole, or its adapters alone."""
@@ -176,8 +176,8 @@ def _refuse_unfit(target: CausalLM, section: AdaptersSection) -> None:
     model = target.model
     if is_spread(model):
         raise ValueError(
-            "adapters train the target itself, which device_map=auto spread over several devices: set device_map=null, "
-            "or train heads alone (a recipe without adapters)"
+            "adapters train the target itself, which is spread over several devices here: launch a process on each GPU "
+            "and shard the training, or train heads alone (a recipe without adapters)"
         )
     refuse_embeddings(model, section, "adapters")
     if cap := getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None):

@@ -1,10 +1,14 @@
 """The sections that recipes of every kind share: data, training, evaluation, checkpoint, and low-rank adapters."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from trainer.recipe.section import Section
+
+class Section(BaseModel):
+    """Part of a recipe; pydantic raises ValidationError for an unknown key or a value out of its range."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class DataSection(Section):
@@ -143,6 +147,25 @@ class CommonRecipe(Section):
     """None: wandb only where WANDB_API_KEY is set. ``wandb`` without a key runs offline, silently; metrics.jsonl is
     written in any case."""
 
+    @property
+    def target_name(self) -> str | None:
+        """The recipe's name for the target; None where a model is trained from nothing."""
+        return None
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The recipe's name for the folder or hub id with the tokenizer."""
+        raise NotImplementedError
+
+    @property
+    def store(self) -> tuple[str, str] | None:
+        """The folder that is written ahead of the training, behind the key that names it; None: nothing is stored."""
+        return None
+
+    def without_store(self) -> Self:
+        """Return the recipe without `store`: its target runs at every step."""
+        return self
+
     @model_validator(mode="after")
     def _batches_divide(self) -> "CommonRecipe":
         training = self.training
@@ -161,7 +184,12 @@ class TargetRecipe(CommonRecipe):
     """Hub id or folder of the target; ``quickstart`` is the embedded default."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """The target's dtype."""
-    device_map: Literal["auto"] | None = None
-    """``auto`` spreads a target that fits no single device over all of them, with one process; adapters need a target
-    on one device."""
     trust_remote_code: bool = False
+
+    @property
+    def target_name(self) -> str:
+        return self.target
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.target

@@ -1,14 +1,13 @@
 """The recipe of a draft: its initial weights, the texts it is trained on, and its loss."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.recipe.common import LoraSection, TargetRecipe
+from trainer.recipe.common import LoraSection, Section, TargetRecipe
 from trainer.recipe.loss import LossSection, Weight, default_term
-from trainer.recipe.section import Section
 
-LoopTrains = Literal["rejected", "replayed", "all"]
+LoopTrains = Literal["rejected", "all"]
 Share = Weight | tuple[Weight, Weight]
 """Constant, or [at the first step, at the last] with a line between them."""
 
@@ -50,7 +49,8 @@ class PolicySection(Section):
 
     ``offline``: the data's own answers · ``target``: the target answers now · ``draft``: the draft answers (GKD,
     2306.13649) · ``loop``: both answer together by the speculative loop, and ``loop_trains`` chooses the tokens that
-    are trained (Draft-OPD, 2605.29343).
+    are trained (Draft-OPD, 2605.29343). A text that is empty, or repeats itself without end, is counted, and the data's
+    own answer is trained on instead.
     """
 
     offline: Share = 0.0
@@ -58,8 +58,7 @@ class PolicySection(Section):
     draft: Share = 0.0
     loop: Share = 0.0
     loop_trains: LoopTrains = "rejected"
-    """``rejected``: the places at which the target replaced a drafted token · ``replayed``: these places up to one of
-    them, drawn at random, and there the tokens that the draft went on with · ``all``: the whole answer, which suits a
+    """``rejected``: the places at which the target replaced a drafted token · ``all``: the whole answer, which suits a
     parallel draft, because its masks predict trained tokens in a row."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature of the generated texts."""
@@ -68,11 +67,6 @@ class PolicySection(Section):
     """Steps whose texts are generated together, by the draft before the first of these steps."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Texts that each process decodes together."""
-    speculate: bool | None = None
-    """Write the texts of ``target`` speculatively with the draft's help; None: on a GPU only, where it is faster."""
-    collapsed: Literal["replace", "keep", "stop"] = "replace"
-    """Treatment of an empty or endlessly repeating text: train on the data's own answer instead, train on the text, or
-    stop the run. Such texts are counted in any case."""
 
     def shares(self, progress: float) -> dict[str, float]:
         """Return each source's share, together 1, at ``progress`` 0 (the first step) to 1 (the last)."""
@@ -192,15 +186,6 @@ class DraftSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_replayed_token_is_no_example(self) -> "DraftSection":
-        if self.policy.loop_trains == "replayed" and self.loss.cross_entropy:
-            raise ValueError(
-                "draft.policy.loop_trains=replayed trains at tokens that the draft wrote and the target refused, which "
-                "draft.loss.cross_entropy would teach it: set that to 0, or loop_trains to rejected or all"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _a_parallel_draft_is_trained_as_it_drafts(self) -> "DraftSection":
         parallel = self.parallel
         if parallel is None:
@@ -234,6 +219,14 @@ class DraftRecipe(TargetRecipe):
     quantise: Literal["int8"] | None = None
     """Round the weights of the target's layers by torchao while it teaches, where it would not fit otherwise."""
     draft: DraftSection = DraftSection()
+
+    @property
+    def store(self) -> tuple[str, str] | None:
+        teacher = self.draft.teacher
+        return None if teacher is None else ("draft.teacher.folder", teacher.folder)
+
+    def without_store(self) -> Self:
+        return self.model_copy(update={"draft": self.draft.model_copy(update={"teacher": None})})
 
     @model_validator(mode="after")
     def _what_is_written_stands_alone(self) -> "DraftRecipe":

@@ -1,12 +1,11 @@
 """The recipe of heads on a target: Medusa-1 and Medusa-2."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.recipe.common import LoraSection, TargetRecipe
+from trainer.recipe.common import LoraSection, Section, TargetRecipe
 from trainer.recipe.loss import LossSection, default_term
-from trainer.recipe.section import Section
 
 
 class HeadsSection(Section):
@@ -88,6 +87,13 @@ class MedusaRecipe(TargetRecipe):
     heads: HeadsSection = HeadsSection()
     adapters: AdaptersSection | None = None
     features: FeaturesSection | None = None
+
+    @property
+    def store(self) -> tuple[str, str] | None:
+        return None if self.features is None else ("features.folder", self.features.folder)
+
+    def without_store(self) -> Self:
+        return self.model_copy(update={"features": None})
 
     @model_validator(mode="after")
     def _features_are_of_a_frozen_target(self) -> "MedusaRecipe":

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from trainer.recipe.section import Section
+from trainer.recipe.common import Section
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "acceptance", "lk"]
 """Terms that compare the logits with the target's."""

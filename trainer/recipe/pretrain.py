@@ -4,8 +4,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from trainer.recipe.common import CommonRecipe
-from trainer.recipe.section import Section
+from trainer.recipe.common import CommonRecipe, Section
 
 
 class PretrainSection(Section):
@@ -24,6 +23,10 @@ class PretrainRecipe(CommonRecipe):
 
     kind: Literal["pretrain"]
     model: PretrainSection
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.model.tokenizer
 
     @model_validator(mode="after")
     def _nothing_goes_by_evaluations(self) -> "PretrainRecipe":

@@ -67,8 +67,7 @@ def answer(backend: Backend, conversations: Sequence[Conversation], answers: Ans
     with ProgressBar(console, "answering", len(conversations), summary.before) as bar:
 
         def note() -> str:
-            paces = (f"{summary.answered / bar.seconds:,.1f} answers/s", f"{tokens / bar.seconds:,.0f} tokens/s")
-            return ", ".join(part for part in (*paces, backend.health) if part)
+            return f"{summary.answered / bar.seconds:,.1f} answers/s, {tokens / bar.seconds:,.0f} tokens/s"
 
         def on_tokens(count: int) -> None:
             nonlocal tokens

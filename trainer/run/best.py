@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from decoding.model.finite import check_finite
+from decoding.model.stored import check_finite
 from trainer.files.folders import check_seal, write_folder
 from trainer.recipe.common import EvaluationSection
 from trainer.run.checkpoint import Progress

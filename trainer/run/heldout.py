@@ -1,18 +1,18 @@
 """The held-out evaluations of a run, and the decisions made by them."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import count_steps
-from decoding.measure.waves import equal_parts
 from decoding.metrics import StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
@@ -23,11 +23,11 @@ from trainer.learning.objective import Objective
 from trainer.processes import agreed, from_first
 from trainer.recipe.common import EvaluationSection
 from trainer.run.best import CRITERION, Best
-from trainer.run.checkpoint import Checkpoints, Progress
-from trainer.run.dealing import Row, dealt
+from trainer.run.checkpoint import Checkpoints, Progress, bound
 from trainer.run.log import Evaluation, Log
-from trainer.run.resuming import bound
 from trainer.target.loading import StoredTarget, Target
+
+Row = tuple[int, ...]
 
 
 class Evaluator:
@@ -64,20 +64,20 @@ class Evaluator:
         assert drafter is not None
 
         def count(batch: Sequence[int]) -> Iterator[Row]:
-            prompts, seeds = [self.prompts[place] for place in batch], [self.config.seed + place for place in batch]
+            prompts, seeds = [self.prompts[index] for index in batch], [self.config.seed + index for index in batch]
             counted = count_steps(target, drafter, prompts, self.config, len(batch), seeds)
-            for place, steps in zip(batch, counted, strict=True):
-                yield from ((place, *step) for step in steps)
+            for index, steps in zip(batch, counted, strict=True):
+                yield from ((index, *step) for step in steps)
 
         texts: list[list[StepCount]] = [[] for _ in self.prompts]
-        for place, *step in self._dealt(self.prompts, count, 1 + len(StepCount._fields)):
-            texts[place].append(StepCount(*step))
+        for index, *step in self._dealt(self.prompts, count, 1 + len(StepCount._fields)):
+            texts[index].append(StepCount(*step))
         found = acceptance(texts)
         figures = {
             CRITERION: found.tokens_per_pass.value,
             **{f"acceptance_{position}": share.value for position, share in enumerate(found.conditional, start=1)},
         }
-        return Evaluation(figures, drafter.max_nodes, found.texts, drafter.label)
+        return Evaluation(figures, drafter.label)
 
     def greedy_texts(self, dataset: Dataset) -> list[tuple[Sequence[int], int]]:
         """Return the target's own answers to prompts of another set, as (tokens, prompt length)."""
@@ -85,21 +85,32 @@ class Evaluator:
         prompts, target = self._prompts_of(dataset), self.target.at_its_fastest()
 
         def decode(batch: Sequence[int]) -> Iterator[Row]:
-            texts = Engine(target).decode([prompts[place] for place in batch], config, batch_size=len(batch))
-            for place, text in zip(batch, texts, strict=True):
-                yield from ((place, token) for token in text.tokens)
+            texts = Engine(target).decode([prompts[index] for index in batch], config, batch_size=len(batch))
+            for index, text in zip(batch, texts, strict=True):
+                yield from ((index, token) for token in text.tokens)
 
         texts = [list(prompt) for prompt in prompts]
-        for place, token in self._dealt(prompts, decode, 2):
-            texts[place].append(token)
+        for index, token in self._dealt(prompts, decode, 2):
+            texts[index].append(token)
         return [(tuple(text), len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
 
     def _dealt(
-        self, prompts: Sequence[object], work: Callable[[Sequence[int]], Iterator[Row]], width: int
+        self, prompts: Sequence[object], work: Callable[[Sequence[int]], Iterable[Row]], width: int
     ) -> list[Row]:
-        """Deal the places of the prompts, in batches of about equal size that no number of processes changes."""
-        batches = equal_parts(range(len(prompts)), -(-len(prompts) // self._section.batch_size))
-        return dealt(self._accelerator, batches, work, width)
+        """Do the work of each batch of the prompts' indices on one process; return all rows on every process.
+
+        Batches have about equal sizes, which no number of processes changes. A row is ``width`` integers, the first of
+        them at least 0; the rows of one batch keep their order. An error of one process becomes an error on all.
+        """
+        accelerator, parts = self._accelerator, -(-len(prompts) // self._section.batch_size)
+        batches = [range(part, len(prompts), parts) for part in range(parts)]
+        rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+        rows = agreed(lambda: [row for batch in batches[rank::world] for row in work(batch)])
+        if accelerator is None or world == 1:
+            return rows
+        table = torch.tensor(rows, dtype=torch.long, device=accelerator.device).reshape(-1, width)
+        everyone: Tensor = accelerator.gather(accelerator.pad_across_processes(table, dim=0, pad_index=-1))
+        return [tuple(row) for row in everyone.tolist() if row[0] >= 0]
 
 
 def evaluator_of(job: Job, accelerator: Accelerator) -> Evaluator | None:

@@ -4,18 +4,19 @@ metrics.jsonl has each step once. Where a run goes on from a checkpoint, the lin
 metrics.superseded.jsonl.
 """
 
+import importlib.util
 import json
+import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from accelerate import Accelerator
 from rich.console import Console
 
 from trainer.files.shards import write_text
 from trainer.learning.spans import StepTimes
-from trainer.recipe.recipe import AnyRecipe
+from trainer.recipe.reading import AnyRecipe
 from trainer.run.checkpoint import Checkpoints, Progress
-from trainer.run.forecast import points_of, read_evaluated, sentence
 from trainer.terminal.console import say
 from trainer.terminal.progress import ProgressBar
 
@@ -24,11 +25,9 @@ METRICS = "metrics.jsonl"
 
 
 class Evaluation(NamedTuple):
-    """Held-out figures by name, tokens and passes of each prompt's text, and the drafter's label and largest tree."""
+    """Held-out figures by name, and the drafter's label."""
 
     figures: dict[str, float]
-    nodes: int
-    texts: tuple[tuple[int, int], ...]
     drafter: str
 
 
@@ -114,7 +113,7 @@ class Log:
         figures = {f"heldout/{name}": value for name, value in evaluation.figures.items()}
         if step < progress.step:
             figures["heldout/step"] = step
-        self._write(progress, figures, {"heldout/nodes": evaluation.nodes, "heldout/texts": evaluation.texts})
+        self._write(progress, figures)
         say(
             self._console,
             f"{self._recipe.name}: {kept}step {step}, held out, {f'T={temperature:g}' if temperature else 'greedy'} "
@@ -122,19 +121,12 @@ class Log:
             + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in evaluation.figures.items()),
         )
 
-    def forecast(self) -> None:
-        """Say what twice the trained tokens would bring, by the evaluations so far. Main process only."""
-        points = points_of(read_evaluated(self._file))
-        if points:
-            say(self._console, f"{self._recipe.name}: {sentence(points)}")
-
-    def _write(self, progress: Progress, figures: dict[str, float], file_only: dict[str, Any] | None = None) -> None:
-        """Note figures by the tracker and in metrics.jsonl, which also has what no tracker draws."""
+    def _write(self, progress: Progress, figures: dict[str, float]) -> None:
+        """Note figures by the tracker and in metrics.jsonl."""
         self._accelerator.log(figures, step=progress.step)
         if self._active:
-            line = {"step": progress.step, "tokens": progress.tokens, **figures, **(file_only or {})}
             with self._file.open("a") as lines:
-                lines.write(json.dumps(line) + "\n")
+                lines.write(json.dumps({"step": progress.step, "tokens": progress.tokens, **figures}) + "\n")
 
 
 def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
@@ -145,3 +137,44 @@ def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
         return bool(row["step"] > step or (row["step"] == step and evaluation and evaluates))
     except (ValueError, TypeError, KeyError):  # no row of figures
         return True
+
+
+# --- wandb ------------------------------------------------------------------------------------------------------------
+
+
+def wandb_is_installed() -> bool:
+    return importlib.util.find_spec("wandb") is not None
+
+
+def tracker_of(tracking: str | None) -> str | None:
+    """Return ``wandb`` if it is installed and the recipe asks for it, or asks for nothing and ``WANDB_API_KEY`` is set.
+
+    Without a key, in the environment or from ``wandb login``, wandb then runs offline.
+    """
+    has_key = bool(os.environ.get("WANDB_API_KEY"))
+    if not (tracking == "wandb" or (tracking is None and has_key)) or not wandb_is_installed():
+        return None
+    os.environ.setdefault("WANDB_SILENT", "true")
+    if "WANDB_MODE" not in os.environ and not has_key and not _is_logged_in():
+        os.environ["WANDB_MODE"] = "offline"
+    return "wandb"
+
+
+def _is_logged_in() -> bool:
+    """Return True if wandb has a key of its own: in ~/.netrc or its settings. Asks neither the user nor the network."""
+    import wandb
+
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    except wandb.Error as error:
+        raise ValueError(f"wandb cannot use its login ({error}): run 'wandb login', or set tracking=none") from error
+    finally:
+        wandb.teardown()  # or the run would go on by the settings of now
+
+
+def wandb_page(accelerator: Accelerator) -> str | None:
+    """Return the page of the run that wandb sends figures to; None where it sends none."""
+    if not any(tracker.name == "wandb" for tracker in accelerator.trackers):
+        return None
+    url: str | None = accelerator.get_tracker("wandb", unwrap=True).url
+    return url

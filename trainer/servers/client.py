@@ -14,7 +14,7 @@ from openai import APIError, BadRequestError, UnprocessableEntityError
 
 from decoding.model.loading import first_line
 from trainer.servers.answers import Asked, Completed, Prompt
-from trainer.target.connection import Connection, Served
+from trainer.servers.connection import Connection, Endpoint
 
 Result = TypeVar("Result")
 Messages = Sequence[Mapping[str, str]]
@@ -30,10 +30,10 @@ class ServedModel:
     Errors are ValueError in one sentence: a refused key, an unknown model, a server that is down or sends no answer.
     """
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         """Check the address and the key, and send nothing; ValueError for those that cannot work."""
-        self.served = served
-        self._connection = Connection(served)
+        self.served = endpoint
+        self._connection = Connection(endpoint)
         self._client = self._connection.client
         self._runner = asyncio.Runner()
         self._extra: dict[str, Any] = dict(_IDS)

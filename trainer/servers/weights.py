@@ -10,13 +10,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.header import check_whole, read_header, read_object
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import load_model
 from decoding.model.parallel import ParallelDraft
-from decoding.model.stored import stored_weights, weights_header
-from trainer.files.head_names import config_read_by_vllm, read_by_vllm, vllm_name
+from decoding.model.stored import check_whole, read_header, read_object, stored_weights, weights_header
+from trainer.files.head_names import config_read_by_vllm, vllm_name
 from trainer.servers.finding import TOP_1, Finding, equal, unknown
 
 _LEAST = 0.98
@@ -42,7 +41,7 @@ def read_vllm_heads(folder: Path, target: CausalLM, whole: bool = False) -> Read
     stored = config_read_by_vllm(read_object(folder / "config.json", _REMEDY))
     config = _vllm_sizes(folder, stored)
     config.check_fits(target.hidden_size, target.vocab_size)
-    tensors = {read_by_vllm(name): tensor for name, tensor in stored_weights(folder, _REMEDY)}
+    tensors = {name.replace("medusa_heads.", ""): tensor for name, tensor in stored_weights(folder, _REMEDY)}
     shared, biased = stored.get("original_lm_head", False), stored.get("medusa_fc_bias", False)
     read = MedusaHeads(config)
     state, faults, dropped, known = read.state_dict(), [], [], set()

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int8
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from decoding.model.banded import attention_in_bands
+from decoding.model.attention import attention_in_bands
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input, last_position
 from trainer.data.batch import Batch, Example
@@ -35,7 +35,6 @@ class FeatureIdentity(Identity):
     """The origin of features. ``data``: digest of token ids and document lengths of all examples, in order."""
 
     noun: ClassVar[str] = "features"
-    holding: ClassVar[str] = "features"
     row: ClassVar[str] = "token"
     setting: ClassVar[str] = "features.folder"
 
@@ -142,18 +141,13 @@ class FeatureStore(Store[FeatureIdentity]):
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         """Return what the target's lm_head reads, in the target's dtype on the batch's device; zeros on padding."""
         hidden = self._padded("hidden", batch)
-        if self._identity.states == "target":
+        if self.identity.states == "target":
             return hidden
-        return (hidden * self._padded("scale", batch)[..., None]).to(self._identity.torch_dtype)
-
-    @property
-    def has_top_k(self) -> bool:
-        """True if the best logits were stored."""
-        return self._identity.top_k > 0
+        return (hidden * self._padded("scale", batch)[..., None]).to(self.identity.torch_dtype)
 
     def top_k(self, batch: Batch) -> TopLogits | None:
         """Return the best logits, zeros on padding; None where they were not stored."""
-        if not self._identity.top_k:
+        if not self.identity.top_k:
             return None
         tokens = self._padded("tokens", batch).long()
         return TopLogits(tokens, self._padded("logits", batch), self._padded("log_total", batch))
@@ -182,7 +176,7 @@ class StoredFeatures:
 
     @property
     def stores_top_k(self) -> bool:
-        return self._store.has_top_k
+        return self._store.identity.top_k > 0
 
     def read(self, batch: Batch, top_k: bool) -> StoredStates:
         return StoredStates(self._store.hidden(batch), self._store.top_k(batch) if top_k else None)

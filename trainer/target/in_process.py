@@ -46,15 +46,6 @@ class TargetBackend:
         self._config, self._batch_size = config, batch_size
         self.encoder = TranscriptEncoder(DataSection(train="", heldout=""), tokenizer)
 
-    @property
-    def health(self) -> str:
-        """Nothing: there is one writer."""
-        return ""
-
-    def account(self) -> list[str]:
-        """Return nothing: there is one writer."""
-        return []
-
     def outcomes(
         self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:

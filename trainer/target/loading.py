@@ -8,9 +8,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dtypes import parse_dtype
+from decoding.model.dtypes import parse_dtype, quantised
 from decoding.model.loading import load_model, load_tokenizer
-from decoding.model.quantise import quantised
 from trainer.data.batch import check_documents_are_apart
 from trainer.processes import agreed, from_first
 from trainer.quickstart import resolve
@@ -73,13 +72,10 @@ def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> Tar
 
 def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> CausalLM:
     """Load the model alone, which one process may do by itself. ValueError where it does not fit the recipe's data."""
-    if recipe.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            "device_map=auto spreads the target over all devices for one process, but several were launched: launch "
-            "one, or set device_map=null"
-        )
     dtype = parse_dtype(recipe.dtype)
-    model = CausalLM(load_model(resolve(recipe.target), dtype, device, recipe.trust_remote_code, recipe.device_map))
+    one_process = int(os.environ.get("WORLD_SIZE", "1")) == 1  # then the model may take all GPUs
+    place = None if device.type == "cuda" and one_process else device
+    model = CausalLM(load_model(resolve(recipe.target), dtype, place, recipe.trust_remote_code))
     if model.max_positions is not None and recipe.data.max_length > model.max_positions:
         raise ValueError(
             f"data.max_length is {recipe.data.max_length} but the target's context holds {model.max_positions} tokens: "

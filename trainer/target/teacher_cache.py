@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decoding.model.banded import attention_in_bands
+from decoding.model.attention import attention_in_bands
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Batch, Example
@@ -40,8 +40,7 @@ _IN_CACHE, _AT_ONCE = 1 << 20, 1 << 25  # probabilities to draw from at a time: 
 class TeacherIdentity(Identity):
     """The origin of a cache. ``data``: digest of the contents of all examples."""
 
-    noun: ClassVar[str] = "teacher cache"
-    holding: ClassVar[str] = "a teacher cache"
+    noun: ClassVar[str] = "teacher logits"
     row: ClassVar[str] = "position"
     setting: ClassVar[str] = "draft.teacher.folder"
 
@@ -159,7 +158,7 @@ class TeacherStore(Store[TeacherIdentity]):
 
     def read(self, batch: Batch) -> dict[str, Tensor]:
         """Return the columns of the labelled positions, ordered as ``x[batch.labelled(1)]``, on the host."""
-        columns = {name: self._column(name, batch) for name in self._identity.columns()}
+        columns = {name: self._column(name, batch) for name in self.identity.columns()}
         counts = [len(rows) for rows in columns["log_total"]]
         assert counts == batch.labelled(1).sum(1).tolist(), "the batch trains what the cache was written for"
         return {name: torch.cat(rows) for name, rows in columns.items()}
@@ -171,7 +170,7 @@ class TeacherStore(Store[TeacherIdentity]):
 
         Its logits are fp32, divided by the temperature of the cache.
         """
-        identity, whole = self._identity, self.read(batch) if stored is None else stored
+        identity, whole = self.identity, self.read(batch) if stored is None else stored
         tokens = whole["ids"].long()
         if "high_ids" in whole:
             tokens += whole["high_ids"].long() * _TWO_BYTES

@@ -13,8 +13,8 @@ from decoding.drafters.spec import DrafterSpec
 from decoding.measure.machine import hardware
 from decoding.measure.planning.choose import LEAST_GAIN
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.header import read_object
 from decoding.model.hub import short_name
+from decoding.model.stored import read_object
 
 FORMAT = "headstart plan 1"
 _KEYS = frozenset({"cells", "curves", "drafters", "dtype", "fingerprints", "hardware", "temperature", "text_tokens"})
