@@ -113,13 +113,12 @@ def measure() -> None:
                 "lookup",
             ],
             prompts=f"{quickstart.NAME}/heldout.jsonl",
-            prompt_tokens=128,
+            context=[128],
             limit=3 if SHORT else 10,
             max_new_tokens=24 if SHORT else 64,
             settings=["greedy", "sampling", "typical"],
             output=OUTPUT,
             restart=True,
-            title="Quickstart: a 7M-parameter Llama trained on the standard library, on held-out files of it",
         )
     )
 

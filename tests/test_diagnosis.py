@@ -12,8 +12,7 @@ from tiny_models import counting_model, tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters.spec import DrafterSpec
-from decoding.measure.planning.choose import Candidate, Prediction
-from decoding.measure.planning.step_costs import StepSeconds
+from decoding.measure.planning.step_costs import Candidate, Prediction, StepSeconds
 from decoding.measure.proof.reference import Reference
 from decoding.metrics import Estimate, StepCount, acceptance
 from decoding.model.causal_lm import CausalLM

@@ -327,7 +327,7 @@ def test_without_drafter_the_way_leads_from_answers_over_training_to_a_measureme
 
 def test_the_embedded_target_is_measured_on_its_own_held_out_files() -> None:
     assert names("the embedded target") == ["generate", "train", "train", "train", "evaluate"]
-    assert "--prompts quickstart/heldout.jsonl --prompt-tokens 64" in commands("the embedded target")[-1]
+    assert "--prompts quickstart/heldout.jsonl --context 64" in commands("the embedded target")[-1]
 
 
 def test_with_weights_the_way_leads_to_an_export_of_each_that_has_a_format() -> None:
