@@ -11,7 +11,7 @@ from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafters.registry import named_drafter, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.machine import hardware
-from decoding.measure.planning.choose import LEAST_GAIN
+from decoding.measure.planning.step_costs import LEAST_GAIN
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.hub import short_name
 from decoding.model.stored import read_object
@@ -80,8 +80,7 @@ class Plan:
                     f"{_REMEDY} with these weights"
                 )
         if hardware() != self.content["hardware"]:
-            told = f"{self.name} was made on another machine, or with other threads: its costs may not hold here"
-            return [told]
+            return [f"{self.name} was made on another machine, or with other threads: its costs may not hold here"]
         return []
 
     @property
