@@ -16,8 +16,7 @@ from trainer.export.artefact import Task
 from trainer.export.origin import read_stored_provenance
 from trainer.export.readback import check_stored
 from trainer.files.transformers4 import write_model
-from trainer.heads.medusa2 import TARGET_FOLDER
-from trainer.learning.lora import base_of, merged_weights
+from trainer.heads.medusa2 import TARGET_FOLDER, base_of, merged_weights
 
 MERGED, ADAPTER = "merged", "adapter"
 _COPIED = (".safetensors", ".json", ".jinja", ".txt", ".model")
