@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.embeddings import added_to_embeddings
+from decoding.model.lm_head import added_to_embeddings
 from decoding.model.parallel import ParallelParts
 from trainer.data.batch import Batch, Example
 from trainer.drafts.blocks import Blocks, sample_blocks

@@ -15,10 +15,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from decoding.measure.machine import hardware
-from decoding.model.attention import NAME, copy_free_attention, grouped_attention
+from decoding.model.attention import _GROUPED as NAME
+from decoding.model.attention import copy_free_attention, grouped_attention
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
-from decoding.model.split_attention import SplitMask, split_attention
 from decoding.rules.tree import TokenTree, TreeShape
 
 TEXTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5]]
@@ -170,39 +170,6 @@ def test_all_layers_of_a_pass_share_one_mask() -> None:
         model.verify([TREE, TREE], cache)
         model.verify([TREE, TREE], cache)
     assert masks[0] is masks[1] and masks[2] is masks[3] and masks[0] is not masks[2]
-
-
-# --- split over keys -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("keys", [512, 777])
-@pytest.mark.parametrize("queries", [1, 12])
-def test_attention_split_over_keys_is_whole_attention(keys: int, queries: int) -> None:
-    """Also for queries that see no key of a part, as behind a window, and in a buffer with room behind the keys."""
-    buffer, query = torch.randn(2, 1, 2, 900, 8), torch.randn(1, 2, queries, 8)
-    key, value = buffer[:, :, :, :keys]
-    for mask in (random_mask(1, queries, keys), random_mask(1, queries, keys)):
-        if keys == 777:
-            mask[..., :300] = BLOCKED
-            mask[..., 0, 768:] = BLOCKED
-            mask[..., 400] = 0.0
-        whole = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), mask.double(), scale=0.7)
-        split = split_attention(query, key, value, SplitMask.of(mask, 256), 0.7)
-        torch.testing.assert_close(split, whole.float(), rtol=0, atol=1e-6)
-
-
-def test_a_pass_over_split_keys_gives_the_logits_of_a_whole_one() -> None:
-    model = CausalLM(tiny_model("llama", **GROUPED, max_position_embeddings=2048))
-    text = [i * i % 16 for i in range(700)]
-    logits = []
-    for part in (None, 256):
-        cache = model.new_cache(1024)
-        model.prefill([text], cache)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("decoding.model.attention.part_of", lambda query, key, part=part: part)
-            logits.append(model.verify([TREE], cache).logits)
-    torch.testing.assert_close(*logits, rtol=0, atol=2e-5)
-    assert not torch.equal(*logits), "the sums have another order"
 
 
 # --- the model's own setting -----------------------------------------------------------------------------------------

@@ -126,5 +126,7 @@ def test_a_quantised_lm_head_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "target" / "model.safetensors"
     stored = load_file(path)
     save_file(stored | {"lm_head.weight": stored["lm_head.weight"].to(torch.int8)}, path)
-    with pytest.raises(ValueError, match=r"lm_head\.weight in I8: give a target whose lm_head is not quantised"):
+    with pytest.raises(
+        ValueError, match=r"lm_head\.weight in torch\.int8: give a target whose lm_head is not quantised"
+    ):
         read_lm_head(str(tmp_path / "target"))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, TokenType
 from gguf.quants import dequantize
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -19,10 +19,10 @@ from decoding.model.loading import load_model
 from decoding.model.vocabulary import write_output_tokens
 from trainer import quickstart
 from trainer.export import export
-from trainer.export.artefact import Task
 from trainer.export.decoded import decode_greedily
-from trainer.export.gguf import drafters
-from trainer.export.gguf_vocabulary import TokenType, vocabulary_of
+from trainer.export.gguf import readers
+from trainer.export.gguf_vocabulary import vocabulary_of
+from trainer.export.task import ExportTask
 
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -171,16 +171,16 @@ def test_a_weight_beyond_f16_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_reads_back_differently_is_not_exported(
     draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer.export import gguf_file
+    from trainer.export import gguf
 
-    pack = gguf_file._packed
+    pack = gguf._packed
 
     def pack_one_bit_wrong(tensor: torch.Tensor, kind: Any) -> np.ndarray[Any, Any]:
         packed = pack(tensor, kind).copy()
         packed.reshape(-1)[2] ^= 64
         return packed
 
-    monkeypatch.setattr(gguf_file, "_packed", pack_one_bit_wrong)
+    monkeypatch.setattr(gguf, "_packed", pack_one_bit_wrong)
     for type in ("f32", "q8_0"):
         with pytest.raises(
             ValueError, match=r"model\.gguf reads back with another token_embd\.weight than was written"
@@ -194,9 +194,9 @@ def test_the_exported_file_drafts_what_the_trained_draft_does(tmp_path: Path, fa
     folder = written(tmp_path / "draft", family)
     export(folder, tmp_path / "out", "gguf")
     target = CausalLM(tiny_model("llama", seed=1, **SIZES))
-    trained, exported = drafters(Task(folder, tmp_path / "out", "gguf"), target)
+    ((trained, exported),) = readers(ExportTask(folder, tmp_path / "out", "gguf"), target)
     prompts = [[5, 6, 7], [8, 9]]
-    before, after = (decode_greedily(target, drafter, prompts, 12) for drafter in (trained, exported))
+    before, after = (decode_greedily(target, drafter(), prompts, 12) for drafter in (trained, exported))
     assert before == after and before.drafted > 40
 
 
@@ -206,8 +206,8 @@ def test_a_trimmed_draft_is_filled_and_drafts_the_same_tokens(draft: Path, tmp_p
     assert "trimmed to 160 of 264 tokens, which llama.cpp does not know of" in summary.compared[1]
     assert tensors(tmp_path / "out")["output.weight"].shape == (264, 32)
     target = CausalLM(load_model(str(draft), torch.float32, torch.device("cpu")))
-    trained, exported = drafters(Task(draft, tmp_path / "out", "gguf"), target)
-    before, after = (decode_greedily(target, drafter, [[50, 60, 70]], 12) for drafter in (trained, exported))
+    ((trained, exported),) = readers(ExportTask(draft, tmp_path / "out", "gguf"), target)
+    before, after = (decode_greedily(target, drafter(), [[50, 60, 70]], 12) for drafter in (trained, exported))
     assert before == after and sum(before.accepted) > 0
 
 
@@ -275,7 +275,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     ],
 )
 def test_a_pre_tokenizer_has_llama_cpps_name(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    metadata = vocabulary_of(tokenizer, 262, [0]).metadata
+    metadata, _ = vocabulary_of(tokenizer, 262, [0])
     assert metadata["tokenizer.ggml.pre"] == name and metadata["tokenizer.ggml.model"] == "gpt2"
     assert metadata["tokenizer.ggml.merges"] == ["h e", "l l", "he ll"]
     assert metadata["tokenizer.ggml.tokens"][257:] == ["he", "ll", "hell", "[PAD260]", "[PAD261]"]
@@ -316,7 +316,7 @@ def test_a_tokenizer_that_splits_otherwise_than_llama_cpp_is_refused(
 
 def test_a_sentencepiece_like_tokenizer_merges_by_scores_in_the_order_of_its_merges() -> None:
     tokenizer = sentencepiece_like([("▁", "a"), ("b", "c"), ("▁a", "bc")])
-    metadata = vocabulary_of(tokenizer, len(tokenizer), [2]).metadata
+    metadata, _ = vocabulary_of(tokenizer, len(tokenizer), [2])
     assert metadata["tokenizer.ggml.model"] == "llama" and metadata["tokenizer.ggml.add_space_prefix"] is True
     assert metadata["tokenizer.ggml.tokens"][-3:] == ["▁a", "bc", "▁abc"]
     assert metadata["tokenizer.ggml.scores"][-3:] == [0.0, -1.0, -2.0]
@@ -329,10 +329,10 @@ def test_where_texts_end_is_written_and_what_differs_is_told() -> None:
     tokenizer = sentencepiece_like([("a", "b")], "<eos>", "c1", "c2", "c3")
     tokens = tokenizer.get_vocab()
     ends = [2, tokens["c1"], tokens["c2"], tokens["c3"]]
-    vocabulary = vocabulary_of(tokenizer, len(tokenizer), ends)
-    named = [vocabulary.metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")]
+    metadata, remarks = vocabulary_of(tokenizer, len(tokenizer), ends)
+    named = [metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")]
     assert named == ends[:3]
-    assert vocabulary.remarks == (
+    assert remarks == (
         "llama.cpp also ends texts at <eos>, by that name",
         "llama.cpp does not end texts at c3: a file names three such tokens",
     )

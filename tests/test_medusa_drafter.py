@@ -14,8 +14,7 @@ from decoding.drafters import MedusaDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.stacked_heads import StackedHeads
+from decoding.model.heads import MedusaConfig, MedusaHeads, StackedHeads
 from decoding.rules.proposal import ProposalKind
 
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0))

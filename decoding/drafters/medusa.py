@@ -13,9 +13,8 @@ from decoding.drafters.growth import ConditionalLogits, DynamicGrowth, PathLogit
 from decoding.drafters.static_tree import StaticTree
 from decoding.drafters.text_rows import TextRows
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.heads import MedusaConfig, MedusaHeads, StackedHeads
 from decoding.model.markov import DecodingBias
-from decoding.model.stacked_heads import StackedHeads
 from decoding.policies import Budget
 from decoding.rules.best_tree import best_tree
 from decoding.rules.proposal import Proposal, ProposalKind

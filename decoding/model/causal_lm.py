@@ -20,10 +20,9 @@ from decoding.model.architecture import (
 )
 from decoding.model.attention import leave_out_cudnn
 from decoding.model.cache import PreallocatedCache
-from decoding.model.dynamic import DynamicSteps, last_of, stacked
-from decoding.model.embeddings import added_to_embeddings
+from decoding.model.dynamic import DynamicSteps, TreeMasks, last_of, stacked
 from decoding.model.forward import ModelOutput, run_model
-from decoding.model.masks import TreeMasks
+from decoding.model.lm_head import added_to_embeddings
 from decoding.model.static import StaticSteps, row_bucket
 from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree

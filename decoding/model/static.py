@@ -18,17 +18,19 @@ from transformers import PreTrainedModel
 
 from decoding.model.architecture import STATIC_MODES, why_not_static
 from decoding.model.cache import PreallocatedCache
-from decoding.model.embeddings import added_to_embeddings
 from decoding.model.forward import ModelOutput, run_model
+from decoding.model.lm_head import added_to_embeddings
 from decoding.rules.tree import TokenTree, TreeShape
 
 NODE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 _FREE_TOKENS = 64
 """Tokens in a pass up to which a GPU takes no longer than for a single token: there, a few large buckets suffice."""
 _KEY_BUCKET = 256
-_ALIGNMENT = 8  # bytes
 _AHEAD = 2
 """Buckets of keys whose graphs are recorded before a text comes to them."""
+
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 class Size(NamedTuple):
@@ -70,36 +72,9 @@ def key_bucket(keys: int) -> int:
     return power * 3 // 4 if power > _KEY_BUCKET and keys <= power * 3 // 4 else power
 
 
-class _Fields:
-    """Tensors of several shapes and dtypes side by side in one byte buffer, which one copy fills."""
-
-    def __init__(self, fields: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
-        self._fields = fields
-        self.bytes = torch.zeros(self._carve(None)[-1], dtype=torch.uint8, device=device)
-        self.tensors: list[Tensor] = self._carve(self.bytes)[0]
-
-    def _carve(self, buffer: Tensor | None) -> tuple[list[Tensor], int]:
-        tensors, begin = [], 0
-        for shape, dtype in self._fields:
-            end = begin + prod(shape) * dtype.itemsize
-            if buffer is not None:
-                tensors.append(buffer[begin:end].view(dtype).view(shape))
-            begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return tensors, begin
-
-    def staged(self) -> tuple[Tensor, list[Tensor]]:
-        """Return an uninitialised host buffer of the same layout and its tensors, to fill in and copy over.
-
-        The buffer is pinned, so that the copy does not block, and new at each step: PyTorch reuses its memory only when
-        the copy from it is done.
-        """
-        host = torch.empty(self.bytes.shape, dtype=torch.uint8, pin_memory=self.bytes.is_cuda)
-        return host, self._carve(host)[0]
-
-
 @dataclass(frozen=True)
-class Layout:
-    """Shapes of a step's trees. A step with the same layout as the one before needs no copy of the tree fields."""
+class TreeLayout:
+    """Shapes of a step's trees. A step with the same layout as the one before needs no copy of them to the device."""
 
     shapes: tuple[TreeShape, ...]
     firsts: tuple[int, ...]
@@ -122,17 +97,14 @@ class StaticInputs:
 
     def __init__(self, size: Size, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         rows, nodes, span = size[:3]
-        integers, flags = torch.long, torch.bool
-        self._step = _Fields([((rows,), integers), ((rows,), integers), ((rows, nodes), integers)], device)
-        self._tree = _Fields(
-            [((rows,), integers)] * 2
-            + [((rows, nodes), integers), ((rows, span), integers), ((rows, nodes, span), flags)],
-            device,
-        )
-        self.starts, self.dropped, self.tokens = self._step.tensors
-        self.firsts, self.last, self.depths, self.key_depths, self.hidden_from = self._tree.tensors
+        self._step_shapes: Shapes = ((rows,), (rows,), (rows, nodes))
+        self._tree_shapes: Shapes = ((rows,), (rows,), (rows, nodes), (rows, span))
+        self._step, (self.starts, self.dropped, self.tokens) = _side_by_side(self._step_shapes, device)
+        self._tree, trees = _side_by_side(self._tree_shapes, device)
+        self.firsts, self.last, self.depths, self.key_depths = trees
+        self.hidden_from = torch.zeros(rows, nodes, span, dtype=torch.bool, device=device)
         self.added = torch.zeros(rows, nodes, size.added, dtype=dtype, device=device) if size.added else None
-        self._layout: Layout | None = None
+        self._layout: TreeLayout | None = None
 
     def add(self, added: Tensor) -> None:
         """Copy the additions of a step in, (rows, nodes, width) of those that run; those of the others are zero."""
@@ -142,7 +114,7 @@ class StaticInputs:
 
     def fill(
         self,
-        layout: Layout,
+        layout: TreeLayout,
         starts: Sequence[int],
         dropped: Sequence[int],
         tokens: Tensor | Sequence[Sequence[int]],
@@ -155,37 +127,44 @@ class StaticInputs:
         if layout != self._layout:
             self._fill_layout(layout)
             self._layout = layout
-        host, (host_starts, host_dropped, host_tokens) = self._step.staged()
-        missing = [0] * (len(self.starts) - len(starts))
-        host_starts[:] = torch.tensor([*starts, *missing])
-        host_dropped[:] = torch.tensor([*dropped, *missing])
+        host, (host_starts, host_dropped, host_tokens) = _side_by_side(self._step_shapes, self._step.device, True)
+        host_starts[: len(starts)] = torch.tensor(starts)
+        host_dropped[: len(dropped)] = torch.tensor(dropped)
         if isinstance(tokens, Tensor):
-            end = self.starts.nbytes + self.dropped.nbytes
-            self._step.bytes[:end].copy_(host[:end], non_blocking=True)
+            end = 2 * len(self.starts)
+            self._step[:end].copy_(host[:end], non_blocking=True)
             self.tokens[: tokens.shape[0], : tokens.shape[1]].copy_(tokens)
             return
         width = host_tokens.shape[1]
-        padded = [[*row, *[0] * (width - len(row))] for row in tokens] + [[0] * width for _ in missing]
-        host_tokens[:] = torch.tensor(padded)
-        self._step.bytes.copy_(host, non_blocking=True)
+        host_tokens[: len(tokens)] = torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens])
+        self._step.copy_(host, non_blocking=True)
 
-    def _fill_layout(self, layout: Layout) -> None:
-        host, (firsts, last, depths, key_depths, hidden_from) = self._tree.staged()
-        host.zero_()
-        hidden_from.fill_(True)
+    def _fill_layout(self, layout: TreeLayout) -> None:
+        host, (firsts, last, depths, key_depths) = _side_by_side(self._tree_shapes, self._tree.device, True)
+        hidden_from = torch.ones(self.hidden_from.shape, dtype=torch.bool, pin_memory=self._tree.is_cuda)
         # Every node attends to at least one key, padding too: a softmax over none is NaN in fp16, which would stay in
         # the cache.
         hidden_from.diagonal(dim1=1, dim2=2).fill_(False)
-        members: dict[tuple[TreeShape, int], list[int]] = {}
-        for row, key in enumerate(zip(layout.shapes, layout.firsts, strict=True)):
-            members.setdefault(key, []).append(row)
-        for (shape, first), rows in members.items():
-            of_tree = shape.depth_tensor
-            firsts[rows], last[rows] = first, len(shape) - first - 1
-            depths[rows, : len(shape) - first] = of_tree[first:]
-            key_depths[rows, : len(shape)] = of_tree
-            hidden_from[rows, : len(shape) - first, : len(shape)] = ~shape.ancestor_mask[first:]
-        self._tree.bytes.copy_(host, non_blocking=True)
+        for row, (shape, first) in enumerate(zip(layout.shapes, layout.firsts, strict=True)):
+            own = len(shape) - first
+            firsts[row], last[row] = first, own - 1
+            depths[row, :own] = shape.depth_tensor[first:]
+            key_depths[row, : len(shape)] = shape.depth_tensor
+            hidden_from[row, :own, : len(shape)] = ~shape.ancestor_mask[first:]
+        self._tree.copy_(host, non_blocking=True)
+        self.hidden_from.copy_(hidden_from, non_blocking=True)
+
+
+def _side_by_side(shapes: Shapes, device: torch.device, on_host: bool = False) -> tuple[Tensor, list[Tensor]]:
+    """Make a buffer of zeros, which one copy fills, and its parts of these shapes.
+
+    A buffer ``on_host`` is pinned for a GPU, so that the copy does not block. PyTorch uses its memory again only when
+    the copy from it is done.
+    """
+    sizes = list(map(prod, shapes))
+    pinned = on_host and device.type == "cuda"
+    buffer = torch.zeros(sum(sizes), dtype=torch.long, device="cpu" if on_host else device, pin_memory=pinned)
+    return buffer, [part.view(shape) for part, shape in zip(buffer.split(sizes), shapes, strict=True)]
 
 
 class StaticSteps:
@@ -234,7 +213,7 @@ class StaticSteps:
         row alone, (rows, 1, ...). The cache keeps the first ``kept[i]`` nodes of those that run (None: all). ``added``
         (rows, nodes, width) is added to their embeddings. The next step of this model overwrites the results.
         """
-        layout = Layout(tuple(tree.shape for tree in trees), tuple(first or [0] * len(trees)))
+        layout = TreeLayout(tuple(tree.shape for tree in trees), tuple(first or [0] * len(trees)))
         if all(tree.on_host for tree in trees):
             lists = [tree.token_list[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
             return self._run(layout, lists, cache, last_only, kept, added)
@@ -254,12 +233,12 @@ class StaticSteps:
 
         Returns (rows, 1, hidden) and (rows, 1, vocab).
         """
-        layout = Layout((TreeShape.chain(0),) * len(tokens), (0,) * len(tokens))
+        layout = TreeLayout((TreeShape.chain(0),) * len(tokens), (0,) * len(tokens))
         return self._run(layout, tokens[:, None], cache, False)
 
     def _run(
         self,
-        layout: Layout,
+        layout: TreeLayout,
         tokens: Tensor | Sequence[Sequence[int]],
         cache: PreallocatedCache,
         last_only: bool,
@@ -305,7 +284,7 @@ class StaticSteps:
         rows, lengths = min(cache.rows, row_bucket(asked)), cache.lengths[:asked]
         kinds = {(size.nodes, size.span, size.last_only, size.added) for size in self._steps if size.rows == rows}
         kinds |= {(bucket, bucket, False, 0) for bucket in (node_bucket(rows, count) for count in nodes)}
-        layout = Layout((TreeShape.chain(0),) * asked, (0,) * asked)
+        layout = TreeLayout((TreeShape.chain(0),) * asked, (0,) * asked)
         for own, span, last_only, width in sorted(kinds):
             cache.reserve(max(lengths) + own)
             keys, most = key_bucket(max(lengths) + own), min(cache.capacity, key_bucket(longest + own))

@@ -24,7 +24,6 @@ from decoding.measure.methods import EvaluationConfig, standard_methods
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.parallel import ParallelDraft
-from decoding.model.split_attention import SplitMask, part_of, split_attention
 from decoding.model.static import _Bucket
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
@@ -145,25 +144,6 @@ def test_in_half_precision_nothing_that_is_not_finite_stays_in_the_cache() -> No
 def test_four_queries_a_key_over_an_odd_number_of_keys_attend_as_one_by_one(dtype: torch.dtype) -> None:
     """Head size 128. The fast tests run the same on the CPU."""
     check_grouped_queries("cuda", dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("keys", [4096, 9001])
-def test_attention_split_over_keys_is_whole_attention(keys: int, dtype: torch.dtype) -> None:
-    """Half of the keys are hidden, and a whole part of them from every query."""
-    torch.manual_seed(0)
-    query, buffer = torch.randn(1, 4, 48, 64), torch.randn(2, 1, 4, 10_000, 64)
-    mask = torch.zeros(1, 1, 48, keys).masked_fill(torch.rand(1, 1, 48, keys) < 0.5, torch.finfo(dtype).min)
-    mask[..., :1024], mask[..., 2000] = torch.finfo(dtype).min, 0.0
-    query, buffer, mask = (tensor.to("cuda", dtype) for tensor in (query, buffer, mask))
-    key, value = buffer[:, :, :, :keys]
-    part = part_of(query, key)
-    assert part is not None and part <= 1024
-    split = split_attention(query, key, value, SplitMask.of(mask, part), 0.1)
-    inputs = [tensor.cpu().double() for tensor in (query, key, value, mask)]
-    whole = torch.nn.functional.scaled_dot_product_attention(*inputs, scale=0.1)
-    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(split.cpu().double(), whole, rtol=0, atol=tolerance)
 
 
 def test_cudnn_is_not_what_decoding_attends_by() -> None:

@@ -24,7 +24,7 @@ from decoding.model.heads import MedusaHeads
 from decoding.model.loading import load_heads, load_model
 from trainer.data.batch import Example
 from trainer.export import export
-from trainer.export.source import target_of
+from trainer.export.companions import target_of
 from trainer.job import shared_identity
 from trainer.processes import Process
 from trainer.recipe.reading import AnyRecipe, parse_recipe
@@ -205,4 +205,4 @@ def test_models_of_the_hub_are_recorded_by_their_commits_and_read_so_again(run_f
     assert target_of(final) == f"zoe/target@{commit}" and stored_fingerprint(f"zoe/target@{commit}") == fingerprinted
     export(final, run_folder / "exported", "headstart")
     card = (run_folder / "exported" / "README.md").read_text()
-    assert "base_model: zoe/target\n" in card and f"revision `{commit}`" in card
+    assert "base_model: zoe/target\n" in card and f"zoe/target@{commit}" in card

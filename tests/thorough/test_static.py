@@ -17,7 +17,7 @@ from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import ModelOutput
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.static import Layout, Size, StaticInputs, StaticSteps, key_bucket, node_bucket
+from decoding.model.static import Size, StaticInputs, StaticSteps, TreeLayout, key_bucket, node_bucket
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
@@ -242,7 +242,7 @@ def test_in_half_precision_no_step_leaves_nan_behind() -> None:
 
 def test_a_layout_is_copied_once_for_as_long_as_the_trees_stay() -> None:
     inputs = StaticInputs(Size(2, 8, 8, 256, False), torch.device("cpu"))
-    layout = Layout((TREE, TreeShape.chain(1)), (0, 0))
+    layout = TreeLayout((TREE, TreeShape.chain(1)), (0, 0))
     inputs.fill(layout, [7, 9], [0, 30], [[1, 2, 3, 4, 5, 6], [7, 8]])
     assert inputs.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 0, 0], [7, 8, 0, 0, 0, 0, 0, 0]]
     assert inputs.starts.tolist() == [7, 9] and inputs.last.tolist() == [5, 1]
@@ -251,11 +251,11 @@ def test_a_layout_is_copied_once_for_as_long_as_the_trees_stay() -> None:
     assert bool(inputs.hidden_from[0, :6, 6:].all()) and bool(inputs.hidden_from[1, :2, 2:].all())
     inputs.depths.fill_(-1)  # to see whether it is written again
     inputs.fill(
-        Layout((TREE, TreeShape.chain(1)), (0, 0)), [13, 11], [0, 30], torch.tensor([[6, 5, 4, 3, 2, 1], [9] * 6])
+        TreeLayout((TREE, TreeShape.chain(1)), (0, 0)), [13, 11], [0, 30], torch.tensor([[6, 5, 4, 3, 2, 1], [9] * 6])
     )
     assert inputs.depths.unique().tolist() == [-1]
     assert inputs.tokens[:, :6].tolist() == [[6, 5, 4, 3, 2, 1], [9] * 6] and inputs.starts.tolist() == [13, 11]
-    inputs.fill(Layout((TREE,), (3,)), [2], [4], [[4, 5, 6]])
+    inputs.fill(TreeLayout((TREE,), (3,)), [2], [4], [[4, 5, 6]])
     assert inputs.depths.tolist() == [[2, 2, 2, 0, 0, 0, 0, 0], [0] * 8]
     assert inputs.key_depths[0].tolist() == [0, 1, 1, 2, 2, 2, 0, 0]
     assert inputs.firsts.tolist() == [3, 0] and inputs.starts.tolist() == [2, 0]

@@ -48,7 +48,7 @@ Devices = tuple[torch.device, torch.device]
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     # These tensors have no memory whose place could be looked at, to see whether weights lie side by side already.
-    side_by_side = "decoding.model.stacked_heads._side_by_side"
+    side_by_side = "decoding.model.heads._side_by_side"
     monkeypatch.setattr(side_by_side, lambda parts: torch.stack([part.detach() for part in parts]))
     with two_devices() as found:
         yield found

@@ -15,10 +15,9 @@ from transformers.utils import logging
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.folder import adapted_model, check_model_folder
-from decoding.model.header import read_object
 from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import UNREADABLE, load_tokenizer
-from decoding.model.stored import has_weights, weights_header
+from decoding.model.stored import has_weights, read_object, weights_header
 from trainer.doctor.finding import Finding, has_problem, note, ok, problem
 from trainer.doctor.machine import size
 from trainer.doctor.refusals import refused

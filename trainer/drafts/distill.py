@@ -14,8 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.embeddings import added_to_embeddings
-from decoding.model.lm_head import lm_head_input, run_in_lm_head
+from decoding.model.lm_head import added_to_embeddings, lm_head_input, run_in_lm_head
 from decoding.model.parallel import ParallelParts
 from trainer.data.batch import Batch, flat_rows
 from trainer.drafts.blocks import Blocks, Labels, text_labels

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.finite import check_finite
 from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, reason
 from decoding.model.parallel import ParallelParts
+from decoding.model.stored import check_finite
 from decoding.model.vocabulary import (
     most_frequent_tokens,
     read_output_tokens,

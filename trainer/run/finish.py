@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.redact import hub_repository
-from decoding.model.finite import check_finite
 from decoding.model.hub import hub_name, revisions
+from decoding.model.stored import check_finite
 from trainer.data.dataset import Dataset
 from trainer.files.folders import write_folder
 from trainer.job import Job

@@ -20,8 +20,8 @@ from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import count_steps
 from decoding.metrics import StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
-from decoding.model.finite import check_finite
 from decoding.model.loading import eos_token_ids
+from decoding.model.stored import check_finite
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.dataset import Dataset, heldout_prompts
 from trainer.files.folders import check_seal, write_folder

@@ -8,8 +8,8 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.header import read_object
 from decoding.model.loading import UNREADABLE, check_same_tokenizer, load_tokenizer, reason
+from decoding.model.stored import read_object
 from trainer.files.server_traps import misread, other_size, taken_over, too_few_positions, trimmed
 from trainer.servers.finding import ROPE, VOCABULARY, Finding, joined, unknown
 

@@ -10,12 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.header import check_whole, read_header, read_object
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import load_model
 from decoding.model.parallel import ParallelDraft
-from decoding.model.stored import stored_weights, weights_header
+from decoding.model.stored import check_whole, read_header, read_object, stored_weights, weights_header
 from trainer.files.head_names import config_read_by_vllm, vllm_name
 from trainer.servers.finding import TOP_1, Finding, equal, unknown
 

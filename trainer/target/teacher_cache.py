@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decoding.model.banded import attention_in_bands
+from decoding.model.attention import attention_in_bands
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Batch, Example

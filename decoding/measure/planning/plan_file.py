@@ -11,10 +11,10 @@ from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafters.registry import named_drafter, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.machine import hardware
-from decoding.measure.planning.choose import LEAST_GAIN
+from decoding.measure.planning.step_costs import LEAST_GAIN
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.header import read_object
 from decoding.model.hub import short_name
+from decoding.model.stored import read_object
 
 FORMAT = "headstart plan 1"
 _KEYS = frozenset({"cells", "curves", "drafters", "dtype", "fingerprints", "hardware", "temperature", "text_tokens"})
@@ -80,8 +80,7 @@ class Plan:
                     f"{_REMEDY} with these weights"
                 )
         if hardware() != self.content["hardware"]:
-            told = f"{self.name} was made on another machine, or with other threads: its costs may not hold here"
-            return [told]
+            return [f"{self.name} was made on another machine, or with other threads: its costs may not hold here"]
         return []
 
     @property

@@ -14,6 +14,7 @@ from tiny_training import recipe_content, write_corpus, write_rows, write_target
 
 from decoding.model.heads import MedusaConfig
 from trainer.export import draft, export, vllm
+from trainer.export.exporter import NO_PROMPTS
 from trainer.recipe.reading import parse_recipe
 
 HEADS = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=2, tree=((0,), (1,), (0, 0)))
@@ -71,13 +72,12 @@ def test_a_draft_that_is_its_target_has_every_token_accepted(target_as_draft: Pa
     assert sentence.endswith(f"{13 / 3:.2f} tokens per pass, accepted 9/9/6/6 in 9 passes")
 
 
-def test_prompts_of_a_file_and_another_target_are_taken_where_they_are_given(heads: Path, tmp_path: Path) -> None:
+def test_prompts_of_a_file_and_another_target_are_taken_if_they_are_given(heads: Path, tmp_path: Path) -> None:
     (tmp_path / "target").rename(tmp_path / "moved")
     prompts = Path(write_rows(tmp_path / "mine.jsonl", [{"prompt": f"{letter} b c"} for letter in "abcd"]))
-    asked: dict[str, Any] = {"target": str(tmp_path / "moved"), "prompts": prompts}
-    summary = export(heads, tmp_path / "out", "headstart", **asked, check_prompts=2)
-    assert summary.compared[-1].startswith("2 prompts of mine.jsonl decoded with both")
-    assert len(export(heads, tmp_path / "none", "headstart", **asked, check_prompts=0).compared) == 1
+    summary = export(heads, tmp_path / "out", "headstart", target=str(tmp_path / "moved"), prompts=prompts)
+    assert summary.compared[-1].startswith("4 prompts of mine.jsonl decoded with both")
+    assert len(export(heads, tmp_path / "none", "headstart", prompts=NO_PROMPTS).compared) == 1
     with pytest.raises(ValueError, match=r"there is no file nowhere: give a .jsonl file of prompts"):
         export(heads, tmp_path / "never", "headstart", prompts=Path("nowhere"))
 
@@ -86,16 +86,16 @@ def test_without_target_or_prompts_the_export_says_what_to_give(heads: Path, tmp
     """A recorded target on the Hub is not fetched: it is taken where it is in the cache."""
     stored = json.loads((heads / "provenance.json").read_text())
 
-    def told(**changes: Any) -> str:
+    def told(name: str, **changes: Any) -> str:
         (heads / "provenance.json").write_text(json.dumps({**stored, **changes}))
-        return export(heads, tmp_path / "out", "headstart", overwrite=True).compared[-1]
+        return export(heads, tmp_path / name, "headstart").compared[-1]
 
-    elsewhere = told(target={"name": "org/none"})
+    elsewhere = told("1", target={"name": "org/none"})
     assert elsewhere.startswith("no prompts were decoded with them: their target, org/none, cannot be loaded here (")
     assert elsewhere.endswith("; give it as --target")
     (tmp_path / "heldout.jsonl").unlink()
-    assert told().endswith("heldout.jsonl, is not on this machine; give a .jsonl file of prompts as --prompts")
-    assert "nothing records the held-out prompts" in told(recipe={})
+    assert told("2").endswith("heldout.jsonl, is not on this machine; give a .jsonl file of prompts as --prompts")
+    assert "nothing records the held-out prompts" in told("3", recipe={})
     (heads / "provenance.json").unlink()
     assert "give it as --target" in export(heads, tmp_path / "bare", "headstart").compared[-1]
 
