@@ -149,7 +149,7 @@ def test_a_draft_from_a_folder_starts_as_it_is_there_in_fp32(tmp_path: Path) -> 
 def test_a_draft_with_another_tokenizer_is_refused_with_the_reason(tmp_path: Path) -> None:
     words = ("<unk>", "<eos>", "<user>", "<assistant>", *"bacdefghijkl")
     folder = draft_folder(tmp_path / "draft", words, vocab=len(words))
-    with pytest.raises(ValueError, match="the draft's tokenizer is not the target.s: token .b. is 4 in the draft"):
+    with pytest.raises(ValueError, match="the draft's tokenizer is not the target's: token"):
         initial(tiny_model("llama"), init={"from_model": folder})
 
 
