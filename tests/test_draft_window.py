@@ -200,8 +200,8 @@ def test_a_draft_is_trained_through_the_window_that_it_drafts_by() -> None:
     for family in FAMILIES:
         objective = objective_for(tiny_model(family), init={"from_target": {"layers": [0, 1]}}, window=WINDOW)
         (inputs,) = objective.inputs(batch, step=0)
-        states = lm_head_input(objective.module.base.eval(), inputs.model_inputs)
-        logits = objective.module.base.get_output_embeddings()(states)
+        states = lm_head_input(objective.module.draft.eval(), inputs.model_inputs)
+        logits = objective.module.draft.get_output_embeddings()(states)
         draft = objective.draft_for_decoding()
         assert draft.window == WINDOW
         for row, length in ((0, 40), (1, 25)):
