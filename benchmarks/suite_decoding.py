@@ -10,7 +10,7 @@ from suite_models import DRAFT_TOKENS, Stage
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
-from decoding.measure.baselines import transformers_generate, transformers_generate_batch
+from decoding.measure.baselines import transformers_generate
 from decoding.metrics import acceptance, spread
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
@@ -75,10 +75,10 @@ def _theirs(target: CausalLM, config: DecodingConfig) -> Callable[[Prompts], Tim
 
     def run(prompts: Prompts) -> Timed:
         begin = time.perf_counter()
-        transformers_generate_batch(target, prompts, first)
+        transformers_generate(target, prompts, first)
         synchronize()
         prefilled = time.perf_counter()
-        texts = tuple(text.tokens for text in transformers_generate_batch(target, prompts, config))
+        texts = tuple(text.tokens for text in transformers_generate(target, prompts, config))
         synchronize()
         seconds, prefill = time.perf_counter() - prefilled, prefilled - begin
         return Timed(texts, seconds, sum(map(len, texts)) - len(texts), max(seconds - prefill, 1e-9))
@@ -89,7 +89,7 @@ def _theirs(target: CausalLM, config: DecodingConfig) -> Callable[[Prompts], Tim
 def _assisted(target: CausalLM, draft: CausalLM, config: DecodingConfig) -> Callable[[Prompts], Timed]:
     def run(prompts: Prompts) -> Timed:
         begin = time.perf_counter()
-        texts = [transformers_generate(target, prompt, config, draft, DRAFT_TOKENS) for prompt in prompts]
+        texts = [transformers_generate(target, [prompt], config, draft, DRAFT_TOKENS)[0] for prompt in prompts]
         return Timed(
             tuple(text.tokens for text in texts),
             time.perf_counter() - begin,

@@ -96,9 +96,6 @@ class FakeHub:
     requests: list[Request] = field(default_factory=list)
     repositories: dict[str, Repository] = field(default_factory=dict)
     blobs: dict[str, bytes] = field(default_factory=dict)
-    parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
-    part_size: int | None = None
-    """Large files are taken in parts of so many bytes, if set."""
     failures: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     drops: dict[str, list[str]] = field(default_factory=dict)
     """Connections to cut, by the beginning of a path, one a request: in its ``request``, before its ``answer`` though
@@ -137,7 +134,7 @@ class FakeHub:
         word = path.split("/")[1]
         if word == "cdn":
             return self.large_file(request, path.rsplit("/", 1)[1])
-        if word in ("storage", "part", "complete"):
+        if word == "storage":
             return self.stored(request, path)
         if path == "/verify":
             return self.verify(request)
@@ -290,30 +287,13 @@ class FakeHub:
             if oid in self.blobs:
                 objects.append(wanted)  # nothing is to be done
                 continue
-            upload: dict[str, Any] = {"href": f"{self.address}/storage/{oid}"}
-            if self.part_size is not None and wanted["size"] > self.part_size:
-                count = -(-wanted["size"] // self.part_size)
-                parts = {f"{part:05d}": f"{self.address}/part/{oid}/{part}" for part in range(1, count + 1)}
-                upload = {
-                    "href": f"{self.address}/complete/{oid}",
-                    "header": {"chunk_size": str(self.part_size), **parts},
-                }
+            upload = {"href": f"{self.address}/storage/{oid}"}
             objects.append({**wanted, "actions": {"upload": upload, "verify": {"href": f"{self.address}/verify"}}})
-        return Answer(200, {"transfer": "basic" if self.part_size is None else "multipart", "objects": objects})
+        return Answer(200, {"transfer": "basic", "objects": objects})
 
     def stored(self, request: Request, path: str) -> Answer:
         assert request.token is None, "the storage of large files is another host: no token for it"
-        word, oid, *part = path.split("/")[1:]
-        if word == "storage":
-            self.blobs[oid] = request.body
-        elif word == "part":
-            self.parts.setdefault(oid, {})[int(part[0])] = request.body
-            return Answer(200, b"", {"ETag": f'"{hashlib.md5(request.body).hexdigest()}"'})
-        else:
-            held = self.parts[oid]
-            etags = {each["partNumber"]: each["etag"].strip('"') for each in request.json["parts"]}
-            assert etags == {number: hashlib.md5(content).hexdigest() for number, content in held.items()}
-            self.blobs[oid] = b"".join(held[number] for number in sorted(held))
+        self.blobs[path.rsplit("/", 1)[1]] = request.body
         return Answer(200, {})
 
     def verify(self, request: Request) -> Answer:

@@ -137,10 +137,6 @@ def full_report(**changes: Any) -> Report:
                 ],
             }
         ],
-        "enough": [
-            {"setting": "greedy", "first": DRAFT, "second": HEADS, "difference": estimate(1.25), "needed_prompts": 43},
-            {"setting": "T=1", "first": DRAFT, "second": HEADS, "difference": estimate(1.01), "needed_prompts": None},
-        ],
     }  # fmt: skip
     return {**found, **changes}
 
@@ -171,9 +167,8 @@ def renamed(report: Report, name: str) -> Report:
         }
         for each in (sample["pieces"] for sample in report["samples"])
     ]
-    enough = [{**each, "setting": name, "first": name, "second": name} for each in report["enough"]]
     about = {place: told(report[place]) for place in ("settings", "fingerprints", "versions")}
     asked = {"template": name, "template_sha256": name, "thinking": False, "turns": name, name: name}
     hardware = {**report["hardware"], "processor": name}
     texts = {"title": name, "command": name, "commit": name, "dtype": name, "hardware": hardware, "asked": asked}
-    return {**report, **rows, **about, **texts, "samples": samples, "enough": enough}
+    return {**report, **rows, **about, **texts, "samples": samples}

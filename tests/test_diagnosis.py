@@ -12,8 +12,7 @@ from tiny_models import counting_model, tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters.spec import DrafterSpec
-from decoding.measure.planning.choose import Candidate, Prediction
-from decoding.measure.planning.step_costs import StepSeconds
+from decoding.measure.planning.step_costs import Candidate, Prediction, StepSeconds
 from decoding.measure.proof.reference import Reference
 from decoding.metrics import Estimate, StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
@@ -21,7 +20,7 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.policies import Budget
 from decoding.rules.sampling import SamplingConfig
 from trainer.export import vllm
-from trainer.export.artefact import Task
+from trainer.export.task import ExportTask
 from trainer.servers.answers import Completed
 from trainer.servers.configs import compare_settings, compare_vocabularies
 from trainer.servers.counted import (
@@ -163,7 +162,7 @@ def served_heads(tiny_llama: CausalLM, tmp_path: Path) -> Path:
     """Biased heads as the export writes them for vLLM."""
     biased_heads(tiny_llama).save_pretrained(tmp_path / "final")
     (tmp_path / "served").mkdir()
-    vllm.write(Task(tmp_path / "final", tmp_path / "served", "vllm"))
+    vllm.write(ExportTask(tmp_path / "final", tmp_path / "served", "vllm"))
     return tmp_path / "served"
 
 

@@ -18,7 +18,7 @@ from trainer.doctor.finding import Finding, problem
 from trainer.doctor.machine import Disk, Gpu, Machine, free_bytes, machine_findings, read_machine, size
 from trainer.doctor.packages import FOR_DEVELOPERS, PURPOSES, package_findings, wanted_of
 from trainer.doctor.refusals import refused
-from trainer.export.formats import FORMATS
+from trainer.export.task import FORMATS
 from trainer.recipe.reading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -327,7 +327,7 @@ def test_without_drafter_the_way_leads_from_answers_over_training_to_a_measureme
 
 def test_the_embedded_target_is_measured_on_its_own_held_out_files() -> None:
     assert names("the embedded target") == ["generate", "train", "train", "train", "evaluate"]
-    assert "--prompts quickstart/heldout.jsonl --prompt-tokens 64" in commands("the embedded target")[-1]
+    assert "--prompts quickstart/heldout.jsonl --context 64" in commands("the embedded target")[-1]
 
 
 def test_with_weights_the_way_leads_to_an_export_of_each_that_has_a_format() -> None:

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from tiny_tokenizer import byte_tokenizer
 from tiny_training import tiny_tokenizer
@@ -53,11 +51,6 @@ def test_a_text_with_its_answer_beside_it_is_asked_not_continued(tmp_path: Path)
     assert read_prompts(path, byte_tokenizer(CHAT), 2) == [tuple(b"<a>:"), tuple(b"a")]
 
 
-def test_messages_give_their_first_one(tmp_path: Path) -> None:
-    row = '{"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]}'
-    assert read_prompts(written(tmp_path, row), byte_tokenizer(), 5) == [tuple(b"ab")]
-
-
 def test_a_named_field_wins_and_a_limit_holds(tmp_path: Path) -> None:
     path = written(
         tmp_path, '{"prompt": "a", "task": "x"}\n\n{"prompt": "b", "task": "y"}\n{"prompt": "c", "task": "z"}\n'
@@ -69,12 +62,6 @@ def test_a_chat_template_is_used_for_questions_but_not_for_texts(tmp_path: Path)
     path = written(tmp_path, '{"prompt": "a"}\n{"text": "b"}\n')
     assert read_prompts(path, byte_tokenizer(CHAT), 2) == [tuple(b"<a>:"), tuple(b"b")]
     assert encode_prompt("a", byte_tokenizer(CHAT), chat=False) == tuple(b"a")
-
-
-def test_only_the_first_tokens_of_a_text_are_taken_if_asked(tmp_path: Path) -> None:
-    assert read_prompts(written(tmp_path, '{"text": "abcdef"}'), byte_tokenizer(), 1, prompt_tokens=3) == [
-        tuple(b"abc")
-    ]
 
 
 @pytest.mark.parametrize(
@@ -135,13 +122,6 @@ def test_a_conversation_of_sharegpt_is_asked_up_to_its_first_answer(tmp_path: Pa
     path.write_text(json.dumps({"conversations": turns}) + "\n")
     tokenizer = tiny_tokenizer()
     assert read_prompts(path, tokenizer, 5) == [tuple(tokenizer("a b")["input_ids"])]
-
-
-def test_prompts_are_read_from_parquet(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a"}, {"prompt": "b"}]), path)
-    found = read_conversations(path, None, None, 1, chat=False)
-    assert [(conversation.key.row, conversation.text) for conversation in found] == [(1, "a"), (2, "b")]
 
 
 def test_rows_in_another_container_are_refused_with_the_one_that_is_read(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Questions: what the files of benchmarks become, which are chosen, and the prompts that ask them."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,7 @@ def test_parquet_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        ({"turns": ["a", None]}, "line 1: a later turn is NoneType, not text"),
+        ({"turns": ["a", None]}, "line 1: the prompt is NoneType, not text"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "line 1: nothing is asked before the first answer"),
     ],
 )
@@ -106,12 +105,6 @@ def test_the_tools_of_a_question_stand_in_its_prompt(tmp_path: Path) -> None:
     template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHAT
     (question,) = read_questions(written(tmp_path, {"prompt": "one", "tools": '[{"name": "f"}]'}))
     assert text(Asker([question], byte_tokenizer(template)).prompt(0)) == "f <u>one<a>"
-
-
-def test_a_damaged_parquet_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "test.parquet").write_bytes(b"no Parquet")
-    with pytest.raises(ValueError, match=r"test\.parquet is not a readable Parquet file"):
-        read_questions(tmp_path)
 
 
 def test_an_empty_file_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
@@ -169,13 +162,6 @@ def test_a_context_is_filled_with_the_rows_before_and_never_exceeded() -> None:
 def test_a_plain_text_longer_than_the_context_is_cut_at_its_end() -> None:
     questions = [Question("0", None, ({"role": "user", "content": "abcdef"},), plain=True)]
     assert text(Asker(questions, byte_tokenizer(CHAT)).prompt(0, context=4)) == "abcd"
-
-
-def test_a_question_longer_than_the_longest_prompt_loses_its_beginning_and_others_stay_as_they_are() -> None:
-    asked = replace(asker(("abcdef", "two"), ("xy",)), longest=10)
-    assert text(asked.prompt(0)) == "<u>cdef<a>"
-    assert text(asked.prompt(1)) == "<u>xy<a>", "a short one is not filled"
-    assert text(asked.prompt(0, answers=[b"yes"])) == "<u>abcdef<a>yes<u>two<a>", "a later turn is not cut"
 
 
 def test_an_account_is_given_of_the_template_and_the_turns() -> None:

@@ -192,7 +192,7 @@ def demo(options: DemoOptions) -> None:
     app,
     EvaluateOptions,
     "headstart evaluate --target quickstart --drafter lookup \\\n"
-    "  --prompts quickstart/heldout.jsonl --prompt-tokens 64 --output runs/lookup",
+    "  --prompts quickstart/heldout.jsonl --context 64 --output runs/lookup",
     "headstart evaluate --target ORG/NAME --drafter heads:runs/heads/final \\\n"
     "  --drafter lookup --prompts test.jsonl --output runs/measured",
     resumes=True,
@@ -282,8 +282,8 @@ def export(options: ExportOptions) -> None:
 
 @command(app, PushOptions, "headstart push exported/heads ORG/HEADS")
 def push(options: PushOptions) -> None:
-    """Upload a run or an exported folder to the Hub."""
-    from trainer.export.push import push as run_push
+    """Upload an exported folder to the Hub."""
+    from trainer.export import push as run_push
 
     print(run_push(**vars(options)))
 

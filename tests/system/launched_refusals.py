@@ -59,7 +59,7 @@ PLACES = {
     "costs": Place(0, "trainer.drafts.job.best_costs", train(kind="draft")),
     "folders": Place(1, "trainer.run.train.check_folders", train()),
     "target": Place(1, "trainer.target.loading.load_model", train()),
-    "fingerprint": Place(0, "trainer.target.loading.kept_fingerprint", train()),
+    "fingerprint": Place(0, "trainer.target.loading.stored_fingerprint", train()),
     "rows": Place(1, "trainer.data.dataset.load_dataset", train()),
     "tracker": Place(0, "accelerate.Accelerator.init_trackers", train()),
     "batches": Place(1, "trainer.run.feed.collate", train()),
@@ -72,7 +72,7 @@ PLACES = {
     "shards": Place(1, "trainer.target.store.write_sealed", features, OSError),
     "models": Place(1, "trainer.commands.evaluate.load_models", evaluate),
     "records": Place(1, "trainer.commands.evaluate.open_records", evaluate, OSError),
-    "decoding": Place(0, "trainer.commands.evaluate.measure", evaluate),
+    "decoding": Place(0, "trainer.commands.evaluate.Measurement.run", evaluate),
 }
 
 

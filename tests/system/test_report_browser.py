@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from full_report import full_report, renamed
 
-from decoding.measure.report import write_html
+from decoding.measure.report.page import write_html
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = (360, 768, 1280)

@@ -12,7 +12,7 @@ SHARDS = 69  # 44 rows of 23 positions in a shard of 1,024
 
 
 def write_recipe(workshop: Path, name: str) -> str:
-    content = recipe_content(workshop, "draft")
+    content = recipe_content(workshop, "draft", micro_batch_size=4)
     content["output"] = str(workshop / f"{name}-run")
     content["draft"] = {"teacher": {"folder": str(workshop / name), "top_k": 3, "tail": 2, "shard_tokens": 1024}}
     path = workshop / f"{name}.yaml"

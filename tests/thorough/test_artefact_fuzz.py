@@ -77,7 +77,7 @@ CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path, CausalLM], Any]]]
     "vllm heads": (write_vllm_heads, lambda folder, target: read_vllm_heads(folder)),
     "draft": (write_draft, lambda folder, target: load_draft(str(folder), target, byte_tokenizer())),
     "parallel": (write_parallel, lambda folder, target: load_parallel_draft(str(folder), target, byte_tokenizer())),
-    "export": (write_draft, lambda folder, _: export(folder, folder.parent / "out", "draft", overwrite=True)),
+    "export": (write_draft, lambda folder, _: export(folder, folder.parent / f"out-{folder.name}", "draft")),
 }
 
 

@@ -24,7 +24,7 @@ from decoding.model.heads import MedusaHeads
 from decoding.model.loading import load_heads, load_model
 from trainer.data.batch import Example
 from trainer.export import export
-from trainer.export.source import target_of
+from trainer.export.companions import target_of
 from trainer.job import shared_identity
 from trainer.processes import Process
 from trainer.recipe.reading import AnyRecipe, parse_recipe
@@ -89,17 +89,6 @@ def identity_of(folder: Path, **sections: Any) -> dict[str, Any]:
 def refused(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The settings by which it is another run."""
     return [change.name for change in compare(before, now).refused]
-
-
-def test_soft_targets_from_the_best_logits_are_no_resumption_of_exact_ones(run_folder: Path) -> None:
-    soft = {"heads": {"loss": {"forward_kl": 1}}}
-    exact = identity_of(run_folder, **soft)
-    assert not refused(exact, identity_of(run_folder, **soft, features={"folder": str(run_folder / "all")}))
-    best = identity_of(run_folder, **soft, features={"folder": str(run_folder / "best"), "top_k": 2})
-    assert refused(exact, best) == ["features.top_k"]
-    # Where nothing is soft, the best logits are not read.
-    hard = {"folder": str(run_folder / "best"), "top_k": 2}
-    assert not refused(identity_of(run_folder, features=hard), identity_of(run_folder))
 
 
 def test_the_same_file_read_by_another_tokenizer_is_other_training_data(run_folder: Path) -> None:
@@ -216,4 +205,4 @@ def test_models_of_the_hub_are_recorded_by_their_commits_and_read_so_again(run_f
     assert target_of(final) == f"zoe/target@{commit}" and stored_fingerprint(f"zoe/target@{commit}") == fingerprinted
     export(final, run_folder / "exported", "headstart")
     card = (run_folder / "exported" / "README.md").read_text()
-    assert "base_model: zoe/target\n" in card and f"revision `{commit}`" in card
+    assert "base_model: zoe/target\n" in card and f"zoe/target@{commit}" in card

@@ -44,12 +44,10 @@ def drafters(family: str, static: str | None, hidden_size: int = 16) -> dict[str
         torch.nn.init.normal_(parameter)
     return {
         "plain": None,
-        "chain": DraftModelDrafter(draft(), (1, 1, 1)),
-        "tree": DraftModelDrafter(draft(), (2, 2)),
+        "chain": DraftModelDrafter(draft(), 3),
         "draft tree": DraftTreeDrafter(draft(), depth=3, width=2, nodes=7),
         "medusa": MedusaDrafter(heads),
         "markov": MedusaDrafter(markov),
-        "markov, another tree each step": MedusaDrafter(markov, dynamic_nodes=5),
         "markov, drawn": MedusaDrafter(markov, sampled=True),
     }
 
@@ -141,7 +139,7 @@ def test_append_gives_the_last_node_of_each_row(static: str | None) -> None:
 
 def test_a_text_that_fills_its_cache_neither_grows_it_nor_meets_a_new_bucket_at_each_step() -> None:
     model = CausalLM(tiny_model("llama"), static="eager")
-    drafter = DraftModelDrafter(CausalLM(tiny_model("llama", seed=1), static="eager"), (1,) * 4)
+    drafter = DraftModelDrafter(CausalLM(tiny_model("llama", seed=1), static="eager"), 4)
     prompt = [3, 1, 4, 1, 5]
     Engine(model, drafter).decode(prompt, DecodingConfig(4))
     buffers = model.new_cache(8).buffers
@@ -225,7 +223,7 @@ def test_graphs_are_recorded_before_a_text_comes_to_them() -> None:
     model, draft = (
         CausalLM(tiny_model("llama", seed=seed, max_position_embeddings=512), static="graphs") for seed in (0, 1)
     )
-    engine = Engine(model, DraftModelDrafter(draft, (1, 1, 1)))
+    engine = Engine(model, DraftModelDrafter(draft, 3))
     steps = engine.steps(prompts, config, batch_size=2)
     for _ in range(4):  # two prefills and a step of each row
         next(steps)

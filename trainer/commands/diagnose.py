@@ -26,8 +26,7 @@ from trainer.commands.models import read_target
 from trainer.commands.proof_options import DiagnoseOptions
 from trainer.commands.served import check_endpoint, connect
 from trainer.data.conversations import read_conversations
-from trainer.export.match import drafters_of
-from trainer.export.measured import read_report
+from trainer.export.card import drafters_of, read_report
 from trainer.quickstart import resolve
 from trainer.run.acceptance import read_heldout
 from trainer.servers.configs import is_vllm_heads

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.commands.inspection import marked_text
-from trainer.export import export
+from trainer.export.exporter import NO_PROMPTS, export
 from trainer.files.folders import check_can_be_folder
 from trainer.job import Job
 from trainer.learning.spans import StepTimes, Stopwatch
@@ -111,9 +111,10 @@ def _artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scratch: Pa
     made, folder = scratch / "final", Path(recipe.output) / FOLDER
     finish(job, made, Progress(0, 0), [], describe(accelerator))
     written = made
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier dry run
     for format in ("vllm", "headstart") if recipe.kind == "medusa" else ("draft",) if recipe.kind == "draft" else ():
         with suppress(ValueError):  # not every head fits a server
-            written = export(made, folder, format, overwrite=True, check_prompts=0).folder
+            written = export(made, folder, format, prompts=NO_PROMPTS).folder
             break
     return {"the finished artefact": sum(path.stat().st_size for path in written.rglob("*") if path.is_file())}
 
@@ -154,7 +155,7 @@ def _step_times(job: Job, accelerator: Accelerator, process: Process) -> _Times:
             if len(written) == STEPS:
                 raise _Enough
 
-        hooks = Hooks(on_step, lambda progress: False)
+        hooks = Hooks(on_step, lambda progress: None)
         train(job.objective, source, section, accelerator, _BegunAt(job, begin), 1 << 30, 1 << 30, hooks)
     step = statistics.median(each.seconds for each in times) if times else 0.0
     target = statistics.median(each.spans.get("target", 0.0) for each in times) if times else 0.0

@@ -18,7 +18,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import default_device, parse_dtype
 from decoding.model.loading import load_model, load_tokenizer
 from trainer.commands.shared_options import LoadingOptions, ModelOptions
-from trainer.export.origin import read_stored_provenance
+from trainer.export.companions import read_provenance
 from trainer.quickstart import resolve
 from trainer.run.train import prepare_target
 
@@ -47,10 +47,10 @@ class LoadedModels(NamedTuple):
     specs: dict[str, DrafterSpec]
 
 
-def load_models(options: ModelOptions, drafters: Sequence[str], static: str = "auto") -> LoadedModels:
+def load_models(options: ModelOptions, drafters: Sequence[str]) -> LoadedModels:
     """Read the target and the drafters; a mistake in a spec is found before the target is read."""
     specs = read_specs(drafters)
-    target, trusted = read_target(options.target, options, static), options.trust_remote_code
+    target, trusted = read_target(options.target, options), options.trust_remote_code
     tokenizer = load_tokenizer(resolve(options.target), trusted)
     loader = DrafterLoader(target, tokenizer, trusted)
     loaded = [loader.load(spec) for spec in specs]
@@ -71,7 +71,7 @@ def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
 
 def _name_of(path: str) -> str:
     """Return the name of the run that made the weights, as the folder of every run is called final."""
-    stored = read_stored_provenance(Path(path))
+    stored = read_provenance(Path(path))
     name = stored["recipe"].get("name") if stored else None
     return one_line(without_local_paths(name)) if name else published_name(path)
 

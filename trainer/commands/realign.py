@@ -22,6 +22,7 @@ from decoding.jsonl import read_lines
 from decoding.measure.evaluate import measure_acceptance
 from decoding.measure.figures import estimate, told
 from decoding.measure.machine import commit, hardware, versions
+from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_draft, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import read_target
@@ -37,7 +38,6 @@ from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.reading import overridden, parse_recipe
 from trainer.run.acceptance import read_heldout
 from trainer.run.train import FINAL, ensure_built, run_recipe
-from trainer.target.fingerprints import kept_fingerprint
 from trainer.terminal.console import say, standard_error, standard_output
 from trainer.terminal.progress import ProgressBar
 
@@ -197,7 +197,7 @@ def _measure_stale(options: RealignOptions, recipe: DraftRecipe, console: Consol
     """
     file, made_by = options.output / _STALE, {name: str(value) for name, value in vars(options).items()}
     made_by["heldout rows"] = sha256_of(options.output / _HELDOUT)
-    made_by["target weights"] = kept_fingerprint(resolve(options.target), recipe.trust_remote_code)
+    made_by["target weights"] = stored_fingerprint(resolve(options.target), recipe.trust_remote_code)
     if file.exists():
         stored = json.loads(file.read_bytes())
         if stored.get("options") == made_by:

@@ -19,7 +19,7 @@ from decoding.measure.proof.prove import Effort, power, prove
 from decoding.measure.proof.reference import Reference
 from decoding.measure.questions import read_prompts
 from decoding.measure.redact import published_name
-from decoding.model.fingerprint import prompts_fingerprint
+from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint
 from decoding.model.hub import revisions
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
@@ -29,7 +29,6 @@ from trainer.commands.models import read_specs, read_target
 from trainer.commands.proof_options import VerifyOptions
 from trainer.commands.served import check_endpoint, connect
 from trainer.quickstart import resolve
-from trainer.target.fingerprints import kept_fingerprint
 from trainer.terminal.console import say, standard_error, standard_output
 from trainer.terminal.progress import ProgressBar
 
@@ -238,7 +237,7 @@ def _write(
         "dtype": options.dtype,
         "static": options.static,
         "fingerprints": {
-            "target": kept_fingerprint(resolve(options.target), options.trust_remote_code),
+            "target": stored_fingerprint(resolve(options.target), options.trust_remote_code),
             "prompts": prompts_fingerprint(given.prompts),
         },
         "revisions": revisions({"target": resolve(options.target), **{str(spec): spec.path for spec in specs}}),

@@ -134,7 +134,7 @@ def _text(value: Any, field: str, where: str) -> str:
     return value
 
 
-class Key(NamedTuple):
+class AnswerKey(NamedTuple):
     """Identity of an answer: the source's line (from 1) and the sample of that line (from 0)."""
 
     row: int
@@ -142,7 +142,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Conversation:
+class OpenConversation:
     """A conversation to be answered. ``turns[i]`` are the messages between answer i - 1 and answer i.
 
     ``index`` (from 0) counts all conversations of a run; seeds are made of it. Without ``chat`` there is one turn of
@@ -150,7 +150,7 @@ class Conversation:
     that the row names.
     """
 
-    key: Key
+    key: AnswerKey
     index: int
     turns: tuple[tuple[Message, ...], ...]
     chat: bool
@@ -165,11 +165,6 @@ class Conversation:
     def open_after(self, answers: Sequence[Message]) -> list[Message]:
         """Return the messages up to the next answer."""
         return [*self.with_answers(answers), *self.turns[len(answers)]]
-
-    @property
-    def blank(self) -> bool:
-        """True if nothing but white space is asked."""
-        return not any(message["content"].strip() for turn in self.turns for message in turn)
 
     @property
     def text(self) -> str:
@@ -189,14 +184,14 @@ def is_empty(answer: Message) -> bool:
 
 def read_conversations(
     path: str | Path, field: str | None, limit: int | None, samples: int, chat: bool
-) -> list[Conversation]:
+) -> list[OpenConversation]:
     """Read the first ``limit`` rows of a file, each as ``samples`` conversations without their answers.
 
     The prompt's field is found as `decoding.prompts.read_prompts` finds it. A row of several turns, or of messages
     with the assistant's between them, becomes a conversation of several turns, which only a ``chat`` can hold.
     ValueError for a file without prompts and for a row that is none.
     """
-    conversations: list[Conversation] = []
+    conversations: list[OpenConversation] = []
     for number, row in read_rows(path):
         if limit is not None and len(conversations) >= limit * samples:
             break
@@ -207,8 +202,8 @@ def read_conversations(
         tools = tools_of(row, where)
         model = row["model"] if isinstance(row.get("model"), str) else None
         for sample in range(samples):
-            key = Key(number, sample)
-            conversations.append(Conversation(key, len(conversations), turns, chat, tools, model))
+            key = AnswerKey(number, sample)
+            conversations.append(OpenConversation(key, len(conversations), turns, chat, tools, model))
     if not conversations:
         raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line, and a limit above 0")
     return conversations

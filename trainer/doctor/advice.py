@@ -13,7 +13,7 @@ PROMPTS, ANSWERS, HELD_OUT = "prompts.jsonl", "answers.jsonl", "heldout.jsonl"
 """Files of the user's own in the commands: prompts to train on, the target's answers to them, prompts to measure on."""
 _QUESTION, _CODE = "Why is the sky blue?", "def read_lines(path):"
 _NO_TARGET = "ORG/NAME"
-_EMBEDDED_PROMPTS = (f"{quickstart.NAME}/heldout.jsonl", "--prompt-tokens", "64")
+_EMBEDDED_PROMPTS = (f"{quickstart.NAME}/heldout.jsonl", "--context", "64")
 """Whole files of source, of which the beginnings are prompts."""
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters.registry import weights_of
 from decoding.drafters.spec import DrafterSpec
+from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import CONFIG_NAME, MedusaConfig, read_config
 from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import (
@@ -24,11 +25,9 @@ from decoding.model.stored import check_tensors, read_header, weights_header
 from trainer.doctor.finding import Finding, note, ok, problem
 from trainer.doctor.reading import Skeleton, check_fetched, check_pickled, output_tokens_of, read_skeleton
 from trainer.doctor.refusals import attempt, refused
-from trainer.export.formats import HEADS, kind_held_in
-from trainer.export.match import trained_for
-from trainer.export.origin import UNKNOWN_TARGET, read_provenance, read_stored_provenance
+from trainer.export.companions import is_adapted, read_provenance, target_name, trained_for
+from trainer.export.task import HEADS, kind_held_in
 from trainer.servers.configs import is_vllm_heads
-from trainer.target.fingerprints import kept_fingerprint
 
 _COPY = "copy the folder again from the training run"
 _OWN = "give weights that were trained on this target"
@@ -233,7 +232,7 @@ def check_draft_positions(draft: Skeleton, target: Skeleton, longest: int) -> Fi
 
 def _format(folder: Path, name: str, plain: bool) -> str | None:
     """Return `Examined.format`; ``plain`` weights have no part that is this project's own."""
-    if hub_name(name) is not None or read_stored_provenance(folder) is None:
+    if hub_name(name) is not None or read_provenance(folder) is None:
         return None
     if not plain:
         return "headstart"
@@ -257,7 +256,7 @@ def check_origin(
             return _unknown_origin(reads_target)
         if check_fetched(target.name, target.folder) is not None:
             return note("origin", f"trained on {wanted}; the target's weights are not here", "fetch the target first")
-        found = kept_fingerprint(target.name, trusted)
+        found = stored_fingerprint(target.name, trusted)
         if found == wanted:
             return ok("origin", f"trained on this very target ({found})", fingerprint=found)
         return _foreign(folder, wanted, found, target.asked, reads_target, draft)
@@ -274,10 +273,10 @@ def _unknown_origin(reads_target: bool) -> Finding:
 
 def _foreign(folder: Path, wanted: str, found: str, target: str, reads_target: bool, draft: str | None) -> Finding:
     stored = read_provenance(folder)
-    name = UNKNOWN_TARGET if stored is None else stored.target
+    name = target_name(stored)
     told = f"trained on another target, {name} ({wanted}); this one is {found}"
     figures = {"trained_on": wanted, "target": found}
-    if stored is not None and stored.adapted and (folder / "target").is_dir():
+    if is_adapted(stored) and (folder / "target").is_dir():
         return problem(
             "origin", f"{told}: they belong to the target beside them", f"--target {folder / 'target'}", **figures
         )

@@ -9,8 +9,7 @@ from decoding.drafters import Drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.measure.figures import estimate, told
-from decoding.measure.planning.choose import Candidate, Prediction, with_tokens
-from decoding.measure.planning.step_costs import survey_steps
+from decoding.measure.planning.step_costs import Candidate, Prediction, survey_steps, with_tokens
 from decoding.metrics import FEWEST, Estimate
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import PLAIN

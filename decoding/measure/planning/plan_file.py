@@ -11,7 +11,7 @@ from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafters.registry import named_drafter, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.machine import hardware
-from decoding.measure.planning.choose import LEAST_GAIN
+from decoding.measure.planning.step_costs import LEAST_GAIN
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.hub import short_name
 from decoding.model.stored import read_object
@@ -80,8 +80,7 @@ class Plan:
                     f"{_REMEDY} with these weights"
                 )
         if hardware() != self.content["hardware"]:
-            told = f"{self.name} was made on another machine, or with other threads: its costs may not hold here"
-            return [told]
+            return [f"{self.name} was made on another machine, or with other threads: its costs may not hold here"]
         return []
 
     @property
@@ -153,7 +152,7 @@ def vllm_config(drafter: Mapping[str, Any], temperature: float = 0.0) -> dict[st
 def _vllm_lookup(spec: DrafterSpec) -> dict[str, Any]:
     lookup = named_drafter(spec.name, None, **spec.options)
     assert isinstance(lookup, PromptLookupDrafter)
-    return {"method": "ngram", "prompt_lookup_max": lookup.max_ngram, "prompt_lookup_min": lookup.min_ngram}
+    return {"method": "ngram", "prompt_lookup_max": lookup.ngram, "prompt_lookup_min": lookup.min_ngram}
 
 
 def _vllm_draft(spec: DrafterSpec, temperature: float) -> dict[str, Any]:

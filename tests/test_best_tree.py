@@ -1,0 +1,159 @@
+"""The best tree for measured shares, against all trees there are."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decoding.rules.best_tree import best_tree, expected_accepted, grows, ordered_tree
+
+Path = tuple[int, ...]
+
+
+def value(tree: Sequence[Path], accuracies: Sequence[Sequence[float]]) -> float:
+    """How many drafted tokens are accepted on average: each node with the product of the shares along its path."""
+    total = 0.0
+    for path in tree:
+        product = 1.0
+        for depth, rank in enumerate(path):
+            product *= accuracies[depth][rank]
+        total += product
+    return total
+
+
+def all_trees(ranks: Sequence[int], nodes: int) -> set[frozenset[Path]]:
+    """Every prefix-closed set of ``nodes`` paths, where head d offers ``ranks[d]`` ranks."""
+    trees: set[frozenset[Path]] = {frozenset()}
+    for _ in range(nodes):
+        trees = {
+            tree | {(*parent, rank)}
+            for tree in trees
+            for parent in ((), *tree)
+            if len(parent) < len(ranks)
+            for rank in range(ranks[len(parent)])
+            if (*parent, rank) not in tree
+        }
+    return trees
+
+
+def is_prefix_closed(tree: Sequence[Path]) -> bool:
+    return all(len(path) == 1 or path[:-1] in tree for path in tree)
+
+
+def falling(heads: int, ranks: int) -> st.SearchStrategy[list[list[float]]]:
+    head = st.lists(st.floats(0.01, 1.0), min_size=ranks, max_size=ranks)
+    return st.lists(head.map(lambda shares: sorted(shares, reverse=True)), min_size=heads, max_size=heads)
+
+
+def test_all_trees_lists_the_trees_of_two_heads_with_two_ranks() -> None:
+    assert all_trees([2, 2], 2) == {
+        frozenset(t) for t in [{(0,), (1,)}, {(0,), (0, 0)}, {(0,), (0, 1)}, {(1,), (1, 0)}, {(1,), (1, 1)}]
+    }
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [(3, 2), (2, 3)])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5])
+def test_the_best_tree_accepts_as_much_as_the_best_of_all_trees(heads: int, ranks: int, nodes: int) -> None:
+    trees = all_trees([ranks] * heads, nodes)
+
+    @given(falling(heads, ranks))
+    def check(accuracies: list[list[float]]) -> None:
+        tree = best_tree(accuracies, nodes)
+        assert len(set(tree)) == nodes and is_prefix_closed(tree)
+        most = max(value(tuple(other), accuracies) for other in trees)
+        assert value(tree, accuracies) == pytest.approx(most, abs=1e-12)
+
+    check()
+
+
+def test_the_best_tree_by_hand() -> None:
+    """.6 | .36 (0,0) | .3 (1) | .18 (1,0) | .06 (0,1) | .03 (1,1)."""
+    accuracies = [[0.6, 0.3], [0.6, 0.1]]
+    expected = [(0,), (0, 0), (1,), (1, 0), (0, 1), (1, 1)]
+    for nodes in range(1, 7):
+        assert set(best_tree(accuracies, nodes)) == set(expected[:nodes])
+
+
+def test_paths_come_by_depth_and_then_by_rank() -> None:
+    assert best_tree([[0.6, 0.3], [0.6, 0.1]], 5) == ((0,), (1,), (0, 0), (0, 1), (1, 0))
+
+
+@given(st.lists(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6), min_size=1, max_size=4), st.integers(1, 30))
+def test_a_tree_is_prefix_closed_without_gaps_in_rank_whatever_the_shares(
+    accuracies: list[list[float]], nodes: int
+) -> None:
+    tree = best_tree(accuracies, nodes)
+    assert 1 <= len(tree) <= nodes and len(set(tree)) == len(tree) and is_prefix_closed(tree)
+    assert all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in tree for path in tree)
+
+
+@given(falling(3, 3))
+def test_a_larger_tree_holds_the_smaller_one(accuracies: list[list[float]]) -> None:
+    trees = [set(best_tree(accuracies, nodes)) for nodes in range(1, 12)]
+    assert all(smaller < larger for smaller, larger in pairwise(trees))
+
+
+def test_a_rank_counted_more_often_than_the_one_before_it_is_capped_by_it() -> None:
+    """A small sample says rank 1 is better than rank 0: both then count .2, and the tree stays without gaps."""
+    assert best_tree([[0.2, 0.5, 0.4], [0.1]], 3) == ((0,), (1,), (2,))
+    assert best_tree([[0.2, 0.5, 0.4], [0.9]], 4) == best_tree([[0.2, 0.2, 0.2], [0.9]], 4)
+
+
+def test_paths_that_are_never_right_are_left_out() -> None:
+    assert best_tree([[0.5, 0.0], [0.5, 0.0]], 10) == ((0,), (0, 0))
+    assert best_tree([[0.0, 0.0]], 10) == ((0,),)  # a tree has at least one node
+
+
+@pytest.mark.parametrize(("accuracies", "nodes"), [([], 3), ([[]], 3), ([[0.5]], 0)])
+def test_a_tree_of_nothing_is_refused(accuracies: list[list[float]], nodes: int) -> None:
+    with pytest.raises(ValueError, match="a tree needs at least one node and one head's accuracies"):
+        best_tree(accuracies, nodes)
+
+
+# --- ordered trees ----------------------------------------------------------------------------------------------------
+
+
+def ordered_trees(ranks: Sequence[int], nodes: int) -> list[frozenset[tuple[int, ...]]]:
+    """Every tree of up to ``nodes`` paths in which a child stands only beside all children before it."""
+    found = [tree for size in range(1, nodes + 1) for tree in all_trees(ranks, size)]
+    return [tree for tree in found if all(not path[-1] or (*path[:-1], path[-1] - 1) in tree for path in tree)]
+
+
+@pytest.mark.parametrize(("depths", "ranks", "nodes"), [(2, 3, 4), (3, 2, 5)])
+def test_the_ordered_tree_accepts_as_much_as_the_best_of_all_even_where_shares_grow_with_the_rank(
+    depths: int, ranks: int, nodes: int
+) -> None:
+    trees = ordered_trees([ranks] * depths, nodes)
+
+    @given(st.lists(st.lists(st.floats(0, 0.9), min_size=ranks, max_size=ranks), min_size=depths, max_size=depths))
+    def check(shares: list[list[float]]) -> None:
+        tree = ordered_tree(shares, nodes)
+        assert len(tree) <= nodes and len(set(tree)) == len(tree) and is_prefix_closed(tree)
+        assert all(not path[-1] or (*path[:-1], path[-1] - 1) in tree for path in tree)
+        most = max(value(tuple(other), shares) for other in trees)
+        assert expected_accepted(tree, shares) == pytest.approx(value(tree, shares)) == pytest.approx(most, abs=1e-9)
+
+    check()
+
+
+@given(falling(3, 3))
+def test_where_no_share_grows_the_dynamic_program_is_worth_what_the_heap_is(shares: list[list[float]]) -> None:
+    assert not grows(shares)
+    for nodes in (1, 4, 9):
+        heap, program = best_tree(shares, nodes), ordered_tree(shares, nodes)
+        assert expected_accepted(program, shares) == pytest.approx(expected_accepted(heap, shares), abs=1e-9)
+
+
+def test_a_second_child_worth_more_than_the_first_brings_the_first_with_it() -> None:
+    """Child 1 is right with .5, child 0 with .1: two nodes are both children (.6), not child 0 and one below (.11)."""
+    shares = [[0.1, 0.5], [0.1, 0.1]]
+    assert grows(shares)
+    assert ordered_tree(shares, 1) == ((0,),)
+    assert ordered_tree(shares, 2) == ((0,), (1,))
+    assert ordered_tree(shares, 3) == ((0,), (1,), (1, 0))
+
+
+def test_a_child_that_is_never_right_is_left_out_of_an_ordered_tree() -> None:
+    assert ordered_tree([[0.5, 0.0], [0.5, 0.0]], 10) == ((0,), (0, 0))

@@ -1,0 +1,148 @@
+"""The export of trained heads and drafts in the formats that servers load, with a model card."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from decoding.measure.redact import without_local_paths
+from decoding.model.stored import SHARD_BYTES
+from trainer import quickstart
+from trainer.export.adapted import form_of, write_target
+from trainer.export.card import (
+    CARD_NAME,
+    FOLDER_NAME,
+    card_figures,
+    check_license,
+    read_own_report,
+    render_card,
+    target_argument,
+    target_license,
+)
+from trainer.export.companions import read_provenance, read_serving_plan, target_of, write_companions
+from trainer.export.readback import check_drafts
+from trainer.export.serve import ServerCommand, Serving, commands_of
+from trainer.export.task import FORMATS, Artefact, ExportTask, artefact_folder, check_format, opened
+from trainer.files.folders import write_folder
+from trainer.heads.medusa2 import TARGET_FOLDER
+
+NO_PROMPTS = Path("none")
+"""In place of a file of prompts: the files are not decoded with."""
+
+
+@dataclass(frozen=True)
+class ExportSummary:
+    """The result of an export: ``files`` maps names to bytes, ``compared`` says how they were read back."""
+
+    format: str
+    folder: Path
+    files: dict[str, int]
+    compared: tuple[str, ...]
+    commands: tuple[ServerCommand, ...]
+    """Those of the servers that take the folder."""
+
+    def __str__(self) -> str:
+        """Return lines for a terminal."""
+        listed = "\n".join(f"  {name}  {size:,} bytes" for name, size in self.files.items())
+        lines = [f"{self.folder}, format {self.format}:", listed, *self.compared]
+        for command in self.commands:
+            lines += [f"\n{command.server}:", command.shell]
+            lines += [f"  note: {note}" for note in command.notes]
+            lines += [f"  warning: {warning}" for warning in command.warnings]
+        return "\n".join(lines)
+
+
+def export(
+    source: Path,
+    destination: Path,
+    format: str,
+    *,
+    report: Path | None = None,
+    plan: Path | None = None,
+    target: str | None = None,
+    type: str | None = None,
+    prompts: Path | None = None,
+    merge: bool = False,
+    license: str | None = None,
+    trust_remote_code: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> ExportSummary:
+    """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
+
+    ``source`` is a run's folder, its ``final`` folder or one of its checkpoints (of a run that was stopped before
+    its end the newest is taken), or ``quickstart``: servers of a draft want the embedded target too. The
+    destination appears whole or not at all, and only after the written files were read back and found equal to the
+    bit. ``report`` is a ``report.json`` by `headstart evaluate` whose figures go on the card. ``plan`` is a
+    ``plan.json`` by `headstart plan` whose tree the format headstart stores, and whose depths by batch size the
+    servers' commands have. ``target``: the model that the artefact drafts for, if it is not the one that the training
+    run recorded. ``type``: one of the format's types of numbers. ``license``: the Hub's identifier of the licence
+    under which the weights are given away. ``shard_bytes``: the greatest size of a file of weights. Provenance, report
+    and plan go with the weights, without local paths.
+
+    The target decodes some prompts with the trained weights and with the files, if both are on this machine: prompts
+    of the .jsonl file ``prompts``, by default those that the training run held out; `NO_PROMPTS` decodes none.
+
+    Heads that were trained jointly with adapters get the adapted target beside them, in ``target``: as trained in our
+    own format unless ``merge``, and merged in others.
+
+    `ValueError` for an unknown format or one that does not fit the artefact, a source without weights, a destination
+    that is not empty, a report or a plan that is malformed or of other weights, and files that read back differently.
+    """
+    source, destination = Path(source), Path(destination)
+    check_license(license)
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
+    if prompts not in (None, NO_PROMPTS) and not Path(prompts).is_file():
+        raise ValueError(f"there is no file {prompts}: give a .jsonl file of prompts, one a line, as --prompts")
+    _check_destination(artefact_folder(source), destination)
+    with opened(source, destination) as (source, made):
+        check_format(source, format, type)
+        form = form_of(source, format, merge)
+        provenance = read_provenance(source)
+        measured = None if report is None else read_own_report(Path(report), source)
+        figures = None if measured is None else card_figures(measured, chains=format != "headstart")
+        planned = None if plan is None else read_serving_plan(Path(plan), source)
+        model, compared = target or target_of(source), list(made)
+        artefacts: list[Artefact] = []
+
+        def write(folder: Path) -> None:
+            tree = planned.tree if planned else ()
+            task = ExportTask(source, folder, format, model, tree, type, trust_remote_code, shard_bytes)
+            artefact, sentences = task.module.write(task)
+            artefacts.append(artefact)
+            compared.extend(sentences)
+            if form is not None:
+                compared.append(write_target(task, form))
+            write_companions(folder, source, measured, plan)
+            if prompts != NO_PROMPTS:
+                compared.extend(check_drafts(task, target and quickstart.resolve(target), prompts))
+            argument = target_argument(provenance, form)
+            card = render_card(
+                artefact,
+                provenance,
+                figures,
+                commands=commands_of(Serving(artefact, folder, FOLDER_NAME, model, argument, planned)),
+                compared=without_local_paths(compared),
+                adapted=form,
+                license=license,
+                target_license=target_license(model),
+            )
+            (folder / CARD_NAME).write_text(card, encoding="utf-8")
+            mode = (folder / CARD_NAME).stat().st_mode  # safetensors writes for the owner; servers run as other users
+            for path in filter(Path.is_file, folder.rglob("*")):
+                path.chmod(mode)
+
+        write_folder(destination, write)
+        paths = (path for path in sorted(destination.rglob("*")) if path.is_file())
+        files = {path.relative_to(destination).as_posix(): path.stat().st_size for path in paths}
+        served = str(destination / TARGET_FOLDER) if form is not None else model and quickstart.resolve(model)
+        serving = Serving(artefacts[0], destination, str(destination), served, plan=planned)
+        return ExportSummary(format, destination, files, tuple(compared), commands_of(serving))
+
+
+def _check_destination(source: Path, destination: Path) -> None:
+    """Reject a destination that is the source, holds it, is no folder, or is not empty."""
+    if destination.resolve() in (source.resolve(), *source.resolve().parents):
+        raise ValueError(f"the destination {destination} is or holds the source {source}: give another folder")
+    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+        raise ValueError(f"the destination {destination} is not a folder: give another")
+    if destination.is_dir() and any(destination.iterdir()):
+        raise ValueError(f"the destination {destination} is not empty: remove it, or give another folder")
