@@ -152,7 +152,7 @@ def vllm_config(drafter: Mapping[str, Any], temperature: float = 0.0) -> dict[st
 def _vllm_lookup(spec: DrafterSpec) -> dict[str, Any]:
     lookup = named_drafter(spec.name, None, **spec.options)
     assert isinstance(lookup, PromptLookupDrafter)
-    return {"method": "ngram", "prompt_lookup_max": lookup.max_ngram, "prompt_lookup_min": lookup.min_ngram}
+    return {"method": "ngram", "prompt_lookup_max": lookup.ngram, "prompt_lookup_min": lookup.min_ngram}
 
 
 def _vllm_draft(spec: DrafterSpec, temperature: float) -> dict[str, Any]:
