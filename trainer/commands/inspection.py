@@ -55,9 +55,10 @@ def _task(options: InspectOptions) -> _Task:
     overrides = options.overrides or ()
     if options.source.endswith((".yaml", ".yml")):
         recipe = load_recipe(options.source, overrides)
-        section, target = recipe.data, options.target or recipe.tokenizer_name
+        section, tokenizer_name = recipe.data, recipe.tokenizer_name
     else:
-        section, target = _section_of(options.source, overrides), options.target
+        section, tokenizer_name = _section_of(options.source, overrides), ""
+    target = options.target or tokenizer_name
     if not target:
         raise UserError("tokens are a tokenizer's", "give the target with --target, or a recipe")
     if options.heldout:
