@@ -9,22 +9,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainer.learning.losses import LossMix, divergence
-from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
+from trainer.learning.teachers import HiddenTeacher
 from trainer.recipe.loss import Divergence, Term
 
 KINDS: tuple[Divergence, ...] = get_args(Divergence)
-WITHOUT_GRADIENT_INSIDE: tuple[Divergence, ...] = ("lk",)
-"""Parts of these are held constant, which finite differences would not know."""
 SEEDS = st.integers(0, 2**31)
 TOKENS, HIDDEN, VOCAB = 13, 5, 7
-KEPT = 3
-TEACHERS = ("hidden", "top_k")
 
 MIXES: tuple[dict[Term, float], ...] = (
     *({kind: 1.0} for kind in KINDS),
     {"cross_entropy": 0.3, "forward_kl": 0.7},
     {"tvd": 2.0, "cross_entropy": -0.5, "jsd": 1.5, "acceptance": 0.1, "reverse_kl": 0.4, "forward_kl": 1.1},
-    {"forward_kl": 1.0, "lk": 0.7, "tvd": 1.0},
 )
 
 
@@ -67,16 +62,10 @@ def assert_same(loss: Tensor, expected: Tensor, *of: Tensor, tolerance: float = 
         assert torch.allclose(ours, theirs, rtol=0, atol=tolerance)
 
 
-def a_teacher(kind: str, dtype: torch.dtype = torch.float64) -> tuple[Teacher, Tensor]:
-    """A teacher, and all of the logits it knows or knows the best of."""
+def a_teacher(dtype: torch.dtype = torch.float64) -> tuple[HiddenTeacher, Tensor]:
+    """A teacher, and its logits."""
     hidden, weight = torch.randn(TOKENS, HIDDEN + 1, dtype=dtype), torch.randn(VOCAB, HIDDEN + 1, dtype=dtype)
-    logits = hidden @ weight.T
-    return HiddenTeacher(hidden, weight) if kind == "hidden" else keep_best(logits, KEPT), logits
-
-
-def keep_best(logits: Tensor, count: int) -> TopKTeacher:
-    best = logits.topk(count)
-    return TopKTeacher(best.indices, best.values, logits.logsumexp(-1))
+    return HiddenTeacher(hidden, weight), hidden @ weight.T
 
 
 def all_logits(logits: Tensor) -> HiddenTeacher:
@@ -84,32 +73,21 @@ def all_logits(logits: Tensor) -> HiddenTeacher:
     return HiddenTeacher(logits, torch.eye(logits.shape[1], dtype=logits.dtype))
 
 
-def merged(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log probabilities of the tokens kept, and of all others together."""
-    probabilities = logits.softmax(-1)
-    kept = probabilities.gather(1, tokens)
-    others = torch.ones_like(logits).scatter(1, tokens, 0.0)
-    return torch.cat((kept, (probabilities * others).sum(-1, keepdim=True)), 1).log()
-
-
 def reference(
     logits: Tensor,
     labels: Tensor,
     mix: LossMix,
-    teacher: Teacher | None,
     target_logits: Tensor,
     tokens: Tensor | None = None,
 ) -> Tensor:
     """What `fused_loss` computes from the draft's logits and all of the target's."""
     draft, target = logits / mix.temperature, target_logits / mix.temperature
-    if isinstance(teacher, TopKTeacher):
-        draft, target = merged(draft, teacher.tokens), merged(target, teacher.tokens)
     total = torch.zeros((), dtype=logits.dtype)
     for term, factor in mix.weights.items():
         if term == "cross_entropy":
             value = _cross_entropy(logits, labels, tokens)
         else:
-            value = divergence(draft, target, term, tokens=tokens, beta=mix.beta, eta=mix.eta)
+            value = divergence(draft, target, term, tokens=tokens, beta=mix.beta)
         total = total + factor * value
     return total
 

@@ -77,7 +77,7 @@ def reference_terms(
     objective: ParallelObjective, target: PreTrainedModel, examples: tuple[Example, ...], batch: Batch, kind: Any
 ) -> tuple[Tensor, Tensor]:
     """Σ divergence at the text's positions and at the masks: one plain forward for each text and for each anchor."""
-    blocks, draft, parts = blocks_of(objective, batch), objective.module.base, objective.module.parts
+    blocks, draft, parts = blocks_of(objective, batch), objective.module.draft, objective.module.parts
     assert parts is not None
     outputs = objective.output_tokens
     terms = []

@@ -155,7 +155,7 @@ def _step_times(job: Job, accelerator: Accelerator, process: Process) -> _Times:
             if len(written) == STEPS:
                 raise _Enough
 
-        hooks = Hooks(on_step, lambda progress: False)
+        hooks = Hooks(on_step, lambda progress: None)
         train(job.objective, source, section, accelerator, _BegunAt(job, begin), 1 << 30, 1 << 30, hooks)
     step = statistics.median(each.seconds for each in times) if times else 0.0
     target = statistics.median(each.spans.get("target", 0.0) for each in times) if times else 0.0

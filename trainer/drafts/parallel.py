@@ -90,7 +90,7 @@ class ParallelObjective(DistillObjective):
         behind = None if teacher is None else teacher.rows(rows_of_masks(batch, blocks))
         of_text = TaughtLabels(text_labels(batch, ahead.places, blocks), teacher)
         labels = of_text, TaughtLabels(mask_labels(batch, blocks), behind)
-        dtype = self.module.base.dtype
+        dtype = self.module.draft.dtype
         given = model_inputs(batch, blocks, self._parts.config.mask_token, self._windows, dtype)
         return (DraftInputs(given, labels, states),)
 

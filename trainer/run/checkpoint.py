@@ -109,7 +109,7 @@ def _is_in(names: tuple[str, ...], name: str) -> bool:
 
 
 def _decides(evaluation: Mapping[str, Any]) -> bool:
-    return evaluation.get("keep") == "best" or evaluation.get("patience") is not None
+    return evaluation.get("keep") == "best"
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> Iterator[Change]:

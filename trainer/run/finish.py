@@ -32,7 +32,7 @@ from trainer.run.state import load_weights
 from trainer.terminal.console import standard_error
 
 FILE_NAME = "provenance.json"
-_STORED = ("features.top_k", "draft.teacher")
+_STORED = ("features", "draft.teacher")
 """Keys of a job's identity on what was stored ahead, which finished weights no longer need."""
 
 

@@ -38,8 +38,8 @@ class Hooks(NamedTuple):
 
     on_step: Callable[[Progress, dict[str, float]], None]
     """On every process, after each optimizer step, with its figures. Its error ends the run on all, its state saved."""
-    evaluate: Callable[[Progress], bool]
-    """On every process, with whole parameters, and once more where a run resumes at that step; True on one ends it.
+    evaluate: Callable[[Progress], None]
+    """On every process, with whole parameters, and once more where a run resumes at that step.
 
     An error must be one on all processes: see `agreed`."""
     on_begin: Callable[[Progress], None] = lambda progress: None
@@ -65,7 +65,7 @@ def train(
     evaluate_every: int,
     hooks: Hooks,
 ) -> Progress:
-    """Train to the end of the recipe, or of an evaluation's patience, from the last checkpoint if there is one.
+    """Train to the end of the recipe, from the last checkpoint if there is one.
 
     Raises `Interrupted` after a SIGTERM (the state is saved first), and ValueError at a loss, a gradient, or weights
     to be saved that are not finite (the last good checkpoint stays).
@@ -86,10 +86,10 @@ def train(
     with _stop_signals() as stop_requested, feed:
         agreed(lambda: feed.begin(progress.step))
         while progress.step < section.steps:
-            due = progress.step > 0 and progress.step % evaluate_every == 0
-            if due and _evaluate(hooks, objective, accelerator, feed, progress):
-                _save(accelerator, checkpoints, objective, optimizers, runner, progress)
-                break
+            if progress.step > 0 and progress.step % evaluate_every == 0:
+                feed.settle()  # a CUDA graph cannot be captured while another thread allocates
+                with whole_parameters(accelerator, objective.module):
+                    hooks.evaluate(progress)
             written = _write(source, objective, section, accelerator, progress.step)
             notes = {**written, _STOP: float(bool(stop_requested() or failed))}
             try:
@@ -117,13 +117,6 @@ def train(
 def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
-
-
-def _evaluate(hooks: Hooks, objective: Objective, accelerator: Accelerator, feed: Feed, progress: Progress) -> bool:
-    """Return True on every process if the run ends here."""
-    feed.settle()  # a CUDA graph cannot be captured while another thread allocates
-    with whole_parameters(accelerator, objective.module):
-        return any_process(hooks.evaluate(progress))
 
 
 class _Done(NamedTuple):

@@ -67,7 +67,8 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
         with whole_parameters(accelerator, job.objective.module):
             finished = watch.choose_weights(progress)
             _finish(job, accelerator, log, checkpoints, progress, finished)
-        process.say(_end(recipe, progress, finished))
+        best = f", the weights of step {finished.step}, which were the best" if recipe.evaluation.keep == "best" else ""
+        process.say(f"finished: {Path(recipe.output) / FINAL}{best}")
         accelerator.wait_for_everyone()
 
 
@@ -94,7 +95,7 @@ def _train(
     with Stopwatch(accelerator.device) as stopwatch:
 
         def on_begin(progress: Progress) -> None:
-            if progress.step == recipe.training.steps or watch.is_over(progress):
+            if progress.step == recipe.training.steps:
                 checkpoints.check_finished()
             log.begun(progress, checkpoints)
             watch.begun(progress)
@@ -102,10 +103,9 @@ def _train(
         def on_step(progress: Progress, figures: dict[str, float]) -> None:
             log.step(progress, figures, stopwatch.step())
 
-        def evaluate(progress: Progress) -> bool:
-            over = watch.evaluate(progress)
+        def evaluate(progress: Progress) -> None:
+            watch.evaluate(progress)
             stopwatch.restart()  # the time of the next step would include the evaluation
-            return over
 
         hooks = Hooks(on_step, evaluate, on_begin)
         every, source = recipe.checkpoint.every, agreed(lambda: job.source(process))
@@ -131,17 +131,6 @@ def _settings(recipe: AnyRecipe, num_processes: int) -> dict[str, Any]:
     """Return the settings that may change where a run goes on, and that change the figures of its steps."""
     names = ("learning_rate", "mixed_precision", "micro_batch_size")
     return {**{name: getattr(recipe.training, name) for name in names}, "num_processes": num_processes}
-
-
-def _end(recipe: AnyRecipe, progress: Progress, finished: Progress) -> str:
-    """Return the run's last line: the folder, the weights chosen, and an early end."""
-    steps, section = recipe.training.steps, recipe.evaluation
-    line = f"finished: {Path(recipe.output) / FINAL}"
-    if section.keep == "best":
-        line += f", the weights of step {finished.step}, which were the best"
-    if progress.step < steps:
-        line += f"; ended at step {progress.step} of {steps}, after {section.patience} evaluations without a new best"
-    return line
 
 
 def prepare_target(name: str) -> str:
