@@ -63,11 +63,12 @@ class Log:
         self._tokens = progress.tokens
         self._bar.begin(progress.step)
         steps = self._recipe.training.steps
-        lines = [f"{passed} cannot be used: passed over, and kept" for passed in checkpoints.unreadable]
+        passed_over = checkpoints.unreadable.items()
+        lines = [f"{folder} ({reason}) cannot be used: passed over, and kept" for folder, reason in passed_over]
         if lost:
             lines.append(f"{self._file} lacks the figures of {lost} of the {progress.step} steps that are done")
-        lines.append(f"{self._recipe.name}: going on from step {progress.step} of {steps}")
-        lines += [change.announcement for change in checkpoints.changes]
+        lines.append(f"{self._recipe.name}: resuming from step {progress.step} of {steps}")
+        lines += [f"changed from here on: {change}" for change in checkpoints.changes]
         say(self._console, *lines)
 
     def note(self, line: str) -> None:
