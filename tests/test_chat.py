@@ -166,9 +166,7 @@ def test_a_prompt_that_the_template_rewrites_once_answered_is_refused() -> None:
 
 def test_a_template_that_leaves_the_answer_out_is_refused_and_shown() -> None:
     template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}" + "{# #}" * 99
-    with pytest.raises(
-        ValueError, match=r"marks none of the 1 tokens .* alone; the template is {% for m in .* \.\.\.$"
-    ):
+    with pytest.raises(ValueError, match=r"marks none of 1 tokens .*: {% for m in .* \.\.\.: put .* alone$"):
         encode(template, turns("a", "b"))
 
 
@@ -198,10 +196,6 @@ def test_a_file_replaces_the_tokenizers_template(tmp_path: Path) -> None:
     assert template is not None and template.mask_source == MARKED
     with pytest.raises(ValueError, match=r"there is no chat template .*none\.jinja"):
         chat_template(tiny_tokenizer(), str(tmp_path / "none.jinja"))
-
-
-def test_without_any_template_there_is_none() -> None:
-    assert chat_template(tiny_tokenizer(), None) is None
 
 
 def test_real_conversations_give_the_same_tokens_by_marks_and_by_comparison() -> None:

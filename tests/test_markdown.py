@@ -168,8 +168,8 @@ def test_secrets_are_withheld_from_texts(secret: str, published: str) -> None:
         (["x", "--api-key=swordfish"], "x '--api-key=(withheld)'"),
         (["x", "--max-new-tokens", "8", "--prompt", "a b"], "x --max-new-tokens 8 --prompt 'a b'"),
         (
-            ["x", "--drafter", "heads:/home/zoe/h/final", "draft:/home/zoe/d/final,tokens=4,stop_below=0.1"],
-            "x --drafter heads:final draft:final,tokens=4,stop_below=0.1",
+            ["x", "--drafter", "heads:/home/zoe/h/final", "draft:/home/zoe/d/final,tokens=4,sampled=false"],
+            "x --drafter heads:final draft:final,tokens=4,sampled=false",
         ),
         (["x", "--drafter=draft:~/zoe/d,tokens=4", "lookup:ngram=3"], "x --drafter=draft:d,tokens=4 lookup:ngram=3"),
         (["x", "--drafter", "/home/zoe/final,tokens=4"], "x --drafter final,tokens=4"),

@@ -38,7 +38,7 @@ class Killed(Exception):
 
 @pytest.fixture(scope="module")
 def methods(tiny_llama: CausalLM, tiny_draft: CausalLM) -> list[Method]:
-    drafters = {"draft": DraftModelDrafter(tiny_draft, (1, 1)), "lookup": PromptLookupDrafter(2)}
+    drafters = {"draft": DraftModelDrafter(tiny_draft, 2), "lookup": PromptLookupDrafter(2)}
     return standard_methods(tiny_llama, drafters, CONFIG)
 
 

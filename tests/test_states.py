@@ -156,7 +156,7 @@ def test_prompts_that_run_in_several_groups_keep_their_states(
 
 
 def test_states_are_kept_for_those_who_read_them_alone(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
-    chain, lookup = DraftModelDrafter(tiny_draft, (1, 1)), PromptLookupDrafter(2)
+    chain, lookup = DraftModelDrafter(tiny_draft, 2), PromptLookupDrafter(2)
     reader = ParallelDrafter(tiny_parallel_draft(tiny_llama))
     assert not any(drafter.reads_states for drafter in (chain, lookup, HybridDrafter(chain, lookup)))
     assert not ParallelDrafter(tiny_parallel_draft(tiny_llama, reads_target=False)).reads_states

@@ -101,12 +101,10 @@ def test_families_are_as_free_as_their_spec_leaves_them(load: Callable[[DrafterS
 
     assert kind("heads", "heads") == ("tree", 3)
     assert kind("heads", "heads", tree=((0,), (1,))) == ("fixed", 1)
-    assert kind("heads", "heads", dynamic_nodes=6) == ("fixed", 3)
     assert kind("parallel", "parallel") == ("tree", 4)  # all its tokens, where a typical tree is 3 deep
     assert kind("parallel", "parallel", tokens=2) == ("chain", 2)
     assert kind("draft", "other") == ("chain", 5)
     assert kind("draft", "other", tokens=3) == ("chain", 3)
-    assert kind("draft", "other", branching=(2, 1)) == ("fixed", 2)
     assert kind("lookup") == ("chain", 10)
     assert kind("lookup", branches=2) == ("fixed", 10)
     assert kind("draft-tree", "other")[0] == "fixed"
@@ -114,7 +112,7 @@ def test_families_are_as_free_as_their_spec_leaves_them(load: Callable[[DrafterS
 
 
 def test_every_form_of_a_chain_is_a_spec_that_reads_back(load: Callable[[DrafterSpec], Drafter]) -> None:
-    for options in ({}, {"tokens": 3}, {"branching": (1, 1, 1)}):
+    for options in ({}, {"tokens": 3}):
         family = family_of(DrafterSpec("draft", "other", options), load, most_nodes=8, most_depth=3)
         forms = [family.chain(depth) for depth in range(1, family.depth + 1)]
         assert [load(parse_drafter(str(form))).max_depth for form in forms] == [1, 2, 3]
