@@ -18,7 +18,7 @@ from decoding.measure.planning.step_costs import (
     best,
     depth_by_batch_size,
 )
-from decoding.measure.planning.views import basis, verdict
+from decoding.measure.planning.views import basis
 from decoding.metrics import StepCount, expected_tokens, tokens_per_pass
 from decoding.policies import PLAIN, Budget
 from decoding.rules.tree import TokenTree, TreeShape
@@ -142,18 +142,6 @@ def test_depths_by_batch_size_cover_all_sizes_and_end_with_plain_decoding_where_
     depths = [depth for _, _, depth in ranges]
     assert depths == sorted(depths, reverse=True) and depths[0] == 4 and depths[-1] == 0
     assert depth_by_batch_size({depth: chains_of[depth] for depth in (1, 2)}, {1: costs[1]}) == [(1, 1, 2)]
-
-
-def test_where_speculation_cannot_pay_the_plan_says_what_a_step_costs_and_brings() -> None:
-    best_form = {
-        "depth": 4, "nodes": 5, "tokens_per_pass": 1.9, "cost": 2.7, "speedup": 0.7,
-        "seconds": {"draft": 0.4, "verify": 4.8, "overhead": 0.2},
-    }  # fmt: skip
-    cell = {"batch_size": 16, "choices": [{"drafter": "draft:x", "plain_seconds": 2.0, "best": best_form}]}
-    assert verdict(cell) == (
-        "batch 16: decode plainly: a step of draft:x costs 2.70 plain steps (drafting 0.20, verifying 5 tokens 2.40, "
-        "the rest 0.10) and brings 1.90 tokens"
-    )
 
 
 def test_a_plan_says_on_how_many_prompts_it_was_measured() -> None:

@@ -1,6 +1,5 @@
 """Prompts from files."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +60,7 @@ def test_a_named_field_wins_and_a_limit_holds(tmp_path: Path) -> None:
 def test_a_chat_template_is_used_for_questions_but_not_for_texts(tmp_path: Path) -> None:
     path = written(tmp_path, '{"prompt": "a"}\n{"text": "b"}\n')
     assert read_prompts(path, byte_tokenizer(CHAT), 2) == [tuple(b"<a>:"), tuple(b"b")]
+    assert read_prompts(written(tmp_path, '{"text": "b"}'), byte_tokenizer(CHAT), 1, field="text") == [tuple(b"<b>:")]
     assert encode_prompt("a", byte_tokenizer(CHAT), chat=False) == tuple(b"a")
 
 
@@ -86,11 +86,7 @@ def test_messages_up_to_the_first_answer_go_through_the_template_whole(tmp_path:
     assert read_prompts(written(tmp_path, row), byte_tokenizer(CHAT), 1) == [tuple(b"<s><u>:")]
 
 
-def test_a_text_goes_through_the_template_if_its_field_is_named(tmp_path: Path) -> None:
-    assert read_prompts(written(tmp_path, '{"text": "b"}'), byte_tokenizer(CHAT), 1, field="text") == [tuple(b"<b>:")]
-
-
-@pytest.mark.parametrize("messages", ["5", "null", "[]", '[{"role": "user"}]', '[{"role": "user", "content": 3}]'])
+@pytest.mark.parametrize("messages", ["5", '[{"role": "user"}]', '[{"role": "user", "content": 3}]'])
 def test_malformed_messages_are_named_by_their_line(tmp_path: Path, messages: str) -> None:
     with pytest.raises(ValueError, match="line 1: "):
         read_prompts(written(tmp_path, '{"messages": ' + messages + "}"), byte_tokenizer(CHAT), 1)
@@ -101,11 +97,8 @@ def test_malformed_messages_are_named_by_their_line(tmp_path: Path, messages: st
     [
         ({"instruction": "Sum up.", "context": "Once.", "response": "x"}, "Sum up.\n\nOnce.", "response"),
         ({"problem": "1+1", "solution": "2"}, "1+1", "solution"),
-        ({"query": "q", "response": "r"}, "q", "response"),
-        ({"input": "q", "output": "r"}, "q", "output"),
         ({"prompt": None, "question": "q", "answer": None, "output": "r"}, "q", "output"),
         ({"text": "a long text", "code": "b"}, "a long text", None),
-        ({"text": "a long text", "output": None}, "a long text", None),
         ({"text": "write f", "code": "def f(): ...", "task_id": 3}, "write f", "code"),
         ({"text": "q", "response": "r"}, "q", "response"),
     ],
@@ -114,14 +107,6 @@ def test_what_is_noted_beside_a_text_does_not_make_it_a_prompt(
     row: dict[str, Any], prompt: str, answer: str | None
 ) -> None:
     assert prompt_of(row, None, "here")[1] == prompt and find_answer(row) == answer
-
-
-def test_a_conversation_of_sharegpt_is_asked_up_to_its_first_answer(tmp_path: Path) -> None:
-    turns = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}, {"from": "human", "value": "d"}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"conversations": turns}) + "\n")
-    tokenizer = tiny_tokenizer()
-    assert read_prompts(path, tokenizer, 5) == [tuple(tokenizer("a b")["input_ids"])]
 
 
 def test_rows_in_another_container_are_refused_with_the_one_that_is_read(tmp_path: Path) -> None:
@@ -141,16 +126,11 @@ def test_rows_in_another_container_are_refused_with_the_one_that_is_read(tmp_pat
             read_prompts(tmp_path / name, tiny_tokenizer(), 5)
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
 def test_a_file_in_another_encoding_is_named_with_the_remedy(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n', encoding=encoding)
     with pytest.raises(ValueError, match=rf"rows\.jsonl is {encoding.upper()} .*save it as UTF-8"):
         list(read_rows(tmp_path / "rows.jsonl"))
-
-
-def test_a_mark_of_utf8_is_no_part_of_the_first_row(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n', encoding="utf-8-sig")
-    assert list(read_rows(tmp_path / "rows.jsonl")) == [(1, {"text": "a"})]
 
 
 def test_a_prompt_that_is_no_text_is_refused() -> None:

@@ -68,11 +68,6 @@ def test_a_line_that_is_no_row_is_found_when_its_fields_are_asked_for(
     assert good.fields() == {"text": "a"}
 
 
-def test_an_escaped_character_beyond_the_basic_plane_is_whole(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "\\ud83d\\ude00"}\n')
-    assert fields_of(tmp_path / "rows.jsonl") == [{"text": "😀"}]
-
-
 def test_a_parquet_file_gives_its_rows_without_the_columns_left_empty(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": "b", "text": None}, {"prompt": None, "answer": None, "text": "c"}]
     path = write_parquet(tmp_path / "rows.parquet", rows)
@@ -87,13 +82,6 @@ def test_conversations_come_out_of_parquet_as_they_went_in(tmp_path: Path) -> No
     tools = [{"name": "f", "parameters": {"x": {"type": "string"}}}, {"name": "g", "parameters": {"y": {"enum": [1]}}}]
     row = {"messages": messages, "tools": tools}
     assert fields_of(write_parquet(tmp_path / "rows.parquet", [row])) == [row]
-
-
-def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    path.write_bytes(b"none")
-    with pytest.raises(ValueError, match=r"rows\.parquet is not a readable Parquet file: .*file size is 4 bytes"):
-        fields_of(path)
 
 
 def test_a_folder_is_its_jsonl_and_parquet_files_in_the_order_of_their_names(tmp_path: Path) -> None:
