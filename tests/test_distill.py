@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from distilling import EXAMPLES, labelled_logits, objective_for, sums_of
+from loss_references import divergence
 from tiny_models import counting_model, full_forward, tiny_model
 from tiny_training import WORDS, Recorder, tiny_tokenizer, train_toy
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.data.batch import Example, collate
-from trainer.learning.losses import divergence
 
 ALL = {"from_target": {"layers": [0, 1]}}
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from distilling import EXAMPLES, AllOnDisk, expected_loss, labelled_logits, objective_for, sums_of
+from loss_references import divergence
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer
 from torch import Tensor
@@ -18,7 +19,6 @@ from trainer.data.batch import collate
 from trainer.data.sequences import pack
 from trainer.drafts.distill import DistillObjective, DraftLogits
 from trainer.drafts.start import initial_draft
-from trainer.learning.losses import divergence
 from trainer.recipe.draft import DraftSection
 
 BATCH = collate(EXAMPLES)

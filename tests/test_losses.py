@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 from hypothesis import given
-from loss_references import KINDS, SEEDS, VOCAB, gradients
+from loss_references import KINDS, SEEDS, VOCAB, divergence, gradients
 from torch import Tensor
 
-from trainer.learning.losses import LossMix, divergence
+from trainer.learning.losses import LossMix
 from trainer.recipe.loss import Divergence
 
 # Two tokens whose distributions can be told by hand, and one on which both agree.

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from loss_references import KINDS, Anew, a_teacher, all_logits, gradients, inputs, one
+from loss_references import KINDS, Anew, a_teacher, all_logits, divergence, gradients, inputs, one
 from torch import Tensor
 
 from trainer.learning.fused import fused_loss
-from trainer.learning.losses import LossMix, divergence
+from trainer.learning.losses import LossMix
 from trainer.learning.teachers import HiddenTeacher, SampledTailTeacher
 from trainer.recipe.loss import Divergence
 

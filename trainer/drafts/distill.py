@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
+from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import added_to_embeddings, lm_head_input, run_in_lm_head
-from decoding.model.parallel import ParallelParts
+from decoding.model.parallel import ParallelDraft, ParallelParts
 from trainer.data.batch import Batch, flat_rows
 from trainer.drafts.blocks import Blocks, Labels, text_labels
-from trainer.drafts.drafter import AnyDraft, drafter_of
 from trainer.drafts.start import InitialDraft, write_draft
 from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.losses import LossMix
@@ -28,6 +28,20 @@ from trainer.recipe.draft import DraftSection
 from trainer.recipe.loss import LossSection
 from trainer.target.hidden import OnlineTarget
 from trainer.target.logits import check_logits, logit_scale
+
+AnyDraft = CausalLM | ParallelDraft
+"""A draft to decode with: an ordinary one, or a parallel one with its parts."""
+
+
+def drafter_of(draft: AnyDraft, tokens: int) -> Drafter:
+    """Make the drafter of a draft's chain of ``tokens``; a parallel draft has at most the tokens of one forward.
+
+    On a CUDA device its steps are CUDA graphs, if they can be.
+    """
+    if isinstance(draft, ParallelDraft):
+        draft = ParallelDraft(draft.model.at_its_fastest(), draft.parts)
+        return named_drafter("parallel", draft, tokens=min(tokens, draft.tokens))
+    return named_drafter("draft", draft.at_its_fastest(), tokens=tokens)
 
 
 class TeacherSource(Protocol):
