@@ -19,9 +19,8 @@ from decoding.threads import spin_briefly
 
 spin_briefly()  # before torch is imported
 
-import llama_cpp_engine
+import engines
 import torch
-import vllm_engine
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
@@ -66,16 +65,16 @@ class Bench(NamedTuple):
         return folder
 
 
-def vllm_cases(bench: Bench) -> list[vllm_engine.Case]:
+def vllm_cases(bench: Bench) -> list[engines.VllmCase]:
     """Return a start of vLLM for plain decoding and for each artefact; heads also with fewer drafted than there are."""
-    cases = [vllm_engine.Case("plain decoding")]
+    cases = [engines.VllmCase("plain decoding")]
 
     def case(artefact: str, drafter: Drafter, **speculation: Any) -> None:
-        cases.append(vllm_engine.Case(artefact, speculation, drafter))
+        cases.append(engines.VllmCase(artefact, speculation, drafter))
 
     if "draft" in bench.trained:
         folder = str(bench.export("draft", "draft"))
-        chain = DraftModelDrafter(load_draft(folder, bench.target, bench.tokenizer), (1,) * DRAFT_TOKENS)
+        chain = DraftModelDrafter(load_draft(folder, bench.target, bench.tokenizer), DRAFT_TOKENS)
         case("draft", chain, method="draft_model", model=folder, num_speculative_tokens=DRAFT_TOKENS)
     for name, told in (("heads", "Medusa heads"), ("shared-heads", "heads that share the lm_head")):
         if name not in bench.trained:
@@ -106,26 +105,26 @@ def _chain(heads: MedusaHeads, tokens: int) -> Drafter:
     return MedusaDrafter(heads, tuple((0,) * depth for depth in range(1, tokens + 1)))
 
 
-def llama_cpp_cases(bench: Bench) -> list[llama_cpp_engine.Case]:
+def llama_cpp_cases(bench: Bench) -> list[engines.LlamaCppCase]:
     """Return a start of llama.cpp for plain decoding and one with the draft, by files in fp32."""
     target = bench.export("target", "gguf", type="f32") / "model.gguf"
-    cases = [llama_cpp_engine.Case("plain decoding", target)]
+    cases = [engines.LlamaCppCase("plain decoding", target)]
     if "draft" in bench.trained:
         draft = bench.export("draft", "gguf", type="f32") / "model.gguf"
         own = load_draft(str(bench.trained["draft"]), bench.target, bench.tokenizer)
-        drafter = DraftModelDrafter(own, (1,) * DRAFT_TOKENS)
-        cases.append(llama_cpp_engine.Case("draft", target, draft, DRAFT_TOKENS, drafter))
+        drafter = DraftModelDrafter(own, DRAFT_TOKENS)
+        cases.append(engines.LlamaCppCase("draft", target, draft, DRAFT_TOKENS, drafter))
     return cases
 
 
 def measure(bench: Bench, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[dict[str, Any]]:
     """Return the rows of every engine whose environment is there."""
     rows = []
-    if llama_cpp_engine.PYTHON.is_file():
+    if engines.LLAMA_CPP.is_file():
         ends = eos_token_ids(bench.target.model, bench.tokenizer)
-        rows += llama_cpp_engine.serve(bench.target, llama_cpp_cases(bench), prompts, max_new_tokens, ends)
-    if vllm_engine.python() is not None:
-        rows += vllm_engine.serve(Path(bench.folder), bench.target, vllm_cases(bench), prompts, max_new_tokens)
+        rows += engines.serve_llama_cpp(bench.target, llama_cpp_cases(bench), prompts, max_new_tokens, ends)
+    if engines.vllm_python() is not None:
+        rows += engines.serve_vllm(Path(bench.folder), bench.target, vllm_cases(bench), prompts, max_new_tokens)
     if not rows:
         raise SystemExit("no engine is here: make engines, or make vllm")
     return [{key: value for key, value in row.items() if key not in _LEFT_OUT} for row in rows]

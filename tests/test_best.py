@@ -1,4 +1,4 @@
-"""The best weights and the end of patience: by held-out figures, and the same however often a run is killed."""
+"""The best weights by held-out figures, the same however often a run is killed."""
 
 import json
 import re
@@ -16,18 +16,15 @@ from tiny_training import recipe_content, tiny_tokenizer, write_corpus
 from torch import Tensor, nn
 
 from trainer.learning.objective import Objective
-from trainer.recipe.common import EvaluationSection
 from trainer.recipe.reading import parse_recipe
-from trainer.run.best import Best
 from trainer.run.checkpoint import Progress
-from trainer.run.heldout import Evaluator
+from trainer.run.heldout import Best, Evaluator
 from trainer.run.log import Evaluation
 from trainer.run.train import run_recipe
 
 
-def best_in(folder: Path, checkpoints: list[int] | None = None, identity: Any = "a run", **section: Any) -> Best:
-    wanted = EvaluationSection.model_validate({"every": 2, "keep": "best", **section})
-    return Best(folder, wanted, identity, lambda: checkpoints or [])
+def best_in(folder: Path, checkpoints: list[int] | None = None) -> Best:
+    return Best(folder, "a run", lambda: checkpoints or [])
 
 
 def module_of(value: float) -> nn.Module:
@@ -64,15 +61,6 @@ def test_the_weights_of_the_highest_figure_are_kept_and_come_back(tmp_path: Path
     assert restored(best) == 4
     written = json.loads((tmp_path / "step-00000004" / "evaluation.json").read_text())
     assert (written["step"], written["tokens_per_pass"]) == (4, 2.5)
-
-
-def test_patience_is_counted_in_steps_since_the_best(tmp_path: Path) -> None:
-    """Two evaluations, of every second step; what counts is on the disk, not in the process."""
-    offer(best_in(tmp_path, patience=2, keep="last"), 6, 1.0)
-    assert not (tmp_path / "step-00000006" / "weights.safetensors").exists()
-    again = best_in(tmp_path, patience=2, keep="last")
-    assert [again.is_enough(step) for step in (6, 8, 10, 12)] == [False, False, True, True]
-    assert not best_in(tmp_path).is_enough(1000)
 
 
 def test_a_best_is_dropped_when_no_checkpoint_can_ask_for_it(tmp_path: Path) -> None:
@@ -188,20 +176,6 @@ def test_the_heads_of_the_best_step_are_finished_with_a_tree_of_their_own(
     assert re.search(rf"of step 4, held out, T=0\.7 \(medusa, \w+ of {nodes[5] - 1}\): ", said)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert (lines[-1]["step"], lines[-1]["heldout/step"], lines[-1]["heldout/tokens_per_pass"]) == (10, 4, 3.5)
-
-
-def test_patience_ends_a_run_which_then_finishes_and_is_not_gone_on_with(
-    tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]]
-) -> None:
-    content = workshop(tmp_path, "medusa", patience=2)
-    scripted([*SCRIPT[:4], 3.0])
-    assert "ended at step 8 of 10, after 2 evaluations without a new best" in run(content)
-    first = finished(content)
-    assert first[0]["steps"] == 4 and not (tmp_path / "run" / "checkpoints" / "step-00000009").exists()
-    scripted([2.5, 3.0])
-    assert "ended at step 8 of 10" in run(content)
-    again = finished(content)
-    assert again[0]["steps"] == 4 and all(torch.equal(first[1][name], again[1][name]) for name in first[1])
 
 
 @pytest.mark.parametrize("change", [{"keep": "last"}, {"every": 5}, {"max_new_tokens": 6}])

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from distilling import EXAMPLES, labelled_logits, objective_for, sums_of
+from loss_references import divergence
 from tiny_models import counting_model, full_forward, tiny_model
 from tiny_training import WORDS, Recorder, tiny_tokenizer, train_toy
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.data.batch import Example, collate
-from trainer.learning.losses import divergence
 
 ALL = {"from_target": {"layers": [0, 1]}}
 
@@ -55,7 +55,7 @@ def test_training_brings_the_draft_to_its_target_which_stays_byte_identical(tmp_
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     objective = objective_for(model)
     with torch.no_grad():
-        objective.module.base.get_output_embeddings().weight.normal_(std=0.1)
+        objective.module.draft.get_output_embeddings().weight.normal_(std=0.1)
     texts = [Example(tuple((start + i) % 16 for i in range(10)), (True,) * 10, 0) for start in range(16)]
     recorder = Recorder()
     train_toy(tmp_path, objective, recorder, texts, steps=40, learning_rate=3e-2, checkpoint_every=100)
@@ -83,7 +83,7 @@ def test_a_saved_draft_is_a_plain_folder_in_the_targets_dtype(tmp_path: Path) ->
     objective.save(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.dtype == torch.bfloat16 and loaded.config.num_hidden_layers == 1
-    trained: dict[str, Tensor] = objective.module.base.state_dict()
+    trained: dict[str, Tensor] = objective.module.draft.state_dict()
     assert all(torch.equal(tensor, trained[name].bfloat16()) for name, tensor in loaded.state_dict().items())
     assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tiny_tokenizer().get_vocab()
     assert {parameter.dtype for parameter in objective.module.parameters()} == {torch.float32}

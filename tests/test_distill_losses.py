@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from distilling import EXAMPLES, AllOnDisk, expected_loss, labelled_logits, objective_for, sums_of
+from loss_references import divergence
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer
 from torch import Tensor
@@ -18,7 +19,6 @@ from trainer.data.batch import collate
 from trainer.data.sequences import pack
 from trainer.drafts.distill import DistillObjective, DraftLogits
 from trainer.drafts.start import initial_draft
-from trainer.learning.losses import divergence
 from trainer.recipe.draft import DraftSection
 
 BATCH = collate(EXAMPLES)
@@ -30,7 +30,7 @@ def test_loss_and_gradients_are_those_of_the_models_own_logits(family: str) -> N
     """Granite divides its logits, Gemma-2 caps them: both sides' are formed here, and must come out as the models'."""
     target = tiny_model(family)
     objective = objective_for(target, loss=MIX)
-    draft = objective.module.base
+    draft = objective.module.draft
     sums = sums_of(objective, BATCH)
     sums.losses.sum().backward()
     ours = {name: p.grad.clone() for name, p in draft.named_parameters() if p.grad is not None}
@@ -63,7 +63,7 @@ def hidden_of(model: PreTrainedModel) -> Tensor:
 def test_hidden_states_are_compared_as_a_share_of_the_targets_own_size() -> None:
     target = tiny_model("llama")
     objective = objective_for(target, loss={"forward_kl": 1, "hidden": 0.5})
-    draft, wanted = hidden_of(objective.module.base.eval()), hidden_of(target)
+    draft, wanted = hidden_of(objective.module.draft.eval()), hidden_of(target)
     expected = ((draft - wanted).square().mean(-1) / wanted.square().mean(-1)).sum()
     assert objective.terms == ("logits", "hidden") and objective.weights(0) == (1.0, 0.5)
     assert objective.counts(BATCH).tolist() == [7, 7]
@@ -86,7 +86,7 @@ def test_a_trimmed_draft_is_compared_on_the_tokens_it_writes_and_read_back_as_it
     objective = objective_for(target, vocabulary=6, loss={"forward_kl": 1, "tvd": 1})
     draft = objective.draft_for_decoding()
     assert draft.output_tokens is not None and len(draft.output_tokens) == 6
-    own, wanted = labelled_logits(objective.module.base.eval(), BATCH), labelled_logits(target, BATCH)
+    own, wanted = labelled_logits(objective.module.draft.eval(), BATCH), labelled_logits(target, BATCH)
     kinds: tuple[Any, ...] = ("forward_kl", "tvd")
     expected = sum(divergence(own, wanted, kind, tokens=draft.output_tokens).item() for kind in kinds)
     assert sums_of(objective, BATCH).losses.item() == pytest.approx(expected, rel=1e-4)
@@ -101,28 +101,11 @@ def test_on_the_datas_tokens_alone_the_target_is_not_run_and_right_tokens_are_co
     objective = objective_for(target, loss={"cross_entropy": 1})
     with capture_lm_head_input(target) as captured:
         sums = sums_of(objective, BATCH)
-    logits, labels = labelled_logits(objective.module.base.eval(), BATCH), BATCH.shifted(1)[BATCH.labelled(1)]
+    logits, labels = labelled_logits(objective.module.draft.eval(), BATCH), BATCH.shifted(1)[BATCH.labelled(1)]
     assert not captured and objective.hit_name == "top1"
     assert sums.hits.item() == (logits.argmax(-1) == labels).sum().item()
     expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
     assert sums.losses.item() == pytest.approx(expected.item(), rel=1e-5)
-
-
-def test_adapters_alone_learn_and_are_merged_into_a_plain_draft(tmp_path: Path) -> None:
-    target = tiny_model("llama")
-    objective = objective_for(target, lora={"rank": 2, "dropout": 0.0})
-    trained = {name for name, parameter in objective.module.named_parameters() if parameter.requires_grad}
-    assert len(trained) == 14 and all("lora_" in name for name in trained)  # A and B of seven linear layers
-    with torch.no_grad():
-        for name, parameter in objective.module.named_parameters():
-            if name in trained:
-                parameter.normal_(std=0.2)
-    objective.save(tmp_path)
-    read = load_draft(str(tmp_path), CausalLM(target), tiny_tokenizer())
-    assert not any("lora" in name for name in read.model.state_dict())
-    adapted = labelled_logits(objective.module.base.eval(), BATCH)
-    assert torch.allclose(labelled_logits(read.model, BATCH), adapted, atol=1e-4)
-    assert not torch.allclose(adapted, labelled_logits(objective_for(target).module.base.eval(), BATCH), atol=1e-2)
 
 
 def test_logits_from_disk_teach_what_the_target_does() -> None:

@@ -21,8 +21,8 @@ from decoding.generate import DecodingConfig
 from trainer.commands.guarded import guarded
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.training_options import RegenerateOptions
-from trainer.data.answers import Answered, Outcome
-from trainer.data.conversations import Conversation, answer_message, read_conversations
+from trainer.data.answers import AnsweredConversation, Outcome
+from trainer.data.conversations import OpenConversation, answer_message, read_conversations
 from trainer.run.answering import Summary
 from trainer.servers import connection as connection_module
 from trainer.servers import endpoint as endpoint_module
@@ -84,7 +84,7 @@ def test_an_answer_is_written_with_its_tokens_and_its_row(tmp_path: Path) -> Non
     first, second = rows(tmp_path / "answers.jsonl")
     assert first == {"row": 1, "sample": 0, "messages": messages, "tokens": 5, "truncated": False}
     assert second["tokens"] == 0, "a server that counts no tokens is good enough"
-    assert (summary.answered, summary.tokens, summary.failed, summary.differing) == (2, 5, 0, None)
+    assert (summary.answered, summary.tokens, summary.failed) == (2, 5, 0)
 
 
 def test_a_request_carries_the_key_the_settings_and_a_seed_of_its_own(
@@ -285,7 +285,7 @@ def test_what_was_answered_is_handed_over_before_a_refusal_ends_the_run(
     """Two end in the same moment, one well; the third is still under way, the fourth never asked."""
     ended: list[str] = []
 
-    async def converse(self: EndpointBackend, conversation: Conversation) -> Outcome:
+    async def converse(self: EndpointBackend, conversation: OpenConversation) -> Outcome:
         word = conversation.text
         if word == "refused":
             raise ValueError("the key is refused")
@@ -294,7 +294,7 @@ def test_what_was_answered_is_handed_over_before_a_refusal_ends_the_run(
                 await asyncio.Event().wait()
             finally:
                 ended.append(word)
-        return Answered(conversation, (answer_message("fine"),), 1, truncated=False)
+        return AnsweredConversation(conversation, (answer_message("fine"),), 1, truncated=False)
 
     async def close(self: Any) -> None:
         ended.append("connections")

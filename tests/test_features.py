@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from rich.console import Console
-from tiny_models import full_forward, tiny_model
+from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer, toy_examples
 from torch import Tensor
 
@@ -41,21 +41,20 @@ FAMILIES = ["llama", "gpt2", "qwen3-moe", "gemma3", "granite"]
 
 
 def identity_of(
-    target: CausalLM, examples: Sequence[Example] = EXAMPLES, top_k: int = 0, states: StatesDtype = "target"
+    target: CausalLM, examples: Sequence[Example] = EXAMPLES, states: StatesDtype = "target"
 ) -> FeatureIdentity:
-    section = FeaturesSection(folder="features", top_k=top_k, states=states)
+    section = FeaturesSection(folder="features", states=states)
     return FeatureIdentity.of(target, fingerprint(target.model), tiny_tokenizer(), examples, section)
 
 
 def write(
     target: CausalLM,
     folder: Path,
-    top_k: int = 0,
     states: StatesDtype = "target",
     writer: type[FeatureWriter] = FeatureWriter,
     process: Process = ALONE,
 ) -> FeatureIdentity:
-    identity = identity_of(target, top_k=top_k, states=states)
+    identity = identity_of(target, states=states)
     ensure_store(writer(target, identity), EXAMPLES, folder, SHARD_TOKENS, process)
     return identity
 
@@ -124,30 +123,13 @@ def test_documents_packed_into_one_example_are_stored_as_if_each_stood_alone(
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
-def test_the_best_logits_are_the_models_own_with_its_softcap_and_its_scale(family: str, tmp_path: Path) -> None:
-    changes = {"final_logit_softcapping": 2.0} if family == "gemma2" else {}
-    model = tiny_model(family, **changes)
-    target: Any = CausalLM(model)
-    store = FeatureStore.open(tmp_path, write(target, tmp_path, top_k=3))
-    found = store.top_k(collate([EXAMPLES[8], EXAMPLES[0]], (8, 0)))
-    assert found is not None
-    logits = full_forward(model, EXAMPLES[8].tokens.tolist())
-    torch.testing.assert_close(found.logits[0], logits.topk(3).values, rtol=1e-5, atol=1e-5)
-    assert found.tokens[0].tolist() == logits.topk(3).indices.tolist()
-    torch.testing.assert_close(found.log_total[0], logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    assert found.log_total.dtype == torch.float32 and (found.logits[1, 4:] == 0).all()
-    assert torch.equal(store.lm_head, target.model.get_output_embeddings().weight)
-
-
-def test_without_best_logits_none_are_stored_and_the_lm_head_writes_one_position_a_row(tmp_path: Path) -> None:
+def test_the_lm_head_writes_one_position_a_row(tmp_path: Path) -> None:
     target = CausalLM(tiny_model())
     positions: list[int] = []
     lm_head = target.model.get_output_embeddings()
     lm_head.register_forward_hook(lambda module, args, output: positions.append(output.shape[1]))
-    identity = write(target, tmp_path)
+    write(target, tmp_path)
     assert positions and set(positions) == {1}
-    assert FeatureStore.open(tmp_path, identity).top_k(collate(EXAMPLES[:1], (0,))) is None
 
 
 def test_an_lm_head_with_a_bias_is_refused(tmp_path: Path) -> None:
@@ -158,13 +140,11 @@ def test_an_lm_head_with_a_bias_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_in_int8_come_back_within_half_a_scale_and_best_logits_to_the_bit(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_states_in_int8_come_back_within_half_a_scale(dtype: torch.dtype, tmp_path: Path) -> None:
     target = CausalLM(tiny_model().to(dtype))  # type: ignore[arg-type]  # transformers' stubs
     exact, rounded = tmp_path / "exact", tmp_path / "rounded"
     stores = [
-        FeatureStore.open(folder, write(target, folder, top_k=3, states=states))
+        FeatureStore.open(folder, write(target, folder, states=states))
         for folder, states in ((exact, "target"), (rounded, "int8"))
     ]
     batch = collate(EXAMPLES, range(12))
@@ -173,8 +153,6 @@ def test_states_in_int8_come_back_within_half_a_scale_and_best_logits_to_the_bit
     scale = states.float().abs().amax(-1, keepdim=True) / 127
     spacing = torch.finfo(dtype).eps * states.float().abs()  # of the dtype that numbers are read back in
     assert ((found.float() - states.float()).abs() <= scale / 2 * (1 + 1e-5) + spacing).all()
-    for ours, theirs in zip(*(store.top_k(batch) for store in stores), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 def test_states_in_int8_by_hand() -> None:
@@ -184,12 +162,9 @@ def test_states_in_int8_by_hand() -> None:
     assert scale.tolist() == [2.0, 0.0]
 
 
-@pytest.mark.parametrize("top_k", [0, 4])
-def test_heads_learn_from_features_what_they_learn_from_the_target(
-    tiny_llama: CausalLM, tmp_path: Path, top_k: int
-) -> None:
+def test_heads_learn_from_features_what_they_learn_from_the_target(tiny_llama: CausalLM, tmp_path: Path) -> None:
     section = HeadsSection.model_validate({"num_heads": 2, "markov_rank": 3})
-    store = FeatureStore.open(tmp_path, write(tiny_llama, tmp_path, top_k=top_k))
+    store = FeatureStore.open(tmp_path, write(tiny_llama, tmp_path))
     states = StoredFeatures(store, tiny_llama.model.config, torch.device("cpu"))
     batch = collate([EXAMPLES[i] for i in (9, 2, 5)], (9, 2, 5))
     sums = []
@@ -338,11 +313,11 @@ def test_shards_that_lost_their_manifest_are_not_taken_for_those_of_other_data(
     torch.testing.assert_close(hidden, alone(tiny_llama, backwards[0].tokens), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("what", ["target", "tokenizer", "data", "dtype", "top_k", "states"])
+@pytest.mark.parametrize("what", ["target", "tokenizer", "data", "dtype", "states"])
 def test_features_made_with_something_else_are_refused_by_its_name(
     tiny_llama: CausalLM, stored: Stored, what: str
 ) -> None:
-    other = replace(stored.identity, **{what: 5 if what == "top_k" else "float64"})
+    other = replace(stored.identity, **{what: "float64"})
     was, now = getattr(stored.identity, what), getattr(other, what)
     difference = f"other {what}" if what in ("target", "tokenizer", "data") else f"{what} {was} and not {now}"
     with pytest.raises(ValueError, match=rf"features made with {difference}: give features.folder another folder"):
@@ -365,11 +340,6 @@ def test_an_identity_changes_with_the_target_the_tokenizer_and_each_token(tiny_l
     assert other.tokenizer != base.tokenizer and other.data == base.data
 
 
-def test_more_best_logits_than_tokens_are_refused(tiny_llama: CausalLM) -> None:
-    with pytest.raises(ValueError, match=r"features\.top_k is 17 but the target knows 16 tokens"):
-        identity_of(tiny_llama, top_k=17)
-
-
 # The disk
 
 
@@ -378,15 +348,15 @@ def disk_with(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
 
 
-@pytest.mark.parametrize(("top_k", "states", "size"), [(0, "target", 64), (3, "target", 64 + 28), (0, "int8", 16 + 4)])
+@pytest.mark.parametrize(("states", "size"), [("target", 64), ("int8", 16 + 4)])
 def test_the_estimate_is_what_the_files_take(
-    tiny_llama: CausalLM, tmp_path: Path, top_k: int, states: StatesDtype, size: int
+    tiny_llama: CausalLM, tmp_path: Path, states: StatesDtype, size: int
 ) -> None:
-    """12 examples of 87 tokens at 16 fp32 numbers, and with top_k 3 tokens, 3 logits and a total of 4 bytes each.
+    """12 examples of 87 tokens at 16 fp32 numbers.
 
     In int8 a token is 16 bytes and its scale.
     """
-    identity = write(tiny_llama, tmp_path, top_k=top_k, states=states)
+    identity = write(tiny_llama, tmp_path, states=states)
     estimate = estimate_bytes(EXAMPLES, identity)
     assert estimate == 87 * size + 16 * 16 * 4
     taken = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))

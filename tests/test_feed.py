@@ -98,14 +98,10 @@ def test_one_micro_batch_is_prepared_while_the_one_before_it_trains_over_the_end
     assert all(name.startswith(THREAD) for name in objective.by) and not threads()
 
 
-@pytest.mark.parametrize("end", ["interrupt", "patience", "error"])
+@pytest.mark.parametrize("end", ["interrupt", "error"])
 def test_no_thread_outlives_its_run(end: str, tmp_path: Path) -> None:
     recorder = Recorder()
-    if end == "patience":
-        recorder.ends_at = {2}
-        assert train_toy(tmp_path, ToyObjective(), recorder, evaluate_every=2).step == 2
-    else:
-        recorder.actions[2] = interrupt if end == "interrupt" else lambda: (_ for _ in ()).throw(KeyboardInterrupt())
-        with pytest.raises(Interrupted if end == "interrupt" else KeyboardInterrupt):
-            train_toy(tmp_path, ToyObjective(), recorder)
+    recorder.actions[2] = interrupt if end == "interrupt" else lambda: (_ for _ in ()).throw(KeyboardInterrupt())
+    with pytest.raises(Interrupted if end == "interrupt" else KeyboardInterrupt):
+        train_toy(tmp_path, ToyObjective(), recorder)
     assert not threads()

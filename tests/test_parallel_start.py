@@ -101,7 +101,7 @@ def test_the_mask_is_never_the_likeliest_token_of_a_finished_draft(tmp_path: Pat
     """Its logit is the mean of the others' after the last step, whatever the training made of their rows."""
     objective = objective_for(tiny_model("llama"))
     with torch.no_grad():
-        lm_head(objective.module.base)[:16] -= 5
+        lm_head(objective.module.draft)[:16] -= 5
     objective.save(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     logits = model(input_ids=torch.tensor([[4, 5, 6, 16, 16]])).logits
@@ -159,7 +159,6 @@ def test_a_stored_ordinary_draft_becomes_a_parallel_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"lora": {"rank": 2}}, "which draft.lora has no place"),
         ({"teacher": {"folder": "x"}}, "reads_target needs the target's hidden states, which draft.teacher does not"),
         ({"loss": {"hidden": 1}}, "draft.parallel needs a loss on the logits"),
         ({"policy": {"draft": 1}}, "which a parallel draft is not trained for"),

@@ -102,7 +102,7 @@ def test_logits_from_disk_teach_the_masks_what_the_target_does() -> None:
         CausalLM(target),
         AllOnDisk(target),
         tiny_tokenizer(),
-        InitialDraft(online.module.base, None, online.module.parts),
+        InitialDraft(online.module.draft, None, online.module.parts),
         online._section,
         seed=0,
     )

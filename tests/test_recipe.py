@@ -44,7 +44,7 @@ def write(tmp_path: Path, content: Any) -> Path:
         (MEDUSA, {"training": {"steps": 1, "learnin_rate": 1}}, "'training.learnin_rate'; did you mean 'learning_rate"),
         (MEDUSA, {"heads": {"num_head": 2}}, "unknown key 'heads.num_head'; did you mean 'num_heads'?"),
         (DRAFT, {"draft": {"polisy": {}}}, "unknown key 'draft.polisy'; did you mean 'policy'?"),
-        (DRAFT, {"draft": {"zzzz": 1}}, "'draft.zzzz'; valid keys are check_costs, init, lora, loss, num_draft_tokens"),
+        (DRAFT, {"draft": {"zzzz": 1}}, "'draft.zzzz'; valid keys are check_costs, init, loss, num_draft_tokens"),
         (PRETRAIN, {"model": {"tokenizer": "t", "hidden": 1}}, "unknown key 'model.hidden'; did you mean 'hidden_siz"),
     ],
 )
@@ -123,7 +123,6 @@ def test_mixed_precision_no_is_understood_though_yaml_reads_no_as_false(tmp_path
         ("training.steps=x", "training.steps: "),
         ("training=3", "training: "),
         ("training.steps=[", "is not a readable recipe: "),
-        ("output=${nothing}", "is not a readable recipe: Interpolation key 'nothing' not found"),
         ("draft.policy.loop.0=1", "is not a readable recipe: "),
     ],
 )
@@ -206,7 +205,7 @@ def test_heads_and_drafts_share_one_loss_section_in_which_a_term_that_is_not_nam
 
     assert mix_of({}) == mix_of({"temperature": 2}) == {default: 1}
     assert getattr(parse_recipe({**MEDUSA, "kind": kind}), section).loss.mix == {default: 1}
-    for term in ("cross_entropy", "forward_kl", "reverse_kl", "jsd", "tvd", "acceptance", "lk"):
+    for term in ("cross_entropy", "forward_kl", "reverse_kl", "jsd", "tvd", "acceptance"):
         assert mix_of({term: 0.5}) == mix_of({term: 0.5, "tvd" if term != "tvd" else "jsd": 0}) == {term: 0.5}
 
 
@@ -222,11 +221,3 @@ def test_heads_and_drafts_share_one_loss_section_in_which_a_term_that_is_not_nam
 def test_values_are_those_of_yaml_with_numbers_as_people_write_them_and_without_dates(text: str, value: Any) -> None:
     found = read_yaml(text)
     assert found == value and type(found) is type(value)
-
-
-def test_a_value_may_refer_to_another_key(tmp_path: Path) -> None:
-    changes = {"output": "runs/${name}-${training.steps}", "checkpoint": {"every": "${training.steps}"}}
-    recipe = load_recipe(write(tmp_path, {**MEDUSA, **changes}), ["name=mine", "training.steps=7"])
-    assert (recipe.output, recipe.checkpoint.every) == ("runs/mine-7", 7)
-    with pytest.raises(ValueError, match="is not a readable recipe: name refers to itself"):
-        load_recipe(write(tmp_path, {**MEDUSA, "output": "${name}", "name": "a${name}"}))

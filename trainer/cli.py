@@ -192,7 +192,7 @@ def demo(options: DemoOptions) -> None:
     app,
     EvaluateOptions,
     "headstart evaluate --target quickstart --drafter lookup \\\n"
-    "  --prompts quickstart/heldout.jsonl --prompt-tokens 64 --output runs/lookup",
+    "  --prompts quickstart/heldout.jsonl --context 64 --output runs/lookup",
     "headstart evaluate --target ORG/NAME --drafter heads:runs/heads/final \\\n"
     "  --drafter lookup --prompts test.jsonl --output runs/measured",
     resumes=True,

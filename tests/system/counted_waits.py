@@ -53,7 +53,7 @@ def joint(model: PreTrainedModel) -> Objective:
 
 KINDS: dict[str, Callable[[PreTrainedModel], Objective]] = {
     "heads": heads(),
-    "soft heads": heads(shared_lm_head=True, loss={"lk": 1.0}),
+    "soft heads": heads(shared_lm_head=True, loss={"jsd": 1.0}),
     "Markov": heads(markov_rank=3),
     "Medusa-2": joint,
     "draft": lambda model: distilling.objective_for(model, loss={"forward_kl": 1.0, "hidden": 0.5}),

@@ -72,7 +72,7 @@ PLACES = {
     "shards": Place(1, "trainer.target.store.write_sealed", features, OSError),
     "models": Place(1, "trainer.commands.evaluate.load_models", evaluate),
     "records": Place(1, "trainer.commands.evaluate.open_records", evaluate, OSError),
-    "decoding": Place(0, "trainer.commands.evaluate.measure", evaluate),
+    "decoding": Place(0, "trainer.commands.evaluate.Measurement.run", evaluate),
 }
 
 

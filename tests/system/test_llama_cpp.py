@@ -23,9 +23,11 @@ from trainer.export.exporter import NO_PROMPTS, export
 ROOT = Path(__file__).resolve().parents[2]
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(str(ROOT / "benchmarks"))
-    from llama_cpp_engine import PYTHON, Case, serve
+    from engines import LLAMA_CPP, LlamaCppCase, serve_llama_cpp
 
-pytestmark = pytest.mark.skipif(not PYTHON.is_file(), reason="runs in the engines' own environment, by `make engines`")
+pytestmark = pytest.mark.skipif(
+    not LLAMA_CPP.is_file(), reason="runs in the engines' own environment, by `make engines`"
+)
 
 TYPES = ("f32", "f16", "bf16", "q8_0")
 PROMPTS, MAX_NEW_TOKENS, DRAFT_TOKENS = 12, 48, 4
@@ -127,19 +129,21 @@ class Desk:
         model.save_pretrained(folder)
         return self.file(folder, "damaged-gguf")
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[LlamaCppCase]:
         target, draft = (
             {type: self.file(folder, f"{kind}-{type}", type) for type in TYPES}
             for kind, folder in zip(("target", "draft"), self.pair, strict=True)
         )
-        own = DraftModelDrafter(self.draft, (1,) * DRAFT_TOKENS)
-        found = [Case(f"plain {type}", target[type], probed=self.probed) for type in TYPES]
-        found += [Case(f"draft {type}", target[type], draft[type], drafter=own) for type in TYPES]
-        found.append(Case("damaged", target["f32"], self.with_other_embeddings(), drafter=own))
+        own = DraftModelDrafter(self.draft, DRAFT_TOKENS)
+        found = [LlamaCppCase(f"plain {type}", target[type], probed=self.probed) for type in TYPES]
+        found += [LlamaCppCase(f"draft {type}", target[type], draft[type], drafter=own) for type in TYPES]
+        found.append(LlamaCppCase("damaged", target["f32"], self.with_other_embeddings(), drafter=own))
         for name, (family, changes) in ARCHITECTURES.items():
-            found.append(Case(name, self.random_file(name, bpe_tokenizer(), family, **changes), probed=self.probed))
+            found.append(
+                LlamaCppCase(name, self.random_file(name, bpe_tokenizer(), family, **changes), probed=self.probed)
+            )
         for name, make in TOKENIZERS.items():
-            found.append(Case(f"split {name}", self.random_file(f"split-{name}", make(), "llama"), texts=TEXTS))
+            found.append(LlamaCppCase(f"split {name}", self.random_file(f"split-{name}", make(), "llama"), texts=TEXTS))
         return found
 
 
@@ -151,7 +155,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 @pytest.fixture(scope="module")
 def found(desk: Desk) -> dict[str, Row]:
     """The rows of all cases by name, from one process of llama.cpp."""
-    rows = serve(desk.target, desk.cases(), desk.prompts, MAX_NEW_TOKENS, desk.ends)
+    rows = serve_llama_cpp(desk.target, desk.cases(), desk.prompts, MAX_NEW_TOKENS, desk.ends)
     return {row["artefact"]: row for row in rows}
 
 

@@ -69,7 +69,7 @@ def test_a_draft_trains_loads_and_decodes(workshop: Path) -> None:
     draft = load_draft(str(output / "final"), target, load_tokenizer(str(workshop / "target")))
     assert draft.num_layers == 1
     config = DecodingConfig(max_new_tokens=9)
-    drafted = Engine(target, DraftModelDrafter(draft, (1, 1, 1))).decode([4, 5], config)
+    drafted = Engine(target, DraftModelDrafter(draft, 3)).decode([4, 5], config)
     # One layer of the counting model counts as well, so all that it drafts is accepted.
     assert drafted.tokens == tuple(range(6, 15)) and [step.accepted for step in drafted.steps] == [0, 3, 3]
 

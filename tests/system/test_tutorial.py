@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(str(ROOT / "benchmarks"))
-    from llama_cpp_engine import PYTHON
+    from engines import LLAMA_CPP as PYTHON
 
 _TINY_RECIPE = {
     "training.steps": "2",

@@ -29,9 +29,9 @@ from trainer.export import export
 ROOT = Path(__file__).resolve().parents[2]
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(str(ROOT / "benchmarks"))
-    from vllm_engine import Case, python, serve
+    from engines import VllmCase, serve_vllm, vllm_python
 
-ASKED_FOR = "HEADSTART_VLLM" in os.environ and python() is not None
+ASKED_FOR = "HEADSTART_VLLM" in os.environ and vllm_python() is not None
 pytestmark = pytest.mark.skipif(not ASKED_FOR, reason="runs in vLLM's own environment, by `make vllm`")
 
 PROMPTS, MAX_NEW_TOKENS, DRAFT_TOKENS = 6, 40, 4
@@ -68,7 +68,7 @@ def without_bias_key(config: dict[str, Any], _: dict[str, Any]) -> None:
     del config["medusa_fc_bias"]
 
 
-def cases_of(desk: Desk) -> list[Case]:
+def cases_of(desk: Desk) -> list[VllmCase]:
     """Every export and every trap, each a start of vLLM."""
     folder, target = desk.folder, desk.target
     heads = {"heads": {}, "shared": {"shared": True}, "biased": {"bias": 2.0}}
@@ -84,22 +84,22 @@ def cases_of(desk: Desk) -> list[Case]:
     at_once = {"parallel_drafting": True, "use_heterogeneous_vocab": True, "model": str(folder / "parallel")}
     return [
         # First: what lies in memory then is no weights of an earlier case.
-        Case("silent", medusa(damaged(folder / "heads", "silent", without_output_layers)), batch_sizes=(1,)),
-        Case("plain"),
-        Case("draft", drafts, DraftModelDrafter(draft, (1,) * DRAFT_TOKENS)),
-        Case("parallel draft", {**drafts, **at_once, "num_speculative_tokens": TOKENS}, ParallelDrafter(parallel)),
-        *(Case(name, medusa(folder / name), MedusaDrafter(own[name], CHAIN)) for name in trained),
-        Case("fewer than heads", medusa(folder / "heads", TOKENS - 1), MedusaDrafter(own["heads"], CHAIN[:-1])),
-        Case("more than heads", medusa(folder / "heads", TOKENS + 1), batch_sizes=(1,)),
-        Case("no biases", medusa(damaged(folder / "biased", "biases", without_bias_key)), batch_sizes=(1,)),
-        Case("eagle", medusa(Path(shutil.copytree(folder / "heads", folder / "eagle3-heads"))), batch_sizes=(1,)),
+        VllmCase("silent", medusa(damaged(folder / "heads", "silent", without_output_layers)), batch_sizes=(1,)),
+        VllmCase("plain"),
+        VllmCase("draft", drafts, DraftModelDrafter(draft, DRAFT_TOKENS)),
+        VllmCase("parallel draft", {**drafts, **at_once, "num_speculative_tokens": TOKENS}, ParallelDrafter(parallel)),
+        *(VllmCase(name, medusa(folder / name), MedusaDrafter(own[name], CHAIN)) for name in trained),
+        VllmCase("fewer than heads", medusa(folder / "heads", TOKENS - 1), MedusaDrafter(own["heads"], CHAIN[:-1])),
+        VllmCase("more than heads", medusa(folder / "heads", TOKENS + 1), batch_sizes=(1,)),
+        VllmCase("no biases", medusa(damaged(folder / "biased", "biases", without_bias_key)), batch_sizes=(1,)),
+        VllmCase("eagle", medusa(Path(shutil.copytree(folder / "heads", folder / "eagle3-heads"))), batch_sizes=(1,)),
     ]
 
 
 @pytest.fixture(scope="module")
 def found(desk: Desk) -> Row:
     """The rows of all cases, by name and batch size, from one process of vLLM."""
-    rows = serve(desk.folder / "target", desk.target, cases_of(desk), prompts(PROMPTS, seed=9), MAX_NEW_TOKENS)
+    rows = serve_vllm(desk.folder / "target", desk.target, cases_of(desk), prompts(PROMPTS, seed=9), MAX_NEW_TOKENS)
     print(f"\nvLLM {rows[0]['version']}, imported in {rows[0]['import_seconds']:.0f} s")
     for row in rows:
         print(told(row))
@@ -165,7 +165,7 @@ def served(desk: Desk, heads: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    interpreter = python()
+    interpreter = vllm_python()
     assert interpreter is not None
     # The program vllm itself asks for the version of a package of that name, which this build for CPUs lacks.
     command = [str(interpreter), "-m", "vllm.entrypoints.openai.api_server", "--model", str(desk.folder / "target")]

@@ -91,17 +91,6 @@ def refused(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [change.name for change in compare(before, now).refused]
 
 
-def test_soft_targets_from_the_best_logits_are_no_resumption_of_exact_ones(run_folder: Path) -> None:
-    soft = {"heads": {"loss": {"forward_kl": 1}}}
-    exact = identity_of(run_folder, **soft)
-    assert not refused(exact, identity_of(run_folder, **soft, features={"folder": str(run_folder / "all")}))
-    best = identity_of(run_folder, **soft, features={"folder": str(run_folder / "best"), "top_k": 2})
-    assert refused(exact, best) == ["features.top_k"]
-    # Where nothing is soft, the best logits are not read.
-    hard = {"folder": str(run_folder / "best"), "top_k": 2}
-    assert not refused(identity_of(run_folder, features=hard), identity_of(run_folder))
-
-
 def test_the_same_file_read_by_another_tokenizer_is_other_training_data(run_folder: Path) -> None:
     before = identity_of(run_folder)
     words = ("<unk>", "<eos>", "<user>", "<assistant>", *"bacdefghijkl")

@@ -87,8 +87,8 @@ def next_commands(target: str | None, drafters: Sequence[str], fits: bool) -> li
     if not fits:
         return [shlex.join(["headstart", "doctor", "--target", target, *given])]
     embedded = target == quickstart.NAME
-    heldout = f"{quickstart.NAME}/heldout.jsonl" if embedded else "heldout.jsonl"
-    measured = ["--target", target, *given, "--prompts", heldout, "--output"]
+    heldout = [f"{quickstart.NAME}/heldout.jsonl", "--context", "64"] if embedded else ["heldout.jsonl"]
+    measured = ["--target", target, *given, "--prompts", *heldout, "--output"]
     if given:
         return [
             shlex.join(["headstart", "evaluate", *measured, "runs/measured"]),
@@ -104,7 +104,7 @@ def next_commands(target: str | None, drafters: Sequence[str], fits: bool) -> li
         for kind in ("medusa1", "draft"):
             run = [f"name={kind}", f"output=runs/{kind}"]
             trained.append(["headstart", "train", f"recipes/any/{kind}.yaml", *own, *run])
-    lookup = ["headstart", "evaluate", "--target", target, "--drafter", "lookup", "--prompts", heldout]
+    lookup = ["headstart", "evaluate", "--target", target, "--drafter", "lookup", "--prompts", *heldout]
     return [shlex.join([*lookup, "--output", "runs/lookup"]), *map(shlex.join, trained)]
 
 

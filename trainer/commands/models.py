@@ -47,10 +47,10 @@ class LoadedModels(NamedTuple):
     specs: dict[str, DrafterSpec]
 
 
-def load_models(options: ModelOptions, drafters: Sequence[str], static: str = "auto") -> LoadedModels:
+def load_models(options: ModelOptions, drafters: Sequence[str]) -> LoadedModels:
     """Read the target and the drafters; a mistake in a spec is found before the target is read."""
     specs = read_specs(drafters)
-    target, trusted = read_target(options.target, options, static), options.trust_remote_code
+    target, trusted = read_target(options.target, options), options.trust_remote_code
     tokenizer = load_tokenizer(resolve(options.target), trusted)
     loader = DrafterLoader(target, tokenizer, trusted)
     loaded = [loader.load(spec) for spec in specs]

@@ -23,12 +23,15 @@ from trainer.commands.models import read_target
 from trainer.commands.served import check_endpoint
 from trainer.commands.training_options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend
-from trainer.data.conversations import Conversation, read_conversations
+from trainer.data.conversations import OpenConversation, read_conversations
 from trainer.files.folders import sha256_of
 from trainer.quickstart import resolve
 from trainer.run.answering import Summary, answer
 from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output
+
+_SETTINGS = ("prompt_field", "n", "temperature", "top_p", "max_new_tokens", "seed", "keep_truncated")
+"""Options that decide the answers."""
 
 
 def run_regenerate(
@@ -45,22 +48,10 @@ def run_regenerate(
     chat = made_by.pop("chat")
     prompts = resolve(options.prompts)
     conversations = read_conversations(prompts, options.prompt_field, options.limit, options.n, chat)
-    if blank := sum(conversation.blank for conversation in conversations):
-        say(watched, f"{blank} of {len(conversations)} prompts are empty: leave such rows out")
     if unseen := _without_their_tools(conversations, backend):
         say(watched, f"{unseen} of {len(conversations)} prompts have tools, which no chat template shows the target")
-    settings = {
-        "prompts_sha256": sha256_of(Path(prompts)),
-        "prompt_field": options.prompt_field,
-        "chat": chat,
-        **made_by,
-        "n": options.n,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-        "max_new_tokens": options.max_new_tokens,
-        "seed": options.seed,
-        "keep_truncated": options.keep_truncated,
-    }
+    settings = {"prompts_sha256": sha256_of(Path(prompts)), "chat": chat, **made_by}
+    settings |= {name: getattr(options, name) for name in _SETTINGS}
     about = {"prompts": Path(prompts).name, "commit": commit(), "versions": versions()}
     with AnswerFile(options.output, settings, about, options.keep_truncated, backend.encoder) as answers:
         summary = answer(backend, conversations, answers, watched)
@@ -71,14 +62,13 @@ def run_regenerate(
     return summary
 
 
-def _without_their_tools(conversations: Sequence[Conversation], backend: Backend) -> int:
+def _without_their_tools(conversations: Sequence[OpenConversation], backend: Backend) -> int:
     """Count the conversations with tools if the first of them is asked without; a served template is not known."""
-    having = [conversation for conversation in conversations if conversation.tools]
-    if not having:
+    having, encoder = [conversation for conversation in conversations if conversation.tools], backend.encoder
+    if not having or encoder is None:
         return 0
-    first, encoder = having[0], backend.encoder
-    left_out = encoder is not None and "tools" in encoder.ignored(first.open_after(()), first.tools)
-    return len(having) if left_out or not first.chat else 0
+    ignored = encoder.ignored(having[0].open_after(()), having[0].tools)
+    return len(having) if "tools" in ignored else 0
 
 
 def _table(summary: Summary) -> Table:
@@ -99,7 +89,6 @@ def _table(summary: Summary) -> Table:
         "cut off, set aside": summary.dropped,
         "empty, set aside": summary.empty,
         "failed, set aside": summary.failed,
-        "answers that tokenize differently": summary.differing,
         "answers/s": f"{summary.answers / summary.seconds:.1f}" if summary.answers else None,
         "tokens/s": f"{summary.tokens / summary.seconds:.0f}" if summary.tokens else None,
     }
@@ -117,8 +106,6 @@ def _backend(
         raise ValueError("give --target for a model in this process, or --endpoint with --model for one that is served")
     if options.endpoint is not None and options.drafter:
         raise ValueError("--drafter speeds up a --target in this process; an --endpoint decodes as it likes")
-    if options.n < 1:
-        raise ValueError(f"n is {options.n}: give at least 1 answer for each prompt")
     if options.n > 1 and sampling.greedy:
         raise ValueError(f"n is {options.n} at temperature 0, where all answers are the same: give a temperature")
     check_endpoint(options.endpoint, options.model)

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 from rich.console import Console
 

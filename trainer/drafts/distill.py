@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
+from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import added_to_embeddings, lm_head_input, run_in_lm_head
-from decoding.model.parallel import ParallelParts
+from decoding.model.parallel import ParallelDraft, ParallelParts
 from trainer.data.batch import Batch, flat_rows
 from trainer.drafts.blocks import Blocks, Labels, text_labels
-from trainer.drafts.drafter import AnyDraft, drafter_of
 from trainer.drafts.start import InitialDraft, write_draft
 from trainer.learning.fused import Bias, fused_loss
-from trainer.learning.lora import base_of, refuse_embeddings, with_adapters
 from trainer.learning.losses import LossMix
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
 from trainer.learning.teachers import HiddenTeacher, Teacher
@@ -30,8 +29,19 @@ from trainer.recipe.loss import LossSection
 from trainer.target.hidden import OnlineTarget
 from trainer.target.logits import check_logits, logit_scale
 
-if TYPE_CHECKING:  # slow to import, and not of use to every draft
-    from peft import PeftModel
+AnyDraft = CausalLM | ParallelDraft
+"""A draft to decode with: an ordinary one, or a parallel one with its parts."""
+
+
+def drafter_of(draft: AnyDraft, tokens: int) -> Drafter:
+    """Make the drafter of a draft's chain of ``tokens``; a parallel draft has at most the tokens of one forward.
+
+    On a CUDA device its steps are CUDA graphs, if they can be.
+    """
+    if isinstance(draft, ParallelDraft):
+        draft = ParallelDraft(draft.model.at_its_fastest(), draft.parts)
+        return named_drafter("parallel", draft, tokens=min(tokens, draft.tokens))
+    return named_drafter("draft", draft.at_its_fastest(), tokens=tokens)
 
 
 class TeacherSource(Protocol):
@@ -140,7 +150,7 @@ class DistillTraining(nn.Module):
 
     def __init__(
         self,
-        draft: "PreTrainedModel | PeftModel",
+        draft: PreTrainedModel,
         logits: DraftLogits,
         loss: LossSection,
         hidden_size: int,
@@ -152,24 +162,19 @@ class DistillTraining(nn.Module):
         self.parts = parts
         self._logits, self._loss = logits, loss
         self._mix = LossMix.of(loss) if loss.mix else None
-        width = CausalLM(self.base).hidden_size
+        width = CausalLM(self.draft).hidden_size
         self.projection: nn.Linear | None = None
         if loss.hidden and width != hidden_size:  # trained beside the draft, and no part of it
             self.projection = nn.Linear(width, hidden_size, bias=False)
-
-    @property
-    def base(self) -> PreTrainedModel:
-        """The draft itself: peft put adapters into it."""
-        return self.draft if isinstance(self.draft, PreTrainedModel) else base_of(self.draft)
 
     def forward(self, inputs: DraftInputs) -> TermSums:
         """Return losses and hits, (terms,) each.
 
         Hits of soft terms are Σ min(p, q), the acceptance of token rejection; of cross entropy alone, correct argmaxes.
         """
-        with added_to_embeddings(self.base, self._read(inputs)):
-            hidden = lm_head_input(self.base, inputs.model_inputs)
-        return run_in_lm_head(self.base, hidden, partial(self._sums, inputs))
+        with added_to_embeddings(self.draft, self._read(inputs)):
+            hidden = lm_head_input(self.draft, inputs.model_inputs)
+        return run_in_lm_head(self.draft, hidden, partial(self._sums, inputs))
 
     def _read(self, inputs: DraftInputs) -> Tensor | None:
         """Return the addition to the embeddings: what the draft reads of the target; nothing for masks."""
@@ -246,11 +251,9 @@ class DistillObjective:
         self.terms = tuple(self._weights)
         self.output_tokens = initial.output_tokens
         logits = DraftLogits(initial.model, initial.output_tokens, target.vocab_size)
-        draft: PreTrainedModel | PeftModel = initial.model.train()
-        if section.lora is not None:
-            refuse_embeddings(initial.model, section.lora, "draft.lora")
-            draft = with_adapters(initial.model, section.lora, "draft.lora")
-        self.module: DistillTraining = DistillTraining(draft, logits, loss, target.hidden_size, initial.parts)
+        self.module: DistillTraining = DistillTraining(
+            initial.model.train(), logits, loss, target.hidden_size, initial.parts
+        )
 
     @staticmethod
     def _weighted(section: DraftSection) -> dict[str, float]:
@@ -277,10 +280,8 @@ class DistillObjective:
         return (DraftInputs(batch.model_inputs(), (TaughtLabels(text_labels(batch, ahead.places), teacher),)),)
 
     def draft_for_decoding(self) -> CausalLM:
-        """Return a copy of the draft by its present weights, adapters merged, in the target's dtype."""
+        """Return a copy of the draft by its present weights, in the target's dtype."""
         draft: Any = copy.deepcopy(self.module.draft)
-        if self._section.lora is not None:
-            draft = cast("PeftModel", draft).merge_and_unload()
         draft.to(self._dtype)
         draft.config.dtype = self._dtype
         return CausalLM(draft.requires_grad_(False).eval(), self.output_tokens)

@@ -16,8 +16,7 @@ from trainer.export.companions import read_provenance
 from trainer.export.readback import check_stored
 from trainer.export.task import MERGED, ExportTask, form_beside
 from trainer.files.transformers4 import write_model
-from trainer.heads.medusa2 import TARGET_FOLDER
-from trainer.learning.lora import base_of, merged_weights
+from trainer.heads.medusa2 import TARGET_FOLDER, base_of, merged_weights
 
 _COPIED = (".safetensors", ".json", ".jinja", ".txt", ".model")
 """Suffixes of a model's files, code not among them."""

@@ -38,10 +38,7 @@ def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process)
     else:
         objective = MedusaObjective(OnlineTarget(target.model), recipe.heads, steps, target.dtype)
     identity: dict[str, Any] = shared_identity(recipe, target, dataset, heldout)
-    identity["features"] = {  # only what a loss reads in them makes another run
-        "top_k": features.top_k if features and recipe.heads.loss.soft else 0,
-        "states": features.states if features else "target",
-    }
+    identity["features"] = {"states": features.states if features else "target"}  # all that makes another run
     return Job(recipe, target.tokenizer, dataset, heldout, kept, objective, identity)
 
 

@@ -27,9 +27,9 @@ from trainer.data.batch import Batch, flat_rows
 from trainer.learning.fused import Bias, FusedLoss, fused_loss
 from trainer.learning.losses import LossMix
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
-from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
+from trainer.learning.teachers import HiddenTeacher, Teacher
 from trainer.recipe.heads import HeadsSection
-from trainer.target.hidden import HiddenStates, StoredStates, TopLogits
+from trainer.target.hidden import HiddenStates
 from trainer.target.logits import LogitTransform
 
 
@@ -41,7 +41,6 @@ class HeadInputs:
     hidden: Float[Tensor, "batch positions hidden"]
     lm_head: Float[Tensor, "vocab hidden"] | None = None
     """The target's lm_head, for heads that share it and for soft targets."""
-    top_k: TopLogits | None = None
     transform: LogitTransform | None = None
     places: tuple[Int[Tensor, " labels"], ...] | None = None
     """Places of each head's labels, as by `head_places`; None: they are found here."""
@@ -55,7 +54,8 @@ class HeadsAhead(NamedTuple):
     """Parts of `HeadInputs` that are ready before the target runs."""
 
     places: tuple[Int[Tensor, " labels"], ...]
-    stored: StoredStates | None
+    stored: Float[Tensor, "batch positions hidden"] | None
+    """The target's states, read from a disk."""
 
 
 class MedusaTraining(nn.Module):
@@ -116,15 +116,13 @@ class MedusaTraining(nn.Module):
 
 def _teacher(inputs: HeadInputs, places: Int[Tensor, " labels"]) -> Teacher:
     """Return the target's own distribution at these places, which predict what the head predicts."""
-    if inputs.top_k is not None:
-        return TopKTeacher(*(flat_rows(tensor, places) for tensor in inputs.top_k))
     assert inputs.lm_head is not None, "soft targets want the target's lm_head"
     return HiddenTeacher(flat_rows(inputs.hidden, places).detach(), inputs.lm_head, inputs.transform)
 
 
 def head_weights(section: HeadsSection, step: int, steps: int) -> tuple[float, ...]:
     """Return each head's weight in the loss at a step (from 0) of ``steps``."""
-    weights = section.weights or tuple(section.decay**k for k in range(section.num_heads))
+    weights = tuple(section.decay**k for k in range(section.num_heads))
     rise = math.sin((step + 1) / steps * math.pi / 2) if section.schedule == "sine" else 1.0
     return tuple(rise * weight for weight in weights)
 
@@ -177,19 +175,17 @@ class MedusaObjective:
         return head_counts(batch, len(self.terms))
 
     def ahead(self, batch: Batch, step: int) -> HeadsAhead:
-        return HeadsAhead(head_places(batch, len(self.terms)), self._states.read(batch, self._section.loss.soft))
+        return HeadsAhead(head_places(batch, len(self.terms)), self._states.read(batch))
 
     def inputs(self, batch: Batch, step: int, ahead: HeadsAhead | None = None) -> tuple[Any, ...]:
         states, section = self._states, self._section
         places, stored = ahead or self.ahead(batch, step)
-        top_k = None if stored is None else stored.top_k
-        uses_lm_head = section.shared_lm_head or (section.loss.soft and top_k is None)
+        uses_lm_head = section.shared_lm_head or section.loss.soft
         return (
             HeadInputs(
                 batch,
-                states.hidden(batch) if stored is None else stored.hidden,
+                states.hidden(batch) if stored is None else stored,
                 self._lm_head_on(batch.tokens.device) if uses_lm_head else None,
-                top_k,
                 states.transform,
                 places,
             ),

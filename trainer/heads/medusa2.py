@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
@@ -29,7 +30,6 @@ from trainer.heads.medusa import (
     initial_heads,
 )
 from trainer.learning.fused import fused_loss
-from trainer.learning.lora import base_of, merged_weights, refuse_embeddings, wake, with_adapters
 from trainer.learning.losses import LossMix
 from trainer.learning.objective import GreedyTexts, TermSums
 from trainer.learning.spans import span
@@ -122,7 +122,7 @@ class Medusa2Objective:
             # The name in transformers from 5.23 on, and the one before it.
             model, names = target.model, ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             next(getattr(model, name) for name in names if hasattr(model, name))({"use_reentrant": False})
-        self.module: JointTraining = JointTraining(with_adapters(target.model, adapters, "adapters"), training)
+        self.module: JointTraining = JointTraining(with_adapters(target.model, adapters), training)
 
     def _is_joint(self, step: int) -> bool:
         return step >= self._adapters.heads_first_steps
@@ -179,10 +179,78 @@ def _refuse_unfit(target: CausalLM, section: AdaptersSection) -> None:
             "adapters train the target itself, which is spread over several devices here: launch a process on each GPU "
             "and shard the training, or train heads alone (a recipe without adapters)"
         )
-    refuse_embeddings(model, section, "adapters")
+    refuse_embeddings(model, section)
     if cap := getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
         raise ValueError(
             f"the target caps its logits softly at {cap}, through which its own loss is not trained here: "
             "train heads alone (a recipe without adapters)"
         )
     check_logits(model)
+
+
+# --- adapters, through peft -------------------------------------------------------------------------------------------
+
+
+def with_adapters(model: PreTrainedModel, section: AdaptersSection) -> "PeftModel":
+    """Put untrained adapters, which change no output yet, into the model and freeze all its other parameters.
+
+    ValueError for modules that peft cannot adapt.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    model.requires_grad_(False)
+    config = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,  # type: ignore[arg-type]  # a float is as good
+        lora_dropout=section.dropout,
+        target_modules=section.modules if isinstance(section.modules, str) else list(section.modules),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted: PeftModel = get_peft_model(model, config)
+    except ValueError as error:
+        raise ValueError(f"adapters.modules is {section.modules!r}, which peft cannot use: {error}") from error
+    return adapted
+
+
+def refuse_embeddings(model: PreTrainedModel, section: AdaptersSection) -> None:
+    """Raise ValueError for an adapter on the embeddings or the lm_head, which may be tied or shared."""
+    if isinstance(section.modules, str):
+        return
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    names = [f".{name}" for name, module in model.named_modules() if any(module is end for end in ends)]
+    if wrong := [chosen for chosen in section.modules if any(name.endswith(f".{chosen}") for name in names)]:
+        raise ValueError(f"adapters.modules names {wrong[0]}, embeddings which may be tied or shared: leave it out")
+
+
+def base_of(model: "PeftModel") -> PreTrainedModel:
+    """Return the model that the adapters are in."""
+    base: PreTrainedModel = model.get_base_model()  # type: ignore[assignment]  # of whatever peft was given
+    return base
+
+
+def wake(model: "PeftModel") -> None:
+    """Switch on the adapters' dropout and activation checkpointing; the model's own dropout stays off."""
+    for name, module in model.named_modules():
+        module.training |= "lora_dropout" in name or isinstance(module, GradientCheckpointingLayer)
+
+
+def merged_weights(model: "PeftModel") -> dict[str, Tensor]:
+    """Return the model's weights on the host with the adapters merged in, under the model's own names.
+
+    Weights are merged one by one, so that no second model takes memory on the device; tied weights stay tied.
+    """
+    base, merged, copies = base_of(model), {}, {}
+    for name, tensor in base.state_dict().items():
+        if ".lora_" in name:
+            continue
+        layer, _, leaf = name.rpartition(".base_layer.")
+        if tensor.data_ptr() not in copies:
+            whole = tensor.detach()
+            if layer and leaf == "weight":
+                (adapter,) = model.active_adapters
+                delta = base.get_submodule(layer).get_delta_weight(adapter)  # type: ignore[operator]  # peft's layer
+                whole = (whole + delta).to(whole.dtype)  # the sum in the adapters' fp32
+            copies[tensor.data_ptr()] = whole.cpu()
+        merged[f"{layer}.{leaf}" if layer else name] = copies[tensor.data_ptr()]
+    return merged

@@ -1,7 +1,18 @@
-"""The terms of a draft's or a head's loss, as readable formulas and in closed form with their gradients.
+"""The terms of a draft's or a head's loss, in closed form with their gradients.
 
-`divergence` is written for the reader. `Comparison` computes the same per token, and each outcome's part of the
-gradient with it, which is all the mathematics that `trainer.learning.fused` needs; tests compare the two.
+`TokenDivergences` computes each term per token, and each outcome's part of the gradient with it, which is all the
+mathematics that `trainer.learning.fused` needs. The tests compare it with readable formulas.
+
+- ``forward_kl``: KL(p‖q) of the target's p and the draft's q.
+- ``reverse_kl``: KL(q‖p), infinite where the target excludes a token that the draft does not.
+- ``tvd``: half the L1 distance, 1 - Σ min(p, q), which is 1 - acceptance of token rejection (DistillSpec, 2310.08461,
+  section 3.2).
+- ``jsd``: β KL(p‖m) + (1-β) KL(q‖m) with m = β p + (1-β) q (GKD, 2306.13649).
+- ``acceptance``: -log Σ min(p, q) (LK losses, 2602.23881).
+
+Terms are not scaled by temperature squared. If the draft writes only a set S of the tokens, p is not renormalised and
+sums go over S: ``forward_kl`` is p(S) KL(p_S‖q) with p_S the target's distribution on S, ``tvd`` and ``acceptance``
+count the rest of p as lost, and ``jsd`` is the one over all tokens.
 """
 
 import math
@@ -11,7 +22,7 @@ from functools import cached_property
 from typing import NamedTuple, get_args
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from trainer.recipe.loss import Divergence, LossSection, Term
@@ -29,8 +40,6 @@ class LossMix:
     """Divides both sides' logits in the divergences, but not in the cross entropy."""
     beta: float = 0.5
     """Weight of the target in ``jsd``'s mixture, between 0 and 1."""
-    eta: float = 3.0
-    """Rate at which ``lk`` turns from the KL to the TVD as acceptance rises."""
 
     def __post_init__(self) -> None:
         if not self.weights or not self.weights.keys() <= set(get_args(Term)):
@@ -41,78 +50,16 @@ class LossMix:
             raise ValueError(f"the loss has temperature {self.temperature:g}: give one above 0")
         if not 0 < self.beta < 1:
             raise ValueError(f"jsd has beta {self.beta:g}: give one between 0 and 1, or use a KL divergence")
-        if not self.eta >= 0:
-            raise ValueError(f"lk has eta {self.eta:g}: give 0 or more")
 
     @staticmethod
     def of(section: LossSection) -> "LossMix":
         """Return the mix of a recipe's terms on the logits; ValueError if it has none."""
-        return LossMix(section.mix, section.temperature, section.jsd_beta, section.lk_eta)
+        return LossMix(section.mix, section.temperature, section.jsd_beta)
 
     @property
     def soft(self) -> bool:
         """True if a term needs the target's distribution."""
         return self.weights.keys() != {"cross_entropy"}
-
-
-def divergence(
-    draft_logits: Float[Tensor, "tokens outputs"],
-    target_logits: Float[Tensor, "tokens vocab"],
-    kind: Divergence,
-    temperature: float = 1.0,
-    *,
-    tokens: Int[Tensor, " outputs"] | None = None,
-    beta: float = 0.5,
-    eta: float = 3.0,
-) -> Float[Tensor, ""]:
-    """Return the sum over tokens of the divergence between the target's p and the draft's q, both softmaxed in fp32.
-
-    - ``forward_kl``: KL(p‖q).
-    - ``reverse_kl``: KL(q‖p), infinite where the target excludes a token that the draft does not.
-    - ``tvd``: half the L1 distance, 1 - Σ min(p, q), which is 1 - acceptance of token rejection (DistillSpec,
-      2310.08461, section 3.2).
-    - ``jsd``: β KL(p‖m) + (1-β) KL(q‖m) with m = β p + (1-β) q (GKD, 2306.13649).
-    - ``acceptance``: -log Σ min(p, q) (LK losses, 2602.23881).
-    - ``lk``: λ KL(p‖q) + (1-λ) tvd with λ = exp(-η Σ min(p, q)) (the same paper, where λ has the mean over a batch;
-      here each token has its own, which adds up over accumulation steps and processes). No gradient flows through λ.
-
-    Terms are not scaled by temperature squared.
-
-    ``tokens[i]`` is the target's token that the draft's output i stands for; without it, token i. Where the draft
-    writes only a set S of the tokens, p is not renormalised and sums go over S: ``forward_kl`` is p(S) KL(p_S‖q) with
-    p_S the target's distribution on S, ``tvd`` and ``acceptance`` count the rest of p as lost, and ``jsd`` is the one
-    over all tokens.
-    """
-    wide = torch.float64 if draft_logits.dtype == torch.float64 else torch.float32
-    # The log of a probability of 0 is the smallest finite number: times 0 it gives 0, not nan.
-    lowest = torch.finfo(wide).min
-    log_q = (draft_logits.to(wide) / temperature).log_softmax(-1).clamp(min=lowest)
-    log_p = (target_logits.to(wide) / temperature).log_softmax(-1).clamp(min=lowest)
-    covered = torch.ones_like(log_p[:, 0])
-    if tokens is not None or log_q.shape[1] < log_p.shape[1]:
-        log_p = log_p[:, : log_q.shape[1]] if tokens is None else log_p[:, tokens]
-        covered = log_p.exp().sum(-1)
-    p, q = log_p.exp(), log_q.exp()
-    overlap = torch.minimum(p, q).sum(-1)
-    forward_kl = (p * (log_p - log_q)).sum(-1) - torch.special.xlogy(covered, covered)
-    each: Tensor
-    match kind:
-        case "forward_kl":
-            each = forward_kl
-        case "reverse_kl":
-            each = (q * (log_q - log_p)).sum(-1)
-        case "tvd":
-            each = 1 - overlap
-        case "acceptance":
-            each = -torch.minimum(log_p, log_q).logsumexp(-1)
-        case "lk":
-            share = torch.exp(-eta * overlap.detach())
-            each = share * forward_kl + (1 - share) * (1 - overlap)
-        case "jsd":
-            log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
-            known = beta * (p * (log_p - log_m)).sum(-1) + (1 - beta) * (q * (log_q - log_m)).sum(-1)
-            each = known - beta * math.log(beta) * (1 - covered)  # outside S only the target has mass: m = β p
-    return each.sum()
 
 
 class Pulled(NamedTuple):
@@ -126,13 +73,13 @@ class Pulled(NamedTuple):
     pull: Float[Tensor, "rows outcomes"]
 
 
-class Comparison:
+class TokenDivergences:
     """The terms of some tokens, from both sides' probabilities of the outcomes; shared parts are computed once.
 
     Without ``weights`` the outcomes are all tokens that the draft writes. With ``weights`` they are a sample of these
     tokens, repeats included, whose weighted sums are unbiased estimates of the sums over all tokens. Unbiased are then
     ``forward_kl`` (but for the constant in p(S)), ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients;
-    ``acceptance`` and ``lk``, functions of such sums, come close as the sample grows.
+    ``acceptance``, a function of such a sum, comes close as the sample grows.
     """
 
     def __init__(
@@ -160,11 +107,6 @@ class Comparison:
                 return Pulled(1 - self.overlap, self._gain)
             case "acceptance":
                 return self._acceptance()
-            case "lk":
-                value, pull = self._forward_kl()
-                share = torch.exp(-mix.eta * self.overlap)
-                mixed = torch.lerp(self._gain, pull, share[:, None])
-                return Pulled(torch.lerp(1 - self.overlap, value, share), mixed)
 
     def _weighted(self, per_outcome: Tensor) -> Tensor:
         return per_outcome if self.weights is None else per_outcome * self.weights

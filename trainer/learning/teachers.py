@@ -16,9 +16,9 @@ class KnownLogits(NamedTuple):
     """Tokens of the logits; None: the logits are those of the whole vocabulary, in its order."""
     log_total: Float[Tensor, " rows"] | None = None
     """Logsumexp over the whole vocabulary, given with ``tokens``."""
-    drawn: int | None = None
-    """None: ``tokens`` are the best, and all others count as one outcome. A number: the last ``drawn`` of ``tokens``
-    are a sample of the others, drawn with replacement with the target's probabilities."""
+    drawn: int = 0
+    """The last ``drawn`` of ``tokens`` are a sample of all but the others of ``tokens``, drawn with replacement with
+    the target's probabilities."""
 
     def block(self, rows: slice) -> "KnownLogits":
         """Return some of these rows."""
@@ -38,7 +38,7 @@ class KnownLogits(NamedTuple):
         )
 
     def log_p(self, temperature: float, dtype: torch.dtype) -> Float[Tensor, "rows outcomes"]:
-        """Return log probabilities of the outcomes: every token; or ``tokens`` in their order, then the others as one.
+        """Return log probabilities of the outcomes: every token, or ``tokens`` in their order.
 
         Logits with a total are at the loss's temperature already. The log of a probability of 0 is the smallest finite
         number, so that its product with a probability of 0 is 0.
@@ -48,16 +48,10 @@ class KnownLogits(NamedTuple):
             wide = self.logits.to(dtype)
             return (wide if temperature == 1 else wide / temperature).log_softmax(-1).clamp_(min=lowest)
         scores = self.logits.to(dtype) - self.log_total.to(dtype)[:, None]
-        if self.drawn is not None:
-            return scores.clamp_(min=lowest)
-        # The rest of the probability is known up to rounding; 0 would make reverse_kl infinite by rounding alone.
-        known = scores.exp().sum(-1, keepdim=True).clamp(max=1 - torch.finfo(dtype).eps)
-        return torch.cat((scores, torch.log1p(-known)), 1).log_softmax(-1).clamp_(min=lowest)
+        return scores.clamp_(min=lowest)
 
-    def weights(self, log_p: Float[Tensor, "rows outcomes"]) -> Float[Tensor, "rows outcomes"] | None:
-        """Return the weight of each outcome in a sum over all tokens; None: 1 each."""
-        if self.drawn is None:
-            return None
+    def weights(self, log_p: Float[Tensor, "rows outcomes"]) -> Float[Tensor, "rows outcomes"]:
+        """Return the weight of each of ``tokens`` in a sum over all tokens."""
         p = log_p.exp()
         best, sample = p.split((p.shape[1] - self.drawn, self.drawn), 1)
         left = (1 - best.sum(-1, keepdim=True)).clamp_(min=0)
@@ -103,46 +97,14 @@ class HiddenTeacher(NamedTuple):
         return self._replace(hidden=self.hidden[index])
 
 
-class TopKTeacher(NamedTuple):
-    """The target's best logits at each token and the logsumexp over all: the best are exact, the rest is one outcome.
-
-    Divergences compare distributions over k+1 outcomes: the tokens kept, and "any other". Merging outcomes loses
-    information, so every term but ``lk`` is a lower bound of the term over the whole vocabulary (for ``tvd`` and
-    ``acceptance`` the overlap is overrated), and equal to it where draft and target divide the rest alike. Within the
-    rest the draft keeps its own proportions. The tokens of a row are distinct, and fewer than the vocabulary.
-
-    The total at one temperature does not give the total at another: the loss's temperature must be 1.
-    """
-
-    tokens: Int[Tensor, "tokens k"]
-    logits: Float[Tensor, "tokens k"]
-    log_total: Float[Tensor, " tokens"]
-
-    @property
-    def width(self) -> int:
-        return self.tokens.shape[1]
-
-    def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
-        """Return the best logits of these tokens; ValueError at a temperature other than 1."""
-        if temperature != 1:
-            raise ValueError(
-                f"the loss has temperature {temperature:g} but the best logits were stored with their total at 1: "
-                "set the temperature to 1, or store no top_k so that the target's lm_head is used"
-            )
-        return KnownLogits(self.logits, self.tokens, self.log_total).block(slice(start, stop))
-
-    def rows(self, index: Int[Tensor, " chosen"]) -> "TopKTeacher":
-        return TopKTeacher(*(part[index] for part in self))
-
-
 class SampledTailTeacher(NamedTuple):
     """The target's best logits, and a sample of the rest that leaves losses and gradients unbiased.
 
     The k best tokens are exact. From the others, the tail, n tokens were drawn with replacement with the target's
     probabilities. A drawn token of probability p stands for P / (n p) tokens, where P is the tail's whole probability.
     So every sum over the vocabulary is estimated without bias: ``forward_kl`` (its gradient is q - p' with Σ p' = 1),
-    ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients. ``acceptance`` and ``lk`` are functions of such sums, and
-    come close as P falls or n grows; so does the value of ``forward_kl``, though not its gradient, where the draft
+    ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients. ``acceptance`` is a function of such a sum, and
+    comes close as P falls or n grows; so does the value of ``forward_kl``, though not its gradient, where the draft
     writes only some of the tokens. For ``reverse_kl`` the estimate is useless all the same: a token that the draft
     favours and the target does not weighs q / p, which has no bound. The bias of top-k alone, and this remedy, are in
     Sparse Logit Sampling, 2503.16870.

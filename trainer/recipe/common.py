@@ -101,18 +101,11 @@ class EvaluationSection(Section):
     temperature: Annotated[float, Field(ge=0)] = 0.0
     keep: Literal["last", "best"] = "last"
     """Weights of the finished run: those of the last step, or those with the most tokens per target pass."""
-    patience: Annotated[int, Field(ge=1)] | None = None
-    """Evaluations without a new best after which the run stops; None: the run goes on to the last step."""
-
-    @property
-    def decides(self) -> bool:
-        """True if evaluations choose the weights or stop the run."""
-        return self.keep == "best" or self.patience is not None
 
     @model_validator(mode="after")
     def _there_is_something_to_go_by(self) -> "EvaluationSection":
-        if not self.prompts and self.decides:
-            raise ValueError("evaluation.keep=best and evaluation.patience go by evaluations: give evaluation.prompts")
+        if not self.prompts and self.keep == "best":
+            raise ValueError("evaluation.keep=best goes by evaluations: give evaluation.prompts")
         return self
 
 
@@ -121,16 +114,6 @@ class CheckpointSection(Section):
 
     every: Annotated[int, Field(ge=1)] = 200
     keep: Annotated[int, Field(ge=1)] = 2
-
-
-class LoraSection(Section):
-    """Low-rank adapters (2106.09685) in place of all parameters."""
-
-    rank: Annotated[int, Field(ge=1)] = 32
-    alpha: Annotated[float, Field(gt=0)] = 16.0
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Linear layers that get an adapter, by the end of their names; ``all-linear`` leaves the lm_head out."""
 
 
 class CommonRecipe(Section):

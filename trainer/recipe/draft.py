@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.recipe.common import LoraSection, Section, TargetRecipe
+from trainer.recipe.common import Section, TargetRecipe
 from trainer.recipe.loss import LossSection, Weight, default_term
 
 LoopTrains = Literal["rejected", "all"]
@@ -153,7 +153,6 @@ class DraftSection(Section):
     policy: PolicySection = PolicySection()
     teacher: TeacherSection | None = None
     """None: the target runs at every step."""
-    lora: LoraSection | None = None
     parallel: ParallelSection | None = None
     """None: an ordinary draft, which takes one forward for each token."""
     num_draft_tokens: Annotated[int, Field(ge=1)] = 4
@@ -190,10 +189,6 @@ class DraftSection(Section):
         parallel = self.parallel
         if parallel is None:
             return self
-        if self.lora is not None:
-            raise ValueError(
-                "draft.parallel trains a new token and new parts, for which draft.lora has no place: set one to null"
-            )
         if parallel.reads_target and self.teacher is not None:
             raise ValueError(
                 "draft.parallel.reads_target needs the target's hidden states, which draft.teacher does not hold: set "

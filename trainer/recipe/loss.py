@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from trainer.recipe.common import Section
 
-Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "acceptance", "lk"]
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "acceptance"]
 """Terms that compare the logits with the target's."""
 Term = Literal["cross_entropy", Divergence]
 """Terms on the logits."""
@@ -34,8 +34,6 @@ class LossSection(Section):
     """Total variation, 1 − Σ min(p, q)."""
     acceptance: Weight = 0.0
     """−log Σ min(p, q), where Σ min(p, q) is the acceptance rate of token rejection."""
-    lk: Weight = 0.0
-    """λ forward_kl + (1 − λ) tvd; λ = exp(−``lk_eta`` · acceptance) falls as the acceptance Σ min(p, q) rises."""
     cross_entropy: Weight = 0.0
     """Cross entropy on the data's tokens."""
     hidden: Weight = 0.0
@@ -44,7 +42,6 @@ class LossSection(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divides the logits of both sides in every term but ``cross_entropy``."""
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    lk_eta: Annotated[float, Field(gt=0)] = 3.0
 
     @property
     def mix(self) -> dict[Term, float]:

@@ -30,8 +30,6 @@ class PretrainRecipe(CommonRecipe):
 
     @model_validator(mode="after")
     def _nothing_goes_by_evaluations(self) -> "PretrainRecipe":
-        if self.evaluation.decides:
-            raise ValueError(
-                "evaluation.keep=best and evaluation.patience go by what a target gains, and here is none: remove them"
-            )
+        if self.evaluation.keep == "best":
+            raise ValueError("evaluation.keep=best goes by what a target gains, and here is none: leave it out")
         return self

@@ -37,11 +37,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     try:
         content = reduce(laid_over, [*files, *(nested(key, read_yaml(value)) for key, value in above)])
         left_open = sorted(open_keys(content))
-        content = resolved(content, content)
     except ValueError as error:
         raise _unreadable(path, error) from error
-    except RecursionError as error:
-        raise _unreadable(path, "a value holds itself") from error
     recipe = parse_recipe(content, str(path))  # first, so that a misspelt override is named as one
     if left_open:
         raise ValueError(f"{path} leaves {', '.join(left_open)} to you: give {left_open[0]}=... behind the recipe")
@@ -127,12 +124,11 @@ def _valid_keys(kind: str, sections: Sequence[str]) -> list[str]:
     return sorted(model.model_fields)
 
 
-# --- YAML: read, laid over one another, with references and values left open ------------------------------------------
+# --- YAML: read, laid over one another  ------------------------------------------
 
 OPEN = "???"
 """Value of a key that the recipe leaves to its user."""
 _MERGE = "tag:yaml.org,2002:merge"
-_REFERENCE = re.compile(r"\$\{([^}]*)\}")
 
 
 class _Loader(yaml.SafeLoader):
@@ -187,27 +183,3 @@ def open_keys(value: Any, name: str = "") -> Iterator[str]:
             yield from open_keys(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, str) and value == OPEN:
         yield name
-
-
-def resolved(value: Any, content: dict[Any, Any], seen: tuple[str, ...] = ()) -> Any:
-    """Return ``value`` with each reference ``${section.key}`` replaced by the content's value of that key."""
-    if isinstance(value, dict):
-        return {key: resolved(inner, content, seen) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [resolved(inner, content, seen) for inner in value]
-    if not isinstance(value, str):
-        return value
-    if whole := _REFERENCE.fullmatch(value):
-        return _referred(whole[1], content, seen)
-    return _REFERENCE.sub(lambda found: str(_referred(found[1], content, seen)), value)
-
-
-def _referred(key: str, content: dict[Any, Any], seen: tuple[str, ...]) -> Any:
-    if key in seen:
-        raise ValueError(f"{key} refers to itself")
-    value: Any = content
-    for part in key.split("."):
-        if not isinstance(value, dict) or part not in value:
-            raise ValueError(f"Interpolation key {key!r} not found: the recipe has no such key")
-        value = value[part]
-    return resolved(value, content, (*seen, key))

@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from decoding.prompts import encode_prompt
-from trainer.data.conversations import Conversation, read_conversations
+from trainer.data.conversations import OpenConversation, read_conversations
 
 
 def read_heldout(
@@ -15,7 +15,7 @@ def read_heldout(
     tokenizer: PreTrainedTokenizerBase,
     holds: int,
     max_new_tokens: int,
-) -> list[tuple[Conversation, tuple[int, ...]]]:
+) -> list[tuple[OpenConversation, tuple[int, ...]]]:
     """Return the first ``limit`` prompts of a file with their token ids, without those that are too long.
 
     ``holds``: the longest text, in tokens, that target and speculator can hold. ValueError if no prompt is left.

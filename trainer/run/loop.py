@@ -38,8 +38,8 @@ class Hooks(NamedTuple):
 
     on_step: Callable[[Progress, dict[str, float]], None]
     """On every process, after each optimizer step, with its figures. Its error ends the run on all, its state saved."""
-    evaluate: Callable[[Progress], bool]
-    """On every process, with whole parameters, and once more where a run resumes at that step; True on one ends it.
+    evaluate: Callable[[Progress], None]
+    """On every process, with whole parameters, and once more where a run resumes at that step.
 
     An error must be one on all processes: see `agreed`."""
     on_begin: Callable[[Progress], None] = lambda progress: None
@@ -65,7 +65,7 @@ def train(
     evaluate_every: int,
     hooks: Hooks,
 ) -> Progress:
-    """Train to the end of the recipe, or of an evaluation's patience, from the last checkpoint if there is one.
+    """Train to the end of the recipe, from the last checkpoint if there is one.
 
     Raises `Interrupted` after a SIGTERM (the state is saved first), and ValueError at a loss, a gradient, or weights
     to be saved that are not finite (the last good checkpoint stays).
@@ -86,16 +86,13 @@ def train(
     with _stop_signals() as stop_requested, feed:
         agreed(lambda: feed.begin(progress.step))
         while progress.step < section.steps:
-            due = progress.step > 0 and progress.step % evaluate_every == 0
-            if due and _evaluate(hooks, objective, accelerator, feed, progress):
-                _save(accelerator, checkpoints, objective, optimizers, runner, progress)
-                break
+            if progress.step > 0 and progress.step % evaluate_every == 0:
+                feed.settle()  # a CUDA graph cannot be captured while another thread allocates
+                with whole_parameters(accelerator, objective.module):
+                    hooks.evaluate(progress)
             written = _write(source, objective, section, accelerator, progress.step)
             notes = {**written, _STOP: float(bool(stop_requested() or failed))}
-            try:
-                done = _step(objective, runner, optimizers, feed, section, accelerator, progress, notes)
-            except _NotFinite as error:
-                raise ValueError(f"{error}; {checkpoints.last_good()}: {_REMEDY}") from None
+            done = _step(objective, runner, optimizers, feed, section, accelerator, checkpoints, progress, notes)
             progress = Progress(progress.step + 1, progress.tokens + done.tokens)
             try:
                 hooks.on_step(progress, done.figures)
@@ -119,13 +116,6 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def _evaluate(hooks: Hooks, objective: Objective, accelerator: Accelerator, feed: Feed, progress: Progress) -> bool:
-    """Return True on every process if the run ends here."""
-    feed.settle()  # a CUDA graph cannot be captured while another thread allocates
-    with whole_parameters(accelerator, objective.module):
-        return any_process(hooks.evaluate(progress))
-
-
 class _Done(NamedTuple):
     """A step's figures of all processes together, its labels of the first term, and True if a process is to stop."""
 
@@ -141,6 +131,7 @@ def _step(
     feed: Feed,
     section: TrainingSection,
     accelerator: Accelerator,
+    checkpoints: Checkpoints,
     progress: Progress,
     notes: Mapping[str, float],
 ) -> _Done:
@@ -164,11 +155,11 @@ def _step(
     norm = runner.clip()
     on_host = _on_host((means[0] * weights).sum(), means, counts, noted, torch.zeros(0) if norm is None else norm)
     (loss,), terms, (tokens, *_), said, norms = on_host
-    _check_finite("loss", [loss], progress)
-    _check_finite("gradient's norm", norms, progress)
+    _check_finite("loss", [loss], progress, checkpoints)
+    _check_finite("gradient's norm", norms, progress, checkpoints)
     with span("optimizer"):
         norms += runner.step()
-    _check_finite("gradient's norm", norms, progress)
+    _check_finite("gradient's norm", norms, progress, checkpoints)
     said_by_name = dict(zip(notes, said, strict=True))
     stop = said_by_name.pop(_STOP) > 0
     figures = {"loss": loss, "learning_rate": learning_rate, "grad_norm": norms[0]}
@@ -227,18 +218,14 @@ def _widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-class _NotFinite(Exception):  # which the loop turns into a sentence that knows the checkpoints
-    """A figure of a step is NaN or infinite."""
-
-
 _STOP = "stop"  # the note of a process that was asked to stop
 _REMEDY = "lower training.learning_rate, or set training.mixed_precision=no, and start again to resume"
 
 
-def _check_finite(name: str, values: Iterable[float], progress: Progress) -> None:
+def _check_finite(name: str, values: Iterable[float], progress: Progress, checkpoints: Checkpoints) -> None:
     for value in values:
         if not math.isfinite(value):
-            raise _NotFinite(f"the {name} is {value} at step {progress.step + 1}")
+            raise ValueError(f"the {name} is {value} at step {progress.step + 1}; {checkpoints.last_good()}: {_REMEDY}")
 
 
 def check_batch_divides(section: TrainingSection, processes: int) -> None:

@@ -16,9 +16,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessageParam, ChatCo
 from decoding.errors import UserError, check_once
 from decoding.generate import DecodingConfig
 from decoding.model.loading import first_line
-from trainer.data.answers import Answered, Outcome, Problem, SetAside
+from trainer.data.answers import AnsweredConversation, FailedConversation, Outcome, Problem
 from trainer.data.chat import whole_characters
-from trainer.data.conversations import Conversation, Key, Message, answer_message, is_empty
+from trainer.data.conversations import AnswerKey, Message, OpenConversation, answer_message, is_empty
 from trainer.servers.connection import Connection, Endpoint
 
 HOPELESS = 50
@@ -64,7 +64,7 @@ class EndpointBackend:
         """None: only the servers know the tokenizer."""
 
     def outcomes(
-        self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]
+        self, conversations: Sequence[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
         """Yield finished conversations; raise a fatal error after yielding those that ended with it."""
         waiting = iter([conversation for conversation in conversations if conversation.key not in done])
@@ -74,12 +74,12 @@ class EndpointBackend:
             try:
                 while ended := runner.run(self._some(waiting, running)):
                     finished = [task.result() for task in ended if task.exception() is None]
-                    on_tokens(sum(outcome.tokens for outcome in finished if isinstance(outcome, Answered)))
+                    on_tokens(sum(outcome.tokens for outcome in finished if isinstance(outcome, AnsweredConversation)))
                     yield finished
                     for task in ended:
                         outcome = task.result()
-                        failures = failures + 1 if isinstance(outcome, SetAside) else 0
-                        if isinstance(outcome, SetAside) and failures == HOPELESS:
+                        failures = failures + 1 if isinstance(outcome, FailedConversation) else 0
+                        if isinstance(outcome, FailedConversation) and failures == HOPELESS:
                             raise UserError(
                                 f"{failures} conversations failed one after the other, the last one so: "
                                 f"{outcome.reason}",
@@ -97,7 +97,7 @@ class EndpointBackend:
             await connection.client.close()
 
     async def _some(
-        self, waiting: Iterator[Conversation], running: set[asyncio.Task[Outcome]]
+        self, waiting: Iterator[OpenConversation], running: set[asyncio.Task[Outcome]]
     ) -> set[asyncio.Task[Outcome]]:
         """Start as many conversations as the endpoints take at a time; return those that end first, none at the end."""
         size = sum(connection.endpoint.concurrency for connection in self._connections)
@@ -109,17 +109,17 @@ class EndpointBackend:
         running -= ended
         return ended
 
-    async def _converse(self, conversation: Conversation) -> Outcome:
+    async def _converse(self, conversation: OpenConversation) -> Outcome:
         replies: list[_Reply] = []
         try:
             while len(replies) < len(conversation.turns) and not (replies and replies[-1].truncated):
                 replies.append(await self._reply(conversation, [reply.message for reply in replies]))
         except _NoAnswer as error:
-            return SetAside(conversation, error.problem, str(error), again=True)
+            return FailedConversation(conversation, error.problem, str(error), again=True)
         answers, tokens = tuple(reply.message for reply in replies), sum(reply.tokens for reply in replies)
-        return Answered(conversation, answers, tokens, replies[-1].truncated, model=replies[-1].model)
+        return AnsweredConversation(conversation, answers, tokens, replies[-1].truncated, model=replies[-1].model)
 
-    async def _reply(self, conversation: Conversation, answers: Sequence[Message]) -> _Reply:
+    async def _reply(self, conversation: OpenConversation, answers: Sequence[Message]) -> _Reply:
         """Return the next answer; `_NoAnswer` if no endpoint gives one, UserError if none can be reached."""
         first = conversation.index % len(self._connections)
         in_turn = [*self._connections[first:], *self._connections[:first]]
@@ -147,7 +147,7 @@ class EndpointBackend:
         raise _NoAnswer("failed", "; ".join(problems))
 
     async def _request(
-        self, connection: Connection, conversation: Conversation, answers: Sequence[Message]
+        self, connection: Connection, conversation: OpenConversation, answers: Sequence[Message]
     ) -> ChatCompletion:
         """Ask an endpoint; the seed follows from the conversation and the turn, not from the endpoint."""
         config = self._config

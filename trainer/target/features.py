@@ -22,12 +22,9 @@ from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
 from trainer.processes import Process
 from trainer.recipe.heads import FeaturesSection, StatesDtype
-from trainer.target.hidden import StoredStates, TopLogits
 from trainer.target.loading import Target
 from trainer.target.logits import logit_transform
-from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store, tokens_of_a_forward
-
-_LOGIT_ROWS = 1024  # rows of logits in fp32 at a time
+from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,6 @@ class FeatureIdentity(Identity):
     setting: ClassVar[str] = "features.folder"
 
     hidden_size: int
-    top_k: int
     states: StatesDtype = "target"
 
     @staticmethod
@@ -50,27 +46,19 @@ class FeatureIdentity(Identity):
         examples: Sequence[Example],
         section: FeaturesSection,
     ) -> "FeatureIdentity":
-        """Return the identity of these examples' features; ValueError for more logits than the target has."""
-        if section.top_k > target.vocab_size:
-            raise ValueError(f"features.top_k is {section.top_k} but the target knows {target.vocab_size} tokens")
+        """Return the identity of these examples' features."""
         return FeatureIdentity(
             **Identity.of_target(target, fingerprint, tokenizer),
             data=digest_of_each(example.text() for example in examples),
             hidden_size=target.hidden_size,
-            top_k=section.top_k,
             states=section.states,
         )
 
     def columns(self) -> dict[str, Column]:
-        """Return the state, its scale if in int8; with ``top_k`` the best tokens, their logits and the log total."""
-        dtype, best = self.torch_dtype, (self.top_k,)
-        columns = {"hidden": Column(dtype, (self.hidden_size,))}
+        """Return the state, and its scale if in int8."""
         if self.states == "int8":
-            columns = {"hidden": Column(torch.int8, (self.hidden_size,)), "scale": Column(torch.float32)}
-        if self.top_k:
-            columns |= {"tokens": Column(torch.int32, best), "logits": Column(dtype, best)}
-            columns["log_total"] = Column(torch.float32)
-        return columns
+            return {"hidden": Column(torch.int8, (self.hidden_size,)), "scale": Column(torch.float32)}
+        return {"hidden": Column(self.torch_dtype, (self.hidden_size,))}
 
     def num_rows(self, example: Example) -> int:
         """Return the number of its tokens."""
@@ -84,14 +72,14 @@ class FeatureIdentity(Identity):
 
 @dataclass(frozen=True)
 class FeatureWriter:
-    """Computes features by running the target; without ``top_k`` it computes no logits."""
+    """Computes features by running the target, without its logits."""
 
     target: CausalLM
     identity: FeatureIdentity
 
     @property
     def batch_tokens(self) -> int:
-        return tokens_of_a_forward(self.identity.vocab_size) if self.identity.top_k else BATCH_TOKENS
+        return BATCH_TOKENS
 
     def weights(self) -> dict[str, Tensor]:
         """Return the lm_head's weight; ValueError for an lm_head with a bias."""
@@ -103,18 +91,13 @@ class FeatureWriter:
     @torch.inference_mode()
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
         """Return the rows of all tokens, without padding."""
-        top_k, model = self.identity.top_k, self.target.model
-        inputs = batch.to(self.target.device).model_inputs()
-        with capture_lm_head_input(model, None if top_k else last_position) as captured, attention_in_bands(model):
-            logits: Tensor = model(**inputs, use_cache=False).logits
+        model, inputs = self.target.model, batch.to(self.target.device).model_inputs()
+        with capture_lm_head_input(model, last_position) as captured, attention_in_bands(model):
+            model(**inputs, use_cache=False)
         mask = batch.attention_mask.bool()
         found = {"hidden": captured[0][mask.to(captured[0].device)]}
         if self.identity.states == "int8":
             found["hidden"], found["scale"] = quantised(found["hidden"])
-        if top_k:
-            logits = logits[mask.to(logits.device)]
-            found["logits"], found["tokens"] = logits.topk(top_k)
-            found["log_total"] = torch.cat([rows.float().logsumexp(-1) for rows in logits.split(_LOGIT_ROWS)])
         return found
 
 
@@ -145,13 +128,6 @@ class FeatureStore(Store[FeatureIdentity]):
             return hidden
         return (hidden * self._padded("scale", batch)[..., None]).to(self.identity.torch_dtype)
 
-    def top_k(self, batch: Batch) -> TopLogits | None:
-        """Return the best logits, zeros on padding; None where they were not stored."""
-        if not self.identity.top_k:
-            return None
-        tokens = self._padded("tokens", batch).long()
-        return TopLogits(tokens, self._padded("logits", batch), self._padded("log_total", batch))
-
     def _padded(self, name: str, batch: Batch) -> Tensor:
         rows = self._column(name, batch)
         shape = (*batch.tokens.shape, *rows[0].shape[1:])
@@ -174,12 +150,8 @@ class StoredFeatures:
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
         return self._store.lm_head.to(self._device)
 
-    @property
-    def stores_top_k(self) -> bool:
-        return self._store.identity.top_k > 0
-
-    def read(self, batch: Batch, top_k: bool) -> StoredStates:
-        return StoredStates(self._store.hidden(batch), self._store.top_k(batch) if top_k else None)
+    def read(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
+        return self._store.hidden(batch)
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         raise AssertionError("stored features are read, and no target is run")

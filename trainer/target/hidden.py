@@ -3,10 +3,10 @@
 `trainer.target.features` has them from disk.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from decoding.model.causal_lm import CausalLM
@@ -14,22 +14,6 @@ from decoding.model.lm_head import lm_head_input
 from trainer.data.batch import Batch
 from trainer.learning.spans import span
 from trainer.target.logits import LogitTransform, check_logits, logit_transform
-
-
-class TopLogits(NamedTuple):
-    """The target's best logits at each position, as the target gives them, and log Σ exp over all its logits."""
-
-    tokens: Int[Tensor, "batch positions k"]
-    logits: Float[Tensor, "batch positions k"]
-    log_total: Float[Tensor, "batch positions"]
-
-
-class StoredStates(NamedTuple):
-    """Tensors of a batch that were read from a disk."""
-
-    hidden: Float[Tensor, "batch positions hidden"]
-    top_k: TopLogits | None
-    """None where they were not stored, or not asked for."""
 
 
 class HiddenStates(Protocol):
@@ -42,15 +26,8 @@ class HiddenStates(Protocol):
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
         """The weight of the target's lm_head."""
 
-    @property
-    def stores_top_k(self) -> bool:
-        """True if `read` gives the best logits where they are asked for."""
-
-    def read(self, batch: Batch, top_k: bool) -> StoredStates | None:
-        """Return what is on a disk for a batch, on the batch's device; None: the target is to be run.
-
-        ``top_k``: the best logits too.
-        """
+    def read(self, batch: Batch) -> Float[Tensor, "batch positions hidden"] | None:
+        """Return the states that are on a disk for a batch, on its device; None: the target is to be run."""
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         """Return what the lm_head reads, on the batch's device, by a run of the target."""
@@ -58,8 +35,6 @@ class HiddenStates(Protocol):
 
 class OnlineTarget:
     """The target itself, run without gradients on every batch."""
-
-    stores_top_k = False
 
     def __init__(self, target: CausalLM) -> None:
         check_logits(target.model)
@@ -71,7 +46,7 @@ class OnlineTarget:
         weight: Tensor = self._model.get_output_embeddings().weight
         return weight
 
-    def read(self, batch: Batch, top_k: bool) -> None:
+    def read(self, batch: Batch) -> None:
         """Return None: nothing is on a disk."""
 
     @torch.no_grad()

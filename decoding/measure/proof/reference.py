@@ -13,8 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from decoding.model.causal_lm import CausalLM
-from decoding.rules.history import History
-from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, probabilities
+from decoding.rules.sampling import History, HistoryRows, SamplingConfig, adjusted_logits, probabilities
 from decoding.rules.tree import TokenTree
 
 _TOKENS = 4096
