@@ -42,10 +42,8 @@ def run_self_test(options: VerifyOptions, console: Console, watch: Console) -> b
         say(console, "faults of servers are not tried without openai: pip install 'headstart[endpoint]'")
     found: list[Finding] = []
     with ProgressBar(watch, "planting faults", None) as bar:
-        for finding in [
-            *_engines(reference, prompts, effort),
-            *(_servers(reference, prompts, effort) if served else ()),
-        ]:
+        of_servers = _servers(reference, prompts, effort) if served else ()
+        for finding in chain(_engines(reference, prompts, effort), of_servers):
             found.append(finding)
             bar.advance()
     say(console, "planted faults:")
