@@ -74,7 +74,7 @@ def vllm_cases(bench: Bench) -> list[engines.VllmCase]:
 
     if "draft" in bench.trained:
         folder = str(bench.export("draft", "draft"))
-        chain = DraftModelDrafter(load_draft(folder, bench.target, bench.tokenizer), (1,) * DRAFT_TOKENS)
+        chain = DraftModelDrafter(load_draft(folder, bench.target, bench.tokenizer), DRAFT_TOKENS)
         case("draft", chain, method="draft_model", model=folder, num_speculative_tokens=DRAFT_TOKENS)
     for name, told in (("heads", "Medusa heads"), ("shared-heads", "heads that share the lm_head")):
         if name not in bench.trained:
@@ -112,7 +112,7 @@ def llama_cpp_cases(bench: Bench) -> list[engines.LlamaCppCase]:
     if "draft" in bench.trained:
         draft = bench.export("draft", "gguf", type="f32") / "model.gguf"
         own = load_draft(str(bench.trained["draft"]), bench.target, bench.tokenizer)
-        drafter = DraftModelDrafter(own, (1,) * DRAFT_TOKENS)
+        drafter = DraftModelDrafter(own, DRAFT_TOKENS)
         cases.append(engines.LlamaCppCase("draft", target, draft, DRAFT_TOKENS, drafter))
     return cases
 

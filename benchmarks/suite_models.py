@@ -157,7 +157,7 @@ class Stage:
         if method == "medusa":
             return MedusaDrafter(self.heads)
         draft = CausalLM(self.draft.model, self.draft.output_tokens, static=static)
-        return DraftModelDrafter(draft, (1,) * DRAFT_TOKENS)
+        return DraftModelDrafter(draft, DRAFT_TOKENS)
 
     @property
     def parameters(self) -> int:

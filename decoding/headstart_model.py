@@ -24,8 +24,7 @@ from decoding.policies import Policy, named_policy
 from decoding.rules.controls import Processor, sampling_from_generation_config
 from decoding.rules.verify import Rule
 from decoding.speculation import Prompts, SpeculativeOutput, decode_prompts, named_rule, padding_token
-from decoding.stopping import TextDecoder
-from decoding.token_ids import check_tensor_of_ids
+from decoding.text import TextDecoder, check_tensor_of_ids
 
 
 class HeadstartModel:

@@ -20,8 +20,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.policies import Policy, named_policy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import RULES, Rule
-from decoding.stopping import TextDecoder
-from decoding.token_ids import check_ids, check_tensor_of_ids
+from decoding.text import TextDecoder, check_ids, check_tensor_of_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,8 +183,8 @@ def decode_prompts(
         streamer.put(prompts.padded.cpu())
     steps: list[list[Step]] = [[] for _ in rows]
     batch_size = len(rows) if batch_size is None else batch_size
-    for place, step in engine.steps(rows, config, batch_size=batch_size):
-        steps[place].append(step)
+    for index, step in engine.steps(rows, config, batch_size=batch_size):
+        steps[index].append(step)
         if streamer is not None:
             for token in step.tokens:  # `generate` puts one token at a time
                 streamer.put(torch.tensor([token]))

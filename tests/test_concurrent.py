@@ -33,13 +33,13 @@ DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter | None]] = {
     "plain": lambda target, draft: None,
     "lookup": lambda target, draft: PromptLookupDrafter(3),
     "heads": lambda target, draft: MedusaDrafter(random_heads(shared=False)),
-    "draft": lambda target, draft: DraftModelDrafter(draft, (1, 1, 1)),
+    "draft": lambda target, draft: DraftModelDrafter(draft, 3),
     "the target as its own draft": lambda target, draft: DraftModelDrafter(
-        CausalLM(target.model, static=target.static), (1, 1)
+        CausalLM(target.model, static=target.static), 2
     ),
     "draft tree": lambda target, draft: DraftTreeDrafter(draft, depth=3, width=2, nodes=6),
     "parallel, which reads the target's states": lambda target, draft: ParallelDrafter(tiny_parallel_draft(target)),
-    "hybrid": lambda target, draft: HybridDrafter(DraftModelDrafter(draft, (1, 1)), PromptLookupDrafter(3)),
+    "hybrid": lambda target, draft: HybridDrafter(DraftModelDrafter(draft, 2), PromptLookupDrafter(3)),
     "lookahead": lambda target, draft: LookaheadDrafter(),
     "cascade": lambda target, draft: CascadeDrafter(draft, PromptLookupDrafter(3), 4),
 }
@@ -102,7 +102,7 @@ def test_batches_and_sampled_texts_of_several_threads_are_those_of_one(name: str
 def test_transformers_own_generate_beside_ours_is_right() -> None:
     """A hook that another thread's pass has set on the model acts in that thread alone."""
     target, draft = models()
-    model = HeadstartModel(target, DraftModelDrafter(draft, (1, 1, 1)))
+    model = HeadstartModel(target, DraftModelDrafter(draft, 3))
     right = [naive_greedy(target.model, prompt, TOKENS) for prompt in PROMPTS]
 
     def work(number: int) -> list[object]:
@@ -138,7 +138,7 @@ def test_streams_that_a_pool_of_threads_reads_step_by_step_are_right(name: str, 
 
 def test_a_stream_that_nobody_reads_on_keeps_nobody_waiting_and_goes_on_where_it_was() -> None:
     target, draft = models()
-    engine = Engine(target, DraftModelDrafter(draft, (1, 1, 1)))
+    engine = Engine(target, DraftModelDrafter(draft, 3))
     right = [naive_greedy(target.model, prompt, TOKENS) for prompt in PROMPTS[:2]]
     stream = engine.steps(PROMPTS[0], DecodingConfig(TOKENS))
     first = in_threads(1, lambda number: [next(stream)])[0]
@@ -150,7 +150,7 @@ def test_a_static_model_ends_a_stream_that_nobody_reads_when_another_call_has_wa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target, draft = models("eager")
-    engine = Engine(target, DraftModelDrafter(draft, (1, 1, 1)))
+    engine = Engine(target, DraftModelDrafter(draft, 3))
     right = naive_greedy(target.model, PROMPTS[1], TOKENS)
     stream = engine.steps(PROMPTS[0], DecodingConfig(TOKENS))
     in_threads(1, lambda number: [next(stream)])
@@ -168,7 +168,7 @@ def test_a_static_models_cache_is_free_at_once_when_a_stream_is_left(
 ) -> None:
     monkeypatch.setattr(turns, "PATIENCE", float("inf"))  # a test that fails here waits for ever
     target, draft = models("eager")
-    engine = Engine(target, DraftModelDrafter(draft, (1, 1, 1)))
+    engine = Engine(target, DraftModelDrafter(draft, 3))
     stream = engine.steps(PROMPTS[0], DecodingConfig(TOKENS))
     if not left.startswith("not begun"):
         next(stream)

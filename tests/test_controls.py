@@ -16,8 +16,7 @@ from transformers import (
 
 from decoding.rules import controls
 from decoding.rules.controls import bad_words_processor, logit_bias_processor, sampling_from_generation_config
-from decoding.rules.history import History
-from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, probabilities
+from decoding.rules.sampling import History, HistoryRows, SamplingConfig, adjusted_logits, probabilities
 from decoding.rules.tree import TokenTree
 
 PROMPT = [1, 5, 5, 9, 2, 5]

@@ -9,7 +9,7 @@ from tiny_parallel import tiny_parallel_draft
 from tiny_tokenizer import byte_tokenizer
 
 from decoding import Conversation, DecodingConfig, Engine, SamplingConfig
-from decoding.drafters import Drafter, DraftModelDrafter, ParallelDrafter, PromptLookupDrafter
+from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, ParallelDrafter, PromptLookupDrafter
 from decoding.generate import Generation, Step
 from decoding.model.causal_lm import CausalLM
 from decoding.stream import stream_pieces
@@ -31,8 +31,8 @@ def model(seed: int = 0, context: int = 400) -> CausalLM:
 
 DRAFTERS: dict[str, Callable[[CausalLM], Drafter | None]] = {
     "plain": lambda target: None,
-    "chain": lambda target: DraftModelDrafter(model(1), (1, 1, 1)),
-    "tree": lambda target: DraftModelDrafter(model(1), (2, 2)),
+    "chain": lambda target: DraftModelDrafter(model(1), 3),
+    "tree": lambda target: DraftTreeDrafter(model(1), 2, 2, 7),
     "parallel, which reads the target's states": lambda target: ParallelDrafter(tiny_parallel_draft(target)),
     "lookup": lambda target: PromptLookupDrafter(3),
 }
@@ -154,7 +154,7 @@ def test_a_question_too_long_is_refused_with_the_remedy_and_the_conversation_goe
 
 
 def test_an_answer_is_as_long_as_the_context_of_target_and_draft_has_room_for() -> None:
-    for drafter in (None, DraftModelDrafter(model(1, context=40), (1, 1))):
+    for drafter in (None, DraftModelDrafter(model(1, context=40), 2)):
         chat = conversation(drafter, model(context=40 if drafter is None else 400), config=DecodingConfig(100))
         prompt = chat.encode("Why?")
         assert len(Generation.of(list(chat.ask("Why?"))).tokens) == chat.answer_limit == 40 - len(prompt)
@@ -181,7 +181,7 @@ def test_sampled_turns_draw_from_seeds_of_their_own() -> None:
     config = DecodingConfig(12, SamplingConfig(temperature=1.0), seed=5)
     sessions = []
     for _ in range(2):
-        chat = conversation(DraftModelDrafter(model(1), (1, 1)), config=config)
+        chat = conversation(DraftModelDrafter(model(1), 2), config=config)
         texts = [answer(chat, "Why?")]
         chat.undo()
         sessions.append([*texts, answer(chat, "Why?")])

@@ -24,9 +24,8 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.decide import decide
 from decoding.rules.drawing import GeneratorSource
-from decoding.rules.history import History
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
+from decoding.rules.sampling import History, HistoryRows, SamplingConfig, probabilities
 from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import RULES, UNDRAWN, Verdict, lossless_rule
 

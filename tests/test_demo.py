@@ -17,8 +17,7 @@ from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import FixedPolicy
 from decoding.rules.tree import TokenTree, TreeShape
-from decoding.stream import Piece, decode_text
-from decoding.tally import Tally
+from decoding.stream import Piece, Tally, decode_text
 from trainer.demo import race as racing
 from trainer.demo.race import (
     AUTOMATIC,
@@ -42,7 +41,7 @@ FORM = Form("abcabcab", "tree", AUTOMATIC, depth=3, nodes=8, temperature=0.0, ma
 
 def models_of(target: CausalLM) -> Models:
     draft = CausalLM(tiny_model(vocab=128, seed=1))
-    twin = DraftModelDrafter(target if not target.is_static else CausalLM(target.model), (1, 1, 1))
+    twin = DraftModelDrafter(target if not target.is_static else CausalLM(target.model), 3)
     drafters: dict[str, Drafter] = {
         "lookup": PromptLookupDrafter(),
         "tree": DraftTreeDrafter(draft, 3, 3, 8),

@@ -71,7 +71,7 @@ def test_each_q_is_that_of_a_band_over_the_whole_text(family: str, static: str |
     """Three rows of prompts of any length, trees, tokens that no draft wrote, steps without drafts, a row moved."""
     chance, target = random.Random(seed), CausalLM(tiny_model("llama"))
     draft = windowed(family, static=static)
-    session = DraftModelDrafter(draft, (2, 1, 2)).open(target, SAMPLED, 3, LONG)
+    session = DraftModelDrafter(draft, 3).open(target, SAMPLED, 3, LONG)
     texts = [[chance.randrange(16) for _ in range(chance.choice([1, 4, 30, 150]))] for _ in range(3)]
     for slot in range(3):
         session.admit(slot, TextStart(1, GeneratorSource.from_seed(seed + slot)))
@@ -133,7 +133,7 @@ def test_a_draft_with_a_window_drafts_for_texts_longer_than_its_context(attentio
     target, draft = CausalLM(model), windowed(attention=attention)
     assert (draft.max_positions, draft.max_text, draft.window) == (96, None, WINDOW)
     prompts = [[i % 13 for i in range(120)], [3, 1, 4]]
-    for drafter in (DraftModelDrafter(draft, (1, 1, 1)), DraftTreeDrafter(draft, 3, 2, 6)):
+    for drafter in (DraftModelDrafter(draft, 3), DraftTreeDrafter(draft, 3, 2, 6)):
         results = Engine(target, drafter).decode(prompts, DecodingConfig(max_new_tokens=24), batch_size=2)
         assert [result.tokens for result in results] == [naive_greedy(model, prompt, 24) for prompt in prompts]
 

@@ -28,7 +28,7 @@ GREEDY = EvaluationConfig(max_new_tokens=6, settings=("greedy",))
 @pytest.fixture(scope="module")
 def report(tiny_llama: CausalLM, tiny_draft: CausalLM) -> dict[str, Any]:
     """Every setting, a draft and prompt lookup, on three prompts."""
-    drafters = {"draft": DraftModelDrafter(tiny_draft, (1, 1)), "prompt lookup": PromptLookupDrafter()}
+    drafters = {"draft": DraftModelDrafter(tiny_draft, 2), "prompt lookup": PromptLookupDrafter()}
     config = EvaluationConfig(max_new_tokens=12, settings=SETTINGS)
     return evaluate(tiny_llama, standard_methods(tiny_llama, drafters, config), PROMPTS, config)
 
@@ -57,7 +57,7 @@ def test_by_default_methods_decode_greedily_and_at_temperature_1_by_lossless_rul
     tiny_llama: CausalLM, tiny_draft: CausalLM
 ) -> None:
     heads = MedusaDrafter(MedusaHeads.for_target(tiny_llama.model, MedusaConfig(16, 16)))
-    drafters = {"heads": heads, "draft": DraftModelDrafter(tiny_draft, (1, 1)), "lookup": PromptLookupDrafter()}
+    drafters = {"heads": heads, "draft": DraftModelDrafter(tiny_draft, 2), "lookup": PromptLookupDrafter()}
     methods = standard_methods(tiny_llama, drafters, EvaluationConfig())
     ours = [(each.setting, each.name) for each in methods if not each.name.startswith("transformers")]
     assert ours == [(setting, name) for setting in ("greedy", "T=1") for name in ("plain", *drafters)]
@@ -72,7 +72,7 @@ def test_by_default_methods_decode_greedily_and_at_temperature_1_by_lossless_rul
 
 
 def test_a_padded_draft_is_measured_without_the_peer_that_cannot_take_it(tiny_llama: CausalLM) -> None:
-    padded = DraftModelDrafter(CausalLM(tiny_model(vocab=20, seed=1)), (1, 1))
+    padded = DraftModelDrafter(CausalLM(tiny_model(vocab=20, seed=1)), 2)
     methods = standard_methods(tiny_llama, {"draft": padded}, GREEDY)
     assert [method.name for method in methods] == ["plain", "transformers generate", "draft"]
     assert evaluate(tiny_llama, methods, PROMPTS, GREEDY)["rows"][2]["identical_to_plain"]["identical"] == 3
@@ -216,7 +216,7 @@ def test_a_peers_run_leaves_torchs_global_chance_as_it_was_and_repeats_by_its_se
 
 
 def test_a_perfect_draft_is_accepted_whole(tiny_llama: CausalLM) -> None:
-    figures = measure_acceptance(tiny_llama, DraftModelDrafter(tiny_llama, (1, 1)), PROMPTS, DecodingConfig(10))
+    figures = measure_acceptance(tiny_llama, DraftModelDrafter(tiny_llama, 2), PROMPTS, DecodingConfig(10))
     assert figures.tokens_per_pass.value == 3.0 and [share.value for share in figures.conditional] == [1.0, 1.0]
     assert figures.texts == ((9, 3),) * 3  # ten new tokens less the prefill's
 
@@ -224,7 +224,7 @@ def test_a_perfect_draft_is_accepted_whole(tiny_llama: CausalLM) -> None:
 def test_acceptance_is_measured_on_texts_of_seeds_of_their_own_alone_and_in_batches(
     tiny_llama: CausalLM, tiny_draft: CausalLM
 ) -> None:
-    drafter, sampling = DraftModelDrafter(tiny_draft, (1, 1)), SamplingConfig(temperature=1.0)
+    drafter, sampling = DraftModelDrafter(tiny_draft, 2), SamplingConfig(temperature=1.0)
     texts = []
     for seed, prompt in enumerate(PROMPTS, start=5):
         steps = Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(12, sampling, seed=seed)).steps[1:]
@@ -238,7 +238,7 @@ def test_acceptance_is_measured_on_texts_of_seeds_of_their_own_alone_and_in_batc
 def test_measuring_acceptance_tells_of_every_text_that_ends_however_it_does(
     tiny_llama: CausalLM, tiny_draft: CausalLM
 ) -> None:
-    drafter, ended = DraftModelDrafter(tiny_draft, (1, 1)), []
+    drafter, ended = DraftModelDrafter(tiny_draft, 2), []
     plain = Engine(tiny_llama).decode(PROMPTS[0], DecodingConfig(12)).tokens
     for ends in ((), plain[:1], plain[5:6]):  # none, at once, somewhere
         ended.clear()

@@ -80,10 +80,9 @@ def test_a_loaded_model_and_its_draft_run_as_asked_and_write_the_same_text(tmp_p
 def drafters(draft: CausalLM) -> dict[str, Drafter]:
     lookup = PromptLookupDrafter(3)
     return {
-        "chain": DraftModelDrafter(draft, (1,) * 4),
-        "tree": DraftModelDrafter(draft, (2, 2)),
+        "chain": DraftModelDrafter(draft, 4),
         "draft tree": DraftTreeDrafter(draft, depth=3, width=2, nodes=7),
-        "lookup beside a chain that seldom drafts": HybridDrafter(DraftModelDrafter(draft, (1, 1)), lookup, 9.0),
+        "lookup beside a chain that seldom drafts": HybridDrafter(DraftModelDrafter(draft, 2), lookup, 9.0),
         "cascade": CascadeDrafter(draft, lookup, 4),
     }
 
@@ -111,7 +110,7 @@ def test_a_row_at_its_end_is_not_doubled_by_one_that_has_much_to_catch_up(
     grown: list[int] = []
     grow = PreallocatedCache._grow
     monkeypatch.setattr(PreallocatedCache, "_grow", lambda cache, needed: grown.append(needed) or grow(cache, needed))
-    drafter = DraftModelDrafter(CausalLM(tiny_model("llama", seed=1)), (1, 1))
+    drafter = DraftModelDrafter(CausalLM(tiny_model("llama", seed=1)), 2)
     texts = [[place % 16 for place in range(20)], [(place * place) % 16 for place in range(16)]]
     session = opened(drafter, tiny_llama, rows=2, max_length=22)
     session.propose([request(texts[0][:18]), request(texts[1][:3])])

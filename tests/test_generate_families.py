@@ -20,7 +20,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from decoding.drafters import DraftModelDrafter
+from decoding.drafters import DraftModelDrafter, DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
@@ -98,7 +98,7 @@ def test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family: str, at
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_a_draft_of_the_same_family_drafts_trees_for_ragged_rows(family: str) -> None:
     target, draft = CausalLM(model_of(family)), CausalLM(model_of(family, seed=1))
-    generations = Engine(target, DraftModelDrafter(draft, (2, 2))).decode(RAGGED, DecodingConfig(10), batch_size=3)
+    generations = Engine(target, DraftTreeDrafter(draft, 2, 2, 7)).decode(RAGGED, DecodingConfig(10), batch_size=3)
     assert [generation.tokens for generation in generations] == [text[:10] for text in plain_texts(family)]
 
 

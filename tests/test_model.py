@@ -470,7 +470,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, reader: CausalLM) -> Path:
     ("speculator", "kind", "options", "depth"),
     [
         ("draft", DraftModelDrafter, {"tokens": 2}, 2),
-        ("draft", DraftModelDrafter, {"branching": (2, 2)}, 2),
         ("draft", DraftTreeDrafter, {"depth": 3, "nodes": 9}, 3),
         ("heads", MedusaDrafter, {"tree": [[0], [0, 0]]}, 2),
         ("lookup", PromptLookupDrafter, {"tokens": 6}, 6),
@@ -506,8 +505,8 @@ def test_a_policy_is_named_or_given_and_options_need_a_speculator(reader: Causal
     policy = HeuristicPolicy()
     assert HeadstartModel.from_pretrained(reader.model, "lookup", policy=policy).policy is policy
     assert HeadstartModel(reader, None, "heuristic").policy.name == "heuristic"
-    with pytest.raises(ValueError, match=r"no argument 'branching'.*there is no drafter"):
-        HeadstartModel.from_pretrained(reader.model, branching=(1, 1))
+    with pytest.raises(ValueError, match=r"no argument 'tokens'.*there is no drafter"):
+        HeadstartModel.from_pretrained(reader.model, tokens=2)
     with pytest.raises(ValueError, match=r"there is no folder \./nowhere"):
         HeadstartModel.from_pretrained(reader.model, "./nowhere")
 

@@ -246,8 +246,6 @@ def test_a_connection_that_breaks_is_tried_again_and_lost_ends_in_one_sentence(
 def test_data_inspect_streams(hub: FakeHub, tmp_path: Path) -> None:
     publish(hub, shards(ROWS))
     tiny_tokenizer().save_pretrained(tmp_path / "target")
-    words = ["data", "inspect", NAME, "--target", str(tmp_path / "target"), "--streaming", "--max-rows", "20"]
+    words = ["data", "inspect", NAME, "--target", str(tmp_path / "target"), "data.streaming=true", "data.max_rows=20"]
     told = CliRunner().invoke(app, words, catch_exceptions=False)
     assert told.exit_code == 0 and f"{NAME}, row 3" in told.stdout and len(fetched(hub)) == 1
-    refusal = CliRunner().invoke(app, [*words[:-3], "--shuffle-buffer", "5"])
-    assert refusal.exit_code == 2 and "data.shuffle_buffer (5) shuffles streamed sets" in refusal.stderr

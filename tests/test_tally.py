@@ -3,7 +3,7 @@
 import pytest
 
 from decoding.generate import Step
-from decoding.tally import Tally
+from decoding.stream import Tally
 
 PREFILL = Step((7,), 0, 0, 0, 0.0, 0.5, 0.75, is_prefill=True)
 LONG = Step((1, 2, 3), 2, 4, 4, 0.25, 0.5, 1.0)

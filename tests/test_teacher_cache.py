@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from loss_references import divergence
 from tiny_models import full_forward, tiny_model
 from tiny_training import tiny_tokenizer, toy_examples, write_rows
 from torch import Tensor
@@ -16,7 +17,7 @@ from decoding.model.fingerprint import fingerprint
 from trainer.data.batch import Batch, Example, collate
 from trainer.data.dataset import load_dataset
 from trainer.learning.fused import fused_loss
-from trainer.learning.losses import LossMix, divergence
+from trainer.learning.losses import LossMix
 from trainer.processes import Process
 from trainer.recipe.common import DataSection
 from trainer.recipe.draft import TeacherSection

@@ -100,13 +100,13 @@ def test_a_bias_is_trimmed_with_its_weights() -> None:
 
 
 def drafters(draft: CausalLM) -> list[Drafter]:
-    return [DraftModelDrafter(draft, (1, 1, 1)), DraftModelDrafter(draft, (3, 2)), DraftTreeDrafter(draft, 3, 3, 12)]
+    return [DraftModelDrafter(draft, 3), DraftTreeDrafter(draft, 3, 3, 12)]
 
 
 def test_a_trimmed_copy_of_the_target_is_right_about_the_tokens_it_has(tiny_llama: CausalLM) -> None:
     plain = naive_greedy(tiny_llama.model, [1, 2, 3], 12)
     draft = trimmed_vocabulary(tiny_llama.model, set(plain))
-    steps = Engine(tiny_llama, DraftModelDrafter(draft, (1, 1, 1))).decode([1, 2, 3], DecodingConfig(12)).steps
+    steps = Engine(tiny_llama, DraftModelDrafter(draft, 3)).decode([1, 2, 3], DecodingConfig(12)).steps
     assert sum(step.accepted for step in steps) > 5 and all(step.accepted == step.offered for step in steps)
 
 

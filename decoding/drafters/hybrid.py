@@ -12,12 +12,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStart
-from decoding.drafters.token_trie import TokenTrie
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Drawn, Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree, fetch_tokens
+from decoding.rules.tree import TokenTree, TokenTrie, fetch_tokens
 
 _PRIOR_TRIALS = 4.0
 """Trials that a prior counts for: of a text's mean, and of that mean for one length of match."""
@@ -121,7 +120,7 @@ class _Mean:
 
 
 @dataclass
-class _Thrift:
+class _FirstChoice:
     """Decisions of one text on drafting with the first drafter, and the results that they follow."""
 
     looked_up: list[_Mean] = field(default_factory=lambda: [_Mean() for _ in range(_LENGTHS)])
@@ -160,16 +159,16 @@ class HybridSession:
     def __init__(self, drafter: HybridDrafter, sessions: Sequence[DraftSession]) -> None:
         self._drafter = drafter
         self._sessions = sessions
-        self._thrift: dict[int, _Thrift] = {}
+        self._choices: dict[int, _FirstChoice] = {}
         self._last: list[Grafted] = []
 
     def admit(self, slot: int, start: TextStart) -> None:
-        self._thrift[slot] = _Thrift()
+        self._choices[slot] = _FirstChoice()
         for session in self._sessions:
             session.admit(slot, start)
 
     def move(self, slot: int, to: int) -> None:
-        self._thrift[to] = self._thrift.pop(slot)
+        self._choices[to] = self._choices.pop(slot)
         for session in self._sessions:
             session.move(slot, to)
 
@@ -189,14 +188,14 @@ class HybridSession:
         fetch_tokens([proposal.tree for proposal in (*firsts, *looked_up)])
         self._last = [graft(first, lookup) for first, lookup in zip(firsts, looked_up, strict=True)]
         for row, (request, grafted) in enumerate(zip(requests, self._last, strict=True)):
-            self._thrift[row].last = (len(request.tokens), lengths[row], grafted) if request.max_depth else None
+            self._choices[row].last = (len(request.tokens), lengths[row], grafted) if request.max_depth else None
         return [grafted.proposal for grafted in self._last]
 
     def _first_depth(self, row: int, request: DraftRequest, length: int) -> int:
         """Return the greatest depth of the first drafter's tree; 0 where it is not to draft."""
-        thrift = self._thrift[row]
-        thrift.learn(request.tokens)
-        return request.max_depth if request.max_depth and thrift.wants_first(length, self._drafter.least_gain) else 0
+        choice = self._choices[row]
+        choice.learn(request.tokens)
+        return request.max_depth if request.max_depth and choice.wants_first(length, self._drafter.least_gain) else 0
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
         if [id(proposal) for proposal in proposals] != [id(grafted.proposal) for grafted in self._last]:

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9], [3, 2, 3, 8, 4, 6])
 FAMILIES = ("llama", "mistral", "qwen2-mixed", "gpt2")
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0)
-NAMES = ("plain", "chain", "tree", "draft tree", "medusa", "dynamic medusa", "markov", "drawn markov", "parallel")
+NAMES = ("plain", "chain", "draft tree", "medusa", "markov", "drawn markov", "parallel")
 
 
 def model_on(device: str, family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -62,7 +62,7 @@ def drafter_on(
     if name == "plain":
         return None
     if "medusa" in name:
-        return MedusaDrafter(heads_on(device, dtype), dynamic_nodes=6 if "dynamic" in name else None)
+        return MedusaDrafter(heads_on(device, dtype))
     if "markov" in name:
         return MedusaDrafter(heads_on(device, dtype, markov_rank=3), sampled="drawn" in name)
     if name == "parallel":
@@ -70,7 +70,7 @@ def drafter_on(
     draft = CausalLM(model_on(device, family, seed=1, dtype=dtype), static=static)
     if name == "draft tree":
         return DraftTreeDrafter(draft, depth=3, width=2, nodes=7)
-    return DraftModelDrafter(draft, (1, 1, 1) if name == "chain" else (2, 2))
+    return DraftModelDrafter(draft, 3)
 
 
 def texts_of(

@@ -78,7 +78,7 @@ def test_its_batches_are_mixed_of_the_datas_rows_the_drafts_and_the_loops(alone:
     target = CausalLM(load_model(str(workshop / "target"), parse_dtype("fp32")))
     draft = load_draft(str(alone / "final"), target, load_tokenizer(str(workshop / "target")))
     assert draft.output_tokens is not None and len(draft.output_tokens) == 10
-    steps = Engine(target, DraftModelDrafter(draft, (1, 1))).decode([4, 5], DecodingConfig(max_new_tokens=9)).steps
+    steps = Engine(target, DraftModelDrafter(draft, 2)).decode([4, 5], DecodingConfig(max_new_tokens=9)).steps
     assert [token for step in steps for token in step.tokens] == [6, 7, 8, 9, 10, 11, 12, 13, 14]
 
 

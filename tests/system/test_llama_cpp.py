@@ -134,7 +134,7 @@ class Desk:
             {type: self.file(folder, f"{kind}-{type}", type) for type in TYPES}
             for kind, folder in zip(("target", "draft"), self.pair, strict=True)
         )
-        own = DraftModelDrafter(self.draft, (1,) * DRAFT_TOKENS)
+        own = DraftModelDrafter(self.draft, DRAFT_TOKENS)
         found = [LlamaCppCase(f"plain {type}", target[type], probed=self.probed) for type in TYPES]
         found += [LlamaCppCase(f"draft {type}", target[type], draft[type], drafter=own) for type in TYPES]
         found.append(LlamaCppCase("damaged", target["f32"], self.with_other_embeddings(), drafter=own))

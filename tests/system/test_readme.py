@@ -303,7 +303,7 @@ def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(
         CausalLM(load_model(str(desk / name), torch.float32)) for name in ("ORG/NAME", "exported/diagnosed")
     )
     tokenizer = byte_tokenizer()
-    server = SpeculatingServer(target, tokenizer, DraftModelDrafter(draft, (1, 1, 1)), lambda messages: ())
+    server = SpeculatingServer(target, tokenizer, DraftModelDrafter(draft, 3), lambda messages: ())
     with scripted_endpoint.serve(server) as endpoint:
         for command in diagnoses:
             run(command.replace("http://localhost:8000", endpoint.address.removesuffix("/v1")), desk, environment, warm)

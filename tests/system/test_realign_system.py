@@ -47,6 +47,6 @@ def test_a_killed_realignment_typed_again_ends_with_the_draft_of_one_that_was_no
     target = CausalLM(load_model(str(workshop / "tuned"), torch.float32, torch.device("cpu")))
     draft = load_draft(str(killed / "final"), target, load_tokenizer(str(workshop / "tuned")))
     config = DecodingConfig(max_new_tokens=11)
-    drafted = Engine(target, DraftModelDrafter(draft, (1, 1, 1, 1))).decode([4, 5, 6], config)
+    drafted = Engine(target, DraftModelDrafter(draft, 4)).decode([4, 5, 6], config)
     assert drafted.tokens == Engine(target).decode([4, 5, 6], config).tokens == (8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12)
     assert len(drafted.steps) < 6  # a prefill and, drafting nothing, ten passes

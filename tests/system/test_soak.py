@@ -7,7 +7,7 @@ import torch
 from scripted_drafters import HostileDrafter
 from tiny_models import tiny_model
 
-from decoding.drafters import Drafter, DraftModelDrafter, PromptLookupDrafter
+from decoding.drafters import Drafter, DraftTreeDrafter, PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
@@ -24,7 +24,7 @@ def tensors_alive() -> int:
 
 def test_nothing_piles_up_over_generations_that_end_are_closed_or_break_off() -> None:
     chance, target, draft = random.Random(0), CausalLM(tiny_model()), CausalLM(tiny_model(seed=1))
-    made: list[Drafter | None] = [None, DraftModelDrafter(draft, (2, 2)), PromptLookupDrafter(4)]
+    made: list[Drafter | None] = [None, DraftTreeDrafter(draft, 2, 2, 7), PromptLookupDrafter(4)]
     cache, forwards_left, alive = target.new_cache(4), -1, 0
 
     def count(*call: object) -> None:

@@ -86,7 +86,7 @@ def cases_of(desk: Desk) -> list[VllmCase]:
         # First: what lies in memory then is no weights of an earlier case.
         VllmCase("silent", medusa(damaged(folder / "heads", "silent", without_output_layers)), batch_sizes=(1,)),
         VllmCase("plain"),
-        VllmCase("draft", drafts, DraftModelDrafter(draft, (1,) * DRAFT_TOKENS)),
+        VllmCase("draft", drafts, DraftModelDrafter(draft, DRAFT_TOKENS)),
         VllmCase("parallel draft", {**drafts, **at_once, "num_speculative_tokens": TOKENS}, ParallelDrafter(parallel)),
         *(VllmCase(name, medusa(folder / name), MedusaDrafter(own[name], CHAIN)) for name in trained),
         VllmCase("fewer than heads", medusa(folder / "heads", TOKENS - 1), MedusaDrafter(own["heads"], CHAIN[:-1])),

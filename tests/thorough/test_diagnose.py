@@ -59,7 +59,7 @@ class Desk:
     draft: PreTrainedModel
 
     def server(self, **changes: Any) -> SpeculatingServer:
-        chain = DraftModelDrafter(CausalLM(self.draft), (1, 1, 1))
+        chain = DraftModelDrafter(CausalLM(self.draft), 3)
         given = {"target": CausalLM(self.target), "drafter": chain, "render": self.render, **changes}
         return SpeculatingServer(tokenizer=self.tokenizer, **given)
 
@@ -129,11 +129,11 @@ def other_target(desk: Desk) -> SpeculatingServer:
 
 
 def bad_draft(desk: Desk) -> SpeculatingServer:
-    return desk.server(drafter=DraftModelDrafter(CausalLM(tiny_model(seed=9, **SIZES)), (1, 1, 1)))
+    return desk.server(drafter=DraftModelDrafter(CausalLM(tiny_model(seed=9, **SIZES)), 3))
 
 
 def by_argmax(desk: Desk) -> SpeculatingServer:
-    return desk.server(sampling=DraftModelDrafter(CausalLM(desk.draft), (1, 1, 1), sampled=False))
+    return desk.server(sampling=DraftModelDrafter(CausalLM(desk.draft), 3, sampled=False))
 
 
 def system_prompt(desk: Desk) -> SpeculatingServer:

@@ -3,7 +3,7 @@
 import pytest
 import test_generate_batch as few
 from scripted_drafters import RandomPolicy
-from test_generate_batch import COUNT, DRAFTERS, FEW_DRAFTERS, PROMPTS, llama, plain_texts
+from test_generate_batch import COUNT, DRAFTERS, FEW_DRAFTERS, PROMPTS, drafter_of, llama, plain_texts
 from tiny_models import OTHER_FAMILIES
 
 from decoding.engine import Engine
@@ -31,5 +31,5 @@ def test_every_family_samples_each_row_as_it_is_alone(family: str) -> None:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_rows_stay_plain_greedy_where_a_policy_drafts_now_and_then(name: str) -> None:
-    texts = Engine(llama(), DRAFTERS[name](), RandomPolicy(0)).decode(PROMPTS[:5], DecodingConfig(COUNT), batch_size=3)
+    texts = Engine(llama(), drafter_of(name), RandomPolicy(0)).decode(PROMPTS[:5], DecodingConfig(COUNT), batch_size=3)
     assert [text.tokens for text in texts] == plain_texts()[:5]

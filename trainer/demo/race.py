@@ -20,8 +20,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import common_length
 from decoding.rules.verify import GREEDY, RULES
 from decoding.speculation import named_rule
-from decoding.stream import Detokenizer, Piece, step_pieces
-from decoding.tally import Tally
+from decoding.stream import Detokenizer, Piece, Tally, step_pieces
 
 AUTOMATIC = "automatic"
 """The rule that `DecodingConfig` chooses: greedy at temperature 0, else the lossless rule that keeps the most."""

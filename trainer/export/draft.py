@@ -81,7 +81,7 @@ def readers(task: ExportTask, target: CausalLM) -> Readers:
 
     def chain(folder: Path) -> DraftModelDrafter:
         draft = load_draft(str(folder), target, None, trusted)
-        return DraftModelDrafter(draft, (1,) * chain_length(task.source))
+        return DraftModelDrafter(draft, chain_length(task.source))
 
     def masked(folder: Path, tree: Paths) -> ParallelDrafter:
         return ParallelDrafter(load_parallel_draft(str(folder), target, None, trusted), tree=tree or None)

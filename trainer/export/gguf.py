@@ -115,7 +115,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
 
 def readers(task: ExportTask, target: CausalLM) -> Readers:
     """Return readers of the trained draft and the exported file. Both draft in the target's dtype."""
-    chain = (1,) * chain_length(task.source)
+    chain = chain_length(task.source)
 
     def trained() -> Drafter:
         return DraftModelDrafter(load_draft(str(task.source), target, None, task.trust_remote_code), chain)

@@ -66,7 +66,7 @@ class Speculator(NamedTuple):
             return MedusaDrafter(self.weights, [(0,) * depth for depth in range(1, tokens + 1)], sampled=sampled)
         if isinstance(self.weights, ParallelDraft):
             return ParallelDrafter(self.weights, tokens=tokens, sampled=sampled)
-        return DraftModelDrafter(self.weights, (1,) * tokens, sampled=sampled)
+        return DraftModelDrafter(self.weights, tokens, sampled)
 
 
 def named_speculator(text: str) -> Named:

@@ -48,9 +48,7 @@ class Family:
         """Return the spec of a chain of ``depth`` tokens."""
         if self.kind == "tree":
             return self.of_tree(tuple((0,) * length for length in range(1, depth + 1)))
-        # The branching of a chain says the same as its tokens.
-        others = {name: value for name, value in self.spec.options.items() if name != "branching"}
-        return replace(self.spec, options={**others, "tokens": depth})
+        return replace(self.spec, options={**self.spec.options, "tokens": depth})
 
     def of_tree(self, paths: Paths) -> DrafterSpec:
         """Return the spec of a tree of these paths."""
@@ -63,11 +61,11 @@ def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -
     ``most_depth`` bounds the chains of a draft model whose length is not given.
 
     Heads and parallel drafts are free in their trees unless the spec gives a tree or tokens; draft models, lookups and
-    the other drafters of one chain are free in its length, up to the tokens that are given. A hybrid, a dynamic tree,
-    and any tree that is given, is measured with its own size only.
+    the other drafters of one chain are free in its length, up to the tokens that are given. A hybrid, and any
+    tree that is given, is measured with its own size only.
     """
     drafter, given = load(spec), set(spec.options)
-    if isinstance(drafter, MedusaDrafter | ParallelDrafter) and not given & {"tree", "dynamic_nodes", "tokens"}:
+    if isinstance(drafter, MedusaDrafter | ParallelDrafter) and not given & {"tree", "tokens"}:
         if isinstance(drafter, MedusaDrafter):
             depth, vocab = drafter.heads.config.num_heads, drafter.heads.config.vocab_size
         else:
@@ -75,12 +73,10 @@ def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -
         paths = first_tree(depth, min(FITTED_RANKS, vocab), most_nodes - 1)
         measured = replace(spec, options={**spec.options, "tree": paths})
         return Family(spec, "tree", load(measured))
-    if isinstance(drafter, DraftModelDrafter) and not given & {"branching", "tokens", "stop_below"}:
+    if isinstance(drafter, DraftModelDrafter) and "tokens" not in given:
         return Family(spec, "chain", load(replace(spec, options={**spec.options, "tokens": most_depth})))
     if isinstance(drafter, PromptLookupDrafter):
-        is_chain = drafter.num_branches == 1
-    elif isinstance(drafter, DraftModelDrafter):
-        is_chain = drafter.is_chain and not drafter.stop_below  # no draw ends it early
+        is_chain = drafter.branches == 1
     else:
         is_chain = drafter.chains_only and (spec.name in ("cascade", "other-tokenizer") or "tokens" in spec.options)
     return Family(spec, "chain" if is_chain else "fixed", drafter)

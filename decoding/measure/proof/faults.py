@@ -95,7 +95,7 @@ class Disturbed(Drafter):
         top_p: float = 1.0,
         argmax: bool = False,
     ) -> None:
-        self._inner = DraftModelDrafter(target, (1,) * _DEPTH)
+        self._inner = DraftModelDrafter(target, _DEPTH)
         self.altered, self.argmax, self._top_p = altered, argmax, top_p
 
     @property

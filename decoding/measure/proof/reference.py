@@ -14,8 +14,7 @@ from torch import Tensor
 
 from decoding.measure.figures import NEAR
 from decoding.model.causal_lm import CausalLM
-from decoding.rules.history import History
-from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, probabilities
+from decoding.rules.sampling import History, HistoryRows, SamplingConfig, adjusted_logits, probabilities
 from decoding.rules.tree import TokenTree
 
 _TOKENS = 4096

@@ -6,7 +6,6 @@ tokenizer.
 """
 
 from collections.abc import Sequence
-from copy import copy
 
 import torch
 from jaxtyping import Float
@@ -27,7 +26,7 @@ _HALF = "\ufffd"
 
 
 class OtherTokenizerDrafter(TextDrafter):
-    """Drafter of a chain: the draft's greedy continuation of the text, ``num_draft_tokens`` of its own tokens long.
+    """Drafter of a chain: the draft's greedy continuation of the text, ``tokens`` of its own tokens long.
 
     The chain is a function of the text, so it is deterministic at any temperature.
     """
@@ -40,20 +39,20 @@ class OtherTokenizerDrafter(TextDrafter):
         draft: CausalLM,
         draft_tokenizer: PreTrainedTokenizerBase,
         target_tokenizer: PreTrainedTokenizerBase,
-        num_draft_tokens: int = 5,
+        tokens: int = 5,
     ) -> None:
-        if num_draft_tokens < 1:
-            raise ValueError(f"num_draft_tokens is {num_draft_tokens}: give at least 1")
+        if tokens < 1:
+            raise ValueError(f"tokens is {tokens}: give at least 1")
         largest = max(draft_tokenizer.get_vocab().values())
         if largest >= draft.vocab_size:
             raise ValueError(
                 f"the draft's tokenizer writes tokens up to {largest} but the draft knows 0 to {draft.vocab_size - 1}: "
                 "give the tokenizer that belongs to the draft"
             )
-        self.draft = draft
+        self.draft = draft.with_static(None)  # a static model has one cache
         self.draft_tokenizer = draft_tokenizer
         self.target_tokenizer = target_tokenizer
-        self.num_draft_tokens = num_draft_tokens
+        self.tokens = tokens
         self.special_tokens = frozenset(draft_tokenizer.all_special_ids)
         """Special tokens of the draft; its tokens after one of them are no continuation."""
         self.prefix = _prefix(draft_tokenizer)
@@ -65,18 +64,11 @@ class OtherTokenizerDrafter(TextDrafter):
 
     @property
     def label(self) -> str:
-        return f"{self.name}, {self.num_draft_tokens} tokens"
+        return f"{self.name}, {self.tokens} tokens"
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
-        return chain_budgets(self.num_draft_tokens)
-
-    def for_rows(self, rows: int) -> "OtherTokenizerDrafter":
-        if rows == 1 or not self.draft.is_static:
-            return self
-        twin = copy(self)
-        twin.draft = self.draft.with_static(None)
-        return twin
+        return chain_budgets(self.tokens)
 
     def open_text(
         self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int
@@ -99,9 +91,9 @@ class OtherTokenizerSession:
 
     @torch.inference_mode()
     def propose(self, request: DraftRequest) -> Proposal:
-        depth = min(request.max_depth, request.max_nodes - 1, self._drafter.num_draft_tokens)
+        depth = min(request.max_depth, request.max_nodes - 1, self._drafter.tokens)
         own = self._own_tokens(request.tokens)
-        longest, limit = len(own) + self._drafter.num_draft_tokens, self._draft.max_text
+        longest, limit = len(own) + self._drafter.tokens, self._draft.max_text
         if depth < 1 or not own or (limit is not None and longest > limit):
             return Proposal.root_only(request.tokens[-1], self._target.device)
         written = self._continue(own)
@@ -124,11 +116,11 @@ class OtherTokenizerSession:
         common = common_length(self._held, own[:-1])
         self._cache.truncate(0, common)
         columns = [self._best(self._draft.append([own[common:]], self._cache).logits)]
-        for _ in range(self._drafter.num_draft_tokens - 1):
+        for _ in range(self._drafter.tokens - 1):
             columns.append(self._best(self._draft.step(columns[-1], self._cache).logits))
         written: list[int] = torch.cat(columns).tolist()
         self._held = [*own, *written[:-1]]
-        ends = [place for place, token in enumerate(written) if token in self._drafter.special_tokens]
+        ends = [index for index, token in enumerate(written) if token in self._drafter.special_tokens]
         return written[: ends[0]] if ends else written
 
     def _best(self, logits: Float[Tensor, "1 vocab"]) -> Tensor:
@@ -151,7 +143,7 @@ class OtherTokenizerSession:
         behind = (end for end in range(1, len(whole)) if _decode(tokenizer, whole[:end]) == known)
         end = next(behind, None)
         translated = whole[end:] if end is not None else _encode(tokenizer, new)
-        unknown = (place for place, token in enumerate(translated) if token >= self._target.vocab_size)
+        unknown = (index for index, token in enumerate(translated) if token >= self._target.vocab_size)
         return translated[: next(unknown, len(translated))]
 
 
