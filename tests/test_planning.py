@@ -69,14 +69,6 @@ def test_steps_cut_short_by_a_text_s_end_and_steps_of_fewer_rows_are_not_measure
     assert survey.seconds() == {Budget(3, 4): StepSeconds(1.0, 2.0, 1.0)}
 
 
-def test_steps_of_a_lookup_that_found_nothing_count_as_often_as_they_occur() -> None:
-    survey = StepSurvey([Budget(4, 5)], rows=1, samples=1)
-    for drafted, seconds in [(4, 2.0), (4, 2.0), (0, 1.0), (0, 1.0), (0, 1.0), (4, 40.0)]:  # the last is a hiccup
-        survey.observe(Budget(4, 5), 1, [StepCount(1, 0, drafted, drafted)], 0.0, seconds, seconds)
-    # The first is not counted: one that drafted took 2, three without a draft 1 each, and 40 is left out.
-    assert survey.seconds()[Budget(4, 5)].verify == pytest.approx((2.0 + 3 * 1.0) / 4)
-
-
 # --- acceptance ------------------------------------------------------------------------------------------------------
 
 
