@@ -29,8 +29,7 @@ from trainer.commands.guarded import guarded
 from trainer.commands.options import EvaluateOptions
 from trainer.export import export
 from trainer.recipe.reading import load_recipe
-from trainer.run.embedded import ensure_answered
-from trainer.run.train import ensure_built
+from trainer.run.train import ensure_answered, ensure_built
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = Path("runs/quickstart")

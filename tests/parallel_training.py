@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from loss_references import divergence
 from tiny_training import tiny_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,7 +16,6 @@ from trainer.drafts.blocks import Blocks, sample_blocks
 from trainer.drafts.distill import OnlineTeacher
 from trainer.drafts.parallel import ParallelObjective
 from trainer.drafts.start import initial_draft
-from trainer.learning.losses import divergence
 from trainer.recipe.draft import DraftSection
 
 TEXTS = (

@@ -24,7 +24,6 @@ from trainer.cli import app
 from trainer.commands.guarded import guarded
 from trainer.commands.shared_options import names, numbers, whole_numbers
 from trainer.export.task import FORMATS
-from trainer.recipe.common import DataSection
 from trainer.recipe.reading import load_recipe
 from trainer.terminal.exit_codes import ExitCode
 
@@ -136,14 +135,12 @@ def test_a_shell_completes_commands_and_options() -> None:
 
 def test_the_help_names_the_values_that_the_code_takes() -> None:
     """The code that reads them takes seconds to import, so the help repeats the names."""
-    data = DataSection.model_fields
     values = {
         "generate --dtype": DTYPES,
         "doctor --dtype": DTYPES,
         "generate --rule": RULES,
         "evaluate --settings": SETTINGS,
         "export --format": FORMATS,
-        "data inspect --format": data["format"].annotation.__args__,  # type: ignore[union-attr]  # a Literal
     }
     for place, known in values.items():
         command, _, name = place.partition(" --")

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from loss_references import divergence
 from tiny_models import tiny_model
 from tiny_training import Recorder, medusa_on, train_toy
 from torch import Tensor
@@ -14,7 +15,6 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from trainer.data.batch import Batch, Example, collate
 from trainer.heads.medusa import MedusaObjective, heads_for_decoding, rank_accuracies
-from trainer.learning.losses import divergence
 from trainer.recipe.heads import HeadsSection
 from trainer.recipe.loss import LossSection
 

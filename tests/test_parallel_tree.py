@@ -12,7 +12,7 @@ from decoding.drafters.parallel import ParallelDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.parallel import ParallelConfig, ParallelDraft, ParallelParts, read_config
 from decoding.rules.best_tree import best_tree
-from trainer.drafts.rank_accuracies import rank_accuracies
+from trainer.drafts.parallel import rank_accuracies
 
 TEXT, PROMPT = (3, 1, 4, 1, 5, 9, 2, 6), 3
 """The roots are the tokens 3 to 6: of four labels one is four tokens behind its root, of five labels none."""

@@ -18,7 +18,7 @@ from decoding.measure.planning.step_costs import (
     best,
     depth_by_batch_size,
 )
-from decoding.measure.planning.views import basis, verdict
+from decoding.measure.planning.views import basis
 from decoding.metrics import StepCount, expected_tokens, tokens_per_pass
 from decoding.policies import PLAIN, Budget
 from decoding.rules.tree import TokenTree, TreeShape
@@ -67,14 +67,6 @@ def test_steps_cut_short_by_a_text_s_end_and_steps_of_fewer_rows_are_not_measure
         survey.observe(Budget(3, 4), len(steps), steps, 1.0, 2.0, 4.0)
     survey.observe(PLAIN, 2, [whole, whole], 0.0, 2.0, 2.5)
     assert survey.seconds() == {Budget(3, 4): StepSeconds(1.0, 2.0, 1.0)}
-
-
-def test_steps_of_a_lookup_that_found_nothing_count_as_often_as_they_occur() -> None:
-    survey = StepSurvey([Budget(4, 5)], rows=1, samples=1)
-    for drafted, seconds in [(4, 2.0), (4, 2.0), (0, 1.0), (0, 1.0), (0, 1.0), (4, 40.0)]:  # the last is a hiccup
-        survey.observe(Budget(4, 5), 1, [StepCount(1, 0, drafted, drafted)], 0.0, seconds, seconds)
-    # The first is not counted: one that drafted took 2, three without a draft 1 each, and 40 is left out.
-    assert survey.seconds()[Budget(4, 5)].verify == pytest.approx((2.0 + 3 * 1.0) / 4)
 
 
 # --- acceptance ------------------------------------------------------------------------------------------------------
@@ -142,18 +134,6 @@ def test_depths_by_batch_size_cover_all_sizes_and_end_with_plain_decoding_where_
     depths = [depth for _, _, depth in ranges]
     assert depths == sorted(depths, reverse=True) and depths[0] == 4 and depths[-1] == 0
     assert depth_by_batch_size({depth: chains_of[depth] for depth in (1, 2)}, {1: costs[1]}) == [(1, 1, 2)]
-
-
-def test_where_speculation_cannot_pay_the_plan_says_what_a_step_costs_and_brings() -> None:
-    best_form = {
-        "depth": 4, "nodes": 5, "tokens_per_pass": 1.9, "cost": 2.7, "speedup": 0.7,
-        "seconds": {"draft": 0.4, "verify": 4.8, "overhead": 0.2},
-    }  # fmt: skip
-    cell = {"batch_size": 16, "choices": [{"drafter": "draft:x", "plain_seconds": 2.0, "best": best_form}]}
-    assert verdict(cell) == (
-        "batch 16: decode plainly: a step of draft:x costs 2.70 plain steps (drafting 0.20, verifying 5 tokens 2.40, "
-        "the rest 0.10) and brings 1.90 tokens"
-    )
 
 
 def test_a_plan_says_on_how_many_prompts_it_was_measured() -> None:

@@ -9,7 +9,7 @@ from full_report import COUNTS, DRAFT, HEADS, LOOKUP, PEER, estimate, full_repor
 from rich.console import Console
 
 from decoding.measure import figures
-from decoding.measure.figures import answers, asked, below_from, caption, curve, greedy_sentence, identical, methods
+from decoding.measure.figures import answers, caption, greedy_sentence, methods
 from decoding.measure.report.curves import crossover_figure, speedup_curves
 from decoding.measure.report.page import bar_charts, write_html
 from decoding.measure.report.style import COLOURS, GRID, INK, css, panel, series, shade_below_one, styled, svg
@@ -94,21 +94,7 @@ def test_an_answer_promises_no_gain_that_was_not_measured() -> None:
     assert answers(full_report(rows=rows[:1], grid=[])) == ["Nothing but plain decoding was timed, greedy."]
 
 
-def test_a_method_stays_below_1_from_the_first_place_without_a_gain_behind_it() -> None:
-    assert [below_from(points) for points in ([(1, 2.0), (4, 0.9), (16, 0.5)], [(1, 0.9), (4, 2.0)], [(1, 0.5)])] == [
-        *(4, None, None)
-    ]
-    found = next(each for each in REPORT["rows"] if (each["setting"], each["method"]) == ("greedy", HEADS))
-    assert curve(REPORT, found, "batch_size") == [(1, 2.0), (4, pytest.approx(1.2)), (16, pytest.approx(0.4))]
-    assert [place for place, _ in curve(REPORT, found, "context")] == [512, 8192]
-
-
-def test_one_line_says_what_was_asked_and_one_where_it_was_measured() -> None:
-    assert asked(REPORT) == (
-        "Asked: chat template; thinking off; first turns; rule greedy, token rejection and typical acceptance; "
-        "drafted as tree and chain; drafts greedy, deterministic and sampled."
-    )
-    assert asked({"rows": []}) == ""
+def test_the_caption_tells_of_machines_commits_processes_and_prompts_left_out() -> None:
     resumed = full_report(
         processors=["Some processor", "Another"], commits=["a", "b"], processes=2, later_turns_left_out=3
     )
@@ -137,7 +123,6 @@ def test_the_sentence_on_greedy_texts_is_made_of_this_reports_data_and_stands_in
     gpu = of_rows(*compared, **facts, hardware={"processor": "X", "gpu": "Y", "cores": 1, "threads": 1})
     assert "on a CPU" not in greedy_sentence(gpu)
     assert sentence in page_of(report, tmp_path) and sentence in " ".join(shown(report, 600).split())
-    assert identical(parted(1, 3, 0.5, early=1)) == ("1 of 3, largest logit margin where they part 0.5, 1 ended early")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -171,7 +156,6 @@ def test_a_terminal_of_80_columns_shows_every_figure_whole() -> None:
     assert max(map(len, lines)) <= 80
     (best,) = [line for line in lines if "2.50× [2.25, 2.75]" in line and "Fastest" not in line]
     assert best.split()[-6:] == ["2.95", "250", "2.50×", "[2.25,", "2.75]", "2.75×"]
-    assert "mt_bench (10) 3.25× 2.60× 1.56× 1.17×" in [" ".join(line.split()) for line in lines], "the fastest first"
     assert terminal_table(REPORT).row_count == len(REPORT["rows"]) + 3, "a heading for each setting"
 
 
@@ -244,8 +228,7 @@ def test_the_page_stands_alone_holds_every_figure_and_marks_drafted_tokens(tmp_p
     assert "default-src 'none'" in page and "a &lt;b&gt;title" in page
     assert not any(word in page for word in ("src=", "<script", "<link", "@import", "url(http", "None", "nan"))
     assert page.index("<details") > page.index('class="lead"')
-    for cells in table_rows(REPORT):
-        assert all(f">{cell}</td>" in page for cell in cells)
+    assert all(f">{cell}</td>" in page for cells in table_rows(REPORT) for cell in cells)
 
 
 def test_what_was_not_measured_is_a_dash_and_parts_without_data_are_left_out(tmp_path: Path) -> None:
@@ -259,5 +242,5 @@ def test_what_was_not_measured_is_a_dash_and_parts_without_data_are_left_out(tmp
     report["rows"][0] |= {**dict.fromkeys(figures, NOTHING), **pairs, **lists, **rest}
     assert table_rows(report)[0][3:] == ("–",) * 5
     page = page_of(report, tmp_path)
-    assert not any(part in page for part in ("None", "By task", "Over batch size", "and what was drafted", "Asked:"))
+    assert not any(part in page for part in ("None", "By task", "Over batch size", "and what was drafted"))
     assert set(COUNTS) & set(methods(report)) == set()

@@ -19,44 +19,6 @@ Report = dict[str, Any]
 Figure = dict[str, Any] | None
 """A `decoding.metrics.Estimate` or `Spread` as JSON; None if it was not measured."""
 
-DEFINITIONS = (
-    (
-        "speed-up",
-        "All tokens over all seconds, divided by plain decoding's by the same loop on the same prompts; prefill left "
-        "out, 95% interval over prompts, or over the batches that they were decoded in. Next to it the median "
-        "[quartiles] of the ratios of paired runs: it weighs short texts like long ones, so it may flatter.",
-    ),
-    (
-        "tokens per target pass",
-        "Tokens written per pass of the target, its own token included, prefill left out; 95% interval over prompts.",
-    ),
-    ("accepted per pass", "Accepted draft tokens per pass of the target, its own token left out."),
-    (
-        "acceptance length",
-        "1 + Σ of the shares of all passes whose draft was accepted at least to position i. It is 1 + accepted per "
-        "pass, and differs from tokens per target pass only by the passes whose text ended inside the draft.",
-    ),
-    (
-        "accepted at i, conditional",
-        "Share of drafts whose token i was accepted, among those at least i deep whose first i-1 tokens were accepted "
-        "(number of these).",
-    ),
-    ("accepted at i, unconditional", "Share of drafts accepted to position i, among those at least i deep."),
-    ("accepted per drafted", "Accepted tokens over all drafted tokens, those of a tree's other branches included."),
-    (
-        "predicted speed-up",
-        "Tokens per pass over the cost of a pass: the drafting and overhead that were measured, and the target's pass "
-        "from the cost curve v(n).",
-    ),
-    ("same", "Greedy texts identical to plain decoding's, of all texts."),
-    (
-        "lossless, lossy",
-        "A lossless method writes the target's own greedy text, or samples from its own distribution; a lossy one "
-        "(hatched) does not.",
-    ),
-)
-"""Terms of the report with their meanings."""
-
 
 # --- figures ----------------------------------------------------------------------------------------------------------
 
@@ -238,43 +200,8 @@ def caption(report: Report) -> str:
     )
 
 
-def asked(report: Report) -> str:
-    """Say in one line what was asked of every method: template, thinking, turns, rules, shapes, drafts.
-
-    Empty for reports that do not say.
-    """
-    given = report.get("asked") or {}
-    parts = []
-    if "template" in given:
-        parts.append("no chat template" if given["template"] in (None, "none") else f"{given['template']} template")
-    if given.get("thinking") is not None:
-        parts.append(f"thinking {'on' if given['thinking'] else 'off'}")
-    if given.get("turns"):
-        parts.append(f"{given['turns']} turns")
-    rows = [row for row in report["rows"] if row.get("conditional_acceptance")]
-    for heading, key in (("rule", "rule"), ("drafted as", "shape"), ("drafts", "drafts")):
-        found = list(dict.fromkeys(str(row[key]) for row in rows if row.get(key)))
-        if found:
-            parts.append(f"{heading} {_and(found)}")
-    return one_line(f"Asked: {'; '.join(parts)}.") if parts else ""
-
-
 def _and(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def identical(compared: Figure) -> str:
-    """Format a comparison with plain decoding's texts.
-
-    ``11 of 12, largest logit margin where they part 0.0312, 1 ended early``
-    """
-    if not compared:
-        return ""
-    text = f"{compared['identical']} of {compared['of']}"
-    margin, early = compared.get("largest_margin"), compared.get("ended_early", 0)
-    if compared["identical"] + early < compared["of"]:
-        text += f", largest logit margin where they part {NONE if margin is None else format(margin, '.3g')}"
-    return text + (f", {early} ended early" if early else "")
 
 
 def greedy_sentence(report: Report) -> str:

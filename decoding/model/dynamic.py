@@ -4,10 +4,11 @@ Each node of a tree attends to its row's prefix and to its own path.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
@@ -20,94 +21,98 @@ _APPENDED_TOKENS = 1 << 10
 """Greatest number of tokens that all rows together append in one pass: each has a mask of as many numbers as keys."""
 
 
-_MOST_STORED = 256
 _LARGEST_STORED = 256
-"""Limits on stored tree masks: their number, and the nodes of the largest. A block of appended text has more nodes, and
-its shape seldom occurs again."""
+"""Nodes of the largest tree whose shape is kept on the device: a block of appended text has more, and seldom occurs
+again."""
+
+
+def blocked_keys(
+    begin: Int[Tensor, "rows 1"],
+    depths: Int[Tensor, "rows nodes"],
+    key_depths: Int[Tensor, "rows span"],
+    hidden_from: Bool[Tensor, "rows nodes span"],
+    keys: int,
+    window: int | None,
+) -> Bool[Tensor, "rows nodes keys"]:
+    """Mark the ``keys`` first positions of a row that each of its nodes must not attend to.
+
+    A row's keys are its prefix, its tree's nodes from ``begin`` on, then padding. ``depths`` are those of the nodes
+    that run, ``key_depths`` those of all nodes, and ``hidden_from`` marks the nodes that are not on a node's own path.
+    """
+    key, span = torch.arange(keys, device=begin.device)[None], key_depths.shape[1]
+    node = (key - begin).clamp(0, span - 1)
+    behind_prefix = key >= begin
+    hidden = hidden_from.gather(2, node[:, None].expand(-1, depths.shape[1], -1))
+    blocked = behind_prefix[:, None] & (hidden | (key >= begin + span)[:, None])
+    if window is not None:
+        places = torch.where(behind_prefix, begin + key_depths.gather(1, node), key)
+        blocked = blocked | ((depths + begin)[:, :, None] - places[:, None] >= window)
+    return blocked
 
 
 class TreeMasks:
-    """Maker of the masks of one model; the masks among the nodes of small trees are stored."""
+    """Maker of the attention masks of one model: each node attends to its row's prefix and to its own path."""
 
     def __init__(self, model: PreTrainedModel, windows: dict[str, int | None]) -> None:
         """Take the ``windows`` of `decoding.model.architecture.windows`."""
         self.windows = windows
         self._model = model
-        self._stored: dict[TreeShape, Tensor] = {}
+        self._stored = lru_cache(maxsize=256)(self._of_shape)
 
     def of_trees(self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int) -> Any:
         """Make additive masks (rows, 1, queries, keys): boolean 4-D masks are silently wrong under eager attention.
 
         Returns one mask for all layers, or a dict by layer type for models that mix full and sliding attention.
         """
-        masks = {kind: self._mask(shapes, starts, first, size, window) for kind, window in self.windows.items()}
+        make = self._shared if len(set(starts)) == len(set(first)) == len(set(shapes)) == 1 else self._ragged
+        return self.by_layer_type(lambda window: make(shapes, starts, first, size, window))
+
+    def by_layer_type(self, make: Callable[[int | None], Tensor]) -> Any:
+        """Make a mask for each window; return the only one, or a dict by layer type."""
+        masks = {kind: make(window) for kind, window in self.windows.items()}
         return masks if len(masks) > 1 else masks["full_attention"]
 
-    def _mask(
+    def additive(self, blocked: Bool[Tensor, "rows nodes keys"]) -> Float[Tensor, "rows 1 nodes keys"]:
+        """Return the additive mask in the model's dtype."""
+        dtype = self._model.dtype
+        mask = torch.zeros(blocked.shape, dtype=dtype, device=blocked.device)
+        return mask.masked_fill_(blocked, torch.finfo(dtype).min)[:, None]
+
+    def _shared(
         self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None
     ) -> Tensor:
-        if len(set(starts)) == len(set(first)) == len(set(shapes)) == 1:
-            return self._shared_mask(shapes[0], starts[0], first[0], window)
-        return self._ragged_mask(shapes, starts, first, size, window)
-
-    def _shared_mask(self, shape: TreeShape, start: int, first: int, window: int | None) -> Tensor:
         """Make one mask for all rows, (1, 1, queries, keys): they have the same length and the same tree."""
-        nodes = len(shape)
-        mask = torch.zeros(nodes - first, start + nodes, dtype=self._model.dtype, device=self._model.device)
-        mask[:, start:] = self.among_nodes(shape)[first:]
-        if window is not None and start + shape.max_depth >= window:
-            depths = shape.depth_tensor.to(self._model.device)
-            key_positions = torch.cat([torch.arange(start, device=self._model.device), depths + start])
-            too_far = (depths[first:, None] + start) - key_positions >= window
-            mask.masked_fill_(too_far, torch.finfo(self._model.dtype).min)
-        return mask[None, None]
+        start, device = starts[0], self._model.device
+        depths, hidden = self._of(shapes[0])
+        blocked = torch.zeros(size, start + len(depths), dtype=torch.bool, device=device)
+        blocked[:, start:] = hidden[first[0] :]
+        if window is not None and start + shapes[0].max_depth >= window:
+            places = torch.cat([torch.arange(start, device=device), depths + start])
+            blocked |= depths[first[0] :, None] + start - places >= window
+        return self.additive(blocked[None])
 
-    def _ragged_mask(
+    def _ragged(
         self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None
     ) -> Tensor:
-        """Make a mask for each row. A row's keys are its prefix, its tree's nodes, then padding that is masked out."""
-        device, blocked = self._model.device, torch.finfo(self._model.dtype).min
-        nodes = max(skipped + size for skipped in first)
-        if len(set(shapes)) == len(set(first)) == 1:
-            tree_masks = self.among_nodes(shapes[0])[first[0] :].expand(len(shapes), -1, -1)
-            depths = shapes[0].depth_tensor.to(device).expand(len(shapes), -1)
-        else:
-            tree_masks = torch.full((len(shapes), size, nodes), blocked, dtype=self._model.dtype, device=device)
-            depths = torch.zeros(len(shapes), nodes, dtype=torch.long, device=device)
-            for row, (shape, skipped) in enumerate(zip(shapes, first, strict=True)):
-                tree_masks[row, : len(shape) - skipped, : len(shape)] = self.among_nodes(shape)[skipped:]
-                depths[row, : len(shape)] = shape.depth_tensor.to(device)
+        """Make a mask for each row, (rows, 1, queries, keys), padding included."""
+        device, span = self._model.device, max(skipped + size for skipped in first)
+        hidden_from = torch.ones(len(shapes), size, span, dtype=torch.bool, device=device)
+        key_depths = torch.zeros(len(shapes), span, dtype=torch.long, device=device)
+        depths = torch.zeros(len(shapes), size, dtype=torch.long, device=device)
+        for row, (shape, skipped) in enumerate(zip(shapes, first, strict=True)):
+            key_depths[row, : len(shape)], hidden = self._of(shape)
+            hidden_from[row, : len(shape) - skipped, : len(shape)] = hidden[skipped:]
+            depths[row, : len(shape) - skipped] = key_depths[row, skipped : len(shape)]
         begin = torch.tensor(starts).to(device, non_blocking=True)[:, None]
         width = max(start + skipped for start, skipped in zip(starts, first, strict=True)) + size
-        keys = torch.arange(width, device=device)[None]
-        node = (keys - begin).clamp(0, nodes - 1)
-        behind_prefix = (keys >= begin)[:, None]
-        mask = tree_masks.gather(2, node[:, None].expand(-1, size, -1))
-        mask = torch.where(
-            behind_prefix & (keys < begin + nodes)[:, None], mask, torch.where(behind_prefix, blocked, 0.0)
-        )
-        if window is not None:
-            key_positions = torch.where(keys < begin, keys, begin + depths.gather(1, node))
-            queries = torch.stack([depths[row, skipped : skipped + size] for row, skipped in enumerate(first)]) + begin
-            mask = mask.masked_fill(queries[:, :, None] - key_positions[:, None] >= window, blocked)
-        return mask.to(self._model.dtype)[:, None]
+        return self.additive(blocked_keys(begin, depths, key_depths, hidden_from, width, window))
 
-    def among_nodes(self, shape: TreeShape) -> Tensor:
-        """Return the additive mask among a tree's nodes, (nodes, nodes); it is stored for small trees."""
-        if shape in self._stored:
-            return self._stored[shape]
-        mask = torch.full(
-            (len(shape),) * 2, torch.finfo(self._model.dtype).min, dtype=self._model.dtype, device=self._model.device
-        )
-        if shape.is_chain:
-            mask.triu_(1)
-        else:
-            mask.masked_fill_(shape.ancestor_mask.to(self._model.device), 0)
-        if len(shape) <= _LARGEST_STORED:
-            if len(self._stored) >= _MOST_STORED:  # dynamic trees: keep the memory bounded
-                self._stored.clear()
-            self._stored[shape] = mask
-        return mask
+    def _of(self, shape: TreeShape) -> tuple[Tensor, Tensor]:
+        return (self._stored if len(shape) <= _LARGEST_STORED else self._of_shape)(shape)
+
+    def _of_shape(self, shape: TreeShape) -> tuple[Tensor, Tensor]:
+        """Return on the model's device the depths of a tree's nodes, and which nodes are hidden from each."""
+        return shape.depth_tensor.to(self._model.device), ~shape.ancestor_mask.to(self._model.device)
 
 
 class DynamicSteps:

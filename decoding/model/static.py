@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from decoding.model.architecture import STATIC_MODES, why_not_static
 from decoding.model.cache import PreallocatedCache
+from decoding.model.dynamic import TreeMasks, blocked_keys, stacked
 from decoding.model.forward import ModelOutput, run_model
 from decoding.model.lm_head import added_to_embeddings
 from decoding.rules.tree import TokenTree, TreeShape
@@ -40,8 +40,6 @@ class Size(NamedTuple):
     nodes: int
     span: int
     keys: int
-    last_only: bool
-    """True if the lm_head computes logits of each row's last node alone."""
     added: int = 0
     """Width of the additions to the nodes' embeddings; 0 for none."""
 
@@ -89,19 +87,18 @@ class StaticInputs:
     """Inputs of a step, all on the model's device. Each row has a tree of ``span`` nodes; the last ``nodes`` of it run.
 
     ``tokens`` (rows, nodes) · ``starts`` (rows,): place of each row's root in its slot · ``dropped`` (rows,): number of
-    its text's positions before that slot's first · ``firsts`` (rows,): number of cached nodes · ``last`` (rows,): index
-    of each row's last own node among those that run, the rest being padding · ``depths`` (rows, nodes): depths of the
-    nodes that run · ``key_depths`` (rows, span): depths of all nodes · ``hidden_from`` (rows, nodes, span): true where
-    a node must not attend to another · ``added`` (rows, nodes, width): additions to the nodes' embeddings, or None.
+    its text's positions before that slot's first · ``firsts`` (rows,): number of cached nodes · ``depths`` (rows,
+    nodes): depths of the nodes that run · ``key_depths`` (rows, span): depths of all nodes · ``hidden_from`` (rows,
+    nodes, span): true where a node must not attend to another · ``added`` (rows, nodes, width): additions to the nodes'
+    embeddings, or None.
     """
 
     def __init__(self, size: Size, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         rows, nodes, span = size[:3]
         self._step_shapes: Shapes = ((rows,), (rows,), (rows, nodes))
-        self._tree_shapes: Shapes = ((rows,), (rows,), (rows, nodes), (rows, span))
+        self._tree_shapes: Shapes = ((rows,), (rows, nodes), (rows, span))
         self._step, (self.starts, self.dropped, self.tokens) = _side_by_side(self._step_shapes, device)
-        self._tree, trees = _side_by_side(self._tree_shapes, device)
-        self.firsts, self.last, self.depths, self.key_depths = trees
+        self._tree, (self.firsts, self.depths, self.key_depths) = _side_by_side(self._tree_shapes, device)
         self.hidden_from = torch.zeros(rows, nodes, span, dtype=torch.bool, device=device)
         self.added = torch.zeros(rows, nodes, size.added, dtype=dtype, device=device) if size.added else None
         self._layout: TreeLayout | None = None
@@ -140,14 +137,14 @@ class StaticInputs:
         self._step.copy_(host, non_blocking=True)
 
     def _fill_layout(self, layout: TreeLayout) -> None:
-        host, (firsts, last, depths, key_depths) = _side_by_side(self._tree_shapes, self._tree.device, True)
+        host, (firsts, depths, key_depths) = _side_by_side(self._tree_shapes, self._tree.device, True)
         hidden_from = torch.ones(self.hidden_from.shape, dtype=torch.bool, pin_memory=self._tree.is_cuda)
         # Every node attends to at least one key, padding too: a softmax over none is NaN in fp16, which would stay in
         # the cache.
         hidden_from.diagonal(dim1=1, dim2=2).fill_(False)
         for row, (shape, first) in enumerate(zip(layout.shapes, layout.firsts, strict=True)):
             own = len(shape) - first
-            firsts[row], last[row] = first, own - 1
+            firsts[row] = first
             depths[row, :own] = shape.depth_tensor[first:]
             key_depths[row, : len(shape)] = shape.depth_tensor
             hidden_from[row, :own, : len(shape)] = ~shape.ancestor_mask[first:]
@@ -170,16 +167,14 @@ def _side_by_side(shapes: Shapes, device: torch.device, on_host: bool = False) -
 class StaticSteps:
     """Runner of one model's steps on one cache, with a graph for each bucket that occurs."""
 
-    def __init__(
-        self, model: PreTrainedModel, windows: dict[str, int | None], max_positions: int | None, mode: str
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, masks: TreeMasks, max_positions: int | None, mode: str) -> None:
         """``max_positions``: places that the model has embeddings for; None for rotary embeddings of any place."""
         if mode not in STATIC_MODES:
             raise ValueError(f"static mode is {mode!r}: give one of {', '.join(STATIC_MODES)}")
         if reason := why_not_static(model):
             raise ValueError(reason)
         self._model = model
-        self._windows = windows
+        self._masks = masks
         self._max_positions = max_positions
         self.captures = mode == "graphs"
         """True if steps on a GPU are recorded as CUDA graphs."""
@@ -203,29 +198,24 @@ class StaticSteps:
         trees: Sequence[TokenTree],
         cache: PreallocatedCache,
         first: Sequence[int] | None = None,
-        last_only: bool = False,
         kept: Sequence[int] | None = None,
         added: Tensor | None = None,
     ) -> ModelOutput:
         """Run a tree after each of the first rows; return (rows, nodes, hidden) and (rows, nodes, vocab), with padding.
 
-        The nodes of row i from ``first[i]`` on run, the others are cached. ``last_only`` returns the last node of each
-        row alone, (rows, 1, ...). The cache keeps the first ``kept[i]`` nodes of those that run (None: all). ``added``
-        (rows, nodes, width) is added to their embeddings. The next step of this model overwrites the results.
+        The nodes of row i from ``first[i]`` on run, the others are cached. The cache keeps the first ``kept[i]`` nodes
+        of those that run (None: all). ``added`` (rows, nodes, width) is added to their embeddings. The next step of
+        this model overwrites the results.
         """
         layout = TreeLayout(tuple(tree.shape for tree in trees), tuple(first or [0] * len(trees)))
         if all(tree.on_host for tree in trees):
             lists = [tree.token_list[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
-            return self._run(layout, lists, cache, last_only, kept, added)
+            return self._run(layout, lists, cache, kept, added)
         # The tokens stay on the device: a draft's tokens are verified before the host has read them.
         device = next(tree.tokens.device for tree in trees if not tree.on_host)
-        parts = [
-            tree.tokens[skipped:].to(device, non_blocking=True)
-            for tree, skipped in zip(trees, layout.firsts, strict=True)
-        ]
-        equal = len(set(layout.counts)) == 1
-        tokens = torch.stack(parts) if equal else pad_sequence(parts, True)
-        return self._run(layout, tokens, cache, last_only, kept, added)
+        parts = [tree.tokens[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
+        tokens = stacked(parts, max(layout.counts), device)
+        return self._run(layout, tokens, cache, kept, added)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, cache: PreallocatedCache) -> ModelOutput:
@@ -234,14 +224,13 @@ class StaticSteps:
         Returns (rows, 1, hidden) and (rows, 1, vocab).
         """
         layout = TreeLayout((TreeShape.chain(0),) * len(tokens), (0,) * len(tokens))
-        return self._run(layout, tokens[:, None], cache, False)
+        return self._run(layout, tokens[:, None], cache)
 
     def _run(
         self,
         layout: TreeLayout,
         tokens: Tensor | Sequence[Sequence[int]],
         cache: PreallocatedCache,
-        last_only: bool,
         kept: Sequence[int] | None = None,
         added: Tensor | None = None,
     ) -> ModelOutput:
@@ -252,17 +241,15 @@ class StaticSteps:
         span = nodes if not any(layout.firsts) else node_bucket(rows, max(map(len, layout.shapes)))
         needed = max(cache.lengths[:asked]) + nodes
         cache.reserve(needed)
-        last_only = last_only and nodes > 1  # a single node is the last one
         keys = min(cache.capacity, key_bucket(needed))
         width = 0 if added is None else added.shape[-1]
-        bucket = self._bucket(Size(rows, nodes, span, keys, last_only, width), cache)
+        bucket = self._bucket(Size(rows, nodes, span, keys, width), cache)
         bucket.inputs.fill(layout, starts, cache.dropped[:asked], tokens)
         if added is not None:
             bucket.inputs.add(added)
         hidden, logits = bucket.run()
         cache.advance(range(asked), counts if kept is None else kept)
-        given = 1 if last_only else max(counts)
-        return ModelOutput(hidden[:asked, :given], logits[:asked, :given])
+        return ModelOutput(hidden[:asked, : max(counts)], logits[:asked, : max(counts)])
 
     def _bucket(self, size: Size, cache: PreallocatedCache) -> "_Bucket":
         if cache.buffers != self._buffers:
@@ -282,14 +269,14 @@ class StaticSteps:
         if not (self.captures and asked and cache.device):
             return
         rows, lengths = min(cache.rows, row_bucket(asked)), cache.lengths[:asked]
-        kinds = {(size.nodes, size.span, size.last_only, size.added) for size in self._steps if size.rows == rows}
-        kinds |= {(bucket, bucket, False, 0) for bucket in (node_bucket(rows, count) for count in nodes)}
+        kinds = {(size.nodes, size.span, size.added) for size in self._steps if size.rows == rows}
+        kinds |= {(bucket, bucket, 0) for bucket in (node_bucket(rows, count) for count in nodes)}
         layout = TreeLayout((TreeShape.chain(0),) * asked, (0,) * asked)
-        for own, span, last_only, width in sorted(kinds):
+        for own, span, width in sorted(kinds):
             cache.reserve(max(lengths) + own)
             keys, most = key_bucket(max(lengths) + own), min(cache.capacity, key_bucket(longest + own))
             for _ in range(_AHEAD):
-                bucket = self._bucket(Size(rows, own, span, min(keys, most), last_only, width), cache)
+                bucket = self._bucket(Size(rows, own, span, min(keys, most), width), cache)
                 if not bucket.has_run:
                     bucket.inputs.fill(layout, lengths, cache.dropped[:asked], [[0]] * asked)
                     bucket.run()
@@ -302,32 +289,16 @@ class StaticSteps:
         if self._max_positions is not None:
             positions = positions.clamp(max=self._max_positions - 1)
         cache.begin_static((inputs.starts + inputs.firsts)[:, None] + node_index, size.keys)
-        masks: Any = {kind: self._mask(inputs, size, window) for kind, window in self._windows.items()}
-        if len(masks) == 1:
-            (masks,) = masks.values()
+        begin, trees = inputs.starts[:, None], (inputs.depths, inputs.key_depths, inputs.hidden_from)
+        masks = self._masks.by_layer_type(
+            lambda window: self._masks.additive(blocked_keys(begin, *trees, size.keys, window))
+        )
         try:
-            select = partial(nodes_at, inputs.last) if size.last_only else None
             with added_to_embeddings(self._model, inputs.added):
-                output = run_model(self._model, inputs.tokens, positions, cache, masks, select)
+                output = run_model(self._model, inputs.tokens, positions, cache, masks)
             return output.hidden, output.logits
         finally:
             cache.block = None
-
-    def _mask(self, inputs: StaticInputs, size: Size, window: int | None) -> Tensor:
-        """Return the additive mask, (rows, 1, nodes, keys)."""
-        key = torch.arange(size.keys, device=inputs.tokens.device)[None]
-        begin = inputs.starts[:, None]
-        node = (key - begin).clamp(0, size.span - 1)
-        in_prefix = key < begin
-        in_tree = ~in_prefix & (key < begin + size.span)
-        hidden_from = inputs.hidden_from.gather(2, node[:, None].expand(-1, size.nodes, -1))
-        blocked = ~in_prefix[:, None] & (~in_tree[:, None] | hidden_from)
-        if window is not None:
-            key_positions = torch.where(in_prefix, key, begin + inputs.key_depths.gather(1, node))
-            queries = inputs.depths + begin
-            blocked = blocked | (queries[:, :, None] - key_positions[:, None] >= window)
-        mask = torch.zeros(blocked.shape, dtype=self._model.dtype, device=blocked.device)
-        return mask.masked_fill(blocked, torch.finfo(self._model.dtype).min)[:, None]
 
 
 def nodes_at(index: Tensor, values: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ from trainer import quickstart
 from trainer.commands.inspection import run_inspect
 from trainer.commands.training_options import InspectOptions
 from trainer.recipe.pretrain import PretrainRecipe
-from trainer.run.embedded import ensure_answered
-from trainer.run.train import ensure_built
+from trainer.run.train import ensure_answered, ensure_built
 
 
 @pytest.fixture(scope="module")

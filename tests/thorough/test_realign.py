@@ -65,7 +65,7 @@ def workshop(tmp_path: Path) -> Path:
 
 
 def measure_stale(options: RealignOptions) -> realign.HeldoutFigures:
-    return realign._measure_stale(options, recipe_of(options), NOBODY)
+    return realign._measure(options, recipe_of(options), options.draft, NOBODY)
 
 
 def run(options: RealignOptions, console: Console | None = None) -> dict[str, Any]:
@@ -155,25 +155,6 @@ def test_a_run_that_broke_off_goes_on_to_the_same_draft(
     ours, theirs = final_of(output), final_of(straight.workshop / "run")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert (resumed["before"], resumed["after"]) == (straight.report["before"], straight.report["after"])
-
-
-def test_the_stale_draft_is_measured_once(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have been replaced by then: a folder that a server loads from. Other options are measured anew."""
-    first = measure_stale(prepared(options(workshop)))
-    monkeypatch.setattr(realign, "_measure", lambda *arguments: pytest.fail("measured again"))
-    assert measure_stale(options(workshop)) == first
-    with pytest.raises(pytest.fail.Exception, match="measured again"):
-        measure_stale(options(workshop, draft_tokens=2))
-
-
-def test_a_target_that_was_tuned_again_in_its_place_is_measured_anew(
-    workshop: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measure_stale(prepared(options(workshop)))
-    save(counting_model(), workshop / "tuned")
-    monkeypatch.setattr(realign, "_measure", lambda *arguments: pytest.fail("measured again"))
-    with pytest.raises(pytest.fail.Exception, match="measured again"):
-        measure_stale(options(workshop))
 
 
 def prepared(options: RealignOptions) -> RealignOptions:

@@ -66,8 +66,8 @@ def rows(file: Path) -> list[tuple[int, str]]:
 
 def test_a_run_that_goes_on_says_from_which_step(workshop: Path) -> None:
     killed_after(3, workshop)
-    assert "tiny medusa: going on from step 2 of 6\n" in train(workshop)
-    assert "tiny medusa: going on from step 6 of 6\n" in train(workshop)
+    assert "tiny medusa: resuming from step 2 of 6\n" in train(workshop)
+    assert "tiny medusa: resuming from step 6 of 6\n" in train(workshop)
 
 
 def test_each_step_stands_once_in_the_metrics_and_what_was_repeated_beside_them(workshop: Path) -> None:
@@ -86,8 +86,8 @@ def test_each_step_stands_once_in_the_metrics_and_what_was_repeated_beside_them(
 def test_another_learning_rate_is_announced_and_kept_with_its_steps(workshop: Path) -> None:
     killed_after(3, workshop, learning_rate=3e-3)
     said = train(workshop, learning_rate=1e-3, mixed_precision="bf16")
-    assert "training.learning_rate is 0.001 from here on; it was 0.003\n" in said
-    assert "training.mixed_precision is bf16 from here on; it was no\n" in said
+    assert "changed from here on: training.learning_rate (0.003, now 0.001)\n" in said
+    assert "changed from here on: training.mixed_precision (no, now bf16)\n" in said
     assert "micro_batch_size" not in said
     provenance = json.loads((workshop / "run" / "final" / "provenance.json").read_text())
     same = {"micro_batch_size": 8, "num_processes": 1}
@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_is_named_where_an_older_one_serves(workshop: Path)
     weights.write_bytes(weights.read_bytes()[:100])
     said = train(workshop)
     assert f"{checkpoints}/step-00000004 (weights.safetensors is damaged: its 100 bytes" in said
-    assert "passed over, and kept\ntiny medusa: going on from step 2 of 6\n" in said
+    assert "passed over, and kept\ntiny medusa: resuming from step 2 of 6\n" in said
     assert (checkpoints / "unreadable-step-00000004").is_dir()
 
 

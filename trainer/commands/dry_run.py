@@ -26,12 +26,11 @@ from trainer.processes import Process, agreed, build_accelerator, describe, on_f
 from trainer.recipe.reading import AnyRecipe
 from trainer.run.assemble import assemble, check_folders
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
-from trainer.run.embedded import ensure_answered
 from trainer.run.finish import finish
 from trainer.run.heldout import evaluator_of
 from trainer.run.loop import Hooks, train
 from trainer.run.state import gather_weights
-from trainer.run.train import ensure_built
+from trainer.run.train import ensure_answered, ensure_built
 from trainer.terminal.console import say, standard_error, standard_output, title
 
 STEPS = 4

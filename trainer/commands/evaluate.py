@@ -11,7 +11,6 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.console import Console
-from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -37,7 +36,6 @@ from trainer.quickstart import resolve
 from trainer.terminal.console import say, standard_error, standard_output, wide
 from trainer.terminal.progress import ProgressBar
 
-_SAMPLE_CHARACTERS = 400
 _FILLED = 0.9
 """Share of a context that its prompts fill at least; cuts between tokens take some off."""
 _PUBLISHED = ("dtype", "trust_remote_code", "prompt_field", "limit", "task", "thinking", "max_new_tokens", "rounds")
@@ -45,7 +43,7 @@ _PUBLISHED = ("dtype", "trust_remote_code", "prompt_field", "limit", "task", "th
 
 
 def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> dict[str, Any]:
-    """Measure, print the table and two texts, write report.json and report.html; return the report.
+    """Measure, print the table, write report.json and report.html; return the report.
 
     Of several processes each decodes its share, and the first one writes and returns the report; the others return {}.
     """
@@ -77,7 +75,6 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
         write_report(report, options.output / "report.json")
         write_html(report, options.output / "report.html")
     wide(console).print(TerminalReport(report))
-    show_samples(console, report["samples"])
     say(console, f"written: {options.output / 'report.json'}, {options.output / 'report.html'}")
     return report
 
@@ -251,17 +248,3 @@ def _check_records(options: EvaluateOptions, about: Mapping[str, Any]) -> None:
         for file in record_files(options.output):
             file.unlink()
     check_identity(options.output, _identity(about))
-
-
-def show_samples(console: Console, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Print two short texts, accepted draft tokens in green."""
-    shown = [*samples[:1], *[sample for sample in samples if sample["setting"] != samples[0]["setting"]][:1]]
-    for sample in shown:
-        about = ", ".join(filter(None, (sample["setting"], sample["method"], sample["task"])))
-        text, left = Text(), _SAMPLE_CHARACTERS
-        for written, drafted in sample["pieces"]:
-            piece = written[:left]
-            text.append(piece, style="green" if drafted else None)
-            left -= len(piece)
-        text.append("" if left else " …")
-        say(console, Text(f"{about} (green: from the draft)", style="dim"), text)

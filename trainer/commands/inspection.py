@@ -1,6 +1,6 @@
 """`headstart data inspect`: rows as sequences with the trained tokens marked, and counts over the whole source."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from decoding.errors import UserError
 from decoding.model.loading import load_tokenizer
 from trainer import quickstart
 from trainer.commands.training_options import InspectOptions
@@ -19,27 +20,12 @@ from trainer.data.dataset import Dataset, load_dataset
 from trainer.data.encoding import RowEncoder
 from trainer.data.rows import Row, open_source
 from trainer.recipe.common import DataSection
-from trainer.recipe.reading import load_recipe
+from trainer.recipe.reading import load_recipe, overridden
 from trainer.terminal.console import say, standard_output, title
 
 _STYLES = {(True, False): "green", (True, True): "bold green", (False, False): None, (False, True): "bold magenta"}
 """Styles by (trained, special)."""
 _BEGIN, _END = "⟦", "⟧"
-_FIELDS = (
-    "split",
-    "format",
-    "text_field",
-    "prompt_field",
-    "answer_field",
-    "chat_template",
-    "max_length",
-    "max_rows",
-    "streaming",
-    "shuffle_buffer",
-    "packing",
-    "bad_rows",
-)
-"""Fields of the data section that options of the same names override."""
 
 
 class _Task(NamedTuple):
@@ -65,41 +51,36 @@ def run_inspect(options: InspectOptions, console: Console | None = None) -> Data
 
 
 def _task(options: InspectOptions) -> _Task:
-    """Read the task from a recipe with the options over it, or from a source alone."""
+    """Read the task from a recipe or from a source alone, with the overrides over it."""
+    overrides = options.overrides or ()
     if options.source.endswith((".yaml", ".yml")):
-        recipe = load_recipe(options.source, options.overrides or ())
-        base = recipe.data
-        target = recipe.tokenizer_name
-    elif options.overrides:
-        raise ValueError(f"{options.overrides[0]!r} is an override of a recipe, but {options.source} is data: drop it")
-    elif options.heldout:
-        raise ValueError(f"--heldout chooses among a recipe's sources, but {options.source} is data: drop it")
+        recipe = load_recipe(options.source, overrides)
+        section, tokenizer_name = recipe.data, recipe.tokenizer_name
     else:
-        base, target = DataSection(train=options.source, heldout=options.source), ""
-    target = options.target or target
+        section, tokenizer_name = _section_of(options.source, overrides), ""
+    target = options.target or tokenizer_name
     if not target:
-        raise ValueError("tokens are a tokenizer's: give the target with --target, or a recipe")
+        raise UserError("tokens are a tokenizer's", "give the target with --target, or a recipe")
     if options.heldout:
-        base = base.model_copy(update={"train": base.heldout, "split": base.heldout_split})
-    if base.train == quickstart.ANSWERS and not quickstart.answers().is_file():
-        raise ValueError(
-            f"{base.train} is written by the first training on it: run headstart train recipes/quickstart/medusa1.yaml"
-        )
+        section = section.model_copy(update={"train": section.heldout, "split": section.heldout_split})
+    if section.train == quickstart.ANSWERS and not quickstart.answers().is_file():
+        remedy = "run headstart train recipes/quickstart/medusa1.yaml"
+        raise UserError(f"{section.train} is written by the first training on it", remedy)
     folder = str(quickstart.build_corpus()) if target == quickstart.NAME else quickstart.resolve(target)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
-    return _Task(quickstart.resolve(base.train), _section(base, options), tokenizer)
+    return _Task(quickstart.resolve(section.train), section, tokenizer)
 
 
-def _section(base: DataSection, options: InspectOptions) -> DataSection:
-    given = {name: value for name in _FIELDS if (value := getattr(options, name)) is not None}
+def _section_of(source: str, overrides: Sequence[str]) -> DataSection:
+    content = overridden({"data": {"train": source, "heldout": source}}, overrides)
+    if others := content.keys() - {"data"}:
+        raise UserError(f"{min(others)} is not a section of {source}, which is data", "give data.key=value alone")
     try:
-        return DataSection.model_validate({**base.model_dump(), **given})
+        return DataSection.model_validate(content["data"])
     except ValidationError as error:
         first = error.errors()[0]
-        if not first["loc"]:  # of two fields together
-            raise ValueError(first["msg"].removeprefix("Value error, ")) from None
-        option = str(first["loc"][0]).replace("_", "-")
-        raise ValueError(f"--{option} is {first['input']!r}: {first['msg'].lower()}") from None
+        name = ".".join(map(str, ("data", *first["loc"])))
+        raise ValueError(f"{name}: {first['msg'].removeprefix('Value error, ')} (got {first['input']!r})") from None
 
 
 def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | ValueError, colour: bool) -> None:

@@ -1,6 +1,5 @@
 """`headstart plan`: what to draft on this machine, at every batch size and context; and plans for other commands."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from rich.console import Console
 from decoding.drafters.registry import DrafterLoader
 from decoding.measure.figures import without_nan
 from decoding.measure.planning.check import check_plan, check_rows
-from decoding.measure.planning.plan_file import plan_fingerprints, read_plan, vllm_config, write_plan
+from decoding.measure.planning.plan_file import plan_fingerprints, read_plan, write_plan
 from decoding.measure.planning.planner import PlanConfig, Planner
 from decoding.measure.planning.step_costs import LEAST_GAIN
-from decoding.measure.planning.views import basis, check_table, plan_table, verdict, write_picture
+from decoding.measure.planning.views import basis, check_table, plan_table, write_picture
 from decoding.measure.questions import read_prompts
 from decoding.model.dtypes import parse_dtype
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
@@ -78,15 +77,9 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
 
 
 def _print(plan: dict[str, Any], console: Console) -> None:
-    """Print the tables, and for each batch size what to expect at the prompts' own lengths."""
+    """Print the tables, and what was left out."""
     console.print(plan_table(plan))
     say(console, basis(plan))
-    for cell in plan["cells"]:
-        if cell["context"] is None:
-            say(console, verdict(cell))
-    for drafter in plan["drafters"]:
-        if (config := vllm_config(drafter, plan["temperature"])) is not None:
-            say(console, f"vLLM: --speculative-config '{json.dumps(config, separators=(',', ':'))}'")
     if plan["prompts_left_out"]:
         say(console, f"left out, as target and drafters cannot hold them: {plan['prompts_left_out']} prompts")
     if left_out := plan["contexts_left_out"]:

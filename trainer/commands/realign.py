@@ -22,7 +22,6 @@ from decoding.jsonl import read_lines
 from decoding.measure.evaluate import measure_acceptance
 from decoding.measure.figures import estimate, told
 from decoding.measure.machine import commit, hardware, versions
-from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_draft, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import read_target
@@ -42,7 +41,6 @@ from trainer.terminal.console import say, standard_error, standard_output
 from trainer.terminal.progress import ProgressBar
 
 REPORT = "realigned.json"
-_STALE = "stale.json"
 _PROMPTS, _CHOOSING, _HELDOUT = "prompts.jsonl", "choosing.jsonl", "heldout.jsonl"
 _MOST_CHOOSING, _MOST_HELDOUT = 16, 50
 _PROMPT_TOKENS, _SEQUENCE_TOKENS = 64, 1024
@@ -80,7 +78,7 @@ def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, wat
     prompts = resolve(options.prompts)
     if options.heldout is not None and sha256_of(Path(resolve(options.heldout))) == sha256_of(Path(prompts)):
         say(watched, not_held_out("--heldout", "--prompts"))
-    before = _measure_stale(options, recipe, watched)
+    before = _measure(options, recipe, options.draft, watched)
     found = "; ".join(f"{name}: {estimate(each['tokens_per_pass'])}" for name, each in before.figures.items())
     say(console, f"the stale draft, tokens per pass: {found}")
     recipe = recipe_of(options, before.positions)
@@ -188,23 +186,6 @@ def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
     if not isinstance(recipe, DraftRecipe):
         raise ValueError(f"kind={recipe.kind} is no draft: leave kind out")
     return recipe
-
-
-def _measure_stale(options: RealignOptions, recipe: DraftRecipe, console: Console) -> HeldoutFigures:
-    """Return the stale draft's figures, stored on disk for a run that resumes.
-
-    They depend on all options, the held-out rows and the target, not on the draft: its folder may hold another by now.
-    """
-    file, made_by = options.output / _STALE, {name: str(value) for name, value in vars(options).items()}
-    made_by["heldout rows"] = sha256_of(options.output / _HELDOUT)
-    made_by["target weights"] = stored_fingerprint(resolve(options.target), recipe.trust_remote_code)
-    if file.exists():
-        stored = json.loads(file.read_bytes())
-        if stored.get("options") == made_by:
-            return HeldoutFigures(**stored["found"])
-    found = _measure(options, recipe, options.draft, console)
-    write_text(file, json.dumps({"options": made_by, "found": found._asdict()}, indent=2) + "\n")
-    return found
 
 
 def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: Console) -> HeldoutFigures:

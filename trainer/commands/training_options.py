@@ -135,7 +135,7 @@ class RealignOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Options of `headstart data inspect`; by default the recipe's values, else the defaults of recipes."""
+    """Options of `headstart data inspect`. Overrides such as data.format=text also go with a file."""
 
     source: Annotated[
         str,
@@ -148,48 +148,4 @@ class InspectOptions:
     ] = None
     rows: Annotated[int, Option(min=0, help="Number of rows to show; all are counted.")] = 3
     heldout: Annotated[bool, Option("--heldout", help="Show the held-out rows, not the training rows.")] = False
-    split: Annotated[str | None, Option(metavar="NAME", help="Split of a data set on the hub.")] = None
-    format: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="auto, text, messages, sharegpt or prompt_answer; the format of the rows.",
-        ),
-    ] = None
-    text_field: Annotated[str | None, Option(metavar="NAME", help="Field of a plain text.", hidden=True)] = None
-    prompt_field: PromptField = None
-    answer_field: Annotated[
-        str | None,
-        Option(metavar="NAME", help="Field of its answer; found by name if not given.", hidden=True),
-    ] = None
-    chat_template: Annotated[
-        str | None,
-        Option(
-            metavar="FILE",
-            help="Jinja file that replaces the tokenizer's chat template.",
-            hidden=True,
-        ),
-    ] = None
-    max_length: Annotated[int | None, Option(min=8, help="Longest sequence, in tokens.")] = None
-    max_rows: Annotated[int | None, Option(min=1, help="Number of rows to read, all if not given.")] = None
-    streaming: Annotated[
-        bool | None,
-        Option(
-            help="Read a set on the hub without a copy of it; bounded by --max-rows.",
-            hidden=True,
-        ),
-    ] = None
-    shuffle_buffer: Annotated[
-        int | None,
-        Option(min=1, help="Rows of a streamed set to draw the next one from.", hidden=True),
-    ] = None
-    packing: Annotated[bool | None, Option(help="Put several short examples into one sequence.", hidden=True)] = None
-    bad_rows: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="Choice at a row that cannot be used; stop there, or skip it.",
-            hidden=True,
-        ),
-    ] = None
     trust_remote_code: Trusted = False

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from decoding.errors import UserError
 from decoding.fields import (
     ANSWER_FIELDS,
     PROMPT_FIELDS,
@@ -83,48 +84,32 @@ def transcript_of(row: Row, section: DataSection) -> Transcript:
 
 
 def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Format:
-    missing: dict[Format, str | None] = {
-        "messages": _unless_there("messages", fields),
-        "sharegpt": _unless_there("conversations", fields),
-        "prompt_answer": _missing(fields, section),
-        "text": _unless_there(section.text_field, fields),
+    prompt, answer = section.prompt_field or find_prompt(fields), section.answer_field or find_answer(fields)
+    alone = section.prompt_field is not None or prompt in _PROMPT_ALONE
+    found: dict[Format, bool] = {
+        "messages": "messages" in fields,
+        "sharegpt": "conversations" in fields,
+        "prompt_answer": alone and {prompt, answer} <= fields.keys(),
+        "text": section.text_field in fields,
     }
-    format: Format | None
-    if section.format != "auto":
-        format = section.format
-    else:
-        format = next((name for name, lack in missing.items() if lack is None), None)
-        if (section.prompt_field or section.answer_field) and format in ("text", None):
-            format = "prompt_answer"  # a field that the recipe names must be there, not only a text
+    named = section.prompt_field or section.answer_field  # must be there, not only a text
+    possible: list[Format] = [name for name in found if not (named and name == "text")]
+    wanted = possible if section.format == "auto" else [section.format]
+    format = next((name for name in wanted if found[name]), None)
     if format is None:
-        raise ValueError(
-            f"{where}: the row has the fields {sorted(fields)} but training needs 'messages', 'conversations', a "
-            f"prompt ({', '.join(_PROMPT_ALONE)}) with an answer ({', '.join(ANSWER_FIELDS)}), or "
-            f"{section.text_field!r}: set data.prompt_field, data.answer_field or data.text_field"
-        )
-    if missing[format] is not None:
-        raise ValueError(
-            f"{where}: the row has no field {missing[format]} (it has {sorted(fields)}): "
-            "name the right field in the recipe's data section, or set data.format"
+        needed: dict[Format, str] = {
+            "messages": "'messages'",
+            "sharegpt": "'conversations'",
+            "prompt_answer": f"a prompt ({section.prompt_field or ', '.join(_PROMPT_ALONE)}) with an answer "
+            f"({section.answer_field or ', '.join(ANSWER_FIELDS)})",
+            "text": repr(section.text_field),
+        }
+        raise UserError(
+            f"{where}: the row has the fields {sorted(fields)} but training needs "
+            f"{' or '.join(needed[name] for name in wanted)}",
+            "set data.format, data.prompt_field, data.answer_field or data.text_field",
         )
     return format
-
-
-def _missing(fields: dict[str, Any], section: DataSection) -> str | None:
-    """Return what the row lacks to be a prompt with its answer; None if it lacks nothing."""
-    for named, found, known in (
-        (section.prompt_field, find_prompt(fields), _PROMPT_ALONE),
-        (section.answer_field, find_answer(fields), ANSWER_FIELDS),
-    ):
-        if named is not None and named not in fields:
-            return repr(named)
-        if named is None and found not in known:
-            return f"of {', '.join(known)}"
-    return None
-
-
-def _unless_there(field: str, fields: dict[str, Any]) -> str | None:
-    return None if field in fields else repr(field)
 
 
 def _text(value: Any, field: str, where: str) -> str:

@@ -14,7 +14,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.vocabulary import with_whole_vocabulary
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example
-from trainer.drafts.drafter import AnyDraft, drafter_of
+from trainer.drafts.distill import AnyDraft, drafter_of
 from trainer.files.shards import write_text
 from trainer.processes import ALONE, Process
 from trainer.recipe.draft import LoopTrains, PolicySection

@@ -14,7 +14,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from trainer.data.batch import Example
 from trainer.data.source import Offline, PlacedExample
-from trainer.drafts.drafter import AnyDraft
+from trainer.drafts.distill import AnyDraft
 from trainer.drafts.generations import GeneratedText, Order, Origin, TextWriter, WindowFiles
 from trainer.processes import ALONE, Process
 from trainer.recipe.common import TrainingSection

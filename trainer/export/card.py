@@ -6,7 +6,6 @@ Cards are published, so they hold no local path. Every text from a recipe, a rep
 
 import json
 import math
-import re
 import shlex
 from collections.abc import Sequence
 from functools import cache
@@ -142,15 +141,6 @@ def _speed(row: dict[str, Any], key: str) -> float:
 
 
 # --- licences ---------------------------------------------------------------------------------------------------------
-
-
-def check_license(license: str | None) -> None:
-    """Reject a licence that is no identifier of the Hub, which checks it against its own list at the upload."""
-    if license is not None and re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license) is None:
-        raise ValueError(
-            f"the license is {license!r}: give the Hub's identifier, such as apache-2.0, mit or llama3.1; "
-            "'other' if it has none"
-        )
 
 
 def target_license(target: str | None) -> str | None:

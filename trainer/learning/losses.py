@@ -1,7 +1,16 @@
-"""The terms of a draft's or a head's loss, as readable formulas and in closed form with their gradients.
+"""The terms of a draft's or a head's loss, in closed form with their gradients.
 
-`divergence` is written for the reader. `TokenDivergences` computes the same per token, and each outcome's part of the
-gradient with it, which is all the mathematics that `trainer.learning.fused` needs; tests compare the two.
+`TokenDivergences` computes each term per token, and each outcome's part of the gradient with it, which is all the
+mathematics that `trainer.learning.fused` needs. The tests compare it with readable formulas.
+
+- ``forward_kl``: KL(p‖q) of the target's p and the draft's q.
+- ``reverse_kl``: KL(q‖p), infinite where the target excludes a token that the draft does not.
+- ``jsd``: β KL(p‖m) + (1-β) KL(q‖m) with m = β p + (1-β) q (GKD, 2306.13649).
+- ``acceptance``: -log Σ min(p, q) (LK losses, 2602.23881).
+
+Terms are not scaled by temperature squared. If the draft writes only a set S of the tokens, p is not renormalised and
+sums go over S: ``forward_kl`` is p(S) KL(p_S‖q) with p_S the target's distribution on S, ``acceptance`` counts
+the rest of p as lost, and ``jsd`` is the one over all tokens.
 """
 
 import math
@@ -11,7 +20,7 @@ from functools import cached_property
 from typing import NamedTuple, get_args
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from trainer.recipe.loss import Divergence, LossSection, Term
@@ -51,60 +60,6 @@ class LossMix:
         return self.weights.keys() != {"cross_entropy"}
 
 
-def divergence(
-    draft_logits: Float[Tensor, "tokens outputs"],
-    target_logits: Float[Tensor, "tokens vocab"],
-    kind: Divergence,
-    temperature: float = 1.0,
-    *,
-    tokens: Int[Tensor, " outputs"] | None = None,
-    beta: float = 0.5,
-) -> Float[Tensor, ""]:
-    """Return the sum over tokens of the divergence between the target's p and the draft's q, both softmaxed in fp32.
-
-    - ``forward_kl``: KL(p‖q).
-    - ``reverse_kl``: KL(q‖p), infinite where the target excludes a token that the draft does not.
-    - ``tvd``: half the L1 distance, 1 - Σ min(p, q), which is 1 - acceptance of token rejection (DistillSpec,
-      2310.08461, section 3.2).
-    - ``jsd``: β KL(p‖m) + (1-β) KL(q‖m) with m = β p + (1-β) q (GKD, 2306.13649).
-    - ``acceptance``: -log Σ min(p, q) (LK losses, 2602.23881).
-
-    Terms are not scaled by temperature squared.
-
-    ``tokens[i]`` is the target's token that the draft's output i stands for; without it, token i. Where the draft
-    writes only a set S of the tokens, p is not renormalised and sums go over S: ``forward_kl`` is p(S) KL(p_S‖q) with
-    p_S the target's distribution on S, ``tvd`` and ``acceptance`` count the rest of p as lost, and ``jsd`` is the one
-    over all tokens.
-    """
-    wide = torch.float64 if draft_logits.dtype == torch.float64 else torch.float32
-    # The log of a probability of 0 is the smallest finite number: times 0 it gives 0, not nan.
-    lowest = torch.finfo(wide).min
-    log_q = (draft_logits.to(wide) / temperature).log_softmax(-1).clamp(min=lowest)
-    log_p = (target_logits.to(wide) / temperature).log_softmax(-1).clamp(min=lowest)
-    covered = torch.ones_like(log_p[:, 0])
-    if tokens is not None or log_q.shape[1] < log_p.shape[1]:
-        log_p = log_p[:, : log_q.shape[1]] if tokens is None else log_p[:, tokens]
-        covered = log_p.exp().sum(-1)
-    p, q = log_p.exp(), log_q.exp()
-    overlap = torch.minimum(p, q).sum(-1)
-    forward_kl = (p * (log_p - log_q)).sum(-1) - torch.special.xlogy(covered, covered)
-    each: Tensor
-    match kind:
-        case "forward_kl":
-            each = forward_kl
-        case "reverse_kl":
-            each = (q * (log_q - log_p)).sum(-1)
-        case "tvd":
-            each = 1 - overlap
-        case "acceptance":
-            each = -torch.minimum(log_p, log_q).logsumexp(-1)
-        case "jsd":
-            log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
-            known = beta * (p * (log_p - log_m)).sum(-1) + (1 - beta) * (q * (log_q - log_m)).sum(-1)
-            each = known - beta * math.log(beta) * (1 - covered)  # outside S only the target has mass: m = β p
-    return each.sum()
-
-
 class Pulled(NamedTuple):
     """A term of each token with its gradient in the form of pulls.
 
@@ -121,7 +76,7 @@ class TokenDivergences:
 
     Without ``weights`` the outcomes are all tokens that the draft writes. With ``weights`` they are a sample of these
     tokens, repeats included, whose weighted sums are unbiased estimates of the sums over all tokens. Unbiased are then
-    ``forward_kl`` (but for the constant in p(S)), ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients;
+    ``forward_kl`` (but for the constant in p(S)), ``reverse_kl``, ``jsd`` and all their gradients;
     ``acceptance``, a function of such a sum, comes close as the sample grows.
     """
 
@@ -146,8 +101,6 @@ class TokenDivergences:
                 return self._reverse_kl()
             case "jsd":
                 return self._jsd(mix.beta)
-            case "tvd":
-                return Pulled(1 - self.overlap, self._gain)
             case "acceptance":
                 return self._acceptance()
 
@@ -167,11 +120,6 @@ class TokenDivergences:
     def _lacking(self) -> Float[Tensor, "rows outcomes"]:
         """Slope of min(p, q) in q: 1 where q < p, 0 where q > p, 1/2 where they are equal."""
         return self._difference.sign().add_(1).div_(2)  # on a CPU far faster than a comparison's booleans
-
-    @cached_property
-    def _gain(self) -> Float[Tensor, "rows outcomes"]:
-        """Slope of the overlap in the logarithm of an outcome's q."""
-        return self._weighted(self._lacking * self.q)
 
     def _forward_kl(self) -> Pulled:
         pull = self._weighted(self.p)

@@ -54,18 +54,9 @@ class Change(NamedTuple):
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.name} ({_shown(self.before)}, now {_shown(self.now)})" if self._has_values else self.name
-
-    @property
-    def announcement(self) -> str:
-        """The change of a run that goes on, in a sentence."""
-        if not self._has_values:
-            return f"{self.name} is another from here on"
-        return f"{self.name} is {_shown(self.now)} from here on; it was {_shown(self.before)}"
-
-    @property
-    def _has_values(self) -> bool:
-        return "." in self.name and not isinstance(self.before, dict | list) and not isinstance(self.now, dict | list)
+        """Return the name, with the values of a setting of the recipe that is no section."""
+        lone = "." in self.name and not isinstance(self.before, dict | list) and not isinstance(self.now, dict | list)
+        return f"{self.name} ({_shown(self.before)}, now {_shown(self.now)})" if lone else self.name
 
 
 class Changes(NamedTuple):
@@ -148,16 +139,6 @@ class Saved(NamedTuple):
         return non_finite({**self.weights, **self.moments})
 
 
-class Unreadable(NamedTuple):
-    """A checkpoint that could not be read, and why."""
-
-    folder: Path
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.folder} ({self.reason})"
-
-
 class Checkpoints:
     """The checkpoints of one run, newest last. ``identity`` ties them to a recipe, by `trainer.run.resuming`.
 
@@ -180,8 +161,8 @@ class Checkpoints:
         self._made_by = {**(made_by or {}), "commit": commit(), "versions": versions()}
         self.stretches: list[dict[str, Any]] = [{"first_step": 0, **self._settings}]
         """The settings of each stretch of steps and the first step, from 0, that was trained by them."""
-        self.unreadable: list[Unreadable] = []
-        """The checkpoints that `latest` passed over, newest first."""
+        self.unreadable: dict[Path, str] = {}
+        """The checkpoints that `latest` passed over, newest first, with the reasons."""
         self.changes: list[Change] = []
         """The settings that are not those of the checkpoint that `latest` returned, and need not be."""
         self._recorded = self._identity
@@ -191,12 +172,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of the checkpoints there are, in increasing order."""
-        return [_step_of(folder) for folder in self._all()]
+        return [int(folder.name.removeprefix("step-")) for folder in self._all()]
 
     def last_good(self) -> str:
         """Name the newest checkpoint that was read or written, for a message."""
-        bad = {passed.folder for passed in self.unreadable}
-        good = [folder for folder in self._all() if folder not in bad]
+        good = [folder for folder in self._all() if folder not in self.unreadable]
         return f"the last good checkpoint, {good[-1]}, is kept" if good else "there is no checkpoint before it"
 
     def save(self, saved: Saved) -> None:
@@ -229,42 +209,41 @@ class Checkpoints:
 
     def _set_aside(self, newest: Path) -> None:
         """Rename the checkpoints that were passed over, and those of later steps than the run has reached."""
-        passed_over = {passed.folder for passed in self.unreadable}
         for folder in self._all():
-            if folder > newest or folder in passed_over:
+            if folder > newest or folder in self.unreadable:
                 aside, count = folder.with_name(_ASIDE + folder.name), 1
                 while aside.exists():
                     count += 1
                     aside = folder.with_name(f"{_ASIDE}{folder.name}-{count}")
                 folder.rename(aside)
-        self.unreadable = []
+        self.unreadable = {}
 
     def read(self, step: int) -> Saved:
         """Return the checkpoint of a step that another process has verified."""
-        folder = self._folder / f"step-{step:08d}"
-        return Saved(_read_state(folder / _STATE)[2], load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER))
+        return _read(self._folder / f"step-{step:08d}", verify=False)[1]
 
     def latest(self) -> Saved | None:
         """Return the newest readable checkpoint; None if there is none. Those that cannot be read go to `unreadable`.
 
         Raises ValueError if it was made by another recipe, and if there are checkpoints but none can be read.
         """
-        self.unreadable = []
+        self.unreadable = {}
         for folder in reversed(self._all()):
             try:
-                identity, stretches, saved = _read(folder)
+                state, saved = _read(folder)
             except (OSError, ValueError, SafetensorError) as error:
-                self.unreadable.append(Unreadable(folder, " ".join(str(error).split()) or type(error).__name__))
+                self.unreadable[folder] = " ".join(str(error).split()) or type(error).__name__
                 continue
-            self._recorded = identity
+            self._recorded = state["identity"]
             self.changes = self._allowed(f"{folder} was made by a recipe")
-            self.stretches = _continued(stretches, saved.progress.step, self._settings)
+            self.stretches = _continued(state["stretches"], saved.progress.step, self._settings)
             return saved
         if self.unreadable:
+            listed = "; ".join(f"{folder} ({reason})" for folder, reason in self.unreadable.items())
             raise ValueError(
-                f"none of the {len(self.unreadable)} checkpoints can be read: {'; '.join(map(str, self.unreadable))}. "
-                "Nothing was changed: start again if the disk failed for a moment, else copy them back from where they "
-                f"are whole; to start over, give the recipe another output folder or remove {self._folder}"
+                f"none of the {len(self.unreadable)} checkpoints can be read: {listed}. Nothing was changed: start "
+                "again if the disk failed for a moment, else copy them back from where they are whole; to start over, "
+                f"give the recipe another output folder or remove {self._folder}"
             )
         return None
 
@@ -282,63 +261,41 @@ class Checkpoints:
         return allowed
 
 
-class Apart(NamedTuple):
-    """A checkpoint apart from its run: what it was made by, its identity and stretches, and the weights alone."""
-
-    recipe: dict[str, Any]
-    launch: dict[str, Any]
-    identity: dict[str, Any]
-    stretches: list[dict[str, Any]]
-    progress: Progress
-    weights: Tensors
-
-
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return ``folder`` if it is a checkpoint, else the newest in it; None if it holds none."""
     if (folder / _STATE).is_file() and (folder / _WEIGHTS).is_file():
         return folder
-    found = sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=_step_of)
-    return found[-1] if found else None
+    return max((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), default=None)
 
 
-def read_apart(folder: Path) -> Apart:
-    """Read a checkpoint without its run and without the optimizer's state; ValueError if any of it is damaged."""
+def read_apart(folder: Path) -> tuple[dict[str, Any], Saved]:
+    """Read a checkpoint without its run, and without moments; return what state.json holds, and the weights.
+
+    ValueError if any of it is damaged, or if it does not hold the recipe and launch that it was made by.
+    """
     try:
-        check_seal(folder)
-        identity, stretches, progress = _read_state(folder / _STATE)
-        weights = load_file(folder / _WEIGHTS)
+        state, saved = _read(folder, moments=False)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"the checkpoint {folder} cannot be read ({error}): give another") from error
-    match json.loads((folder / _STATE).read_text()):
-        case {"recipe": dict() as recipe, "launch": dict() as launch}:
-            return Apart(recipe, launch, identity, stretches, progress, weights)
-    raise ValueError(f"{folder / _STATE} holds no recipe: resume the run, and export what it finishes")
+    if not all(isinstance(state.get(name), dict) for name in ("recipe", "launch")):
+        raise ValueError(f"{folder / _STATE} holds no recipe: resume the run, and export what it finishes")
+    return state, saved
 
 
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
-
-
-def _read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Saved]:
-    """Read the identity, the stretches and the state in a checkpoint; ValueError or OSError if any of it is damaged."""
-    check_seal(folder)
-    identity, stretches, progress = _read_state(folder / _STATE)
-    saved = Saved(progress, load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER))
-    if broken := saved.non_finite():
+def _read(folder: Path, verify: bool = True, moments: bool = True) -> tuple[dict[str, Any], Saved]:
+    """Read what state.json holds, and the state; ValueError or OSError if any of it is damaged."""
+    if verify:
+        check_seal(folder)
+    state: dict[str, Any] = json.loads((folder / _STATE).read_text())
+    match state:
+        case {"identity": dict(), "stretches": [*_], "step": int() as step, "tokens": int() as tokens}:
+            progress = Progress(step, tokens)
+        case _:
+            raise ValueError(f"{_STATE} holds no checkpoint's state")
+    saved = Saved(progress, load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER) if moments else {})
+    if verify and (broken := saved.non_finite()):
         raise ValueError(f"{broken[0]} holds values that are not finite")
-    return identity, stretches, saved
-
-
-def _read_state(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Progress]:
-    match json.loads(path.read_text()):
-        case {
-            "identity": dict() as identity,
-            "stretches": [*stretches],
-            "step": int() as step,
-            "tokens": int() as tokens,
-        }:
-            return identity, stretches, Progress(step, tokens)
-    raise ValueError(f"{path.name} holds no checkpoint's state")
+    return state, saved
 
 
 def _continued(stretches: list[dict[str, Any]], step: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -71,7 +71,7 @@ def finish(
     def write(folder: Path) -> None:
         job.objective.save(folder)
         _check_weights(folder)
-        write_provenance(folder, made_from)
+        (folder / FILE_NAME).write_text(json.dumps(made_from, indent=2) + "\n")
 
     write_folder(destination, write)
 
@@ -97,22 +97,21 @@ def consolidate(checkpoint: Path, destination: Path, console: Console | None = N
     The recipe's target and data are read again. ValueError for a checkpoint that is damaged or holds no recipe, and for
     a target or data that have changed since.
     """
-    apart = read_apart(checkpoint)
-    recipe = parse_recipe(apart.recipe, f"{checkpoint.name}/state.json")
+    state, saved = read_apart(checkpoint)
+    recipe = parse_recipe(state["recipe"], f"{checkpoint.name}/state.json")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     job = assemble(recipe.without_store(), device, Process(console=console or standard_error()))
-    now = json.loads(json.dumps(dict(job.identity)))
-    changed = [str(each) for each in compare(apart.identity, now).refused if not each.name.startswith(_STORED)]
-    if changed:
+    refused = compare(state["identity"], json.loads(json.dumps(dict(job.identity)))).refused
+    if changed := [str(each) for each in refused if not each.name.startswith(_STORED)]:
         raise ValueError(
             f"{checkpoint} was made with another {', '.join(changed)} than its recipe names now: put back what it was "
             "trained on"
         )
-    load_weights(job.objective.module, apart.weights)
+    load_weights(job.objective.module, saved.weights)
     choose_tree(job, evaluator_at_end(job, device))
-    origin = {**apart.launch, "checkpoint": checkpoint.name}
-    finish(replace(job, recipe=recipe), destination, apart.progress, apart.stretches, origin)
-    done, steps = apart.progress.step, recipe.training.steps
+    origin = {**state["launch"], "checkpoint": checkpoint.name}
+    finish(replace(job, recipe=recipe), destination, saved.progress, state["stretches"], origin)
+    done, steps = saved.progress.step, recipe.training.steps
     return f"made of the checkpoint {checkpoint}: the weights after step {done} of {steps}, not the run's finished ones"
 
 
@@ -171,7 +170,3 @@ def _names(recipe: Mapping[str, Any]) -> dict[str, str | None]:
         "heads.init": heads.get("init"),
         "draft.init.from_model": draft.get("from_model"),
     }
-
-
-def write_provenance(folder: Path, content: dict[str, Any]) -> None:
-    (folder / FILE_NAME).write_text(json.dumps(content, indent=2) + "\n")

@@ -57,17 +57,16 @@ class Log:
 
         Main process only; prints nothing at a run's first step.
         """
-        lost = self._supersede(progress)
+        self._supersede(progress)
         if not progress.step:
             return
         self._tokens = progress.tokens
         self._bar.begin(progress.step)
         steps = self._recipe.training.steps
-        lines = [f"{passed} cannot be used: passed over, and kept" for passed in checkpoints.unreadable]
-        if lost:
-            lines.append(f"{self._file} lacks the figures of {lost} of the {progress.step} steps that are done")
-        lines.append(f"{self._recipe.name}: going on from step {progress.step} of {steps}")
-        lines += [change.announcement for change in checkpoints.changes]
+        passed_over = checkpoints.unreadable.items()
+        lines = [f"{folder} ({reason}) cannot be used: passed over, and kept" for folder, reason in passed_over]
+        lines.append(f"{self._recipe.name}: resuming from step {progress.step} of {steps}")
+        lines += [f"changed from here on: {change}" for change in checkpoints.changes]
         say(self._console, *lines)
 
     def note(self, line: str) -> None:
@@ -75,25 +74,18 @@ class Log:
         if self._active:
             say(self._console, line)
 
-    def _supersede(self, progress: Progress) -> int:
-        """Move the lines of steps, and of an evaluation, that will be done again out of metrics.jsonl.
-
-        Returns how many of the steps that are done have no line in it.
-        """
+    def _supersede(self, progress: Progress) -> None:
+        """Move the lines of steps, and of an evaluation, that will be done again out of metrics.jsonl."""
         if not self._file.exists():
-            return progress.step
+            return
         at_end = progress.step == self._recipe.training.steps
         evaluates = at_end or progress.step % self._recipe.evaluation.every == 0
-        kept: list[str] = []
-        superseded: list[str] = []
-        for line in self._file.read_text().splitlines(keepends=True):
-            (superseded if _is_repeated(line, progress.step, evaluates) else kept).append(line)
+        lines = self._file.read_text().splitlines()
+        superseded = [line for line in lines if _is_repeated(line, progress.step, evaluates)]
         if superseded:
-            with self._file.with_name("metrics.superseded.jsonl").open("a") as lines:
-                lines.write("".join(line if line.endswith("\n") else f"{line}\n" for line in superseded))
-            write_text(self._file, "".join(kept))
-        rows = [json.loads(line) for line in kept]
-        return progress.step - len({row["step"] for row in rows if "loss" in row})
+            with self._file.with_name("metrics.superseded.jsonl").open("a") as file:
+                file.write("".join(f"{line}\n" for line in superseded))
+            write_text(self._file, "".join(f"{line}\n" for line in lines if line not in superseded))
 
     def step(self, progress: Progress, figures: dict[str, float], times: StepTimes | None) -> None:
         """Note a step's figures, and where its time is known its speed and the share of the target's forward."""

@@ -92,10 +92,7 @@ def train(
                     hooks.evaluate(progress)
             written = _write(source, objective, section, accelerator, progress.step)
             notes = {**written, _STOP: float(bool(stop_requested() or failed))}
-            try:
-                done = _step(objective, runner, optimizers, feed, section, accelerator, progress, notes)
-            except _NotFinite as error:
-                raise ValueError(f"{error}; {checkpoints.last_good()}: {_REMEDY}") from None
+            done = _step(objective, runner, optimizers, feed, section, accelerator, checkpoints, progress, notes)
             progress = Progress(progress.step + 1, progress.tokens + done.tokens)
             try:
                 hooks.on_step(progress, done.figures)
@@ -134,6 +131,7 @@ def _step(
     feed: Feed,
     section: TrainingSection,
     accelerator: Accelerator,
+    checkpoints: Checkpoints,
     progress: Progress,
     notes: Mapping[str, float],
 ) -> _Done:
@@ -157,11 +155,11 @@ def _step(
     norm = runner.clip()
     on_host = _on_host((means[0] * weights).sum(), means, counts, noted, torch.zeros(0) if norm is None else norm)
     (loss,), terms, (tokens, *_), said, norms = on_host
-    _check_finite("loss", [loss], progress)
-    _check_finite("gradient's norm", norms, progress)
+    _check_finite("loss", [loss], progress, checkpoints)
+    _check_finite("gradient's norm", norms, progress, checkpoints)
     with span("optimizer"):
         norms += runner.step()
-    _check_finite("gradient's norm", norms, progress)
+    _check_finite("gradient's norm", norms, progress, checkpoints)
     said_by_name = dict(zip(notes, said, strict=True))
     stop = said_by_name.pop(_STOP) > 0
     figures = {"loss": loss, "learning_rate": learning_rate, "grad_norm": norms[0]}
@@ -220,18 +218,14 @@ def _widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-class _NotFinite(Exception):  # which the loop turns into a sentence that knows the checkpoints
-    """A figure of a step is NaN or infinite."""
-
-
 _STOP = "stop"  # the note of a process that was asked to stop
 _REMEDY = "lower training.learning_rate, or set training.mixed_precision=no, and start again to resume"
 
 
-def _check_finite(name: str, values: Iterable[float], progress: Progress) -> None:
+def _check_finite(name: str, values: Iterable[float], progress: Progress, checkpoints: Checkpoints) -> None:
     for value in values:
         if not math.isfinite(value):
-            raise _NotFinite(f"the {name} is {value} at step {progress.step + 1}")
+            raise ValueError(f"the {name} is {value} at step {progress.step + 1}; {checkpoints.last_good()}: {_REMEDY}")
 
 
 def check_batch_divides(section: TrainingSection, processes: int) -> None:

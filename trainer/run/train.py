@@ -9,24 +9,34 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from rich.console import Console
 
+from decoding.generate import DecodingConfig
+from decoding.measure.machine import commit, versions
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
+from decoding.rules.sampling import SamplingConfig
 from trainer import quickstart
+from trainer.data.answers import AnswerFile
+from trainer.data.conversations import read_conversations
 from trainer.data.dataset import not_held_out
+from trainer.files.folders import sha256_of
 from trainer.files.lock import hold
 from trainer.job import Job
 from trainer.learning.spans import Stopwatch
 from trainer.processes import Process, agreed, any_process, build_accelerator, describe, from_first, on_first
 from trainer.recipe.reading import AnyRecipe
+from trainer.run.answering import answer
 from trainer.run.assemble import assemble, check_folders
 from trainer.run.checkpoint import Checkpoints, Progress, bound
 from trainer.run.distributed import whole_parameters
-from trainer.run.embedded import ensure_answered
 from trainer.run.finish import choose_tree, finish
 from trainer.run.heldout import Watch, evaluator_at_end
 from trainer.run.log import Log, tracker_of, wandb_is_installed, wandb_page
 from trainer.run.loop import Hooks, train
+from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error
 
 CHECKPOINTS, FINAL = "checkpoints", "final"
+_TEMPERATURE = 1.0  # of the embedded target's answers: greedy ones repeat themselves, and would teach little else
 
 
 def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
@@ -154,6 +164,37 @@ def ensure_built(target: str | None) -> None:
             return
         run_recipe(quickstart.recipe(), console)
     AcceleratorState._reset_state(True)  # what comes next in this process may want another precision
+
+
+def ensure_answered(source: str) -> None:
+    """Let the embedded target, which is built already, answer its prompts if a recipe's ``source`` names the answers.
+
+    Answers that are there are not written again. ValueError with several processes, which would all write them.
+    """
+    path = quickstart.answers()
+    if source != quickstart.ANSWERS or path.is_file():
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("the quickstart answers are not written yet: train once with one process, which writes them")
+    console = standard_error()
+    with hold(path.parent, lambda line: say(console, line)):
+        if not path.is_file():  # or the run that was waited for wrote them
+            _write_answers(console)
+
+
+def _write_answers(console: Console) -> None:
+    path, prompts = quickstart.answers(), quickstart.write_prompts()
+    folder = str(quickstart.folder())
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    config = DecodingConfig(
+        quickstart.ANSWER_TOKENS, SamplingConfig(_TEMPERATURE), eos_token_ids=eos_token_ids(model, tokenizer)
+    )
+    settings = {"prompts_sha256": sha256_of(prompts), "temperature": _TEMPERATURE}
+    partial = path.with_name(f"{path.name}.partial")
+    with AnswerFile(partial, settings, {"commit": commit(), "versions": versions()}, keep_truncated=True) as answers:
+        backend = TargetBackend(CausalLM(model), tokenizer, None, config, 64)
+        answer(backend, read_conversations(str(prompts), None, None, 1, chat=False), answers, console)
+    partial.replace(path)
 
 
 def _announce(process: Process, job: Job) -> None:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.registry import parse_drafter
 from decoding.engine import Engine
-from decoding.generate import DecodingConfig, Step
+from decoding.generate import DecodingConfig
 from decoding.measure.figures import PLAIN, told
 from decoding.measure.planning.forms import Load
 from decoding.metrics import ratio_of_rates
@@ -96,17 +97,9 @@ def _decode(
 
     Which rows stay to the end depends on what is accepted: tokens of the full passes alone would favour the fast texts.
     """
-    passes: list[list[Step]] = []
-    seen: set[int] | None = None
-    for index, step in Engine(target, drafter).steps(group, config, batch_size=batch_size):
-        if step.is_prefill:
-            seen = None
-            continue
-        if seen is None or index in seen:  # a text's next step is of the next pass
-            passes.append([])
-            seen = set()
-        passes[-1].append(step)
-        seen.add(index)
+    steps = Engine(target, drafter).steps(group, config, batch_size=batch_size)
+    after_prefill = (step for _, step in steps if not step.is_prefill)
+    passes = [list(rows) for _, rows in groupby(after_prefill, key=lambda step: step.total_seconds)]  # one for all rows
     every = [step for rows in passes for step in rows]
     timed = [step for rows in passes if len(rows) == batch_size for step in rows]
     if not timed:
@@ -132,5 +125,4 @@ def _row(
         "measured": told(measured),
         "ratio": form["speedup"] / measured.value,
         "tokens_per_pass": {"predicted": form["tokens_per_pass"], "measured": tokens},
-        "cost": {"predicted": form["cost"], "measured": tokens / measured.value},
     }

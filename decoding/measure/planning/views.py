@@ -16,8 +16,8 @@ from decoding.measure.report.curves import over_sizes
 from decoding.measure.report.style import series, shade_below_one, styled
 
 _NOTES = (
-    "Step cost: seconds of drafting, verifying and the rest, in steps of plain decoding; the speed-up is the tokens "
-    "per pass divided by it."
+    "Step cost: the seconds of a step as drafting + verifying + the rest, in steps of plain decoding; the speed-up is "
+    "the tokens per pass divided by it."
 )
 
 
@@ -33,7 +33,8 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
     for cell in plan["cells"]:
         fastest = max(choice["best"]["speedup"] for choice in cell["choices"])
         for choice in cell["choices"]:
-            form, chain = choice["best"], choice["best_chain"]
+            form, chain, plain = choice["best"], choice["best_chain"], choice["plain_seconds"]
+            parts = " + ".join(f"{each / plain:.2f}" for each in form["seconds"].values())
             pays = form["speedup"] >= LEAST_GAIN
             table.add_row(
                 str(cell["batch_size"]),
@@ -41,7 +42,7 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
                 one_line(choice["drafter"]),
                 _size(form),
                 f"{form['tokens_per_pass']:.2f}",
-                f"{form['cost']:.2f}",
+                f"{form['cost']:.2f} = {parts}",
                 f"{form['speedup']:.2f}×" + ("" if pays else ", plain is better"),
                 NONE if chain is None else f"{_size(chain)}: {chain['speedup']:.2f}×",
                 style="bold" if pays and form["speedup"] == fastest else None,
@@ -59,14 +60,14 @@ def _size(form: Mapping[str, Any]) -> str:
 def check_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return predicted against measured speed-ups."""
     table = Table(
-        *("batch", "drafter", "tokens/pass", "step cost", "predicted", "measured [95%]", "predicted / measured"),
+        *("batch", "drafter", "tokens/pass", "predicted", "measured [95%]", "predicted / measured"),
         title=Text("The plan against its measurement", style="bold"),
     )
     for row in rows:
         table.add_row(
             str(row["batch_size"]),
             one_line(row["spec"] if len(row["spec"]) < 60 else row["drafter"]),
-            *(f"{row[name]['predicted']:.2f} / {row[name]['measured']:.2f}" for name in ("tokens_per_pass", "cost")),
+            f"{row['tokens_per_pass']['predicted']:.2f} / {row['tokens_per_pass']['measured']:.2f}",
             f"{row['predicted']:.2f}×",
             estimate(row["measured"], "×"),
             f"{row['ratio']:.3f}",
@@ -83,19 +84,6 @@ def basis(plan: Mapping[str, Any]) -> str:
     return (
         f"measured: acceptance on {plan['prompts']} prompts, up to {plan['max_new_tokens']} new tokens each{trees}; "
         f"costs for about {plan['seconds']:g} s with each drafter, batch size and context"
-    )
-
-
-def verdict(cell: Mapping[str, Any]) -> str:
-    """Say in a sentence what the best choice of a cell costs and brings, and whether that pays."""
-    choice = max(cell["choices"], key=lambda each: each["best"]["speedup"])
-    form, plain, seconds = choice["best"], choice["plain_seconds"], choice["best"]["seconds"]
-    pays = f"{form['speedup']:.2f}×" if form["speedup"] >= LEAST_GAIN else "decode plainly"
-    return (
-        f"batch {cell['batch_size']}: {pays}: "
-        f"a step of {one_line(choice['drafter'])} costs {form['cost']:.2f} plain steps "
-        f"(drafting {seconds['draft'] / plain:.2f}, verifying {form['nodes']} tokens {seconds['verify'] / plain:.2f}, "
-        f"the rest {seconds['overhead'] / plain:.2f}) and brings {form['tokens_per_pass']:.2f} tokens"
     )
 
 

@@ -7,15 +7,12 @@ from typing import NamedTuple
 import jinja2
 
 from decoding.measure.figures import (
-    DEFINITIONS,
     PLAIN,
     Report,
     answers,
-    asked,
     caption,
     estimate,
     greedy_sentence,
-    identical,
     is_peer,
     named,
     settings,
@@ -47,9 +44,7 @@ def write_html(report: Report, path: Path) -> None:
         lead=lead,
         others=others,
         caption=caption(report),
-        asked=asked(report),
         sentence=greedy_sentence(report),
-        definitions=DEFINITIONS,
         speedups=bar_charts(report),
         tasks=task_matrices(report),
         over_batch=speedup_curves(report, "batch_size"),
@@ -58,11 +53,6 @@ def write_html(report: Report, path: Path) -> None:
         cost=cost_curve(report),
         samples=_samples(report),
         tables=page_tables(report),
-        greedy=[
-            (one_line(row["setting"]), one_line(row["method"]), identical(row["identical_to_plain"]))
-            for row in report["rows"]
-            if row.get("identical_to_plain")
-        ],
         about=_about(report),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,18 +108,14 @@ def _bar(row: Report, scale: float) -> Bar:
 
 
 def _samples(report: Report) -> list[Report]:
-    """Return the samples with their neighbouring pieces of one kind joined, so that a marked run has no seams."""
-    samples = []
-    for sample in report.get("samples") or []:
-        pieces: list[tuple[str, bool]] = []
-        for piece, drafted in sample["pieces"]:
-            if pieces and pieces[-1][1] == bool(drafted):
-                pieces[-1] = (pieces[-1][0] + visible(piece), bool(drafted))
-            else:
-                pieces.append((visible(piece), bool(drafted)))
-        heading = ", ".join(one_line(sample[key]) for key in ("setting", "method", "task") if sample.get(key))
-        samples.append({"heading": heading, "prompt": visible(sample.get("prompt") or ""), "pieces": pieces})
-    return samples
+    return [
+        {
+            "heading": ", ".join(one_line(sample[key]) for key in ("setting", "method", "task") if sample.get(key)),
+            "prompt": visible(sample.get("prompt") or ""),
+            "pieces": [(visible(piece), drafted) for piece, drafted in sample["pieces"]],
+        }
+        for sample in report.get("samples") or []
+    ]
 
 
 def _about(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:

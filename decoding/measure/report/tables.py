@@ -16,7 +16,6 @@ from decoding.measure.figures import (
     Figure,
     Report,
     answers,
-    asked,
     caption,
     estimate,
     greedy_sentence,
@@ -48,7 +47,6 @@ _NOTES = (
     "Same: greedy texts identical to plain decoding's. Speed-up: all tokens over all seconds, divided by plain "
     "decoding's, prefill left out, 95% interval over prompts or batches. Median: of the ratios of paired runs."
 )
-_TASK_WIDTH, _METHOD_WIDTH = 21, 12
 
 
 # --- the main table ---------------------------------------------------------------------------------------------------
@@ -105,8 +103,7 @@ class TerminalReport:
         report = self.report
         yield Text(one_line(report.get("title") or ""), style="bold")
         yield terminal_table(report)
-        yield from _task_tables(report, options.max_width)
-        lines = (*answers(report), f"{caption(report)}.", asked(report), _NOTES, greedy_sentence(report))
+        lines = (*answers(report), f"{caption(report)}.", _NOTES, greedy_sentence(report))
         yield Text("\n".join(filter(None, lines)), style="table.caption")
 
 
@@ -179,31 +176,6 @@ def _speed_cell(row: Report | None) -> SpeedCell:
     return SpeedCell(times(speed), "gain" if speed >= 1 else "loss", round(8 + 42 * strength))
 
 
-def _task_tables(report: Report, width: int) -> Iterator[RenderableType]:
-    """Yield a table of tasks and methods for each setting, with as many methods as fit, the fastest first."""
-    for matrix in task_matrices(report):
-        fit = max(1, (width - _TASK_WIDTH - 2) // (_METHOD_WIDTH + 1))
-        speeds = {
-            one_line(row["method"]): speed_of(row) or 0.0
-            for row in report["rows"]
-            if one_line(row["setting"]) == matrix.setting
-        }
-        ranked = sorted(range(len(matrix.methods)), key=lambda index: -speeds.get(matrix.methods[index], 0.0))[:fit]
-        left_out = len(matrix.methods) - len(ranked)
-        heading = f"Speed-up by task, {matrix.setting}" + (f" ({left_out} slower methods left out)" if left_out else "")
-        table = Table(
-            title=Text(heading, style="bold"), title_justify="left", box=box.SIMPLE, padding=0, pad_edge=False
-        )
-        table.add_column("task (prompts)", overflow="fold", max_width=_TASK_WIDTH, min_width=_TASK_WIDTH)
-        for index in ranked:
-            table.add_column(Text(matrix.methods[index]), justify="right", overflow="fold", max_width=_METHOD_WIDTH)
-        for task, prompts, cells in matrix.rows:
-            styles = {"gain": "green", "loss": "red"}
-            shown = [Text(cells[index].shown, style=styles.get(cells[index].kind, "")) for index in ranked]
-            table.add_row(Text(task + (f" ({prompts})" if prompts != NONE else "")), *shown)
-        yield table
-
-
 # --- tables of the page -----------------------------------------------------------------------------------------------
 
 
@@ -218,17 +190,19 @@ class PageTable(NamedTuple):
 
 def page_tables(report: Report) -> list[PageTable]:
     """Return every table that the page folds away and the report has rows for."""
-    drafted = [row for row in report["rows"] if row.get("conditional_acceptance")]
+    rows, grid, tasks = report["rows"], report.get("grid") or [], report.get("tasks") or []
+    drafted = [row for row in rows if row.get("conditional_acceptance")]
     acceptance = (
-        *("setting", "method", "passes", "tokens per target pass", "accepted per pass", "acceptance length, 1 + Σ"),
-        *("ended in a draft", "reached 1, 2, …", "accepted per drafted (of)"),
+        *("setting", "method", "rule", "drafted as", "drafts", "passes", "tokens per target pass"),
+        *("accepted per pass", "acceptance length, 1 + Σ", "ended in a draft", "reached 1, 2, …"),
+        "accepted per drafted (of)",
     )
     parts = ("draft", "verify", "overhead")
     speed = ("setting", "method", "speed-up with the prefill", "as predicted from the cost curve", *parts)
     ends = ("prompts", "tokens per target pass", "tokens/s", "speed-up")
     found = [
         PageTable("All figures", COLUMNS, 3, table_rows(report)),
-        PageTable("Acceptance, counted both ways", acceptance, 2, [_acceptance(row) for row in drafted]),
+        PageTable("Acceptance, counted both ways", acceptance, 5, [_acceptance(row) for row in drafted]),
         PageTable(
             "Speed with the prefill, as predicted, and where the time goes",
             speed,
@@ -247,16 +221,13 @@ def page_tables(report: Report) -> list[PageTable]:
             "Other batch sizes and contexts",
             ("setting", "method", "batch", "context", *ends),
             2,
-            [
-                (*_names(row), _count(row.get("batch_size")), _count(row.get("context")), *_ends(row))
-                for row in report.get("grid") or []
-            ],
+            [(*_names(row), _count(row.get("batch_size")), _count(row.get("context")), *_ends(row)) for row in grid],
         ),
         PageTable(
             "By task",
             ("task", "setting", "method", *ends),
             3,
-            [(one_line(row["task"]), *_names(row), *_ends(row)) for row in report.get("tasks") or []],
+            [(one_line(row["task"]), *_names(row), *_ends(row)) for row in tasks],
         ),
     ]
     return [table for table in found if table.rows]
@@ -266,6 +237,7 @@ def _acceptance(row: Report) -> tuple[str, ...]:
     drafted: Figure = row.get("accepted_per_drafted")
     return (
         *_names(row),
+        *(one_line(row.get(key) or NONE) for key in ("rule", "shape", "drafts")),
         _count(row.get("passes")),
         estimate(row.get("tokens_per_pass")),
         estimate(row.get("accepted_per_pass")),

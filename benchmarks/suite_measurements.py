@@ -1,12 +1,16 @@
-"""Tokens per second of every way to decode, in turns, and how near plain steps come to the memory's bandwidth."""
+"""What the suite measures: speeds of every way to decode in turns, launches of a step, and training."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from suite_models import DRAFT_TOKENS, Stage
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
@@ -14,6 +18,17 @@ from decoding.measure.baselines import transformers_generate
 from decoding.metrics import acceptance, spread
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
+from trainer.data.batch import Batch, Example, collate
+from trainer.drafts.distill import DistillObjective, OnlineTeacher
+from trainer.drafts.start import initial_draft
+from trainer.heads.medusa import MedusaObjective
+from trainer.learning.objective import Objective
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.draft import DraftSection, FromTargetSection, InitSection
+from trainer.recipe.heads import HeadsSection
+from trainer.run.feed import send
+from trainer.run.optimizer import build_optimizers
+from trainer.target.hidden import OnlineTarget
 
 PLAIN, DRAFT, MEDUSA = METHODS = ("plain", "draft model", "medusa")
 GRAPHS, EAGER, TRANSFORMERS = "graphs", "eager", "transformers"
@@ -206,3 +221,151 @@ def bandwidth_share(
         "share_of_pass": needed / bandwidth / in_pass,
         "share_of_step": needed / bandwidth / in_step,
     }
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+_LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"}
+_KINDS = {
+    **dict.fromkeys(_LAUNCHES, "kernel launches"),
+    "cudaGraphLaunch": "graph launches",
+    "cudaMemcpyAsync": "copies",
+    "cudaStreamSynchronize": "waits",
+    "cudaDeviceSynchronize": "waits",
+    "cudaEventSynchronize": "waits",
+}
+_TOP = 12
+
+
+def profile_steps(
+    stage: Stage, method: str, static: str | None, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> dict[str, Any]:
+    """Calls per step of the loop by kind, and the kernels that take most time (on a CPU: the operators)."""
+    on_gpu = torch.cuda.is_available()
+    target, drafter, config = stage.target(static), stage.drafter(method, static), DecodingConfig(new_tokens)
+    for _ in Engine(target, drafter).steps(prompts, config, batch_size=len(prompts)):  # records the graphs
+        pass
+    steps = Engine(target, drafter).steps(prompts, config, batch_size=len(prompts))
+    for _ in prompts:  # the prefill, which is another matter
+        next(steps)
+    synchronize()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    passes: Counter[int] = Counter()
+    with profile(activities=activities) as profiler:
+        for place, _ in steps:
+            passes[place] += 1
+        synchronize()
+    count = max(passes.values())
+    events = profiler.key_averages()
+    calls: Counter[str] = Counter()
+    for event in events:
+        kind = _KINDS.get(event.key) if on_gpu else ("operators" if event.key.startswith("aten::") else None)
+        if kind:
+            calls[kind] += event.count
+    return {
+        "method": method,
+        "mode": static or EAGER,
+        "batch": len(prompts),
+        "steps": count,
+        "per_step": {kind: total / count for kind, total in sorted(calls.items())},
+        "top": _top(events, count, on_gpu),
+    }
+
+
+def _top(events: Sequence[Any], steps: int, on_gpu: bool) -> list[dict[str, Any]]:
+    def own_time(event: Any) -> float:
+        return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)
+
+    # On a GPU the kernels alone: the operators that launched them claim their time a second time.
+    place = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    timed = [event for event in events if event.device_type == place and own_time(event) > 0]
+    total = sum(map(own_time, timed)) or 1.0
+    return [
+        {
+            "name": event.key[:100],
+            "calls_per_step": event.count / steps,
+            "microseconds_per_step": own_time(event) / steps,
+            "share": own_time(event) / total,
+        }
+        for event in sorted(timed, key=own_time, reverse=True)[:_TOP]
+    ]
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def objective_for(kind: str, stage: Stage, steps: int) -> Objective:
+    """Medusa heads, or a draft made of the target's first layer."""
+    target = CausalLM(stage.model)
+    if kind == "medusa":
+        return MedusaObjective(OnlineTarget(target), HeadsSection(num_heads=4), steps, target.dtype)
+    # The tokenizer is only written beside what is saved, and nothing is.
+    no_tokenizer: Any = None
+    start = InitSection(from_target=FromTargetSection())  # in words: where pydantic is missing, nothing fills them in
+    section = DraftSection(init=start)
+    initial = initial_draft(target, no_tokenizer, section, ())
+    return DistillObjective(target, OnlineTeacher(target), no_tokenizer, initial, section)
+
+
+def measure_training(
+    kind: str, stage: Stage, examples: Sequence[Example], batch_size: int, steps: int, seconds: float
+) -> dict[str, Any]:
+    """Tokens per second of whole optimizer steps, median, and the most memory held, weights included."""
+    began = time.perf_counter()
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    objective = objective_for(kind, stage, steps)
+    device = stage.model.device
+    section = TrainingSection(steps=steps, batch_size=batch_size, micro_batch_size=batch_size)
+    optimizers = build_optimizers(objective.module, section)
+    samples: list[tuple[int, float]] = []
+    losses = []
+    for step in range(steps + 2):
+        chosen = [examples[(step * batch_size + index) % len(examples)] for index in range(batch_size)]
+        on_host = collate(chosen)
+        ahead, tokens = objective.ahead(on_host, step), int(on_host.attention_mask.sum())
+        batch, ahead = send((on_host, ahead), device)
+        synchronize()
+        begin = time.perf_counter()
+        losses.append(_train_step(objective, batch, ahead, step, optimizers, section))
+        synchronize()
+        samples.append((tokens, time.perf_counter() - begin))
+        if len(samples) >= 4 and time.perf_counter() - began > seconds:
+            break
+    trained = sum(parameter.numel() for parameter in objective.module.parameters() if parameter.requires_grad)
+    return {
+        "kind": kind,
+        "target_parameters": stage.parameters,
+        "trained_parameters": trained,
+        "batch_size": batch_size,
+        "tokens_per_step": samples[-1][0],
+        "steps": len(samples) - 2,
+        "tokens_per_second": median(tokens / seconds for tokens, seconds in samples[2:]),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    }
+
+
+def _train_step(
+    objective: Objective,
+    batch: Batch,
+    ahead: Any,
+    step: int,
+    optimizers: Sequence[torch.optim.Optimizer],
+    section: TrainingSection,
+) -> float:
+    """Do a step as `trainer.run.loop` does in one process, without accelerate; return the loss before the step."""
+    counts: Tensor = objective.counts(batch, step)
+    weights = torch.tensor(objective.weights(step), device=counts.device)
+    inputs = objective.inputs(batch, step, ahead)
+    with torch.autocast(counts.device.type, torch.bfloat16):
+        losses, _ = objective.module(*inputs)
+    loss = (losses * weights / counts.clamp(min=1)).sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(objective.module.parameters(), section.max_grad_norm)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss.detach())
