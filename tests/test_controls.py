@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from decoding.rules import controls
-from decoding.rules.controls import bad_words_processor, logit_bias_processor, sampling_from_generation_config
+from decoding.rules.controls import bad_words_processor, sampling_from_generation_config
 from decoding.rules.sampling import History, HistoryRows, SamplingConfig, adjusted_logits, probabilities
 from decoding.rules.tree import TokenTree
 
@@ -155,11 +155,13 @@ def test_what_is_unset_is_what_generate_takes_it_for() -> None:
     assert sampling_from_generation_config(GenerationConfig(temperature=0.6, top_p=0.9)) == SamplingConfig()
 
 
+NAMES = " ".join((*controls._REFUSED.values(), *controls._REFUSED_IF_SAMPLING.values())).split()
+
+
 def test_every_setting_transformers_has_is_known() -> None:
-    known = controls._KNOWN | controls._REFUSED.keys() | controls._REFUSED_IF_SAMPLING.keys()
     settings = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     assert len(settings) > 60
-    assert settings <= known
+    assert settings <= controls._KNOWN | set(NAMES)
 
 
 REFUSED: dict[str, Any] = {
@@ -202,9 +204,9 @@ def test_what_cannot_be_had_here_is_refused_by_name(name: str) -> None:
 
 
 def test_every_refusal_is_tested_and_none_at_the_value_that_switches_it_off() -> None:
-    refused = controls._REFUSED | controls._REFUSED_IF_SAMPLING
-    assert refused.keys() == REFUSED.keys()
-    for name, (neutral, _) in refused.items():
+    assert set(NAMES) == REFUSED.keys()
+    for name in NAMES:
+        neutral = 1 if name in controls._OFF_AT_ONE else None
         sampling_from_generation_config(with_setting(name, neutral, do_sample=True))
 
 
@@ -265,10 +267,3 @@ def test_an_eos_token_alone_is_no_bad_word() -> None:
         bad_words_processor([[2]], eos_token_ids=[2])
     with pytest.raises(ValueError, match="each with at least one token"):
         bad_words_processor([[2], []])
-
-
-def test_a_bias_is_added_to_the_logits_of_its_token() -> None:
-    adjusted = adjusted_logits(torch.ones(1, VOCAB), *text_rows([0], logit_bias_processor({3: 2, 5: -100.0})))
-    assert adjusted[0].tolist() == [1, 1, 1, 3, 1, -99, *[1] * 10]
-    with pytest.raises(ValueError, match="no token has a bias"):
-        logit_bias_processor({})

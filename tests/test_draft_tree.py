@@ -91,7 +91,7 @@ def test_the_tree_is_the_best_of_all_that_the_beam_meets(
 ) -> None:
     drafter = DraftTreeDrafter(tiny_draft, depth, width, depth + more)
     (proposal,) = propose(opened(drafter, tiny_llama, sampling), text)
-    assert paths(proposal) == naive_tree(tiny_draft, text, sampling, depth, width, drafter.nodes)
+    assert paths(proposal) == naive_tree(tiny_draft, text, sampling, depth, width, drafter.max_nodes)
     assert len(proposal.tree) - 1 == len(paths(proposal)), "no path is drafted twice"
     assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
     assert proposal.tree.token_list == proposal.tree.tokens.tolist()

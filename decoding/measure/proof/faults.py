@@ -20,7 +20,6 @@ from decoding.measure.proof.loop import EngineWriter
 from decoding.measure.proof.reference import Reference
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import Budget
 from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
@@ -96,11 +95,8 @@ class Disturbed(Drafter):
         argmax: bool = False,
     ) -> None:
         self._inner = DraftModelDrafter(target, _DEPTH)
+        self.budgets = self._inner.budgets
         self.altered, self.argmax, self._top_p = altered, argmax, top_p
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
-        return self._inner.budgets
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         return self._inner.kinds(sampling)
