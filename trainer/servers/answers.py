@@ -9,7 +9,7 @@ Prompt = str | tuple[int, ...] | tuple[Mapping[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """A request."""
 
     prompt: Prompt
@@ -23,7 +23,7 @@ class Asked:
     """Further fields of the request, such as ``top_k``, under the server's names."""
 
 
-class Completed(NamedTuple):
+class Completion(NamedTuple):
     """A served model's answer. Fields of tokens are None where the server does not tell them.
 
     ``token_ids`` may hold the end of the text as their last entry or leave it out: servers differ. ``prompt_ids``: the

@@ -7,15 +7,19 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from decoding.measure.proof.reference import Reference, near_tie
-from trainer.servers.answers import Completed
-from trainer.servers.finding import TEXT, Finding, equal
+from decoding.measure.proof.finding import Finding, ok, problem
+from decoding.measure.proof.greedy import near_tie
+from decoding.measure.proof.reference import Reference
+from decoding.rules.tree import common_length
+from trainer.servers.answers import Completion
+
+TEXT = "the target's greedy text"
 
 
 class Parting(NamedTuple):
     """The first token at which two texts differ.
 
-    ``margin``: logits by which their token is below the target's best; where only their text is known, by which the
+    ``margin``: logits by which their token is below the target's best; if only their text is known, by which the
     second best is, which is the least it can be. None for a text that goes on behind its end. ``ended``: one of the
     texts ends there.
     """
@@ -32,67 +36,63 @@ def compare_texts(
     reference: Reference,
     prompts: Sequence[Sequence[int]],
     ours: Sequence[Sequence[int]],
-    answers: Sequence[Completed],
+    answers: Sequence[Completion],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Finding:
     """Compare greedy texts token by token. ``reference``: the target at temperature 1, with the ends of its texts."""
-    partings = [
-        parting
-        for place, (prompt, text, answer) in enumerate(zip(prompts, ours, answers, strict=True))
-        if (parting := _parting(reference, place, prompt, text, answer, tokenizer)) is not None
-    ]
+    rows = enumerate(zip(prompts, ours, answers, strict=True))
+    found = (_parting(reference, index, prompt, text, answer, tokenizer) for index, (prompt, text, answer) in rows)
+    partings = [parting for parting in found if parting is not None]
     dtype = reference.target.dtype
     near = near_tie(dtype)
-    real = [found for found in partings if found.margin is None or found.margin > near]
-    counts = {
-        "texts": len(prompts),
-        "equal": len(prompts) - len(partings),
-        "near_ties": len(partings) - len(real),
-        "partings": [parting._asdict() for parting in partings],
-    }
-    told = f"{counts['equal']} of {len(prompts)} greedy texts equal, {counts['near_ties']} part at a near-tie"
+    real = [each for each in partings if each.margin is None or each.margin > near]
+    identical, ties = len(prompts) - len(partings), len(partings) - len(real)
+    figures = {"texts": len(prompts), "equal": identical, "near_ties": ties}
+    told = f"{identical} of {len(prompts)} greedy texts equal, {ties} part at a near-tie"
     if not real:
-        return equal(TEXT, f"{told} (logits at most {near:g} apart, which rounding reverses)", **counts)
-    # Texts of another model end elsewhere, too: an end is the cause only where nothing else parts.
-    worst = max(real, key=lambda found: (not found.ended, math.inf if found.margin is None else found.margin))
-    found, remedy = _explained(worst, dtype)
-    return Finding(TEXT, True, f"{told}, {len(real)} at more: {found}", remedy, counts)
+        return ok(TEXT, f"{told} (logits at most {near:g} apart, which rounding reverses)", **figures)
+    # Texts of another model end elsewhere, too: an end is the cause only if nothing else parts.
+    worst = max(real, key=lambda each: (not each.ended, math.inf if each.margin is None else each.margin))
+    cause, remedy = _explained(worst, dtype)
+    figures["partings"] = [parting._asdict() for parting in partings]  # type: ignore[assignment]
+    return problem(TEXT, f"{told}, {len(real)} at more: {cause}", remedy, **figures)
 
 
 def _parting(
     reference: Reference,
-    place: int,
+    index: int,
     prompt: Sequence[int],
     text: Sequence[int],
-    answer: Completed,
+    answer: Completion,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Parting | None:
-    """Return where the server's text leaves ours; None for equal texts, and where only one of them is cut off."""
+    """Return where the server's text leaves ours; None for equal texts, and if only one of them is cut off."""
     eos = reference.eos_token_ids
     mine = _without_end(text, eos)
     given = _tokens_of(answer, mine, tokenizer)
     if given is None:
         return None
     theirs = _without_end(given, eos)
-    at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    at = common_length(mine, theirs)
     if at == len(mine) == len(theirs):
         behind = f"goes on behind it with {tokenizer.decode(given[at + 1 : at + 5])!r}"
-        return Parting(place, at, "ends", behind, None, True) if len(given) > at + 1 else None
-    if at == len(mine):
-        cut, shown = len(mine) == len(text), ("ends", _goes_on(theirs, at, tokenizer))
-    elif at == len(theirs):
-        cut, shown = answer.finish_reason == "length", (_goes_on(mine, at, tokenizer), "ends")
-    else:
-        cut, shown = False, (repr(tokenizer.decode([mine[at]])), repr(tokenizer.decode([theirs[at]])))
+        return Parting(index, at, "ends", behind, None, True) if len(given) > at + 1 else None
+    cut = len(mine) == len(text) if at == len(mine) else at == len(theirs) and answer.finish_reason == "length"
     if cut:
         return None
+    ended = at in (len(mine), len(theirs))
+    shown = [
+        "ends" if at == len(tokens) else f"goes on with {tokenizer.decode(tokens[at : at + 4])!r}"
+        if ended
+        else repr(tokenizer.decode([tokens[at]]))
+        for tokens in (mine, theirs)
+    ]  # fmt: skip
     known = answer.token_ids is not None or at == len(theirs)
     chosen = None if not known else theirs[at] if at < len(theirs) else eos[0] if eos else -1
-    margin = _margin(reference, prompt, mine[:at], chosen)
-    return Parting(place, at, *shown, margin, at in (len(mine), len(theirs)))
+    return Parting(index, at, shown[0], shown[1], _margin(reference, prompt, mine[:at], chosen), ended)
 
 
-def _tokens_of(answer: Completed, mine: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
+def _tokens_of(answer: Completion, mine: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
     """Return the answer's tokens; of a text alone ours as far as they spell it, then those of its rest. None if equal.
 
     A text split anew by the tokenizer could part from ours before it differs.
@@ -107,13 +107,9 @@ def _tokens_of(answer: Completed, mine: list[int], tokenizer: PreTrainedTokenize
     return [*mine[:same], *rest]
 
 
-def _goes_on(tokens: list[int], at: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    return f"goes on with {tokenizer.decode(tokens[at : at + 4])!r}"
-
-
 def _without_end(tokens: Sequence[int], eos: Sequence[int]) -> list[int]:
     """Return the tokens up to the first that ends a text."""
-    return list(tokens[: next((place for place, token in enumerate(tokens) if token in eos), len(tokens))])
+    return list(tokens[: next((index for index, token in enumerate(tokens) if token in eos), len(tokens))])
 
 
 def _margin(reference: Reference, prompt: Sequence[int], text: Sequence[int], token: int | None) -> float:
@@ -142,10 +138,8 @@ def _explained(worst: Parting, dtype: torch.dtype) -> tuple[str, str]:
             f"{apart}, as a dtype of fewer bits rounds",
             "load the target in the server's dtype (--dtype), or serve it in fp32 to compare",
         )
-    return apart, _OTHER_MODEL
-
-
-_OTHER_MODEL = (
-    "serve the very target that the speculator was trained for: the same revision, no other adapter or quantisation, "
-    "no penalties in the server's generation config"
-)
+    return (
+        apart,
+        "serve the very target that the speculator was trained for: the same revision, no other adapter or "
+        "quantisation, no penalties in the server's generation config",
+    )

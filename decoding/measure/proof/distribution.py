@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoding.measure.proof.finding import Finding
-from decoding.measure.proof.reference import Reference, Written
-from decoding.measure.proof.statistics import Cells, Counted, LogProbability
+from decoding.measure.proof.finding import Finding, judged, undecided
+from decoding.measure.proof.reference import EngineText, Reference
+from decoding.measure.proof.statistics import Cells, CountTest, LogProbability
 
 DEPTH = 3
 """Tokens of a short continuation: the first comes from the prefill, the next from speculation."""
@@ -21,7 +21,7 @@ TESTS = 2 + DEPTH
 """Tests with a p-value: log-probability, the next token at each position, continuations."""
 
 
-def log_probability(reference: Reference, texts: Sequence[Written], alpha: float) -> Finding:
+def log_probability(reference: Reference, texts: Sequence[EngineText], alpha: float) -> Finding:
     """Compare the mean log-probability of the tokens with its expectation under the target."""
     total, loose = LogProbability.none(), 0
     for text, (p, tokens) in zip(texts, reference.probabilities(texts), strict=True):
@@ -41,16 +41,23 @@ def log_probability(reference: Reference, texts: Sequence[Written], alpha: float
         seen += f"; {total.impossible} tokens have probability 0 under the target's controls"
     if loose:
         seen += f"; {loose} at the border of top-k, top-p or min-p are left out"
-    figures = {
-        "tokens": total.tokens,
-        "shift": total.shift,
-        "standard_error": total.standard_error,
-        "z": total.z,
-        "variance": total.variance / max(1, total.tokens),
-        "impossible": total.impossible,
-        "at_the_border": loose,
-    }
-    return Finding("mean log-probability", p_value >= alpha, seen, p_value, figures)
+    return judged(
+        "mean log-probability",
+        p_value >= alpha,
+        f"p {written_p(p_value)}: {seen}",
+        p_value=p_value,
+        tokens=total.tokens,
+        shift=total.shift,
+        standard_error=total.standard_error,
+        z=total.z,
+        impossible=total.impossible,
+        at_the_border=loose,
+    )
+
+
+def written_p(value: float) -> str:
+    """Write a p-value with its sign: ``= 0.031``, ``< 1.0e-09``."""
+    return "= 0" if value == 0 else "= 1" if value == 1 else f"< {value:.1e}" if value < 1e-3 else f"= {value:.3f}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +114,7 @@ class Continuations:
         return Cells(torch.tensor(values, dtype=torch.float64), torch.tensor([*cells.values(), rest]).double())
 
 
-def undecided(reference: Reference, texts: Sequence[Written], count: int) -> list[tuple[int, ...]]:
+def open_beginnings(reference: Reference, texts: Sequence[EngineText], count: int) -> list[tuple[int, ...]]:
     """Return the beginnings of ``count`` texts, cut where the next `DEPTH` tokens have about one nat of entropy each.
 
     There a few continuations share most of the draws: where all were likely, or one alone, counts would show little.
@@ -136,26 +143,28 @@ def next_tokens(
     findings = []
     for position in range(1, DEPTH + 1):
         contexts = [cells for prompt in folded for cells in known[prompt].next_tokens(folded[prompt], position)]
-        findings.append(_counted(f"next token, position {position}", Counted.of(contexts), len(contexts), alpha))
+        findings.append(_of_counts(f"next token, position {position}", CountTest.of(contexts), len(contexts), alpha))
     every = [known[prompt].whole(folded[prompt]) for prompt in folded]
-    return [*findings, _counted(f"continuations of {DEPTH} tokens", Counted.of(every), len(every), alpha)]
+    return [*findings, _of_counts(f"continuations of {DEPTH} tokens", CountTest.of(every), len(every), alpha)]
 
 
-def _counted(test: str, found: Counted, contexts: int, alpha: float) -> Finding:
+def _of_counts(check: str, found: CountTest, contexts: int, alpha: float) -> Finding:
+    if not found.degrees and not found.impossible:
+        return undecided(check, f"{found.draws:,} draws after likely beginnings are too few: give more --draws")
     seen = (
-        f"{found.draws:,} draws in {contexts} context{'s' * (contexts != 1)}, chi-square {found.chi_square:.1f} "
-        f"at {found.degrees} degrees of freedom"
+        f"p {written_p(found.p_value)}: {found.draws:,} draws in {contexts} contexts, chi-square "
+        f"{found.chi_square:.1f} at {found.degrees} degrees of freedom"
     )
     if found.impossible:
         seen += "; tokens of probability 0 were drawn"
-    elif not found.degrees:
-        seen = f"{found.draws:,} draws after beginnings that are likely enough to count: more draws are needed to tell"
-    figures = {
-        "draws": found.draws,
-        "contexts": contexts,
-        "chi_square": found.chi_square,
-        "degrees": found.degrees,
-        "chi_square_p": found.chi_square_p,
-    }
-    told = found.degrees > 0 or found.impossible
-    return Finding(test, found.p_value >= alpha, seen, found.p_value, figures, told)
+    return judged(
+        check,
+        found.p_value >= alpha,
+        seen,
+        p_value=found.p_value,
+        draws=found.draws,
+        contexts=contexts,
+        chi_square=found.chi_square,
+        degrees=found.degrees,
+        chi_square_p=found.chi_square_p,
+    )
