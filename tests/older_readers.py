@@ -50,6 +50,7 @@ DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2": ("gpt2", {}),
     "gpt-neox, half": ("gpt-neox", {"rope_parameters": rope("linear", factor=4.0, partial_rotary_factor=0.5)}),
+    "olmo2, linear": ("olmo2", {"rope_parameters": rope("linear", factor=4.0)}),
     "falcon, linear": ("falcon", {"rope_parameters": rope("linear", factor=4.0)}),
 }
 """Name -> family of `tiny_models`, changes to its config."""

@@ -143,18 +143,6 @@ def test_the_callers_processor_takes_the_place_of_one_of_its_type(model: PreTrai
     assert sampling.processors[:2] == given and sampling.repetition_penalty == 1
 
 
-def test_plain_controls_become_our_own() -> None:
-    config = GenerationConfig(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, repetition_penalty=1.1)
-    assert sampling_from_generation_config(config) == SamplingConfig(0.7, 20, 0.8, 0.1, 1.0, 1.1)
-
-
-def test_what_is_unset_is_what_generate_takes_it_for() -> None:
-    assert sampling_from_generation_config(GenerationConfig()) == SamplingConfig()
-    assert sampling_from_generation_config(GenerationConfig(do_sample=True)) == SamplingConfig(1.0, top_k=50)
-    # As in many a published config: sampling controls where nothing is sampled.
-    assert sampling_from_generation_config(GenerationConfig(temperature=0.6, top_p=0.9)) == SamplingConfig()
-
-
 NAMES = " ".join((*controls._REFUSED.values(), *controls._REFUSED_IF_SAMPLING.values())).split()
 
 
@@ -210,11 +198,6 @@ def test_every_refusal_is_tested_and_none_at_the_value_that_switches_it_off() ->
         sampling_from_generation_config(with_setting(name, neutral, do_sample=True))
 
 
-@pytest.mark.parametrize("name", ["top_h", "epsilon_cutoff", "eta_cutoff"])
-def test_a_cut_of_the_tail_does_not_matter_to_greedy_decoding(name: str) -> None:
-    assert sampling_from_generation_config(with_setting(name, 0.5, do_sample=False)) == SamplingConfig()
-
-
 def test_a_setting_of_a_later_transformers_is_refused_and_a_stranger_passed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -229,11 +212,6 @@ def test_what_holds_back_the_end_of_a_text_needs_to_know_it(name: str) -> None:
     value = (1, 1.5) if name.startswith("exponential") else 5
     with pytest.raises(ValueError, match=f"{name} is .* but eos_token_id is not set: set it"):
         sampling_from_generation_config(with_setting(name, value, do_sample=False))
-
-
-def test_temperature_zero_is_greedy_decoding_under_its_own_name() -> None:
-    with pytest.raises(ValueError, match="set do_sample=False for greedy decoding"):
-        sampling_from_generation_config(with_setting("temperature", 0.0, do_sample=True))
 
 
 def test_min_new_tokens_counts_from_the_end_of_each_prompt() -> None:

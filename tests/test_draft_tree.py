@@ -97,12 +97,6 @@ def test_the_tree_is_the_best_of_all_that_the_beam_meets(
     assert proposal.tree.token_list == proposal.tree.tokens.tolist()
 
 
-def test_tokens_that_the_controls_forbid_are_not_drafted(tiny_draft: CausalLM, tiny_llama: CausalLM) -> None:
-    sampling = SamplingConfig(1.0, top_k=2)
-    (proposal,) = propose(opened(DraftTreeDrafter(tiny_draft, 3, 4, 40), tiny_llama, sampling), [1, 2])
-    assert len(proposal.tree) > 6 and max(map(len, proposal.tree.shape.children)) == 2
-
-
 @given(depth=st.integers(0, 6), nodes=st.integers(1, 30))
 def test_a_request_bounds_depth_and_nodes(tiny_draft: CausalLM, tiny_llama: CausalLM, depth: int, nodes: int) -> None:
     drafter = DraftTreeDrafter(tiny_draft, 4, 3, 20)

@@ -9,7 +9,6 @@ from decoding.model.stored import SHARD_BYTES
 from trainer import quickstart
 from trainer.export.adapted import form_of, write_target
 from trainer.export.card import (
-    CARD_NAME,
     FOLDER_NAME,
     CardFigures,
     card_figures,
@@ -22,6 +21,7 @@ from trainer.export.companions import ServingPlan, read_provenance, read_serving
 from trainer.export.readback import check_drafts
 from trainer.export.serve import ServerCommand, Serving, commands_of
 from trainer.export.task import FORMATS, Artefact, ExportTask, artefact_folder, check_format, opened
+from trainer.export.upload import CARD_NAME
 from trainer.files.folders import write_folder
 from trainer.heads.medusa2 import TARGET_FOLDER
 
