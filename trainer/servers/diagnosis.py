@@ -115,7 +115,8 @@ def diagnose(
         watch("the server's texts")
         answers, found = _ask(replay, served, page or served.metrics, 0.0)
         reference = Reference(replay.target, SamplingConfig(temperature=1.0), replay.config.eos_token_ids)
-        yield compare_texts(reference, replay.prompts, greedy, answers, replay.tokenizer)
+        limit = replay.config.max_new_tokens
+        yield compare_texts(reference, replay.prompts, greedy, answers, replay.tokenizer, limit)
         counted += [] if found is None else [found]
         if replay.temperature > 0:
             answers, found = _ask(replay, served, page or served.metrics, replay.temperature)
