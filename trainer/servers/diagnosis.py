@@ -138,7 +138,7 @@ def _by_folders(replay: Replay, greedy: Sequence[Sequence[int]]) -> Iterator[Fin
         yield undecided(TOP_1, "no folder that a server reads is given: name it with --exported")
         return
     texts = [[*prompt, *text] for prompt, text in zip(replay.prompts, greedy, strict=True)][:_TEXTS]
-    yield compare_top_1(replay.target, replay.speculator.weights, replay.served, trained, texts, trusted)
+    yield compare_top_1(replay.target, replay.speculator.weights, replay.served, texts, trusted)
 
 
 def _ask(

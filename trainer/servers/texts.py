@@ -44,7 +44,7 @@ def compare_texts(
     identity = greedy_identity(reference, cut_at_ends(reference, texts, max_new_tokens))
     fault, dtype = identity.figures["first_fault"], reference.target.dtype
     if fault is not None:  # texts of another model end elsewhere, too
-        fp32 = dtype == torch.float32 and fault["margin"] <= near_tie(torch.bfloat16)
+        fp32 = dtype == torch.float32 and identity.figures["widest_fault"] <= near_tie(torch.bfloat16)
         remedy = _OTHER_DTYPE if fp32 else _OTHER_END if {fault["token"], fault["best"]} & set(eos) else _OTHER_MODEL
         return replace(identity, check=TEXT, remedy=remedy)
     rows = zip(texts, answers, strict=True)  # a server may also stop at the end of its context
