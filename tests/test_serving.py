@@ -85,7 +85,6 @@ def test_token_ids_are_read_under_every_name_that_servers_give_them(told: dict[s
     with asked(lambda request: choice(**told)) as (model, _):
         answer = one(model, (1,), 2)
     assert answer.token_ids == (3, 4)
-    assert answer.logprobs == ((-1, -2) if "logprobs" in told else None)
 
 
 def test_the_prompt_that_the_server_read_is_told_beside_the_choice_or_above_it() -> None:
@@ -163,8 +162,8 @@ def test_the_end_that_a_server_leaves_out_is_put_back(target: CausalLM) -> None:
         assert writer.write([(1, 2)], 5, True, 0)[0].tokens == (3, 4)
 
 
-def test_ids_written_as_texts_are_read(target: CausalLM) -> None:
-    told = {"logprobs": {"tokens": ["token_id:3", "token_id:4"], "token_logprobs": [-1.0, -2.0]}}
+def test_ids_beside_the_log_probabilities_are_read(target: CausalLM) -> None:
+    told = {"logprobs": {"content": [{"id": 3, "token": "a"}, {"id": 4, "token": "b"}]}}
     with writing(lambda request: choice(**(told if "logprobs" in request.body else {})), target) as writer:
         assert writer.source == "token ids beside the log-probabilities"
         assert writer.write([(1, 2)], 2, False, 0)[0].tokens == (3, 4) and writer.retold == 0

@@ -169,7 +169,7 @@ SERVERS: dict[str, tuple[Plant, str, str, str]] = {
     ),
     "thinking switched off": (not_thinking, TEMPLATE, "has the thinking mode off", "'enable_thinking': true"),
     "a token before the prompt": (twice_begun, TEMPLATE, r"token 0 is 1 \(", "chat template|system prompt"),
-    "another target": (other_target, TEXT, r"below the best logit here", "the same revision"),
+    "another target": (other_target, TEXT, r"is the target's best", "the same revision"),
     "a worse draft": (bad_draft, ACCEPTANCE, r"a real difference from position 1 on", "number of drafted tokens"),
     "sampled texts that end at once": (
         ends_at_once,

@@ -20,18 +20,17 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.hub import local_folder
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings
-from trainer.commands.models import read_target
+from trainer.commands.models import check_endpoint, connect, read_target
 from trainer.commands.proof_options import DiagnoseOptions
-from trainer.commands.served import check_endpoint, connect
 from trainer.data.conversations import read_conversations
 from trainer.quickstart import resolve
 from trainer.run.acceptance import read_heldout
+from trainer.servers.acceptance import TuningLoss
 from trainer.servers.configs import is_vllm_heads
 from trainer.servers.counters import parse_counts
 from trainer.servers.diagnosis import Replay, ServerCounts, diagnose
 from trainer.servers.rendered import HeldOutPrompt
 from trainer.servers.speculator import Speculator, SpeculatorName, load_speculator, named_speculator
-from trainer.servers.stale import TuningLoss
 from trainer.terminal.console import say, standard_error, standard_output
 
 _PAGE_SECONDS = 10.0

@@ -24,9 +24,8 @@ from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings
-from trainer.commands.models import read_specs, read_target
+from trainer.commands.models import check_endpoint, connect, read_specs, read_target
 from trainer.commands.proof_options import VerifyOptions
-from trainer.commands.served import check_endpoint, connect
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, standard_error, standard_output
 from trainer.terminal.progress import ProgressBar

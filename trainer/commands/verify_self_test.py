@@ -1,15 +1,11 @@
-"""`headstart verify --self-test`: faults planted into engines and servers, and the test that catches each."""
+"""`headstart verify --self-test`: faults planted into engines, and the test that catches each."""
 
-import importlib.util
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from itertools import chain
 
 from rich.console import Console
 
-from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.proof.faults import Disturbed, planted, tiny_prompts, tiny_target, usual_end
+from decoding.measure.proof.faults import planted, tiny_prompts, tiny_target, usual_end
 from decoding.measure.proof.finding import Finding, all_pass, judged
 from decoding.measure.proof.loop import cache_consistency
 from decoding.measure.proof.prove import Effort, prove
@@ -22,28 +18,15 @@ from trainer.terminal.console import say
 from trainer.terminal.progress import ProgressBar
 
 _CACHE_PROMPTS = 2
-_SERVED_DRAWS = 100
-"""Draws from a server of the tiny target, which decodes one text at a time."""
 _BATCH = 64
-
-_SERVERS = {
-    "none: a right server": (False, 1.0),
-    "a server samples at 1.3 times the temperature": (False, 1.3),
-    "a server accepts argmax drafts by a softmax q": (True, 1.0),
-}
-"""Servers to try: True for one that drafts by argmax, and its temperature over the one asked for."""
 
 
 def run_self_test(options: VerifyOptions, console: Console, watch: Console) -> bool:
     """Print each fault with the test that caught it; return True if all were, and no right engine failed."""
     reference, prompts, effort = _read(options)
-    served = importlib.util.find_spec("openai") is not None
-    if not served:
-        say(console, "faults of servers are not tried without openai: pip install 'headstart[endpoint]'")
     found: list[Finding] = []
     with ProgressBar(watch, "planting faults", None) as bar:
-        of_servers = _servers(reference, prompts, effort) if served else ()
-        for finding in chain(_engines(reference, prompts, effort), of_servers):
+        for finding in _engines(reference, prompts, effort):
             found.append(finding)
             bar.advance()
     say(console, "planted faults:")
@@ -84,25 +67,6 @@ def _engines(reference: Reference, prompts: list[tuple[int, ...]], effort: Effor
             yield from prove(each.reference, each.writer, prompts, effort)
 
         yield _outcome(each.name, each.is_right, findings())
-
-
-def _servers(reference: Reference, prompts: list[tuple[int, ...]], effort: Effort) -> Iterator[Finding]:
-    """Yield the outcome of a right server and of two faulty ones."""
-    from trainer.servers.client import ServedModel
-    from trainer.servers.connection import Endpoint
-    from trainer.servers.loopback import NAME, served
-    from trainer.servers.writer import ServedWriter
-
-    fewer = replace(effort, draws=min(_SERVED_DRAWS, effort.draws))
-    target = reference.target
-    for name, (argmax, heat) in _SERVERS.items():
-        engine = Engine(target, Disturbed(target, argmax=True) if argmax else None)
-        with (
-            served(engine, reference.eos_token_ids, heat) as address,
-            ServedModel(Endpoint(address=address, model=NAME)) as model,
-        ):
-            writer = ServedWriter(model, reference, None, prompts[0])
-            yield _outcome(name, name.startswith("none"), prove(reference, writer, prompts, fewer))
 
 
 def _outcome(name: str, is_right: bool, findings: Iterable[Finding]) -> Finding:

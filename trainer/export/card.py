@@ -13,9 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub import ModelCardData, try_to_load_from_cache
 from jinja2 import Environment, StrictUndefined, Template
-from yaml import YAMLError
 
 from decoding.measure.figures import greedy_sentence
 from decoding.measure.markdown import code, fenced, one_line, text
@@ -34,12 +33,10 @@ from trainer.export.companions import (
 )
 from trainer.export.serve import ServerCommand
 from trainer.export.task import FORMATS, HEADS, Artefact, kind_held_in
+from trainer.export.upload import CARD_NAME, TAG, card_data
 
-CARD_NAME = "README.md"
 FOLDER_NAME = "DIR"
 """The artefact's folder in the card's commands."""
-TAG = "headstart"
-"""A tag of every card, by which `push` recognises an export."""
 _LABELS = ("lossy", "lossless")
 _SETTINGS = ("prompts", "prompts_from", "max_new_tokens", "dtype", "commit")
 _REMEDY = "measure this one with `headstart evaluate`, or export without a report"
@@ -146,22 +143,9 @@ def target_license(target: str | None) -> str | None:
     card: Any = Path(target or UNKNOWN_TARGET) / CARD_NAME
     if is_hub_id(repository):
         card = try_to_load_from_cache(repository, CARD_NAME, revision=revision or None)
-    data = _card_data(Path(card)) if isinstance(card, str | Path) else {}
+    data = card_data(Path(card)) if isinstance(card, str | Path) else {}
     license = (data.get("license_name") if data.get("license") == "other" else None) or data.get("license")
     return one_line(without_local_paths(license))[:200] if isinstance(license, str) else None
-
-
-def is_own_card(path: Path) -> bool:
-    """Return True for a card that `render_card` wrote, also after somebody edited it."""
-    return TAG in (_card_data(path).get("tags") or ())
-
-
-def _card_data(path: Path) -> Any:
-    """Return a card's metadata; an empty object if there is none."""
-    try:
-        return ModelCard(path.read_text(encoding="utf-8", errors="replace"), ignore_metadata_errors=True).data
-    except (ValueError, YAMLError, OSError):
-        return {}
 
 
 # --- the card ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Acceptance as a server counts it, compared with that of the real loop on the same prompts."""
+"""Acceptance as a server counts it, or on a target before it was tuned, compared with that of the real loop."""
 
 import math
 import statistics
@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
-from decoding.metrics import Acceptance
+from decoding.metrics import FEWEST, Acceptance, Estimate
 from trainer.servers.counters import Counts
 
 ACCEPTANCE = "acceptance by position"
 SAMPLING = "argmax or sampled drafts"
 _Z = 3.29
 """Standard errors beyond which a difference is real: a healthy server exceeds them at one of 1,000 positions."""
+_FIT = "fit to the tuned target"
+_WORTH = 1.05
+"""Gain below which realigning is not worth a training run."""
+_NOTHING = 1.1
+"""Upper end of the gain's interval below which a speculator still fits."""
+_Z95 = 1.959964
 _CHANCE = 0.001
 """Share of healthy servers that may differ in the lengths of their texts; eleven texts are the fewest that can."""
 _SHORT = 0.9
@@ -53,7 +59,7 @@ class LoopAcceptance:
     def deviation(self) -> float:
         """Standard error of the acceptance length, by the bootstrap over texts of tokens per pass if it is wider."""
         estimate = self.acceptance.tokens_per_pass
-        return max((estimate.high - estimate.low) / (2 * 1.96), self.binomial)
+        return max((estimate.high - estimate.low) / (2 * _Z95), self.binomial)
 
     @property
     def widened(self) -> float:
@@ -248,3 +254,40 @@ def compare_lengths(ours: Sequence[int], server: Sequence[int], temperature: flo
     )
     figures = {"temperature": temperature, "lengths": {"ours": list(ours), "server": list(server)}}
     return problem(SAMPLING, found, _NEITHER, **figures)
+
+
+# --- a tuned target ---------------------------------------------------------------------------------------------------
+
+
+class TuningLoss(NamedTuple):
+    """Tokens per pass of a speculator on the base target and on the tuned one, and the command that would mend it."""
+
+    base: Estimate
+    tuned: Estimate
+    drafter: str
+    remedy: str
+
+    @property
+    def gain(self) -> Estimate:
+        """Base over tuned tokens per pass, all that realigning could win.
+
+        Both intervals come from texts of their own, so their relative errors add in squares.
+        """
+        ratio = self.base.value / self.tuned.value
+        error = math.hypot(*((each.high - each.low) / (2 * _Z95 * each.value) for each in (self.base, self.tuned)))
+        texts = min(self.base.observations, self.tuned.observations)
+        return Estimate(ratio, ratio * math.exp(-_Z95 * error), ratio * math.exp(_Z95 * error), texts)
+
+    def finding(self) -> Finding:
+        """Return a problem if the gap is real and worth a run, and an open finding if more prompts would tell."""
+        gain = self.gain
+        found = (
+            f"{self.base.value:.2f} tokens per pass before tuning, {self.tuned.value:.2f} now ({self.drafter}); "
+            f"realigning could win up to {gain.value:.2f}× [{gain.low:.2f}, {gain.high:.2f}]"
+        )
+        figures = {"base": self.base._asdict(), "tuned": self.tuned._asdict(), "gain": gain._asdict()}
+        if gain.observations >= FEWEST and gain.low > 1 and gain.value >= _WORTH:
+            return problem(_FIT, found, self.remedy, **figures)
+        if gain.observations >= FEWEST and gain.high < _NOTHING:
+            return ok(_FIT, found, **figures)
+        return undecided(_FIT, f"{found}; give more prompts (--limit)")

@@ -204,14 +204,10 @@ def _read(sent: str) -> Completion:
     content = [entry for entry in logprobs.get("content") or () if isinstance(entry, dict)]
     ids = _integers(choice.get("token_ids")) or _integers(choice.get("tokens"))
     ids = ids or _integers([entry.get("id") for entry in content])  # llama.cpp's place for them
-    texts = [entry.get("token") for entry in content] or logprobs.get("tokens") or []
-    values = [entry.get("logprob") for entry in content] or logprobs.get("token_logprobs") or []
     return Completion(
         text=text if isinstance(text, str) else "",
         token_ids=ids,
         prompt_ids=_integers(choice.get("prompt_token_ids")) or _integers(found.get("prompt_token_ids")),
-        token_texts=tuple(map(str, texts)) or None,
-        logprobs=tuple(float(value) for value in values if isinstance(value, int | float)) or None,
         finish_reason=choice.get("finish_reason"),
         prompt_tokens=_count(found.get("usage"), "prompt_tokens"),
         tokens=_count(found.get("usage"), "completion_tokens") if ids is None else len(ids),

@@ -115,7 +115,8 @@ def diagnose(
         watch("the server's texts")
         answers, found = _ask(replay, served, page or served.metrics, 0.0)
         reference = Reference(replay.target, SamplingConfig(temperature=1.0), replay.config.eos_token_ids)
-        yield compare_texts(reference, replay.prompts, greedy, answers, replay.tokenizer)
+        limit = replay.config.max_new_tokens
+        yield compare_texts(reference, replay.prompts, greedy, answers, replay.tokenizer, limit)
         counted += [] if found is None else [found]
         if replay.temperature > 0:
             answers, found = _ask(replay, served, page or served.metrics, replay.temperature)
@@ -137,7 +138,7 @@ def _by_folders(replay: Replay, greedy: Sequence[Sequence[int]]) -> Iterator[Fin
         yield undecided(TOP_1, "no folder that a server reads is given: name it with --exported")
         return
     texts = [[*prompt, *text] for prompt, text in zip(replay.prompts, greedy, strict=True)][:_TEXTS]
-    yield compare_top_1(replay.target, replay.speculator.weights, replay.served, trained, texts, trusted)
+    yield compare_top_1(replay.target, replay.speculator.weights, replay.served, texts, trusted)
 
 
 def _ask(

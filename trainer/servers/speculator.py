@@ -119,23 +119,20 @@ def _read_served_heads(folder: Path, target: CausalLM) -> MedusaHeads:
 
 
 def compare_top_1(
-    target: CausalLM, trained: Weights, served: Path, folder: Path | None, texts: Sequence[Sequence[int]], trusted: bool
+    target: CausalLM, trained: Weights, served: Path, texts: Sequence[Sequence[int]], trusted: bool
 ) -> Finding:
-    """Compare the top-1 tokens of the trained weights with those that a server reads, at every position of the texts.
-
-    ``folder``: the trained one, for the names of its tensors.
-    """
+    """Compare the top-1 tokens of the trained weights with those that a server reads, at all positions of the texts."""
     heads = isinstance(trained, MedusaHeads)
     if isinstance(trained, MedusaHeads) and trained.markov is not None:
         return undecided(TOP_1, "these heads read tokens, which the heads of no server do: export plain Medusa heads")
-    faults = [] if heads else _other_tensors(served, folder)
+    tied = False
     try:
         if heads:
             read: Any = _read_served_heads(served, target)
         else:
-            read = _read_served_draft(served, target, trusted, faults)
+            read, tied = _read_served_draft(served, target, trusted)
     except ValueError as error:
-        return problem(TOP_1, f"the served weights cannot be read: {'; '.join([*faults[:3], str(error)])}", _REMEDY)
+        return problem(TOP_1, f"the served weights cannot be read: {error}", _REMEDY)
     if isinstance(trained, ParallelDraft) and any(trained.parts.config.shapes()):
         found = "the trained parallel draft has a bias by the token before or a reader of the target, read by no server"
         remedy = "train a parallel draft with draft.parallel.markov_rank=0 and draft.parallel.reads_target=false"
@@ -145,39 +142,26 @@ def compare_top_1(
     ours, theirs = (torch.cat([top_1(side, text).flatten() for text in texts]) for side in (own, read))
     share, count = float((ours == theirs).float().mean()), len(ours)
     told = f"{share:.1%} of {count:,} top-1 tokens are equal"
-    figures = {"share": share, "positions": count, "faults": faults}
-    if share == 1 or (share >= _LEAST and not faults):  # with a known cause the fewest tokens are no rounding
+    figures = {"share": share, "positions": count}
+    if share == 1 or (share >= _LEAST and not tied):  # with a known cause the fewest tokens are no rounding
         return ok(TOP_1, told, **figures)
-    cause = "; ".join(faults[:3]) or "the served weights are other weights"
-    tied = any("tie_word_embeddings" in fault for fault in faults)
-    remedy = "set tie_word_embeddings false in the served config.json" if tied else _REMEDY
-    return problem(TOP_1, f"{told}: {cause}", remedy, **figures)
+    if tied:
+        found = f"{told}: its lm_head.weight is not read, as tie_word_embeddings is true"
+        return problem(TOP_1, found, "set tie_word_embeddings false in the served config.json", **figures)
+    return problem(TOP_1, f"{told}: the served weights are other weights", _REMEDY, **figures)
 
 
-def _read_served_draft(folder: Path, target: CausalLM, trusted: bool, faults: list[str]) -> CausalLM:
-    """Read a draft as vLLM and transformers do: with ``tie_word_embeddings`` a stored lm_head is not read."""
+def _read_served_draft(folder: Path, target: CausalLM, trusted: bool) -> tuple[CausalLM, bool]:
+    """Read a draft as vLLM and transformers do; True if ``tie_word_embeddings`` hides another lm_head."""
     model = load_model(str(folder), target.dtype, target.device, trusted)
     stored, path = read_object(folder / "config.json", _REMEDY), folder / _WEIGHTS
     embeddings: Any = model.get_input_embeddings()
     lm_head: Any = model.get_output_embeddings()
+    tied = False
     if stored.get("tie_word_embeddings") and path.is_file() and "lm_head.weight" in read_header(path, _REMEDY):
-        if not torch.equal(load_file(path)["lm_head.weight"].to(embeddings.weight), embeddings.weight):
-            faults.append("its lm_head.weight is not read, as tie_word_embeddings is true")
+        tied = not torch.equal(load_file(path)["lm_head.weight"].to(embeddings.weight), embeddings.weight)
         lm_head.weight = embeddings.weight
-    return CausalLM(model)
-
-
-def _other_tensors(folder: Path, trained: Path | None) -> list[str]:
-    """Return the tensors that only one of two folders has, or that have other shapes."""
-    paths = [each / _WEIGHTS for each in (folder, trained) if each is not None]
-    if len(paths) < 2 or not all(path.is_file() for path in paths):  # sharded weights are compared by their top-1
-        return []
-    theirs, ours = ({name: tensor.shape for name, tensor in read_header(path, _REMEDY).items()} for path in paths)
-    return [
-        f"{name} is {theirs.get(name, 'missing')} where {ours.get(name, 'none')} was trained"
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
-    ]
+    return CausalLM(model), tied
 
 
 @torch.inference_mode()

@@ -126,8 +126,4 @@ def _ids_of(answer: Completion) -> tuple[int, ...] | None:
     """Return the token ids that a server tells, an empty answer's among them; None if it tells none."""
     if answer.token_ids is not None:
         return answer.token_ids
-    texts = answer.token_texts or ()
-    prefix = "token_id:"
-    if texts and all(text.startswith(prefix) and text.removeprefix(prefix).isdigit() for text in texts):
-        return tuple(int(text.removeprefix(prefix)) for text in texts)
     return () if not answer.text and answer.finish_reason == "stop" else None

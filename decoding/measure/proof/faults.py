@@ -61,6 +61,12 @@ def planted(target: CausalLM, sampling: SamplingConfig, eos: tuple[int, ...], ba
     return [
         engine("none: plain decoding", None, is_right=True),
         engine("none: a draft that is half right", Disturbed(target), is_right=True),
+        engine(
+            "a sampling temperature 1.3 times the one asked for",
+            None,
+            config=replace(config, sampling=replace(sampling, temperature=1.3 * sampling.temperature)),
+        ),
+        engine("argmax drafts accepted by a softmax q", Disturbed(target, argmax=True)),
         engine("q altered after sampling", Disturbed(target, altered=_flatter)),
         engine(
             "top-p on the draft's side only", Disturbed(target, top_p=_TOP_P), reference=Reference(target, cut, eos)

@@ -57,6 +57,7 @@ def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Findin
         near_tie=near,
         first_divergence=misses[0] if misses else None,
         first_fault=faults[0] if faults else None,
+        widest_fault=max((fault["margin"] for fault in faults), default=None),
     )
 
 
