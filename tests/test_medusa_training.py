@@ -205,7 +205,7 @@ def test_soft_targets_are_the_targets_own_distribution_at_the_position_before_th
 
 def test_a_head_that_is_the_targets_own_distribution_has_no_soft_loss(counting: CausalLM) -> None:
     """The counting target gives x+1 a logit of 4 after x; a head that gives x+2 a logit of 4 imitates it perfectly."""
-    soft = HeadsSection(num_heads=1, loss=LossSection(acceptance=1, tvd=1, forward_kl=1))
+    soft = HeadsSection(num_heads=1, loss=LossSection(acceptance=1, jsd=1, forward_kl=1))
     objective = medusa_on(counting, soft)
     weight = objective.module.heads.heads[0].lm_head.weight
     for ahead, expected in ((2, True), (3, False)):

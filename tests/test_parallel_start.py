@@ -160,7 +160,6 @@ def test_a_stored_ordinary_draft_becomes_a_parallel_one(tmp_path: Path) -> None:
     ("section", "message"),
     [
         ({"teacher": {"folder": "x"}}, "reads_target needs the target's hidden states, which draft.teacher does not"),
-        ({"loss": {"hidden": 1}}, "draft.parallel needs a loss on the logits"),
         ({"policy": {"draft": 1}}, "which a parallel draft is not trained for"),
         ({"parallel": {"tokens": 1}}, "greater than or equal to 2"),
         ({"parallel": {"anchors": 0}}, "greater than or equal to 1"),

@@ -56,7 +56,7 @@ KINDS: dict[str, Callable[[PreTrainedModel], Objective]] = {
     "soft heads": heads(shared_lm_head=True, loss={"jsd": 1.0}),
     "Markov": heads(markov_rank=3),
     "Medusa-2": joint,
-    "draft": lambda model: distilling.objective_for(model, loss={"forward_kl": 1.0, "hidden": 0.5}),
+    "draft": lambda model: distilling.objective_for(model, loss={"forward_kl": 1.0}),
     "parallel draft": lambda model: parallel_training.objective_for(model),
 }
 

@@ -62,9 +62,9 @@ def medusa_run(workshop: Path) -> Path:
 
 def test_a_draft_trains_loads_and_decodes(workshop: Path) -> None:
     output = workshop / "draft"
-    overrides = ["training.steps=6", "draft.init.from_target.layers=[-1]", "draft.loss.tvd=1"]
+    overrides = ["training.steps=6", "draft.init.from_target.layers=[-1]", "draft.loss.jsd=1"]
     run([*DIRECT, write_recipe(workshop, "draft", output), *overrides], workshop)
-    assert len(losses(output)) == 6 and provenance(output)["recipe"]["draft"]["loss"]["tvd"] == 1
+    assert len(losses(output)) == 6 and provenance(output)["recipe"]["draft"]["loss"]["jsd"] == 1
     target = target_of(workshop)
     draft = load_draft(str(output / "final"), target, load_tokenizer(str(workshop / "target")))
     assert draft.num_layers == 1

@@ -100,20 +100,7 @@ def cases_of(desk: Desk) -> list[VllmCase]:
 def found(desk: Desk) -> Row:
     """The rows of all cases, by name and batch size, from one process of vLLM."""
     rows = serve_vllm(desk.folder / "target", desk.target, cases_of(desk), prompts(PROMPTS, seed=9), MAX_NEW_TOKENS)
-    print(f"\nvLLM {rows[0]['version']}, imported in {rows[0]['import_seconds']:.0f} s")
-    for row in rows:
-        print(told(row))
     return {(row["artefact"], row.get("batch_size")): row for row in rows}
-
-
-def told(row: Row) -> str:
-    if "error" in row:
-        return f"{row['artefact']}: {row['error'][:100]}"
-    counts = "; ".join(f"{side} {row[side]}" for side in ("theirs", "ours") if side in row)
-    return (
-        f"{row['artefact']}, batch of {row['batch_size']}, started in {row['setup_seconds']:.1f} s: "
-        f"{row['equal']}/{row['prompts']} texts equal; {counts}"
-    )
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])

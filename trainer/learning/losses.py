@@ -5,14 +5,12 @@ mathematics that `trainer.learning.fused` needs. The tests compare it with reada
 
 - ``forward_kl``: KL(p‖q) of the target's p and the draft's q.
 - ``reverse_kl``: KL(q‖p), infinite where the target excludes a token that the draft does not.
-- ``tvd``: half the L1 distance, 1 - Σ min(p, q), which is 1 - acceptance of token rejection (DistillSpec, 2310.08461,
-  section 3.2).
 - ``jsd``: β KL(p‖m) + (1-β) KL(q‖m) with m = β p + (1-β) q (GKD, 2306.13649).
 - ``acceptance``: -log Σ min(p, q) (LK losses, 2602.23881).
 
 Terms are not scaled by temperature squared. If the draft writes only a set S of the tokens, p is not renormalised and
-sums go over S: ``forward_kl`` is p(S) KL(p_S‖q) with p_S the target's distribution on S, ``tvd`` and ``acceptance``
-count the rest of p as lost, and ``jsd`` is the one over all tokens.
+sums go over S: ``forward_kl`` is p(S) KL(p_S‖q) with p_S the target's distribution on S, ``acceptance`` counts
+the rest of p as lost, and ``jsd`` is the one over all tokens.
 """
 
 import math
@@ -78,7 +76,7 @@ class TokenDivergences:
 
     Without ``weights`` the outcomes are all tokens that the draft writes. With ``weights`` they are a sample of these
     tokens, repeats included, whose weighted sums are unbiased estimates of the sums over all tokens. Unbiased are then
-    ``forward_kl`` (but for the constant in p(S)), ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients;
+    ``forward_kl`` (but for the constant in p(S)), ``reverse_kl``, ``jsd`` and all their gradients;
     ``acceptance``, a function of such a sum, comes close as the sample grows.
     """
 
@@ -103,8 +101,6 @@ class TokenDivergences:
                 return self._reverse_kl()
             case "jsd":
                 return self._jsd(mix.beta)
-            case "tvd":
-                return Pulled(1 - self.overlap, self._gain)
             case "acceptance":
                 return self._acceptance()
 
@@ -124,11 +120,6 @@ class TokenDivergences:
     def _lacking(self) -> Float[Tensor, "rows outcomes"]:
         """Slope of min(p, q) in q: 1 where q < p, 0 where q > p, 1/2 where they are equal."""
         return self._difference.sign().add_(1).div_(2)  # on a CPU far faster than a comparison's booleans
-
-    @cached_property
-    def _gain(self) -> Float[Tensor, "rows outcomes"]:
-        """Slope of the overlap in the logarithm of an outcome's q."""
-        return self._weighted(self._lacking * self.q)
 
     def _forward_kl(self) -> Pulled:
         pull = self._weighted(self.p)

@@ -103,7 +103,7 @@ class SampledTailTeacher(NamedTuple):
     The k best tokens are exact. From the others, the tail, n tokens were drawn with replacement with the target's
     probabilities. A drawn token of probability p stands for P / (n p) tokens, where P is the tail's whole probability.
     So every sum over the vocabulary is estimated without bias: ``forward_kl`` (its gradient is q - p' with Σ p' = 1),
-    ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients. ``acceptance`` is a function of such a sum, and
+    ``reverse_kl``, ``jsd`` and all their gradients. ``acceptance`` is a function of such a sum, and
     comes close as P falls or n grows; so does the value of ``forward_kl``, though not its gradient, where the draft
     writes only some of the tokens. For ``reverse_kl`` the estimate is useless all the same: a token that the draft
     favours and the target does not weighs q / p, which has no bound. The bias of top-k alone, and this remedy, are in

@@ -29,12 +29,6 @@ class HeadsSection(Section):
     """Drafted nodes of the tree chosen at the end from the heads' measured accuracies; 4096 is the most that a heads
     file may hold."""
 
-    @model_validator(mode="after")
-    def _the_loss_is_on_logits(self) -> "HeadsSection":
-        if self.loss.hidden:
-            raise ValueError("heads.loss.hidden compares a draft's last hidden state: heads have none, leave it out")
-        return self
-
 
 class AdaptersSection(Section):
     """Medusa-2 (2401.10774, section 2.2.2): LoRA adapters (2106.09685) on the target, learnt with the heads."""

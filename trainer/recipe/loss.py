@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from trainer.recipe.common import Section
 
-Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "acceptance"]
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "acceptance"]
 """Terms that compare the logits with the target's."""
 Term = Literal["cross_entropy", Divergence]
 """Terms on the logits."""
@@ -30,15 +30,10 @@ class LossSection(Section):
     """KL(q‖p)."""
     jsd: Weight = 0.0
     """Jensen-Shannon divergence with the mixture ``jsd_beta`` p + (1 − ``jsd_beta``) q."""
-    tvd: Weight = 0.0
-    """Total variation, 1 − Σ min(p, q)."""
     acceptance: Weight = 0.0
     """−log Σ min(p, q), where Σ min(p, q) is the acceptance rate of token rejection."""
     cross_entropy: Weight = 0.0
     """Cross entropy on the data's tokens."""
-    hidden: Weight = 0.0
-    """Drafts only: mean squared error of the draft's last hidden state against the target's, over the target's mean
-    square."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divides the logits of both sides in every term but ``cross_entropy``."""
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -55,7 +50,7 @@ class LossSection(Section):
 
     @model_validator(mode="after")
     def _a_term_has_a_weight(self) -> "LossSection":
-        if not self.mix and not self.hidden:
+        if not self.mix:
             raise ValueError("the loss weighs every term 0: give one of them a weight, such as forward_kl=1")
         return self
 
@@ -70,7 +65,7 @@ def default_term(term: Term) -> BeforeValidator:
     """
 
     def with_default(given: Any) -> Any:
-        if isinstance(given, dict) and not given.keys() & {*LOGIT_TERMS, "hidden"}:
+        if isinstance(given, dict) and not given.keys() & {*LOGIT_TERMS}:
             return {**given, term: 1.0}
         return given
 
