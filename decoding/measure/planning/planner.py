@@ -23,7 +23,7 @@ from decoding.metrics import StepCount, tokens_per_pass
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_costs
 from decoding.policies import Budget
-from decoding.rules.best_tree import Paths, best_tree, grows, ordered_tree
+from decoding.rules.best_tree import Paths, best_tree
 from decoding.rules.sampling import SamplingConfig
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -193,15 +193,13 @@ class Planner:
         shares = record.shares()
         if not shares:  # every text ended at once
             raise ValueError("no text had room for a whole tree: raise --max-new-tokens, or give other prompts")
-        drawn = any(kind.has_q for kind in family.drafter.kinds(self.config.decoding.sampling))
-        choose = ordered_tree if drawn and grows(shares) else best_tree
         found: dict[Paths, Candidate] = {}
         most = self.config.most_nodes
         tried = [size for size in sorted({*self.config.sizes, most}) if size <= most]
         for depth in range(1, len(shares) + 1):
             straight = tuple((0,) * length for length in range(1, depth + 1))
             sizes = [size - 1 for size in tried if size > depth]
-            for paths in (straight, *(choose(shares[:depth], nodes) for nodes in sizes)):
+            for paths in (straight, *(best_tree(shares[:depth], nodes) for nodes in sizes)):
                 if paths and max(map(len, paths)) == depth:
                     tokens = 1 + record.expected_accepted(paths)
                     found[paths] = Candidate(family.of_tree(paths), Budget(depth, 1 + len(paths)), tokens, paths)
