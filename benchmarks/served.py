@@ -66,7 +66,7 @@ class Bench(NamedTuple):
     def chain(self, name: str, folder: str, tokens: int) -> Drafter:
         """Return the drafter that a server is: one chain."""
         if name == "draft":
-            return DraftModelDrafter(load_draft(folder, self.target, self.tokenizer), (1,) * tokens)
+            return DraftModelDrafter(load_draft(folder, self.target, self.tokenizer), tokens)
         if name == "parallel":
             return ParallelDrafter(load_parallel_draft(folder, self.target, self.tokenizer), tokens=tokens)
         chain = tuple((0,) * depth for depth in range(1, tokens + 1))

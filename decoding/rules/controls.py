@@ -1,23 +1,17 @@
 """Sampling controls of `transformers`: reads its generation configs and builds its logits processors."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+import copy
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import (
-    ExponentialDecayLengthPenalty,
     GenerationConfig,
-    InfNanRemoveLogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedConfig,
     RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
 )
 
 from decoding.rules.sampling import ForPromptLength, LogitsProcessor, SamplingConfig
@@ -68,13 +62,13 @@ def sampling_from_generation_config(
     sample = bool(config.do_sample)
     _refuse_unsupported(config, {**_REFUSED, **(_REFUSED_IF_SAMPLING if sample else {})})
     penalty = config.repetition_penalty or 1.0
-    made = list(_processors(config, torch.device(device)))
+    # `SamplingConfig.repetition_penalty` is applied before all processors. `generate` applies the sequence bias before
+    # it, and the caller's penalty in its place: for both, the penalty has to be a processor as well.
     if penalty != 1 and (config.sequence_bias or RepetitionPenaltyLogitsProcessor in map(type, processors)):
-        # `SamplingConfig.repetition_penalty` is applied before all processors. `generate` applies the sequence bias
-        # before it, and the caller's penalty in its place: for both, the penalty has to be a processor as well.
-        made.insert(1 if config.sequence_bias else 0, RepetitionPenaltyLogitsProcessor(float(penalty)))
         penalty = 1.0
-    merged = _merge(made, processors)
+        merged = _processors(config, processors, device)
+    else:
+        merged = _processors(config, processors, device, repetition_penalty=None)
     if not sample:
         return SamplingConfig(repetition_penalty=penalty, processors=merged)
     temperature = 1.0 if config.temperature is None else config.temperature
@@ -91,19 +85,6 @@ def sampling_from_generation_config(
     )
 
 
-def bad_words_processor(
-    bad_words: Sequence[Sequence[int]], eos_token_ids: Sequence[int] = ()
-) -> NoBadWordsLogitsProcessor:
-    """Make a processor that never writes these token sequences; a single EOS token stays allowed, so that texts end.
-
-    Most tokenizers write a word differently after a space and at the start of a text: give both.
-    """
-    words = [list(word) for word in bad_words if list(word) not in [[token] for token in eos_token_ids]]
-    if not words or [] in words:
-        raise ValueError(f"the bad words are {list(bad_words)}: give at least one, each with at least one token")
-    return NoBadWordsLogitsProcessor(words)
-
-
 def _refuse_unsupported(config: GenerationConfig, refused: Mapping[str, str]) -> None:
     for reason, names in refused.items():
         for name in names.split():
@@ -116,56 +97,30 @@ def _refuse_unsupported(config: GenerationConfig, refused: Mapping[str, str]) ->
             raise ValueError(f"{name} is {getattr(config, name)}, which is not supported: unset it")
 
 
-def _processors(config: GenerationConfig, device: torch.device) -> Iterator[Processor]:
-    """Yield the processors that `generate` puts before the caller's, in its order, without the repetition penalty."""
-    if config.sequence_bias:
-        yield SequenceBiasLogitsProcessor(config.sequence_bias)
-    if config.no_repeat_ngram_size:
-        yield NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size)
-    if config.bad_words_ids is not None:
-        yield bad_words_processor(config.bad_words_ids, _eos_token_ids(config))
-    if config.min_length:
-        eos = _eos_tensor(config, "min_length", device)
-        yield MinLengthLogitsProcessor(config.min_length, eos)
-    if config.min_new_tokens:
-        eos = _eos_tensor(config, "min_new_tokens", device)
-        yield _for_prompt_length(
-            partial(MinNewTokensLengthLogitsProcessor, min_new_tokens=config.min_new_tokens, eos_token_id=eos)
-        )
-    if config.remove_invalid_values:
-        yield InfNanRemoveLogitsProcessor()
-    if config.exponential_decay_length_penalty is not None:
-        eos = _eos_tensor(config, "exponential_decay_length_penalty", device)
-        yield _for_prompt_length(partial(ExponentialDecayLengthPenalty, config.exponential_decay_length_penalty, eos))
-    if config.suppress_tokens is not None:
-        yield SuppressTokensLogitsProcessor(config.suppress_tokens, device=str(device))
-    if config.begin_suppress_tokens is not None:
-        yield _for_prompt_length(
-            partial(SuppressTokensAtBeginLogitsProcessor, config.begin_suppress_tokens, device=str(device))
-        )
+class _Generating(GenerationMixin):
+    """What `generate` reads of a model when it makes its logits processors."""
+
+    config = PreTrainedConfig()
 
 
-def _for_prompt_length(build: Callable[[int], LogitsProcessor]) -> ForPromptLength:
-    return ForPromptLength(lru_cache(maxsize=256)(build))
+def _processors(
+    config: GenerationConfig, given: Sequence[Processor], device: torch.device | str, **changes: None
+) -> tuple[Processor, ...]:
+    """Return the processors that `generate` itself makes of the config and the caller's; none if there are none."""
+    own = copy.deepcopy(config)
+    own.update(do_sample=False, **changes)  # without what it makes of temperature, top_k, ...
+    eos = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).flatten().tolist()
+    own._eos_token_tensor = torch.tensor(eos, device=device) if eos else None
+    for name in ("min_length", "min_new_tokens", "exponential_decay_length_penalty"):
+        if getattr(own, name, None) and not eos:
+            value = getattr(own, name)
+            raise ValueError(f"{name} is {value} but eos_token_id is not set: set it, or unset {name}")
 
+    @lru_cache(maxsize=256)
+    def build(prompt_length: int) -> Any:
+        callers = [each.build(prompt_length) if isinstance(each, ForPromptLength) else each for each in given]
+        generating: Any = _Generating()
+        given_last = LogitsProcessorList(callers)
+        return generating._get_logits_processor(own, prompt_length, logits_processor=given_last, device=str(device))
 
-def _eos_token_ids(config: GenerationConfig) -> list[int]:
-    eos: Any = config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-
-def _eos_tensor(config: GenerationConfig, required_by: str, device: torch.device) -> Tensor:
-    if not (eos := _eos_token_ids(config)):
-        value = getattr(config, required_by)
-        raise ValueError(f"{required_by} is {value} but eos_token_id is not set: set it, or unset {required_by}")
-    return torch.tensor(eos, device=device)
-
-
-def _merge(made: Sequence[Processor], given: Sequence[Processor]) -> tuple[Processor, ...]:
-    """Return the config's processors, then the caller's; a caller's one replaces the config's one of the same type."""
-    placed = [next((own for own in given if _type(own) is _type(default)), default) for default in made]
-    return (*placed, *(own for own in given if not any(own is other for other in placed)))
-
-
-def _type(processor: Processor) -> type:
-    return type(processor.build(0) if isinstance(processor, ForPromptLength) else processor)
+    return (ForPromptLength(build),) if build(1) else ()

@@ -87,7 +87,7 @@ def export(
     `ValueError` for an unknown format or one that does not fit the artefact, a source without weights, a destination
     that is not empty, a report or a plan that is malformed or of other weights, and files that read back differently.
     """
-    source, destination = Path(source), Path(destination)
+    source, destination, target = Path(source), Path(destination), target and quickstart.resolve(target)
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
     if prompts not in (None, NO_PROMPTS) and not Path(prompts).is_file():
@@ -104,7 +104,7 @@ def export(
             plan,
             None if plan is None else read_serving_plan(Path(plan), source),
             license,
-            target and quickstart.resolve(target),
+            target,
             prompts,
         )
         tree, model = request.planned.tree if request.planned else (), target or target_of(source)
@@ -114,7 +114,7 @@ def export(
     artefact, compared = results[0]
     paths = (path for path in sorted(destination.rglob("*")) if path.is_file())
     files = {path.relative_to(destination).as_posix(): path.stat().st_size for path in paths}
-    served = str(destination / TARGET_FOLDER) if request.form is not None else model and quickstart.resolve(model)
+    served = str(destination / TARGET_FOLDER) if request.form is not None else model
     commands = commands_of(Serving(artefact, destination, str(destination), served, plan=request.planned))
     return ExportSummary(format, destination, files, compared, commands)
 
