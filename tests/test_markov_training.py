@@ -1,7 +1,7 @@
 """Training of heads with a bias by the token before: which token it is, the gradients, and what is stored."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -130,7 +130,6 @@ def test_losses_and_gradients_are_those_of_all_logits_at_once(shared: bool, term
     assert_same_gradients(losses, torch.stack(expected), objective)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def blind_model() -> Any:
     """A model whose embeddings are all alike."""
     model = tiny_model("llama")
@@ -139,6 +138,7 @@ def blind_model() -> Any:
     return model
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_training_learns_from_the_token_before_what_no_state_tells(tmp_path: Path, optimizer: str) -> None:
     """The target's states are those of one token throughout: heads alone can only guess, the bias can count."""
     found = []
