@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.rules.best_tree import best_tree, expected_accepted, grows, ordered_tree
+from decoding.rules.best_tree import best_tree
 
 Path = tuple[int, ...]
 
@@ -94,42 +94,3 @@ def test_paths_that_are_never_right_are_left_out() -> None:
 def test_a_tree_of_nothing_is_refused(accuracies: list[list[float]], nodes: int) -> None:
     with pytest.raises(ValueError, match="a tree needs at least one node and one head's accuracies"):
         best_tree(accuracies, nodes)
-
-
-# --- ordered trees ----------------------------------------------------------------------------------------------------
-
-
-def ordered_trees(ranks: Sequence[int], nodes: int) -> list[frozenset[tuple[int, ...]]]:
-    """Every tree of up to ``nodes`` paths in which a child stands only beside all children before it."""
-    found = [tree for size in range(1, nodes + 1) for tree in all_trees(ranks, size)]
-    return [tree for tree in found if all(not path[-1] or (*path[:-1], path[-1] - 1) in tree for path in tree)]
-
-
-@pytest.mark.parametrize(("depths", "ranks", "nodes"), [(2, 3, 4), (3, 2, 5)])
-def test_the_ordered_tree_accepts_as_much_as_the_best_of_all_even_where_shares_grow_with_the_rank(
-    depths: int, ranks: int, nodes: int
-) -> None:
-    trees = ordered_trees([ranks] * depths, nodes)
-
-    @given(st.lists(st.lists(st.floats(0, 0.9), min_size=ranks, max_size=ranks), min_size=depths, max_size=depths))
-    def check(shares: list[list[float]]) -> None:
-        tree = ordered_tree(shares, nodes)
-        assert len(tree) <= nodes and len(set(tree)) == len(tree) and is_prefix_closed(tree)
-        assert all(not path[-1] or (*path[:-1], path[-1] - 1) in tree for path in tree)
-        most = max(value(tuple(other), shares) for other in trees)
-        assert expected_accepted(tree, shares) == pytest.approx(value(tree, shares)) == pytest.approx(most, abs=1e-9)
-
-    check()
-
-
-def test_a_second_child_worth_more_than_the_first_brings_the_first_with_it() -> None:
-    """Child 1 is right with .5, child 0 with .1: two nodes are both children (.6), not child 0 and one below (.11)."""
-    shares = [[0.1, 0.5], [0.1, 0.1]]
-    assert grows(shares)
-    assert ordered_tree(shares, 1) == ((0,),)
-    assert ordered_tree(shares, 2) == ((0,), (1,))
-    assert ordered_tree(shares, 3) == ((0,), (1,), (1, 0))
-
-
-def test_a_child_that_is_never_right_is_left_out_of_an_ordered_tree() -> None:
-    assert ordered_tree([[0.5, 0.0], [0.5, 0.0]], 10) == ((0,), (0, 0))

@@ -28,7 +28,7 @@ from decoding.rules.drawing import GeneratorSource
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example, collate
 from trainer.drafts.start import write_draft
-from trainer.servers.speculator import Named, Speculator
+from trainer.servers.speculator import Speculator, SpeculatorName
 
 WINDOW = 6
 LONG = 240
@@ -162,7 +162,7 @@ def test_a_context_ends_where_a_layer_sees_the_whole_text_or_positions_are_not_o
 def test_a_speculator_is_diagnosed_on_texts_as_long_as_its_drafter_follows() -> None:
     whole, parallel = CausalLM(tiny_model("llama")), tiny_parallel_draft(CausalLM(tiny_model("llama")))
     for draft, longest in ((whole, 96), (windowed(), None), (parallel, 96)):
-        assert Speculator(Named("draft", "a/folder", None), draft).max_positions == longest
+        assert Speculator(SpeculatorName("draft", "a/folder", None), draft).max_positions == longest
 
 
 def test_the_window_shares_the_weights_and_comes_back_from_a_folder(tmp_path: Path) -> None:

@@ -289,6 +289,8 @@ def test_a_tokenizer_that_splits_otherwise_than_llama_cpp_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"otherwise than this tokenizer, for .*{complaint}"):
         vocabulary_of(tokenizer, len(tokenizer), [0])
+    with pytest.raises(ValueError, match=r"has token 259 \('hell'\), but the model has 259 embeddings"):
+        vocabulary_of(byte_level(), 259, [0])
 
 
 def test_a_sentencepiece_like_tokenizer_merges_by_scores_in_the_order_of_its_merges() -> None:
@@ -315,21 +317,14 @@ def test_where_texts_end_is_written_and_what_differs_is_told() -> None:
     )
 
 
-def test_a_token_without_an_embedding_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"has token 259 \('hell'\), but the model has 259 embeddings"):
-        vocabulary_of(byte_level(), 259, [0])
-
-
-def test_the_chat_template_goes_with_the_file(draft: Path, tmp_path: Path) -> None:
+def test_the_chat_template_goes_with_the_file_and_the_export_prints_llama_cpps_command(
+    draft: Path, tmp_path: Path
+) -> None:
+    (draft / "provenance.json").write_text(json.dumps({"target": {"name": "org/target"}}))
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     (draft / "chat_template.jinja").write_text(template)
-    export(draft, tmp_path / "out", "gguf")
-    assert key(tmp_path / "out", "tokenizer.chat_template") == template
-
-
-def test_the_export_prints_llama_cpps_command(draft: Path, tmp_path: Path) -> None:
-    (draft / "provenance.json").write_text(json.dumps({"target": {"name": "org/target"}}))
     summary = export(draft, tmp_path / "out", "gguf")
+    assert key(tmp_path / "out", "tokenizer.chat_template") == template
     assert f"llama-server -m target.gguf -md {tmp_path}/out/model.gguf --spec-type draft-simple" in str(summary)
     card = (summary.folder / "README.md").read_text()
     assert "library_name: gguf" in card and "llama-server -m target.gguf -md DIR/model.gguf" in card

@@ -21,7 +21,6 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.parallel import ParallelConfig, ParallelDraft, ParallelParts
-from decoding.policies import Budget
 from decoding.rules.drawing import GeneratorSource
 from decoding.rules.proposal import Proposal
 from decoding.rules.sampling import SamplingConfig
@@ -108,19 +107,6 @@ def keys_and_values(cache: object, length: int) -> Tensor:
     return torch.stack(held) if length else torch.empty(0)
 
 
-def test_the_bias_makes_the_chain_conditional(tiny_llama: CausalLM) -> None:
-    """Without a bias the second token's q is the same whatever the first is; with it, it is not."""
-    for rank, distinct in ((0, 1), (3, 3)):
-        rows = {}
-        for seed in range(20):
-            (proposal,) = Follower(ParallelDrafter(draft_of(rank)), tiny_llama, SAMPLED, seed).propose([3, 1, 4])
-            assert proposal.q is not None
-            rows[chain_of(proposal)[0]] = proposal.q[1]
-        assert len(rows) >= 3
-        assert len({tuple(row.mul(1e4).round().tolist()) for row in rows.values()}) >= distinct
-        assert rank or len({tuple(row.mul(1e4).round().tolist()) for row in rows.values()}) == 1
-
-
 # --- rows of a batch --------------------------------------------------------------------------------------------------
 
 
@@ -157,14 +143,6 @@ def test_a_draft_near_the_end_of_its_positions_drafts_to_the_last(tiny_llama: Ca
     assert [text.tokens for text in texts] == [naive_greedy(tiny_llama.model, prompt, 16) for prompt in prompts]
 
 
-def test_a_text_that_stops_inside_a_chain_ends_there(tiny_llama: CausalLM) -> None:
-    """A draft that is the target itself, up to the masks, has its first tokens accepted; the stop is among them."""
-    plain = naive_greedy(tiny_llama.model, [3, 1, 4], 20)
-    config = DecodingConfig(20, eos_token_ids=(plain[7],))
-    text = Engine(tiny_llama, ParallelDrafter(draft_of())).decode([3, 1, 4], config)
-    assert text.tokens == plain[: plain.index(plain[7]) + 1]
-
-
 def draft_that_counts(counting: CausalLM, tokens: int) -> ParallelDraft:
     """Make a draft that writes x + 1 after x, by its bias alone: the model's lm_head writes zeros."""
     model = CausalLM(tiny_model("llama", vocab=17))
@@ -184,13 +162,6 @@ def test_a_bias_that_knows_the_target_has_every_token_accepted(counting: CausalL
     # One token by the prefill, then 5 drafted and 1 of the target's own, twice.
     assert [len(step.tokens) for step in text.steps] == [1, 6, 6]
     assert [step.accepted for step in text.steps] == [0, 5, 5]
-
-
-def test_budgets_are_chains_of_every_length(tiny_llama: CausalLM) -> None:
-    drafter = ParallelDrafter(draft_of(), tokens=3)
-    assert drafter.budgets == (Budget(1, 2), Budget(2, 3), Budget(3, 4))
-    assert drafter.label == "parallel draft, 3 tokens" and drafter.chains_only
-    assert ParallelDrafter(draft_of(), sampled=False).label == "parallel draft, 4 likeliest tokens"
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

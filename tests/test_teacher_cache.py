@@ -25,7 +25,7 @@ from trainer.recipe.heads import FeaturesSection
 from trainer.target import teacher_cache
 from trainer.target.features import FeatureIdentity, FeatureWriter
 from trainer.target.loading import Target
-from trainer.target.store import ensure_store, estimate_bytes
+from trainer.target.store import ensure_store
 from trainer.target.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail, teacher_writer
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens, some of them trained
@@ -103,14 +103,6 @@ def test_logits_come_back_to_the_bit_and_are_divided_by_the_temperature_in_fp32(
     assert torch.equal(found.log_total, (logits / 3).logsumexp(-1)) and found.logits.dtype == torch.float32
 
 
-def test_rows_come_in_the_order_of_the_batch_whatever_that_is(tiny_llama: CausalLM, tmp_path: Path) -> None:
-    store = write(tiny_llama, tmp_path)
-    each = [store.for_batch(batch_of(index)) for index in (5, 2, 5)]
-    together = store.for_batch(batch_of(5, 2, 5))
-    for name in ("tokens", "logits", "log_total", "tail_tokens", "tail_logits"):
-        assert torch.equal(getattr(together, name), torch.cat([getattr(rows, name) for rows in each]))
-
-
 def test_ids_beyond_two_bytes_come_back(tmp_path: Path) -> None:
     target = CausalLM(tiny_model(vocab=70_000))
     found = write(target, tmp_path, examples=EXAMPLES[:2], top_k=40, tail=5).for_batch(batch_of(0, 1))
@@ -154,13 +146,6 @@ def test_an_example_without_a_trained_token_has_no_rows_and_is_not_run(
 
 
 # The sample
-
-
-def test_a_draw_is_the_token_at_which_the_sum_of_probabilities_passes_its_number() -> None:
-    """Without token 0 the others have 0.2, 0.4, 0.2 and 0.2."""
-    scores = torch.tensor([[0.5, 0.1, 0.2, 0.1, 0.1]]).log()
-    numbers = torch.tensor([[0.0, 0.19, 0.21, 0.59, 0.61, 0.79, 0.81, 1 - 2**-53]], dtype=torch.float64)
-    assert sample_tail(scores, torch.tensor([[0]]), numbers).tolist() == [[1, 1, 2, 2, 3, 3, 4, 4]]
 
 
 def test_tokens_are_drawn_as_often_as_the_distribution_without_the_best_says() -> None:
@@ -251,15 +236,6 @@ def test_any_number_of_processes_and_a_run_broken_off_write_the_same_files(
     whole = files_of(tmp_path / "one")
     assert 2 < len(begun) < len(whole) and len(whole) > 8  # with the manifest, and a seal for each shard
     assert whole == files_of(tmp_path / "three") == files_of(tmp_path / "broken")
-
-
-def test_the_estimate_is_what_the_files_take(tiny_llama: CausalLM, tmp_path: Path) -> None:
-    """Five tokens of two bytes and five fp32 logits, with their total: 34 bytes a position."""
-    store = write(tiny_llama, tmp_path)
-    shards = list(tmp_path.glob("*.safetensors"))
-    estimate = estimate_bytes(EXAMPLES, identity_of(tiny_llama))
-    assert estimate == 34 * sum(LABELLED) and store.for_batch(batch_of(0)).width == 5
-    assert estimate < sum(path.stat().st_size for path in shards) < estimate + 400 * len(shards)  # their headers
 
 
 # Other caches

@@ -40,10 +40,7 @@ class PromptLookupDrafter(TextDrafter):
         self.ngram = ngram
         self.min_ngram = min_ngram
         self.branches = branches
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
-        return tuple(Budget(depth, 1 + depth * self.branches) for depth in range(1, self.tokens + 1))
+        self.budgets = tuple(Budget(depth, 1 + depth * branches) for depth in range(1, tokens + 1))
 
     def open_text(
         self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int

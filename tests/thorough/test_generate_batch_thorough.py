@@ -12,13 +12,6 @@ from decoding.generate import DecodingConfig
 OTHER_DRAFTERS = [name for name in DRAFTERS if name not in FEW_DRAFTERS]
 
 
-@pytest.mark.parametrize("batch_size", [2, 8, 20])
-@pytest.mark.parametrize("name", ["plain", "hostile trees", "hostile chains"])
-def test_every_row_is_plain_greedy(name: str, batch_size: int) -> None:
-    assert batch_size not in few.FEW_SIZES
-    few.test_every_row_is_plain_greedy(name, batch_size)
-
-
 @pytest.mark.parametrize("name", OTHER_DRAFTERS)
 def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str) -> None:
     few.test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name)

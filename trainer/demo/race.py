@@ -11,7 +11,7 @@ from decoding.drafters import Drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Step
 from decoding.measure.evaluate import margin_of
-from decoding.measure.proof.reference import near_tie
+from decoding.measure.proof.greedy import near_tie
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from decoding.policies import PLAIN, FixedPolicy

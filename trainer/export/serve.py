@@ -84,7 +84,7 @@ class Serving:
     @property
     def target_config(self) -> Mapping[str, Any]:
         """The config.json of a target in a local folder; empty for any other."""
-        folder = Path(quickstart.resolve(self.target or UNKNOWN_TARGET))
+        folder = Path(self.target or UNKNOWN_TARGET)
         if not (folder / "config.json").is_file():
             return {}
         config = read_object(folder / "config.json", "give another target")

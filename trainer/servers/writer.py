@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.measure.proof.reference import Reference, Written
-from trainer.servers.answers import Asked, Completed
+from decoding.measure.proof.reference import EngineText, Reference
+from trainer.servers.answers import Completion, CompletionRequest
 from trainer.servers.client import ServedModel
 
 Source = Literal["token ids", "token ids beside the log-probabilities", "texts alone, tokenized again here"]
@@ -50,18 +50,22 @@ class ServedWriter:
             if _ids_of(told) is None:
                 self._logprobs, self.source = None, "texts alone, tokenized again here"
 
-    def write(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int) -> list[Written]:
+    def write(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
+    ) -> list[EngineText]:
         """Ask for each prompt's continuation, with a seed of its own."""
         sampling = self._reference.sampling
         temperature, top_p = (0.0, 1.0) if greedy else (sampling.temperature, sampling.top_p)
         controls = {name: at for name, at in self._controls(greedy).items() if name not in self.refused_controls}
         requests = [
-            Asked(self._asked(prompt), max_new_tokens, temperature, top_p, seed + place, self._logprobs, controls)
-            for place, prompt in enumerate(prompts)
+            CompletionRequest(
+                self._asked(prompt), max_new_tokens, temperature, top_p, seed + index, self._logprobs, controls
+            )
+            for index, prompt in enumerate(prompts)
         ]
         answers = self._served.many(requests, self.on_answer)
         return [
-            Written(self._read(prompt, answer), self._tokens(answer))
+            EngineText(self._read(prompt, answer), self._tokens(answer))
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
@@ -74,8 +78,8 @@ class ServedWriter:
             "repetition_penalty": 1.0,
         }
 
-    def _answer(self, prompt: tuple[int, ...], logprobs: int | None) -> Completed:
-        return self._served.many([Asked(self._asked(prompt), 2, logprobs=logprobs)])[0]
+    def _answer(self, prompt: tuple[int, ...], logprobs: int | None) -> Completion:
+        return self._served.many([CompletionRequest(self._asked(prompt), 2, logprobs=logprobs)])[0]
 
     def _asked(self, prompt: tuple[int, ...]) -> str | tuple[int, ...]:
         return prompt if self.takes_ids else str(self._text_tokenizer.decode(list(prompt)))
@@ -86,7 +90,7 @@ class ServedWriter:
             raise ValueError("the server neither takes nor tells token ids, and there is no tokenizer for its texts")
         return self._tokenizer
 
-    def _read(self, prompt: tuple[int, ...], answer: Completed) -> tuple[int, ...]:
+    def _read(self, prompt: tuple[int, ...], answer: Completion) -> tuple[int, ...]:
         """Return the prompt, which the server must have read as it was sent."""
         read = len(prompt)
         if answer.prompt_ids is not None:
@@ -100,7 +104,7 @@ class ServedWriter:
             )
         return prompt
 
-    def _tokens(self, answer: Completed) -> tuple[int, ...]:
+    def _tokens(self, answer: Completion) -> tuple[int, ...]:
         """Return the answer's tokens, with the EOS that ended it, which some servers leave out."""
         tokens = _ids_of(answer)
         if tokens is None:
@@ -118,12 +122,8 @@ class ServedWriter:
         return tokens
 
 
-def _ids_of(answer: Completed) -> tuple[int, ...] | None:
+def _ids_of(answer: Completion) -> tuple[int, ...] | None:
     """Return the token ids that a server tells, an empty answer's among them; None if it tells none."""
     if answer.token_ids is not None:
         return answer.token_ids
-    texts = answer.token_texts or ()
-    prefix = "token_id:"
-    if texts and all(text.startswith(prefix) and text.removeprefix(prefix).isdigit() for text in texts):
-        return tuple(int(text.removeprefix(prefix)) for text in texts)
     return () if not answer.text and answer.finish_reason == "stop" else None

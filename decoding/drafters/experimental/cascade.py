@@ -18,7 +18,6 @@ from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextS
 from decoding.drafters.draft_state import DraftState, check_draft
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig, adjusted_logits, probabilities
 from decoding.rules.tree import TokenTree, TreeShape, common_length
@@ -41,18 +40,9 @@ class CascadeDrafter(TextDrafter):
         self.draft = draft.with_static(None)  # a static model has one cache
         self.lookup = lookup
         self.tokens = tokens
-
-    @property
-    def label(self) -> str:
-        return f"{self.name}, {self.tokens} tokens"
-
-    @property
-    def max_positions(self) -> int | None:
-        return self.draft.max_text
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
-        return chain_budgets(self.tokens)
+        self.budgets = chain_budgets(tokens)
+        self.max_positions = draft.max_text
+        self.label_with_size = f"{self.name}, {tokens} tokens"
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         return frozenset({ProposalKind.DETERMINISTIC if sampling.greedy else ProposalKind.SAMPLED})

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart, chain_budgets
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, common_length
@@ -53,6 +52,8 @@ class OtherTokenizerDrafter(TextDrafter):
         self.draft_tokenizer = draft_tokenizer
         self.target_tokenizer = target_tokenizer
         self.tokens = tokens
+        self.budgets = chain_budgets(tokens)
+        self.label_with_size = f"{self.name}, {tokens} tokens"
         self.special_tokens = frozenset(draft_tokenizer.all_special_ids)
         """Special tokens of the draft; its tokens after one of them are no continuation."""
         self.prefix = _prefix(draft_tokenizer)
@@ -61,14 +62,6 @@ class OtherTokenizerDrafter(TextDrafter):
         specials = zip(target_tokenizer.all_special_tokens, target_tokenizer.all_special_ids, strict=True)
         self.unreadable = frozenset(token for text, token in specials if text not in known)
         """Special tokens of the target that the draft's tokenizer would read as ordinary text."""
-
-    @property
-    def label(self) -> str:
-        return f"{self.name}, {self.tokens} tokens"
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
-        return chain_budgets(self.tokens)
 
     def open_text(
         self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int
