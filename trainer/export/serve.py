@@ -237,7 +237,8 @@ def _depth(serving: Serving) -> str:
         why = f"the plan's best chain at batch size 1, by the costs of headstart's own loop on {serving.plan.machine}"
     else:
         most = serving.artefact.heads or serving.artefact.at_once
-        why = f"{'as many as it drafts at once' if most else 'as it was trained, or a usual depth'}; 'headstart plan' finds the best depth"
+        why = "as many as it drafts at once" if most else "as it was trained, or a usual depth"
+        why += "; 'headstart plan' finds the best depth"
     return f"{serving.tokens} tokens at a time: {why}"
 
 
