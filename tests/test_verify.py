@@ -71,8 +71,7 @@ CASES = [
 @pytest.mark.parametrize("models", ALL_MODELS)
 @pytest.mark.parametrize(("rule", "kind", "shape"), CASES)
 def test_a_lossless_rule_emits_the_targets_distribution(rule: str, kind: ProposalKind, shape: str, models: str) -> None:
-    for seed in range(2 if len(SHAPES[shape]) < 4 else 1):
-        assert enumerated(rule, kind, shape, models, seed).distance < LOSSLESS
+    assert enumerated(rule, kind, shape, models, 0).distance < LOSSLESS
 
 
 @pytest.mark.parametrize("models", ["dense", "zeros"])
