@@ -107,20 +107,6 @@ def test_weights_optimizers_and_progress_come_back_bit_equal(tmp_path: Path) -> 
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(before, after, strict=True))
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_been_read(tmp_path: Path) -> None:
-    model, optimizers = trained_model()
-    save(checkpoints(tmp_path), model, optimizers, Progress(3, 0))
-    other, other_optimizers = trained_model(seed=1, steps=0)
-    load(checkpoints(tmp_path), other, other_optimizers)
-    for module, both in ((model, optimizers), (other, other_optimizers)):
-        torch.manual_seed(5)
-        for parameter in module.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        for optimizer in both:
-            optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     save_steps(tmp_path, 2, 4, 6, 8, keep=3)
     assert names(tmp_path) == ["step-00000004", "step-00000006", "step-00000008"]

@@ -23,7 +23,6 @@ from trainer.servers.acceptance import (
     LoopAcceptance,
     TuningLoss,
     compare_acceptance,
-    compare_lengths,
     compare_positions,
     compare_sampling,
 )
@@ -318,18 +317,6 @@ def test_the_ends_of_texts_are_allowed_for_where_only_drafted_tokens_are_counted
     ours = replayed((0.7, 0.4), passes=1000, texts=100)  # 0.55 of its tokens; a draft of each text is worth 0.05
     assert compare_acceptance(ours, Counts("llama.cpp", None, 2000, 920)).status == "ok"
     assert not compare_acceptance(ours, Counts("llama.cpp", None, 2000, 820)).passed
-
-
-@pytest.mark.parametrize(
-    ("shorter", "longer", "alike", "differs"),
-    [(10, 0, 0, False), (11, 0, 9, True), (0, 11, 0, True), (14, 1, 0, True), (13, 1, 0, False), (20, 20, 0, False)],
-)
-def test_sampled_texts_of_other_lengths_are_another_distributions(
-    shorter: int, longer: int, alike: int, differs: bool
-) -> None:
-    """By the sign test at 0.001: 2 / 2^10 is above it, 2 / 2^11 below; 2 · 16 / 2^15 is below, 2 · 15 / 2^14 above."""
-    server = [7] * shorter + [11] * longer + [8, 9, 10] * (alike // 3)
-    assert (compare_lengths([9] * len(server), server, 1.0) is not None) == differs
 
 
 # --- a tuned target ---------------------------------------------------------------------------------------------------

@@ -39,10 +39,6 @@ TEMPLATE = (
     "{% generation %}{{ m['content'] + '<|end|>' }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
 )
-UNTOLD = (
-    "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '[answer]' }}{% endif %}"
-)
-"""A template whose answered conversation does not begin with the prompt that asked for the answer."""
 
 
 def save(folder: Path, template: str | None = TEMPLATE, shift: int = 0, **changes: Any) -> Path:
@@ -187,21 +183,6 @@ def test_each_fault_of_a_target_is_found_before_its_weights_are_read(
 def test_a_tokenizer_with_more_tokens_than_the_model_is_a_problem_and_padding_is_none(tmp_path: Path) -> None:
     assert "knows 100" in only(of_target(save(tmp_path / "small", vocab=100)), "vocabulary").found
     assert fits(of_target(save(tmp_path / "padded", vocab=160)))
-
-
-@pytest.mark.parametrize(
-    ("template", "status", "says"),
-    [
-        (None, "note", "none: prompts are continued as plain text"),
-        (UNTOLD, "problem", "cannot be told"),
-        ("{{ raise_exception('no chats here') }}", "problem", "no chats here"),
-    ],
-    ids=["missing", "without marks", "raises"],
-)
-def test_a_chat_template_that_training_cannot_use_is_found(
-    tmp_path: Path, template: str | None, status: str, says: str
-) -> None:
-    assert says in only(of_target(save(tmp_path, template)), "chat template", status).found
 
 
 def test_memory_is_compared_with_weights_and_cache() -> None:

@@ -10,7 +10,6 @@ from decoding.measure.proof.statistics import (
     Cells,
     CountTest,
     LogProbability,
-    found_change,
     found_shift,
 )
 
@@ -102,25 +101,6 @@ def test_a_draw_of_an_outcome_of_probability_zero_is_a_proof() -> None:
 
 def test_nothing_drawn_proves_nothing() -> None:
     assert CountTest.of([]).p_value == CountTest.of([Cells(torch.zeros(2), torch.tensor([0.5, 0.5]))]).p_value == 1
-
-
-def _found(draws: int, change: float, runs: int = 40) -> int:
-    """Count the runs that find ``change`` of the probability moved from four of eight even outcomes to the others."""
-    generator = torch.Generator().manual_seed(0)
-    even = torch.full((8,), 1 / 8, dtype=torch.float64)
-    moved = even + change / 4 * torch.tensor([1, 1, 1, 1, -1, -1, -1, -1])
-    counts = [
-        torch.bincount(torch.multinomial(moved, draws, replacement=True, generator=generator), minlength=8)
-        for _ in range(runs)
-    ]
-    return sum(CountTest.of([Cells(each.double(), even)]).p_value < 1e-6 for each in counts)
-
-
-def test_the_change_that_draws_are_said_to_find_is_found_in_about_four_of_five_cases() -> None:
-    draws = 1460
-    assert found_change(draws, 7, 1e-6) == pytest.approx(0.1, abs=5e-3)
-    assert 26 <= _found(draws, 0.1) <= 39
-    assert _found(draws // 4, 0.1) <= 4
 
 
 def test_the_shift_that_tokens_are_said_to_find_is_found_in_about_four_of_five_cases() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from full_report import COUNTS, DRAFT, HEADS, LOOKUP, PEER, estimate, full_report, row
+from full_report import COUNTS, DRAFT, HEADS, PEER, estimate, full_report, row
 from rich.console import Console
 
 from decoding.measure import figures
@@ -19,7 +19,6 @@ from decoding.measure.report.tables import (
     markdown_table,
     page_tables,
     table_rows,
-    task_matrices,
     terminal_table,
 )
 
@@ -157,17 +156,6 @@ def test_a_terminal_of_80_columns_shows_every_figure_whole() -> None:
     (best,) = [line for line in lines if "2.50× [2.25, 2.75]" in line and "Fastest" not in line]
     assert best.split()[-6:] == ["2.95", "250", "2.50×", "[2.25,", "2.75]", "2.75×"]
     assert terminal_table(REPORT).row_count == len(REPORT["rows"]) + 3, "a heading for each setting"
-
-
-def test_a_task_shows_losses_apart_from_gains_and_strong_ones_stronger() -> None:
-    greedy, sampled = task_matrices(REPORT)
-    task, prompts, cells = greedy.rows[0]
-    assert (greedy.setting, sampled.setting) == ("greedy", "T=1") and greedy.methods == [HEADS, DRAFT, LOOKUP, PEER]
-    assert (task, prompts) == ("mt_bench", "10")
-    last = dict(zip(greedy.methods, greedy.rows[-1][2], strict=True))
-    assert last[LOOKUP].shown == "0.66×" and last[LOOKUP].kind == "loss" and last[HEADS].kind == "gain"
-    assert cells[0].strength > last[HEADS].strength
-    assert task_matrices(full_report(tasks=[])) == []
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------

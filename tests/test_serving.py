@@ -116,16 +116,11 @@ def test_a_chat_is_sent_as_messages() -> None:
     assert endpoint.requests[0].body["top_logprobs"] == 2
 
 
-def test_tokenize_and_metrics_stand_beside_v1_and_are_none_where_they_are_missing() -> None:
-    def script(request: Request) -> Reply:
-        pages: dict[str, Reply] = {"/tokenize": (200, {"tokens": [7, 8]}), "/metrics": (200, "passes 12")}
-        return pages.get(request.path, (404, "nothing"))
-
-    with asked(script) as (model, endpoint):
-        assert model.tokenize("ab") == (7, 8) and model.metrics() == "passes 12"
-        assert endpoint.requests[0].body["prompt"] == endpoint.requests[0].body["content"] == "ab"
+def test_metrics_are_next_to_v1_and_none_if_they_are_missing() -> None:
+    with asked(lambda request: (200, "passes 12") if request.path == "/metrics" else (404, "nothing")) as (model, _):
+        assert model.metrics() == "passes 12"
     with asked(lambda request: (404, "nothing")) as (model, _):
-        assert model.tokenize("ab") is None and model.metrics() is None
+        assert model.metrics() is None
 
 
 @pytest.mark.parametrize(

@@ -112,11 +112,10 @@ def run(folder: Path, accelerator: Accelerator, recorder: Recorder, seed: int = 
     accelerator.free_memory()  # which of the run before it is done with
     objective = heads_objective(seed)
 
-    def evaluate(progress: Progress) -> bool:
+    def evaluate(progress: Progress) -> None:
         drafted = Engine(target(), objective.drafter()).decode([1, 2, 3], DecodingConfig(max_new_tokens=6))
         assert drafted.tokens == Engine(target()).decode([1, 2, 3], DecodingConfig(max_new_tokens=6)).tokens
         recorder.evaluated.append(progress.step)
-        return False
 
     hooks = Hooks(recorder.hooks().on_step, evaluate)
     source = Offline(EXAMPLES, SECTION.batch_size, SECTION.seed)

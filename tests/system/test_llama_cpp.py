@@ -15,7 +15,7 @@ from trained_pair import bpe_tokenizer, sentences, train_pair
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from decoding.drafters import DraftModelDrafter
-from decoding.measure.evaluate import margin_of
+from decoding.measure.proof.greedy import margin_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
 from trainer.export.exporter import NO_PROMPTS, export

@@ -155,10 +155,6 @@ def twice_begun(desk: Desk) -> SpeculatingServer:
     return desk.server(render=lambda asked: [1, *desk.render(asked)])
 
 
-def ends_at_once(desk: Desk) -> SpeculatingServer:
-    return desk.server(shortened=3)
-
-
 SERVERS: dict[str, tuple[Plant, str, str, str]] = {
     "a system prompt": (system_prompt, TEMPLATE, r"puts 16 tokens .*'system\]Be kind.\['", "system prompt"),
     "no generation prompt": (
@@ -171,12 +167,6 @@ SERVERS: dict[str, tuple[Plant, str, str, str]] = {
     "a token before the prompt": (twice_begun, TEMPLATE, r"token 0 is 1 \(", "chat template|system prompt"),
     "another target": (other_target, TEXT, r"is the target's best", "the same revision"),
     "a worse draft": (bad_draft, ACCEPTANCE, r"a real difference from position 1 on", "number of drafted tokens"),
-    "sampled texts that end at once": (
-        ends_at_once,
-        SAMPLING,
-        r"texts have 3\.0 tokens on average, [\d.]+ here: its sampled texts are not",
-        "headstart verify",
-    ),
     "argmax drafts": (by_argmax, SAMPLING, "the server drafts by argmax", '"draft_sample_method": "probabilistic"'),
 }
 """Name -> the faulty server, the step that must be named first, and patterns of what is found and of the remedy."""
@@ -258,13 +248,6 @@ def test_other_weights_are_named_by_their_top_1(desk: Desk, tmp_path: Path) -> N
 def test_a_server_that_takes_no_controls_is_asked_without_them(desk: Desk) -> None:
     fine, printed = diagnosed(desk, desk.server(refused=("top_k", "min_p")), temperature=1.0)
     assert fine and "it takes no top_k and no min_p: its own may be in force" in printed
-
-
-def test_sampled_texts_are_compared_where_the_server_counts_nothing(desk: Desk) -> None:
-    fine, printed = diagnosed(
-        desk, desk.server(shortened=3, has_page=False, tells_ids=False), temperature=1.0, limit=12
-    )
-    assert not fine and printed.startswith(f"first difference: {SAMPLING}") and "its sampled texts are not" in printed
 
 
 def test_a_metrics_page_alone_is_compared_too(desk: Desk, tmp_path: Path) -> None:

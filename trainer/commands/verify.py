@@ -13,7 +13,7 @@ from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.proof.finding import Finding, all_pass
-from decoding.measure.proof.loop import EngineWriter, accepts_itself, cache_consistency
+from decoding.measure.proof.loop import EngineWriter, cache_consistency
 from decoding.measure.proof.prove import Effort, power, prove
 from decoding.measure.proof.reference import Reference
 from decoding.measure.questions import read_prompts
@@ -114,18 +114,15 @@ def read_input(options: VerifyOptions, engines: int) -> ProofInput:
 def _in_process(
     options: VerifyOptions, given: ProofInput, specs: Sequence[DrafterSpec], watch: Console
 ) -> Iterator[tuple[str, Finding]]:
-    """Yield the findings of each drafter's engine, of plain decoding if there is none, and of the loop itself."""
+    """Yield the findings of each drafter's engine, or of plain decoding if there is none."""
     reference = given.reference
     target = reference.target
     loader = DrafterLoader(target, given.tokenizer, options.trust_remote_code)
     drafters: list[Drafter | None] = [loader.load(spec) for spec in specs]
     drafters = drafters or [None]
     ends = reference.eos_token_ids
-    config = DecodingConfig(options.max_new_tokens, reference.sampling, eos_token_ids=ends, seed=options.seed)
-    yield "the loop", accepts_itself(target, given.prompts, config, _BATCH)
-    if options.rule:
-        rule = named_rule(options.rule)
-        config = DecodingConfig(options.max_new_tokens, reference.sampling, rule, ends, seed=options.seed)
+    rule = named_rule(options.rule) if options.rule else None
+    config = DecodingConfig(options.max_new_tokens, reference.sampling, rule, ends, seed=options.seed)
     labels = ["plain decoding" if drafter is None else drafter.label for drafter in drafters]
     for number, (label, drafter) in enumerate(zip(labels, drafters, strict=True), start=1):
         name = f"{label} ({number})" if labels.count(label) > 1 else label

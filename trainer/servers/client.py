@@ -1,7 +1,7 @@
 """Completions of a served model, with their token ids where the server tells them: vLLM, llama.cpp, any other.
 
 Servers differ in three ways that this module hides. Prompts of token ids are taken by vLLM and llama.cpp, not by all.
-Token ids of an answer come under several names, or not at all. `/tokenize` and `/metrics` stand beside `/v1`.
+Token ids of an answer come under several names, or not at all. `/metrics` is next to `/v1`.
 """
 
 import asyncio
@@ -130,37 +130,11 @@ class ServedModel:
             return False
         return True
 
-    def tokenize(self, given: str | Messages, add_special: bool = True) -> tuple[int, ...] | None:
-        """Return the token ids the server makes of a text, or of messages in its template; None without a route.
-
-        A server that templates in one route and tokenizes in another (llama.cpp) is asked by both.
-        """
-        if not isinstance(given, str):
-            messages = {"model": self.served.model, "messages": list(given), "add_generation_prompt": True}
-            templated = self._optional("apply-template", messages)
-            if templated is not None and isinstance(text := _object_in(templated).get("prompt"), str):
-                return self.tokenize(text)
-            return self._ids(self._optional("tokenize", messages))
-        body = {"model": self.served.model, "prompt": given, "add_special_tokens": add_special}
-        body |= {"content": given, "add_special": add_special, "parse_special": True}  # llama.cpp's names
-        return self._ids(self._optional("tokenize", body))
-
     def metrics(self) -> str | None:
-        """Return the text of the server's metrics page; None without one."""
-        return self._optional("metrics", None)
-
-    def _ids(self, sent: str | None) -> tuple[int, ...] | None:
-        tokens = None if sent is None else _object_in(sent).get("tokens")
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            return None
-        return tuple(tokens)
-
-    def _optional(self, route: str, body: Mapping[str, Any] | None) -> str | None:
-        """Return what a route beside /v1 sends, by GET without a body; None if the server refuses or has none."""
-        url = f"{self._connection.address.rstrip('/').removesuffix('/v1')}/{route}"
-        sent = self._client.get(url, cast_to=str) if body is None else self._post(url, body)
+        """Return the text of the server's metrics page, which is next to /v1; None without one."""
+        url = f"{self._connection.address.rstrip('/').removesuffix('/v1')}/metrics"
         try:
-            return self._run(sent, raw=(APIError,))
+            return self._run(self._client.get(url, cast_to=str), raw=(APIError,))
         except APIError:
             return None
 

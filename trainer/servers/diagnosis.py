@@ -24,7 +24,6 @@ from trainer.servers.acceptance import (
     SAMPLING,
     LoopAcceptance,
     compare_acceptance,
-    compare_lengths,
     compare_sampling,
 )
 from trainer.servers.answers import Completion, CompletionRequest
@@ -108,7 +107,6 @@ def diagnose(
     watch("the target's own texts")
     greedy = [text.tokens for text in Engine(replay.target).decode(replay.prompts, replay.config, batch_size=_BATCH)]
     counted: list[ServerCounts] = []
-    sampled_texts: Finding | None = None
     if served is None:
         yield undecided(TEXT, "no --endpoint is given")
     else:
@@ -119,13 +117,12 @@ def diagnose(
         yield compare_texts(reference, replay.prompts, greedy, answers, replay.tokenizer, limit)
         counted += [] if found is None else [found]
         if replay.temperature > 0:
-            answers, found = _ask(replay, served, page or served.metrics, replay.temperature)
+            _, found = _ask(replay, served, page or served.metrics, replay.temperature)
             counted += [] if found is None else [found]
-            sampled_texts = _compare_sampled(replay, answers, "" if found is None else found.note)
     watch("configs and weights")
     yield from _by_folders(replay, greedy)
     watch("acceptance here")
-    yield from _by_counts(replay, [*counted, *given], sampled_texts)
+    yield from _by_counts(replay, [*counted, *given])
 
 
 def _by_folders(replay: Replay, greedy: Sequence[Sequence[int]]) -> Iterator[Finding]:
@@ -173,19 +170,6 @@ def _ask(
     return answers, ServerCounts(parse_counts(json.dumps(timings)), temperature, note) if timings else None
 
 
-def _compare_sampled(replay: Replay, answers: Sequence[Completion], note: str) -> Finding | None:
-    """Compare the lengths of the server's sampled texts with those of plain decoding here."""
-    config = replace(replay.config, sampling=SamplingConfig(temperature=replay.temperature))
-    here = Engine(replay.target).decode(replay.prompts, config, batch_size=_BATCH)
-    there = [
-        len(replay.tokenizer(answer.text, add_special_tokens=False)["input_ids"])
-        if answer.tokens is None
-        else answer.tokens
-        for answer in answers
-    ]
-    return compare_lengths([len(text.tokens) for text in here], there, replay.temperature, note)
-
-
 def _page_counts(page: Page) -> Counts | None:
     """Return the counts on a metrics page; None without a page or without counts on it."""
     text = page()
@@ -195,13 +179,8 @@ def _page_counts(page: Page) -> Counts | None:
         return None
 
 
-def _by_counts(
-    replay: Replay, counted: Sequence[ServerCounts], sampled_texts: Finding | None
-) -> tuple[Finding, Finding]:
-    """Compare acceptance with that of the real loop, greedy and above temperature 0.
-
-    ``sampled_texts``: a difference of the sampled texts themselves, which explains that of their acceptance.
-    """
+def _by_counts(replay: Replay, counted: Sequence[ServerCounts]) -> tuple[Finding, Finding]:
+    """Compare acceptance with that of the real loop, greedy and above temperature 0."""
     greedy = next((each for each in counted if each.temperature == 0), None)
     sampled = next((each for each in counted if each.temperature > 0), None)
     first = undecided(ACCEPTANCE, _NO_COUNTS)
@@ -209,12 +188,9 @@ def _by_counts(
         first = compare_acceptance(_loop_acceptance(replay, greedy, sampled=True), greedy.counts, greedy.note)
     if sampled is None:
         reason = "no counts are of sampled texts" if greedy is not None else _NO_COUNTS
-        return first, sampled_texts or undecided(SAMPLING, reason)
+        return first, undecided(SAMPLING, reason)
     drawn, best = (_loop_acceptance(replay, sampled, sampled=each) for each in (True, False))
-    last = compare_sampling(drawn, best, sampled.counts, sampled.temperature, sampled.note)
-    if sampled_texts is not None:
-        last = replace(sampled_texts, found=f"{sampled_texts.found}; {last.found}")
-    return first, last
+    return first, compare_sampling(drawn, best, sampled.counts, sampled.temperature, sampled.note)
 
 
 def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool) -> LoopAcceptance:

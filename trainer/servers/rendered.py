@@ -38,14 +38,11 @@ class ServerPrompt(NamedTuple):
 
 
 def ask_rendered(served: "ServedModel", prompts: Sequence[HeldOutPrompt]) -> list[ServerPrompt]:
-    """Return the server's reading of the first prompts, each by a request for one token, else by its /tokenize."""
+    """Return the server's reading of the first prompts, each by a request for one token."""
     few = prompts[:_COMPARED]
     requests = [CompletionRequest(each.text if each.messages is None else tuple(each.messages), 1) for each in few]
-    found = []
-    for prompt, answer in zip(few, served.many(requests), strict=True):
-        ids = answer.prompt_ids or served.tokenize(prompt.text if prompt.messages is None else prompt.messages)
-        found.append(ServerPrompt(ids, answer.prompt_tokens if ids is None else len(ids)))
-    return found
+    answers = [(answer.prompt_ids, answer.prompt_tokens) for answer in served.many(requests)]
+    return [ServerPrompt(ids, length if ids is None else len(ids)) for ids, length in answers]
 
 
 def compare_rendered(

@@ -8,12 +8,10 @@ from decoding.measure.proof.distribution import DEPTH, TESTS, log_probability, n
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
 from decoding.measure.proof.reference import EngineText, Reference
-from decoding.measure.proof.statistics import LogProbability, found_change, found_shift
+from decoding.measure.proof.statistics import LogProbability, found_shift
 
 _DRAWN = 8
 """Tokens of a text whose first `DEPTH` are counted: room for a draft of usual depth."""
-_DEGREES = 10
-"""Cells that the draws after a text usually fill, for what they can find."""
 _MEASURED = 4
 """Prompts whose tokens give the variance of a log-probability, for what the sampled tokens can find."""
 _MEASURED_TOKENS = 256
@@ -104,17 +102,13 @@ def power(reference: Reference, prompts: Sequence[tuple[int, ...]], effort: Effo
     moments = LogProbability.none()
     for p, _ in reference.probabilities(texts):
         moments = moments.plus(LogProbability.of(p, p.argmax(1)))
-    degrees = _DEGREES * effort.draw_prompts
     variance = moments.variance / max(1, moments.tokens)
     alpha, tokens = effort.alpha_of_a_test, len(prompts) * effort.rounds * effort.max_new_tokens
-    shift, draws = found_shift(tokens, variance, alpha), effort.draws * effort.draw_prompts
-    change = found_change(draws, degrees, alpha)
+    shift = found_shift(tokens, variance, alpha)
     sentences = [
-        f"up to {tokens:,} sampled tokens find a shift of the mean log-probability of {shift:.2f} nats in 4 of 5 cases",
-        f"{draws:,} draws after {effort.draw_prompts} texts find {change:.2f} of the probability moved at a token in "
-        "4 of 5 cases; a third of either needs nine times as many",
+        f"up to {tokens:,} sampled tokens find a shift of the mean log-probability of {shift:.2f} nats in 4 of 5 "
+        "cases; half of it needs four times as many (--limit, --max-new-tokens)",
         f"a right engine fails with a probability of at most {effort.alpha:g}: {TESTS * effort.engines} tests have a "
         f"p-value, and each fails below {alpha:.1e}",
     ]
-    figures = {"tokens": tokens, "variance": variance, "shift": shift, "draws": draws, "change": change, "alpha": alpha}
-    return sentences, figures
+    return sentences, {"tokens": tokens, "variance": variance, "shift": shift, "alpha": alpha}

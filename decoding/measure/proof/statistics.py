@@ -191,21 +191,3 @@ def _surprise(alpha: float) -> float:
 def found_shift(tokens: int, variance: float, alpha: float) -> float:
     """Return the shift of the mean log-probability, in nats, that ``tokens`` tokens find with 80% probability."""
     return _surprise(alpha) * math.sqrt(variance / tokens)
-
-
-def _needed_distance(degrees: int, alpha: float) -> float:
-    """Return the noncentrality of a chi-square that its evidence finds with 80% probability, roughly.
-
-    With a concentration of 0.3 draws the log evidence is about chi-square / 2.6 - degrees / 2 log(1 + 1 / 0.3).
-    """
-    least = 2.6 * (math.log(len(_CONCENTRATIONS) / alpha) + 0.5 * degrees * math.log(1 + 1 / 0.3))
-    distance = least - degrees
-    return distance + _POWER * math.sqrt(2 * degrees + 4 * distance)
-
-
-def found_change(draws: int, degrees: int, alpha: float) -> float:
-    """Return the total variation from p, a share of probability, that ``draws`` draws find with 80% probability.
-
-    The worst case: a change spread evenly over the cells; one that gathers in few cells is found sooner.
-    """
-    return min(1.0, 0.5 * math.sqrt(_needed_distance(degrees, alpha) / draws))
