@@ -17,7 +17,9 @@ from decoding.model.causal_lm import CausalLM
 
 TOKENS = 12
 
-KINDS = [*((name, None) for name in DRAFTERS), ("plain", None), ("plain", "eager"), ("chain", "eager")]
+FEW = ["chain", "Markov heads", "parallel chain", "drawn hybrid"]
+"""They stand for all kinds in `make check`."""
+KINDS = [*((name, None) for name in FEW), ("plain", None), ("chain", "eager")]
 
 
 def drafter_of(name: str, target: CausalLM, draft: CausalLM) -> Drafter | None:
@@ -57,11 +59,11 @@ def test_calls_from_several_threads_write_the_texts_that_each_would_alone(name: 
     right = [naive_greedy(target.model, prompt, TOKENS) for prompt in PROMPTS]
 
     def work(number: int) -> list[object]:
-        places = [(number + turn) % len(PROMPTS) for turn in range(3)]
+        places = [(number + turn) % len(PROMPTS) for turn in range(2)]
         texts = [model.generate(torch.tensor([PROMPTS[place]]), max_new_tokens=TOKENS) for place in places]
         return [tuple(text[0, len(PROMPTS[p]) :].tolist()) == right[p] for p, text in zip(places, texts, strict=True)]
 
-    assert in_threads(6, work) == [[True] * 3] * 6
+    assert in_threads(4, work) == [[True] * 2] * 4
 
 
 @pytest.mark.parametrize("name", ["chain", "parallel chain"])
@@ -73,7 +75,7 @@ def test_batches_and_sampled_texts_of_several_threads_are_those_of_one(name: str
     def work(number: int) -> list[object]:
         return [text.tokens for text in engine.decode(PROMPTS, configs[number % 2], batch_size=1 + number // 2)]
 
-    assert in_threads(6, work) == [work(number) for number in range(6)]
+    assert in_threads(4, work) == [work(number) for number in range(4)]
 
 
 def test_transformers_own_generate_beside_ours_is_right() -> None:

@@ -1,9 +1,9 @@
 """A chat turn by turn: exact answers, nothing run twice, and a state that interrupts and refusals leave whole."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
+from test_generate_batch import interrupted_forward
 from tiny_models import positions_run, tiny_model
 from tiny_parallel import tiny_parallel_draft
 from tiny_tokenizer import byte_tokenizer
@@ -93,24 +93,6 @@ def test_a_turn_that_is_left_keeps_its_steps_so_far_and_the_next_one_is_exact(na
     assert "".join(piece.text for piece in stream_pieces(following, TOKENIZER)) == expected
     with pytest.raises(StopIteration):
         next(steps)
-
-
-@contextmanager
-def interrupted_forward(target: CausalLM, forwards: int) -> Iterator[None]:
-    """Ctrl-C arrives in the middle of a forward, after ``forwards`` whole ones."""
-    count = 0
-
-    def interrupt(*_: object) -> None:
-        nonlocal count
-        count += 1
-        if count > forwards:
-            raise KeyboardInterrupt
-
-    handle = target.model.model.layers[1].register_forward_pre_hook(interrupt)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @pytest.mark.parametrize("name", ["plain", "tree", "parallel, which reads the target's states"])

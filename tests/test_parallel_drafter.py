@@ -1,7 +1,6 @@
 """Parallel drafts as drafters: one forward of text and masks drafts a chain, and q is the one that was drawn from."""
 
 import random
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -192,20 +191,6 @@ def test_a_target_of_another_width_is_refused(tiny_llama: CausalLM) -> None:
     with pytest.raises(ValueError, match="reads hidden states of size 16 but the target's have size 24: give a draft"):
         Engine(other, ParallelDrafter(draft_of())).decode([1, 2], DecodingConfig(4))
     Engine(other, ParallelDrafter(draft_of(reads_target=False))).decode([1, 2], DecodingConfig(4))
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"vocab_size": 18}, "are for 18 tokens but its model reads 17"),
-        ({"outputs": 18}, "are for 18 outputs but its model has 17"),
-        ({"hidden_size": 8}, "add to embeddings of size 8 but its model's have size 16"),
-    ],
-)
-def test_parts_of_another_model_are_refused(tiny_llama: CausalLM, changes: dict[str, int], problem: str) -> None:
-    draft = draft_of()
-    with pytest.raises(ValueError, match=f"the parts of this parallel draft {problem}: give a parallel draft"):
-        ParallelDraft(draft.model, ParallelParts(replace(draft.parts.config, **changes)))
 
 
 @pytest.mark.parametrize(

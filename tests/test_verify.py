@@ -71,8 +71,7 @@ CASES = [
 @pytest.mark.parametrize("models", ALL_MODELS)
 @pytest.mark.parametrize(("rule", "kind", "shape"), CASES)
 def test_a_lossless_rule_emits_the_targets_distribution(rule: str, kind: ProposalKind, shape: str, models: str) -> None:
-    for seed in range(2 if len(SHAPES[shape]) < 4 else 1):
-        assert enumerated(rule, kind, shape, models, seed).distance < LOSSLESS
+    assert enumerated(rule, kind, shape, models, 0).distance < LOSSLESS
 
 
 @pytest.mark.parametrize("models", ["dense", "zeros"])
@@ -93,17 +92,6 @@ def test_duplicate_siblings_do_no_harm(rule: Rule, tokens: list[int]) -> None:
     for models in ("dense", "one-hot target"):
         p, _ = model_pair(models, 3, 2, seed=0)
         draft = deterministic_draft(TreeShape((-1, 0, 0, 0, 1, 2, 3)), lambda context, count: tokens[:count])
-        assert distance_from_target(draft, rule, p, 3) < LOSSLESS
-
-
-@pytest.mark.parametrize("rule", [TOP_K_CHILDREN, TRAVERSAL_VERIFICATION])
-def test_the_children_of_a_context_may_stand_in_any_order(rule: Rule) -> None:
-    p, _ = model_pair("dense", 3, 2, seed=1)
-    for rotation in range(3):
-        draft = deterministic_draft(
-            TreeShape((-1, 0, 0, 1, 1, 2)),
-            lambda context, count, first=rotation: [(first + sum(context) + rank) % 3 for rank in range(count)],
-        )
         assert distance_from_target(draft, rule, p, 3) < LOSSLESS
 
 
@@ -161,12 +149,6 @@ def test_greedy_writes_the_argmax_whatever_was_drafted(kind: ProposalKind) -> No
         p, q = model_pair("one-hot target", 3, 2, seed)
         assert distance_from_target(sampled_draft(shape, q, kind), GREEDY, p, 3) < LOSSLESS
         assert distance_from_target(deterministic_draft(shape, top_tokens(q)), GREEDY, p, 3) < LOSSLESS
-
-
-def test_greedy_takes_the_lowest_index_on_ties() -> None:
-    proposal = Proposal(TokenTree.chain([0, 2]), DETERMINISTIC)
-    scores = torch.tensor([[0.0, 5.0, 5.0], [1.0, 0.0, 0.0]])
-    assert GREEDY(proposal, scores, EnumeratingSource()) == Verdict((), 1)
 
 
 def test_greedy_follows_the_tree_to_its_leaf_and_writes_one_more() -> None:

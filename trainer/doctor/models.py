@@ -94,7 +94,7 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
 
     def build() -> Finding:
         model = CausalLM(_on_meta(folder, dtype, trusted))
-        built.append(Skeleton(name, folder, model, load_tokenizer(name, trusted)))
+        tokenizer = load_tokenizer(name, trusted)
         shapes = {key: tuple(tensor.shape) for key, tensor in model.model.state_dict().items()}
         for key, stored in weights_header(folder, _COPY).items() if any(folder.glob("*.safetensors")) else ():
             if shapes.get(key, tuple(stored.shape)) != tuple(stored.shape):
@@ -103,6 +103,7 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
         count = sum(parameter.numel() for parameter in model.model.parameters())
         kind = type(model.model).__name__
         found = f"{kind}, {count / 1e6:,.1f}M parameters, {model.num_layers} layers; its cache can drop rejected tokens"
+        built.append(Skeleton(name, folder, model, tokenizer))
         return ok("architecture", found, parameters=count)
 
     findings = [attempt("files", lambda: _files(name, folder), _COPY)]

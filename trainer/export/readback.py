@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.medusa import MedusaDrafter
-from decoding.measure.evaluate import margin_of
-from decoding.measure.proof.greedy import near_tie
+from decoding.measure.proof.greedy import is_near_tie, margin_of
 from decoding.measure.redact import basename
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import default_device
@@ -215,8 +214,7 @@ def _read_with(model: CausalLM, tokenizer: PreTrainedTokenizerBase, drafter: Dra
         for each in (None, drafter)
     )
     for index, (text, own) in enumerate(zip(decoded.texts, plain.texts, strict=True)):
-        margin = margin_of(model, prompts.tokens[index], text, own)
-        if margin is not None and (isinstance(margin, str) or margin > near_tie(torch.float32)):
+        if not is_near_tie(margin_of(model, prompts.tokens[index], text, own), torch.float32):
             raise ValueError(
                 f"with the {drafter.label} {_first_difference(prompts, index, text, own)} is not the target's own "
                 "text: please report this, with the model's name"

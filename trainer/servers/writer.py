@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from decoding.errors import UserError
 from decoding.measure.proof.reference import EngineText, Reference
 from trainer.servers.answers import Completion, CompletionRequest
 from trainer.servers.client import ServedModel
@@ -34,9 +35,8 @@ class ServedWriter:
         wanted = self._controls(greedy=True)
         taken = served.taken_controls(self._asked(prompt), wanted)
         self.refused_controls = tuple(name for name in wanted if name not in taken)
-        for name in ("top_k", "min_p"):
-            if name in self.refused_controls and getattr(reference.sampling, name):
-                raise ValueError(f"the server takes no {name}: leave --{name.replace('_', '-')} out")
+        if "top_k" in self.refused_controls and reference.sampling.top_k:
+            raise UserError("the server takes no top_k", "leave --top-k out")
         self.source: Source = "token ids"
         self.retold = 0
         """Texts whose tokens had to be made from their text."""
@@ -71,12 +71,8 @@ class ServedWriter:
 
     def _controls(self, greedy: bool) -> dict[str, Any]:
         """Return the controls of a request: servers may have others by default, from the model's generation config."""
-        sampling = self._reference.sampling
-        return {
-            "top_k": sampling.top_k if sampling.top_k and not greedy else -1,
-            "min_p": 0.0 if greedy else sampling.min_p,
-            "repetition_penalty": 1.0,
-        }
+        top_k = 0 if greedy else self._reference.sampling.top_k
+        return {"top_k": top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
     def _answer(self, prompt: tuple[int, ...], logprobs: int | None) -> Completion:
         return self._served.many([CompletionRequest(self._asked(prompt), 2, logprobs=logprobs)])[0]

@@ -8,11 +8,36 @@ import torch
 from decoding.measure.figures import NEAR
 from decoding.measure.proof.finding import Finding, judged
 from decoding.measure.proof.reference import EngineText, Reference
+from decoding.measure.records import Margin
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.tree import common_length
 
 
 def near_tie(dtype: torch.dtype) -> float:
     """Return the largest gap between two logits that rounding can reverse."""
     return NEAR[str(dtype).removeprefix("torch.")]
+
+
+def margin_of(target: CausalLM, prompt: Sequence[int], mine: Sequence[int], plain: Sequence[int]) -> Margin:
+    """Measure how far apart the target's logits of the two tokens are at which two greedy texts first differ.
+
+    In fp32 on a CPU all texts must be equal. In bf16 a pass over n tokens rounds differently from n passes over one, so
+    near-ties may fall either way: a small margin shows one. "ended": one text ended where the other went on, which no
+    near-tie explains. None: the texts are equal.
+    """
+    if tuple(mine) == tuple(plain):
+        return None
+    at = common_length(mine, plain)
+    if at == min(len(mine), len(plain)):
+        return "ended"
+    text = [*prompt, *plain[:at]]
+    logits = target.prefill([text], target.new_cache(len(text))).logits[0].float()
+    return abs(float(logits[mine[at]] - logits[plain[at]]))
+
+
+def is_near_tie(margin: Margin, dtype: torch.dtype) -> bool:
+    """Return True for equal texts, and for texts that part where rounding may choose either token."""
+    return margin is None or (isinstance(margin, float) and margin <= near_tie(dtype))
 
 
 def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Finding:
