@@ -38,7 +38,7 @@ from decoding.model.loading import (
     load_parallel_draft,
     load_tokenizer,
 )
-from trainer.export.companions import USUAL_DRAFT_TOKENS
+from trainer.export.companions import chain_length
 from trainer.export.exporter import NO_PROMPTS, ExportSummary, export
 from trainer.export.task import artefact_folder
 from trainer.terminal.console import standard_output
@@ -90,8 +90,9 @@ def llama_cpp_cases(bench: Bench) -> list[engines.LlamaCppCase]:
     cases = [engines.LlamaCppCase("plain decoding", target)]
     if "draft" in bench.trained:
         draft = bench.export("draft", "gguf", type="f32").folder / "model.gguf"
-        drafter = bench.chain("draft", str(bench.trained["draft"]), USUAL_DRAFT_TOKENS)
-        cases.append(engines.LlamaCppCase("draft", target, draft, USUAL_DRAFT_TOKENS, drafter))
+        tokens = chain_length(bench.trained["draft"])
+        drafter = bench.chain("draft", str(bench.trained["draft"]), tokens)
+        cases.append(engines.LlamaCppCase("draft", target, draft, tokens, drafter))
     return cases
 
 

@@ -47,9 +47,9 @@ def split(pattern: str) -> Any:
     return pre_tokenizers.Split(Regex(pattern), "isolated")
 
 
-def sentencepiece_like(merges: list[tuple[str, str]], *more: str) -> PreTrainedTokenizerFast:
+def sentencepiece_like(merges: list[tuple[str, str]], *more: str, letters: str = "abc") -> PreTrainedTokenizerFast:
     """A BPE with byte fallback that writes a space as ▁ and begins each text with one."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "c"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters]
     tokens += list(dict.fromkeys(left + right for left, right in merges)) + list(more)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(

@@ -117,22 +117,7 @@ def next_tokens(
 
 
 def _of_counts(check: str, found: CountTest, contexts: int, alpha: float) -> Finding:
-    if not found.degrees and not found.impossible:
+    if not found.degrees and found.p_value:
         return undecided(check, f"{found.draws:,} draws after likely beginnings are too few: give more --draws")
-    seen = (
-        f"p {written_p(found.p_value)}: {found.draws:,} draws in {contexts} contexts, chi-square "
-        f"{found.chi_square:.1f} at {found.degrees} degrees of freedom"
-    )
-    if found.impossible:
-        seen += "; tokens of probability 0 were drawn"
-    return judged(
-        check,
-        found.p_value >= alpha,
-        seen,
-        p_value=found.p_value,
-        draws=found.draws,
-        contexts=contexts,
-        chi_square=found.chi_square,
-        degrees=found.degrees,
-        chi_square_p=found.chi_square_p,
-    )
+    seen = f"p {written_p(found.p_value)}: {found.draws:,} draws in {contexts} contexts, {found.degrees} free cells"
+    return judged(check, found.p_value >= alpha, seen, contexts=contexts, **found._asdict())
