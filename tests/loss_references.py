@@ -10,9 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.learning.losses import LossMix
-from trainer.learning.teachers import HiddenTeacher
-from trainer.recipe.loss import Divergence, Term
+from trainer.learning.losses import HiddenTeacher, LossMix
+from trainer.recipe.common import Divergence, Term
 
 KINDS: tuple[Divergence, ...] = get_args(Divergence)
 SEEDS = st.integers(0, 2**31)

@@ -22,7 +22,7 @@ from trainer.recipe.common import TrainingSection
 from trainer.recipe.reading import parse_recipe
 from trainer.run import checkpoint
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
-from trainer.run.optimizer import build_optimizers
+from trainer.run.distributed import build_optimizers
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
 
 IDENTITY: dict[str, Any] = {"kind": "medusa", "training": {"steps": 10, "betas": (0.9, 0.95)}, "data": {"train": "a"}}

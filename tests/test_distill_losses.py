@@ -17,8 +17,8 @@ from trainer.data.batch import collate
 from trainer.data.sequences import pack
 from trainer.drafts.distill import DistillObjective, DistillTraining
 from trainer.drafts.start import InitialDraft, initial_draft
+from trainer.recipe.common import LossSection
 from trainer.recipe.draft import DraftSection
-from trainer.recipe.loss import LossSection
 
 BATCH = collate(EXAMPLES)
 MIX = {"forward_kl": 0.5, "jsd": 2.0, "acceptance": 0.25}

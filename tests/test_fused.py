@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from trainer.learning import products
 from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.losses import LossMix
-from trainer.recipe.loss import Divergence, Term
+from trainer.recipe.common import Divergence, Term
 
 CROSS_ENTROPY = one("cross_entropy")
 

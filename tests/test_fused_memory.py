@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.learning import products
 from trainer.learning.fused import fused_loss
-from trainer.learning.losses import LossMix
-from trainer.learning.teachers import HiddenTeacher, SampledTailTeacher
-from trainer.recipe.loss import Term
+from trainer.learning.losses import HiddenTeacher, LossMix, SampledTailTeacher
+from trainer.recipe.common import Term
 
 CROSS_ENTROPY = one("cross_entropy")
 

@@ -22,8 +22,8 @@ from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection
 from trainer.run import loop, train
 from trainer.run.checkpoint import Progress, bound
+from trainer.run.distributed import PREFIX
 from trainer.run.loop import Interrupted, learning_rate_at
-from trainer.run.optimizer import PREFIX
 from trainer.run.train import _check_one_job
 
 

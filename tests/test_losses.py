@@ -9,7 +9,7 @@ from loss_references import KINDS, SEEDS, VOCAB, divergence, gradients
 from torch import Tensor
 
 from trainer.learning.losses import LossMix
-from trainer.recipe.loss import Divergence
+from trainer.recipe.common import Divergence
 
 # Two tokens whose distributions can be told by hand, and one on which both agree.
 P = torch.tensor([[0.5, 0.5], [0.75, 0.25], [0.1, 0.9]], dtype=torch.float64)

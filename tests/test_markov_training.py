@@ -15,8 +15,8 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from trainer.data.batch import Batch, Example, collate
 from trainer.heads.medusa import MedusaObjective, heads_for_decoding
+from trainer.recipe.common import LossSection
 from trainer.recipe.heads import HeadsSection
-from trainer.recipe.loss import LossSection
 
 HEADS = HeadsSection(num_heads=3, markov_rank=4)
 COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)

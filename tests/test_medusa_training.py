@@ -18,8 +18,8 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from trainer.data.batch import Batch, Example, collate
 from trainer.heads.medusa import HeadInputs, MedusaObjective, head_weights, rank_accuracies
+from trainer.recipe.common import LossSection
 from trainer.recipe.heads import HeadsSection
-from trainer.recipe.loss import LossSection
 
 COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)
 HEADS = HeadsSection(num_heads=3)

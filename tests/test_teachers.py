@@ -8,9 +8,8 @@ from loss_references import KINDS, Anew, a_teacher, all_logits, divergence, grad
 from torch import Tensor
 
 from trainer.learning.fused import fused_loss
-from trainer.learning.losses import LossMix
-from trainer.learning.teachers import HiddenTeacher, SampledTailTeacher
-from trainer.recipe.loss import Divergence
+from trainer.learning.losses import HiddenTeacher, LossMix, SampledTailTeacher
+from trainer.recipe.common import Divergence
 
 UNBIASED: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jsd")
 

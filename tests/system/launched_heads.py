@@ -29,9 +29,8 @@ from trainer.data.source import Offline
 from trainer.heads.medusa import HeadInputs, MedusaObjective, MedusaTraining
 from trainer.learning.objective import TermSums
 from trainer.processes import build_accelerator, describe, zero_stage
-from trainer.recipe.common import TrainingSection
+from trainer.recipe.common import LossSection, TrainingSection
 from trainer.recipe.heads import HeadsSection
-from trainer.recipe.loss import LossSection
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.distributed import Runner, prepare, whole_parameters
 from trainer.run.loop import Hooks, Interrupted, train

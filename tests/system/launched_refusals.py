@@ -63,7 +63,7 @@ PLACES = {
     "rows": Place(1, "trainer.data.dataset.load_dataset", train()),
     "tracker": Place(0, "accelerate.Accelerator.init_trackers", train()),
     "batches": Place(1, "trainer.run.feed.collate", train()),
-    "texts": Place(1, "trainer.drafts.generations.WindowFiles.write", train(*WRITES, kind="draft")),
+    "texts": Place(1, "trainer.drafts.on_policy.WindowFiles.write", train(*WRITES, kind="draft")),
     "metrics": Place(0, "trainer.run.log.Log.step", train("training.steps=3"), OSError),
     "tree": Place(1, "trainer.heads.medusa.fit_tree", train("training.steps=1")),
     "final": Place(0, "trainer.run.train.finish", train("training.steps=1")),

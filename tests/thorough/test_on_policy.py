@@ -16,7 +16,7 @@ from torch import Tensor
 from decoding.model.causal_lm import CausalLM
 from trainer.data.source import BatchSource, Offline, PlacedExample
 from trainer.drafts.distill import DistillObjective, OnlineTeacher
-from trainer.drafts.generations import GeneratedText, WindowFiles
+from trainer.drafts.on_policy import GeneratedText, WindowFiles
 from trainer.drafts.start import InitialDraft
 from trainer.recipe.draft import DraftSection, PolicySection
 from trainer.run.loop import Interrupted

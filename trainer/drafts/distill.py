@@ -21,11 +21,10 @@ from trainer.data.batch import Batch, flat_rows
 from trainer.drafts.blocks import Blocks, Labels, text_labels
 from trainer.drafts.start import InitialDraft, write_draft
 from trainer.learning.fused import Bias, fused_loss
-from trainer.learning.losses import LossMix
+from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
-from trainer.learning.teachers import HiddenTeacher, Teacher
+from trainer.recipe.common import LossSection
 from trainer.recipe.draft import DraftSection
-from trainer.recipe.loss import LossSection
 from trainer.target.hidden import OnlineTarget
 from trainer.target.logits import check_logits, logit_scale
 

@@ -46,8 +46,8 @@ from trainer.drafts.distill import (
 )
 from trainer.drafts.mask_token import even_out_mask_row
 from trainer.drafts.start import InitialDraft, write_draft
+from trainer.learning.losses import Teacher
 from trainer.learning.objective import GreedyTexts
-from trainer.learning.teachers import Teacher
 from trainer.recipe.draft import DraftSection, ParallelSection
 
 

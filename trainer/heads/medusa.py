@@ -25,9 +25,8 @@ from decoding.model.lm_head import lm_head_input
 from decoding.rules.best_tree import FITTED_RANKS, best_tree
 from trainer.data.batch import Batch, flat_rows
 from trainer.learning.fused import Bias, FusedLoss, fused_loss
-from trainer.learning.losses import LossMix
+from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
-from trainer.learning.teachers import HiddenTeacher, Teacher
 from trainer.recipe.heads import HeadsSection
 from trainer.target.hidden import HiddenStates
 from trainer.target.logits import LogitTransform

@@ -30,10 +30,9 @@ from trainer.heads.medusa import (
     initial_heads,
 )
 from trainer.learning.fused import fused_loss
-from trainer.learning.losses import LossMix
+from trainer.learning.losses import HiddenTeacher, LossMix
 from trainer.learning.objective import GreedyTexts, TermSums
 from trainer.learning.spans import span
-from trainer.learning.teachers import HiddenTeacher
 from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.target.logits import check_logits, logit_scale, logit_transform
 

@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.recipe.common import Section, TargetRecipe
-from trainer.recipe.loss import LossSection, Weight, default_term
+from trainer.recipe.common import LossSection, Section, TargetRecipe, Weight, default_term
 
 LoopTrains = Literal["rejected", "all"]
 Share = Weight | tuple[Weight, Weight]

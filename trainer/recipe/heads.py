@@ -4,8 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.recipe.common import Section, TargetRecipe
-from trainer.recipe.loss import LossSection, default_term
+from trainer.recipe.common import LossSection, Section, TargetRecipe, default_term
 
 
 class HeadsSection(Section):

@@ -22,9 +22,8 @@ from trainer.learning.spans import span
 from trainer.processes import agreed, any_process, from_first, on_first
 from trainer.recipe.common import TrainingSection
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
-from trainer.run.distributed import Runner, prepare, whole_parameters
+from trainer.run.distributed import Runner, build_optimizers, prepare, set_learning_rates, whole_parameters
 from trainer.run.feed import Feed, MicroBatch, send
-from trainer.run.optimizer import build_optimizers, set_learning_rates
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
 from trainer.terminal.exit_codes import ExitCode, Stopped
 

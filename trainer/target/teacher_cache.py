@@ -3,7 +3,7 @@
 A row is a position whose next token is trained (`Batch.labelled`): prompts take no room. A row holds the ids and logits
 of the ``top_k`` best tokens, those of ``tail`` tokens drawn with replacement from the target's distribution over all
 others, and the logsumexp over all tokens. The sample keeps losses and gradients unbiased (see
-`trainer.learning.teachers.SampledTailTeacher`; Sparse Logit Sampling, 2503.16870).
+`trainer.learning.losses.SampledTailTeacher`; Sparse Logit Sampling, 2503.16870).
 
 Logits are stored as the model computes them, in its dtype, and divided by the temperature when they are read: a
 quotient in bf16 would be rounded once more. The total and the sample are at the temperature. Ids take two bytes, or
@@ -25,7 +25,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
-from trainer.learning.teachers import SampledTailTeacher
+from trainer.learning.losses import SampledTailTeacher
 from trainer.processes import Process
 from trainer.recipe.draft import TeacherSection
 from trainer.target.loading import Target
