@@ -109,20 +109,8 @@ def test_ids_beyond_two_bytes_come_back(tmp_path: Path) -> None:
     logits = logits_at(target, (0, 1))
     assert torch.equal(found.tokens, logits.topk(40).indices) and (found.tokens >= 1 << 16).any()
     torch.testing.assert_close(found.tail_logits, logits.gather(1, found.tail_tokens), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("vocab_size", "size"), [(65_536, 244), (65_537, 304), (151_936, 304)])
-def test_sixty_tokens_in_bf16_take_244_or_304_bytes_a_position(vocab_size: int, size: int) -> None:
-    assert TeacherIdentity("", "", "", vocab_size, "bfloat16", top_k=48, tail=12, temperature=1.0).row_bytes == size
-
-
-def test_a_row_is_a_position_whose_next_token_is_trained_in_its_document(tiny_llama: CausalLM) -> None:
-    trained = (True, False, True, True, True, False, True)
-    packed = Example((1, 2, 3, 4, 5, 6, 7), trained, 0, (3, 1, 3))  # tokens 3 and 4 begin documents
-    nothing = Example((1, 2), (True, False), 0)
-    for example in (*EXAMPLES, packed, nothing):
-        assert identity_of(tiny_llama).num_rows(example) == int(collate([example]).labelled(1).sum())
-    assert identity_of(tiny_llama).num_rows(packed) == 2
+    for vocab_size, size in ((65_536, 244), (65_537, 304)):  # of 60 tokens in bf16
+        assert TeacherIdentity("", "", "", vocab_size, "bfloat16", top_k=48, tail=12, temperature=1.0).row_bytes == size
 
 
 def test_an_example_without_a_trained_token_has_no_rows_and_is_not_run(
@@ -140,6 +128,8 @@ def test_an_example_without_a_trained_token_has_no_rows_and_is_not_run(
     examples = [nothing, *EXAMPLES[:3], nothing]
     store = write(tiny_llama, tmp_path, examples=examples)
     assert sorted(run) == [1, 2, 3]
+    packed = Example((1, 2, 3, 4, 5, 6, 7), (True, False, True, True, True, False, True), 0, (3, 1, 3))
+    assert identity_of(tiny_llama).num_rows(packed) == 2, "tokens 3 and 4 begin documents"
     found = store.for_batch(collate([nothing, EXAMPLES[0], nothing], (0, 1, 4)))
     assert len(found.tokens) == LABELLED[0]
     assert store.for_batch(collate([nothing], (0,))).tokens.shape == (0, 3)
@@ -254,20 +244,6 @@ def test_a_cache_made_with_something_else_is_refused_by_its_name(
         TeacherStore.open(tmp_path, other)
     with pytest.raises(ValueError, match=expected):
         ensure_store(TeacherWriter(tiny_llama, other), EXAMPLES, tmp_path, SHARD_ROWS)
-
-
-def test_an_identity_changes_with_each_token_and_with_what_is_trained(tiny_llama: CausalLM) -> None:
-    base, first = identity_of(tiny_llama), EXAMPLES[0]
-    changed = [
-        Example((*first.tokens[:-1], (first.tokens[-1] + 1) % 16), first.trained, 0),
-        Example(first.tokens, (*first.trained[:-1], not first.trained[-1]), 0),
-        Example(first.tokens, first.trained, 0, (1, 3)),
-    ]
-    for example in changed:
-        assert identity_of(tiny_llama, [example, *EXAMPLES[1:]]).data != base.data
-    assert identity_of(tiny_llama, EXAMPLES[::-1]).data != base.data
-    assert identity_of(CausalLM(tiny_model(seed=1))).target != base.target
-    assert identity_of(tiny_llama, temperature=2.0) != base
 
 
 def test_a_target_with_rounded_weights_is_another_one(tiny_llama: CausalLM, tmp_path: Path) -> None:
