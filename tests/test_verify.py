@@ -25,7 +25,7 @@ from decoding.measure.proof.enumeration import (
     top_tokens,
 )
 from decoding.rules.drawing import RandomSource
-from decoding.rules.proposal import Drawn, Proposal, ProposalKind
+from decoding.rules.proposal import DrawnPart, Proposal, ProposalKind
 from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import (
     BLOCK_VERIFICATION,
@@ -164,7 +164,7 @@ def test_greedy_follows_the_tree_to_its_leaf_and_writes_one_more() -> None:
 def proposal_of(kind: ProposalKind, parents: tuple[int, ...] = (-1, 0)) -> Proposal:
     shape = TreeShape(parents)
     q = torch.full((len(shape), 3), 1 / 3) if kind.has_q else None
-    drawn = Drawn(len(shape), WITH) if kind is GRAFTED else None
+    drawn = DrawnPart(len(shape), WITH) if kind is GRAFTED else None
     return Proposal(TokenTree(torch.zeros(len(shape), dtype=torch.long), shape), kind, q, drawn)
 
 

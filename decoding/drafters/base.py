@@ -179,7 +179,8 @@ class TextSession(Protocol):
         """Draft a tree; ``request.max_depth`` is at least 1."""
 
     def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """Take note of the target's logits at every node of the last tree."""
+        """Take note of the target's logits at every node of the last tree; most drafters learn nothing from them."""
+        return
 
 
 class TextDrafter(Drafter):

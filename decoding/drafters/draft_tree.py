@@ -155,6 +155,6 @@ class _Beam:
         return self._tree_of([0, *sorted(self._best())], device)
 
     def _tree_of(self, nodes: Sequence[int], device: torch.device | str = "cpu") -> TokenTree:
-        place = {node: index for index, node in enumerate(nodes)}
-        shape = TreeShape(tuple(place.get(self._parents[node], -1) for node in nodes))
+        index_of = {node: index for index, node in enumerate(nodes)}
+        shape = TreeShape(tuple(index_of.get(self._parents[node], -1) for node in nodes))
         return TokenTree.of_list([self._tokens[node] for node in nodes], shape, device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStart
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
-from decoding.rules.proposal import Drawn, Proposal, ProposalKind
+from decoding.rules.proposal import DrawnPart, Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TokenTrie, fetch_tokens
 
@@ -82,7 +82,7 @@ class HybridDrafter(Drafter):
         return HybridSession(self, sessions)
 
 
-class Grafted(NamedTuple):
+class GraftedProposal(NamedTuple):
     """A proposal, its two parts, and the numbers that the nodes of each part have in its tree."""
 
     proposal: Proposal
@@ -114,7 +114,7 @@ class _FirstChoice:
         """Tokens accepted beyond those, in steps with both trees."""
         self._added_to_any = _Mean()
         self._untried = 0
-        self.last: tuple[int, int, Grafted] | None = None
+        self.last: tuple[int, int, GraftedProposal] | None = None
         """Length of the text, class of the match and trees of the last step with a draft."""
 
     def wants_first(self, length: int, least_gain: float) -> bool:
@@ -145,7 +145,7 @@ class HybridSession:
         self._drafter = drafter
         self._sessions = sessions
         self._choices: dict[int, _FirstChoice] = {}
-        self._last: list[Grafted] = []
+        self._last: list[GraftedProposal] = []
 
     def admit(self, slot: int, start: TextStart) -> None:
         self._choices[slot] = _FirstChoice()
@@ -195,12 +195,12 @@ class HybridSession:
             )
 
 
-def graft(first: Proposal, lookup: Proposal) -> Grafted:
+def graft(first: Proposal, lookup: Proposal) -> GraftedProposal:
     """Join two trees: the nodes of the first keep their numbers, and the nodes that only the second has follow."""
     if len(first.tree) == 1 or len(lookup.tree) == 1:
         whole, root = (first, [0]) if len(lookup.tree) == 1 else (lookup, [0])
         every = list(range(len(whole.tree)))
-        return Grafted(whole, (first, lookup), (every, root) if whole is first else (root, every))
+        return GraftedProposal(whole, (first, lookup), (every, root) if whole is first else (root, every))
     # The kind is that of the two kinds even if the second adds no node, which depends on the drawn tokens: a q kept for
     # some draws and dropped for others is not the distribution of those for which it was kept.
     kind = _kind(first.kind, lookup.kind)
@@ -211,10 +211,10 @@ def graft(first: Proposal, lookup: Proposal) -> Grafted:
         grafted.append(trie.child(grafted[parent], token))
     drawn = None
     if kind is ProposalKind.GRAFTED:  # the first may be a graft itself, of which a part was drawn
-        drawn = first.drawn or Drawn(len(first.tree), first.kind)
+        drawn = first.drawn or DrawnPart(len(first.tree), first.kind)
     q = first.q if drawn else None
     proposal = Proposal(trie.tree(first.tree.tokens.device), kind, q, drawn, lookup.matched)
-    return Grafted(proposal, (first, lookup), (own, grafted))
+    return GraftedProposal(proposal, (first, lookup), (own, grafted))
 
 
 def _kind(first: ProposalKind, lookup: ProposalKind) -> ProposalKind:

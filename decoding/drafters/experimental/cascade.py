@@ -58,7 +58,7 @@ class CascadeDrafter(TextDrafter):
         return CascadeSession(self, state, start)
 
 
-class CascadeSession:
+class CascadeSession(TextSession):
     """A session on one text."""
 
     def __init__(self, drafter: CascadeDrafter, state: DraftState, start: TextStart) -> None:
@@ -72,9 +72,6 @@ class CascadeSession:
     def _new_lookup(self) -> TextSession:
         sampling, length = self._state.rows.sampling, 0
         return self._drafter.lookup.open_text(self._drafter.draft, sampling, self._start, length)
-
-    def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """Do nothing: the text holds everything that the session needs."""
 
     @torch.inference_mode()
     def propose(self, request: DraftRequest) -> Proposal:

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafters.base import DraftRequest, TextDrafter, TextStart, chain_budgets
+from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart, chain_budgets
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
@@ -69,7 +69,7 @@ class OtherTokenizerDrafter(TextDrafter):
         return OtherTokenizerSession(self, target, max_length)
 
 
-class OtherTokenizerSession:
+class OtherTokenizerSession(TextSession):
     """A session on one text. The draft's cache holds the keys of ``_held``, tokens of the draft's own vocabulary."""
 
     def __init__(self, drafter: OtherTokenizerDrafter, target: CausalLM, max_length: int) -> None:
@@ -78,9 +78,6 @@ class OtherTokenizerSession:
         self._target = target
         self._cache = drafter.draft.new_cache(max_length)
         self._held: list[int] = []
-
-    def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """Do nothing: the text holds everything that the session needs."""
 
     @torch.inference_mode()
     def propose(self, request: DraftRequest) -> Proposal:
