@@ -12,15 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_model
-from tiny_training import recipe_content
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import trainer.run.checkpoint
-from trainer.files.folders import scratch_beside, write_folder
+from trainer.files.folders import write_folder
 from trainer.recipe.common import TrainingSection
-from trainer.recipe.reading import parse_recipe
-from trainer.run import checkpoint
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.distributed import build_optimizers
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
@@ -152,13 +149,6 @@ def test_the_optimizers_state_goes_by_the_parameters_names(tmp_path: Path) -> No
     assert torch.equal(state["exp_avg"], moments[f"{name} exp_avg"]) and float(state["step"]) == 3
 
 
-def test_weights_of_another_module_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"the checkpoint is of another module: 2 tensors .* such as bias; give the"):
-        load_weights(
-            nn.Linear(3, 3, bias=False), {"weight": torch.zeros(3, 3), "bias": torch.zeros(3), "more": torch.zeros(1)}
-        )
-
-
 def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -269,20 +259,6 @@ def test_another_recipe_is_refused_naming_what_differs(tmp_path: Path) -> None:
     assert f"another output folder, or remove {tmp_path} to start over" in str(error.value)
 
 
-def test_every_setting_that_may_differ_is_one_of_a_recipe(tmp_path: Path) -> None:
-    """A name that were misspelt in the list would bind."""
-    adapted = parse_recipe({**recipe_content(tmp_path, "medusa"), "adapters": {}})
-    parallel = parse_recipe({**recipe_content(tmp_path, "draft"), "draft": {"parallel": {}}})
-    content = {"launch": {}, "held-out data": "", **adapted.model_dump(), **parallel.model_dump(include={"draft"})}
-
-    def is_there(name: str, section: Any) -> bool:
-        key, _, rest = name.partition(".")
-        return key in section and (not rest or is_there(rest, section[key]))
-
-    listed = (*checkpoint._ALWAYS, *checkpoint._WHILE_TRAINING, *checkpoint._CHOOSING)
-    assert [name for name in listed if not is_there(name, content)] == []
-
-
 def writer(name: str, text: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         (folder / name).write_text(text)
@@ -316,14 +292,3 @@ def test_a_folder_lost_between_two_renames_is_put_back(tmp_path: Path) -> None:
         write_folder(tmp_path / "final", fails)
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
     assert (tmp_path / "final" / "old").read_text() == "x"
-
-
-def test_a_scratch_folder_is_removed_in_the_end_and_after_a_kill_by_the_next(tmp_path: Path) -> None:
-    killed, running = (tmp_path / f".out.{process}.scratch" for process in (4194304, 1))  # no number is so high
-    for folder in (killed, running):
-        (folder / "final").mkdir(parents=True)
-    with scratch_beside(tmp_path / "out") as scratch:
-        assert scratch.parent == tmp_path and list(scratch.iterdir()) == []
-        assert not killed.exists() and running.exists()
-        (scratch / "half").touch()
-    assert not scratch.exists()

@@ -20,7 +20,6 @@ from loss_references import (
     reference,
 )
 from torch import Tensor
-from torch.nn import functional as F
 
 from trainer.learning import products
 from trainer.learning.fused import Bias, fused_loss
@@ -28,13 +27,6 @@ from trainer.learning.losses import LossMix
 from trainer.recipe.common import Divergence, Term
 
 CROSS_ENTROPY = one("cross_entropy")
-
-
-@pytest.mark.parametrize("chunk", [1, 4, 5, 12, 13, 14, 1024])
-def test_fused_cross_entropy_is_the_cross_entropy_of_a_linear_layer(chunk: int) -> None:
-    hidden, weight, labels = inputs()
-    expected = F.cross_entropy(hidden @ weight.T, labels, reduction="sum")
-    assert_same(fused_loss(hidden, weight, labels, CROSS_ENTROPY, chunk=chunk).loss, expected, hidden, weight)
 
 
 def test_fused_cross_entropy_by_hand() -> None:

@@ -1,8 +1,7 @@
 """The training loop: exact under resuming, accumulation and uneven masks; stops in good order."""
 
 import math
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,16 +117,6 @@ def test_every_trained_token_of_a_batch_weighs_the_same(
     assert recorder.figures[1]["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def test_a_gradient_is_clipped_to_the_norm_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    descend(monkeypatch)
-    objective, recorder = ToyObjective(), Recorder()
-    before = weights(objective.module)
-    train_toy(tmp_path, objective, recorder, steps=1, learning_rate=0.5, max_grad_norm=1e-2)
-    moved = torch.cat([(a - b).flatten() for a, b in zip(weights(objective.module), before, strict=True)])
-    assert recorder.figures[1]["grad_norm"] > 0.1  # as it was before clipping
-    assert moved.norm().item() == pytest.approx(0.5 * 1e-2, rel=1e-3)
-
-
 def test_a_nan_loss_stops_the_run_names_the_step_and_is_not_applied(tmp_path: Path) -> None:
     objective, recorder = ToyObjective(), Recorder()
     after_step_3: list[list[Tensor]] = []
@@ -198,34 +187,6 @@ def test_a_sigterm_is_answered_after_the_step_with_a_checkpoint(tmp_path: Path) 
     loaded, _ = ToyObjective(seed=1), recorder.actions.clear()
     train_toy(tmp_path, loaded, recorder, checkpoint_every=100)
     assert list(recorder.figures) == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.fixture
-def as_in_a_terminal() -> Iterator[None]:
-    """Let Ctrl-C interrupt, which a shell's background job ignores and hands down."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("as_in_a_terminal")
-def test_a_second_signal_acts_at_once(tmp_path: Path) -> None:
-    """Ctrl-C twice: the first asks for a stop after the step, the second does not wait for it."""
-
-    def twice() -> None:
-        noting = signal.getsignal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        for _ in range(10**7):  # two that are on their way together may become one
-            if signal.getsignal(signal.SIGINT) is not noting:
-                break
-        signal.raise_signal(signal.SIGINT)
-        for _ in range(10**7):  # handled somewhere in here
-            pass
-
-    recorder = Recorder()
-    recorder.actions[2] = twice
-    with pytest.raises(KeyboardInterrupt):
-        train_toy(tmp_path, ToyObjective(), recorder)
 
 
 def test_the_learning_rate_warms_up_and_falls_as_a_cosine() -> None:

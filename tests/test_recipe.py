@@ -34,18 +34,10 @@ def write(tmp_path: Path, content: Any) -> Path:
     ("content", "change", "message"),
     [
         (MEDUSA, {"traget": "x"}, "unknown key 'traget'; did you mean 'target'?"),
-        (
-            MEDUSA,
-            {"zzzz": 1},
-            "unknown key 'zzzz'; valid keys are adapters, checkpoint, data, dtype,",
-        ),
         (MEDUSA, {"draft": {}}, "'draft' is for recipes of kind draft, and this recipe's is medusa: leave it out"),
         (DRAFT, {"features": {"folder": "f"}}, "'features' is for recipes of kind medusa, and"),
-        (MEDUSA, {"training": {"steps": 1, "learnin_rate": 1}}, "'training.learnin_rate'; did you mean 'learning_rate"),
-        (MEDUSA, {"heads": {"num_head": 2}}, "unknown key 'heads.num_head'; did you mean 'num_heads'?"),
         (DRAFT, {"draft": {"polisy": {}}}, "unknown key 'draft.polisy'; did you mean 'policy'?"),
         (DRAFT, {"draft": {"zzzz": 1}}, "'draft.zzzz'; valid keys are check_costs, init, loss, num_draft_tokens"),
-        (PRETRAIN, {"model": {"tokenizer": "t", "hidden": 1}}, "unknown key 'model.hidden'; did you mean 'hidden_siz"),
     ],
 )
 def test_a_misspelt_key_is_refused_with_the_nearest_valid_name(
@@ -61,19 +53,13 @@ def test_a_misspelt_key_is_refused_with_the_nearest_valid_name(
     [
         (MEDUSA, {"dtype": "float16"}, "dtype: Input should be 'bf16', 'fp16' or 'fp32'", "(got 'float16')"),
         (MEDUSA, {"training": {"steps": 0}}, "training.steps: ", "(got 0)"),
-        (MEDUSA, {"training": {"steps": 1.5}}, "training.steps: ", "(got 1.5)"),
-        (MEDUSA, {"training": {"steps": "many"}}, "training.steps: ", "(got 'many')"),
-        (MEDUSA, {"training": {"steps": 1, "learning_rate": -1.0}}, "training.learning_rate: ", "(got -1.0)"),
         (MEDUSA, {"heads": {"decay": 1.5}}, "heads.decay: Input should be less than or equal to 1", "(got 1.5)"),
-        (MEDUSA, {"data": {"train": "a", "heldout": "b", "max_length": 7}}, "data.max_length: ", "(got 7)"),
-        (MEDUSA, {"evaluation": None}, "evaluation: ", "(got None)"),
         (
             DRAFT,
             {"draft": {"policy": {"loop_trains": "no"}}},
             "draft.policy.loop_trains: Input should be 'rejected' or 'all' ",
             "(got 'no')",
         ),
-        (DRAFT, {"draft": {"vocabulary": "all"}}, "draft.vocabulary: Input should be a valid integer", "(got 'all')"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key(

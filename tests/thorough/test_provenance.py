@@ -17,10 +17,7 @@ from fake_hub import hub as hub
 from rich.console import Console
 from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_target
 
-from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.heads import MedusaHeads
-from decoding.model.loading import load_heads, load_model
 from trainer.data.batch import Example
 from trainer.export import export
 from trainer.export.companions import target_of
@@ -119,20 +116,6 @@ def test_no_secret_of_the_environment_is_written_anywhere(
     assert {path.name for path in files} >= {FILE_NAME, "metrics.jsonl", "state.json", "weights.safetensors"}
     assert not [path for path in files if MARKER.encode() in path.read_bytes()]
     assert MARKER not in said
-
-
-def test_a_run_announces_itself_logs_every_step_and_ends_with_a_tree_and_its_acceptance(run_folder: Path) -> None:
-    final, said = run(run_folder, "medusa")
-    assert (
-        "tiny medusa: medusa for " in said
-        and "24 rows (24 text), 24 sequences, 480 of 480 tokens trained; 4 steps of 8" in said
-    )
-    assert f"finished: {final}" in said
-    lines = [json.loads(line) for line in (run_folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4]
-    assert lines[-1]["heldout/tokens_per_pass"] >= 1 and "loss" in lines[0]
-    heads = load_heads(final, CausalLM(load_model(str(run_folder / "target"), torch.float32)))
-    assert isinstance(heads, MedusaHeads) and 1 <= len(heads.config.tree) <= 16
 
 
 def test_a_target_and_data_that_were_moved_are_the_same_run(run_folder: Path) -> None:

@@ -97,17 +97,6 @@ def test_another_learning_rate_is_announced_and_kept_with_its_steps(workshop: Pa
     ]
 
 
-def test_a_damaged_checkpoint_is_named_where_an_older_one_serves(workshop: Path) -> None:
-    killed_after(5, workshop)
-    checkpoints = workshop / "run" / "checkpoints"
-    weights = checkpoints / "step-00000004" / "weights.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-    said = train(workshop)
-    assert f"{checkpoints}/step-00000004 (weights.safetensors is damaged: its 100 bytes" in said
-    assert "passed over, and kept\ntiny medusa: resuming from step 2 of 6\n" in said
-    assert (checkpoints / "unreadable-step-00000004").is_dir()
-
-
 def test_weights_too_large_for_the_dtype_they_are_written_in_are_not_finished(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,12 +53,11 @@ def _models(options: DoctorOptions, name: str) -> dict[str, list[Finding]]:
     if target is None:
         return sections
     checks = {f"drafter {spec}": models.check_drafter(spec, target, trusted) for spec in specs}
-    sizes = [("target", target.bytes, target.cache_bytes)]
-    sizes += [(title, check.weights, check.cache) for title, check in checks.items() if check.weights]
-    free, longest = free_bytes(), min(2048, target.model.max_positions or 2048)
-    findings += [*models.target_findings(target), models.check_memory(sizes, longest, free)]
+    weights = {"target": target.bytes, **{title: check.weights for title, check in checks.items() if check.weights}}
+    free = free_bytes()
+    findings += [*models.target_findings(target), models.check_memory(weights, free)]
     sections |= {title: check.findings for title, check in checks.items()}
-    small = models.is_small(sizes, target.model.dtype.itemsize, free)
+    small = models.is_small(weights, target.model.dtype.itemsize, free)
     here = any(target.folder.glob("*.safetensors"))
     decode = options.decode if options.decode is not None else small and here
     if decode and all_pass([finding for each in sections.values() for finding in each]):

@@ -50,7 +50,7 @@ class DiagnoseOptions(ModelOptions):
         str | None,
         Option(
             metavar="FILE|URL",
-            help="The server's metrics page, or its answers as JSON (llama.cpp); by default the page of --endpoint.",
+            help="The server's metrics page; by default that of --endpoint.",
         ),
     ] = None
     base: Annotated[

@@ -1,6 +1,6 @@
 """Does a target load, do drafters fit it? By configs, tokenizers and headers of weights first, then by decoding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -45,8 +45,6 @@ from trainer.export.companions import trained_for
 SMALL = 2e9
 """Bytes of all weights in fp32 up to which models are loaded without being asked for."""
 _TOKENS = 16
-_LONGEST = 2048
-"""Tokens of the text whose cache is counted, if the target holds as many."""
 _PROMPT = "Once upon a time there was"
 _COPY = "copy the folder again from where it came"
 _TRAINED_ON_IT = "give weights that were trained on this target"
@@ -64,17 +62,6 @@ class Skeleton(NamedTuple):
     def bytes(self) -> int:
         """Bytes of its weights in memory."""
         return sum(parameter.nbytes for parameter in self.model.model.parameters())
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the keys and values of one token, by a pass without weights; 0 if none can be run."""
-        model: Any = self.model.model
-        try:
-            with torch.inference_mode():
-                held = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device="meta"), use_cache=True)
-            return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in held.past_key_values.layers)
-        except UNREADABLE:  # a mixture of experts, whose work depends on values
-            return 0
 
 
 def attempt(check: str, work: Callable[[], Finding], remedy: str) -> Finding:
@@ -186,11 +173,10 @@ def check_end(target: Skeleton) -> Finding:
     return ok("end of text", ", ".join(names))
 
 
-def check_memory(models: Sequence[tuple[str, int, int]], tokens: int, free: int | None) -> Finding:
-    """Compare the free bytes with models, each its name, bytes of weights and cache bytes of a token."""
-    needed = sum(weights + tokens * cache for _, weights, cache in models)
-    parts = " + ".join(f"{name} {size(weights)}" for name, weights, _ in models)
-    found = f"{parts} + cache: {size(needed)} with a text of {tokens} tokens"
+def check_memory(weights: Mapping[str, int], free: int | None) -> Finding:
+    """Compare the free bytes with those of each model's weights; texts need more, as they get long."""
+    needed = sum(weights.values())
+    found = f"{' + '.join(f'{name} {size(count)}' for name, count in weights.items())} of weights"
     if free is None:
         return ok("memory", found, needed=needed)
     if needed > free:
@@ -202,11 +188,10 @@ def check_memory(models: Sequence[tuple[str, int, int]], tokens: int, free: int 
 
 
 class DrafterCheck(NamedTuple):
-    """A drafter's findings, and the bytes of its weights and of a token in its cache."""
+    """A drafter's findings, and the bytes of its weights."""
 
     findings: list[Finding]
     weights: int = 0
-    cache: int = 0
 
 
 def check_drafter(spec: DrafterSpec, target: Skeleton, trusted: bool = False) -> DrafterCheck:
@@ -236,7 +221,7 @@ def check_drafter(spec: DrafterSpec, target: Skeleton, trusted: bool = False) ->
     if held is not None and (whole is None or held < whole):
         found = f"the draft follows {held} tokens, the target {whole or 'any number'}: longer texts are refused with it"
         findings.append(note("positions", found, "give shorter texts, or train a draft with a window (draft.window)"))
-    return DrafterCheck(findings, draft.bytes, draft.cache_bytes)
+    return DrafterCheck(findings, draft.bytes)
 
 
 def _heads(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> Finding:
@@ -331,7 +316,7 @@ def check_decoding(name: str, dtype: torch.dtype, specs: Sequence[DrafterSpec], 
     return findings
 
 
-def is_small(models: Sequence[tuple[str, int, int]], itemsize: int, free: int | None) -> bool:
+def is_small(weights: Mapping[str, int], itemsize: int, free: int | None) -> bool:
     """Return True if all weights in fp32 are few enough to load them without being asked to."""
-    in_fp32 = sum(weights for _, weights, _ in models) * 4 / itemsize
+    in_fp32 = sum(weights.values()) * 4 / itemsize
     return in_fp32 <= min(SMALL, (SMALL if free is None else free) / 2)

@@ -109,23 +109,17 @@ class Difference(NamedTuple):
 
 
 def difference(ours: LoopAcceptance, server: Counts) -> Difference | None:
-    """Compare acceptance lengths; None if the server's counts do not tell.
+    """Compare acceptance lengths; None if the server has counted none.
 
-    Without counts of passes accepted tokens over drafted ones are compared; without any counts (SGLang) the server's
-    figure is taken to be as uncertain as ours. One draft of each text may count for anything, as at a text's end.
+    Without counts (SGLang) the server's figure is taken to be as uncertain as ours. One draft of each text may count
+    for anything, as at a text's end.
     """
+    if math.isnan(server.acceptance_length):
+        return None
     passes = max(ours.acceptance.passes, 1)
-    if not math.isnan(server.acceptance_length):
-        drafts = server.drafts or passes
-        least = ours.tokens * ours.texts / (drafts * 2) + _Z * ours.deviation * math.sqrt(1 + passes / drafts)
-        return Difference(abs(server.acceptance_length - ours.length), least, ours.length - 1)
-    if server.drafted and server.accepted is not None:
-        share = ours.acceptance.accepted_per_drafted
-        pooled = (share.value * share.observations + server.accepted) / (share.observations + server.drafted)
-        variance = max(pooled * (1 - pooled), 0.0) * (1 / max(share.observations, 1) + 1 / server.drafted)
-        least = ours.tokens * ours.texts / (server.drafted * 2) + _Z * ours.widened * math.sqrt(variance)
-        return Difference(abs(server.per_drafted - share.value), least, share.value)
-    return None
+    drafts = server.drafts or passes
+    least = ours.tokens * ours.texts / (drafts * 2) + _Z * ours.deviation * math.sqrt(1 + passes / drafts)
+    return Difference(abs(server.acceptance_length - ours.length), least, ours.length - 1)
 
 
 def is_other(ours: LoopAcceptance, server: Counts) -> bool:
@@ -166,36 +160,23 @@ def compare_acceptance(ours: LoopAcceptance, server: Counts, note: str = "") -> 
 
 
 def figures_of(ours: LoopAcceptance, server: Counts) -> dict[str, Any]:
-    """Return the acceptance of both sides as JSON values; NaN for what the server does not count."""
-    share = ours.acceptance.accepted_per_drafted.value
+    """Return the acceptance of both sides as JSON values."""
     return {
         "server": server.server,
         "tokens": ours.tokens,
         "acceptance_length": {"ours": ours.length, "server": server.acceptance_length},
-        "accepted_per_drafted": {"ours": share, "server": server.per_drafted},
         "positions": [position._asdict() for position in compare_positions(ours, server)],
         "passes": {"ours": ours.acceptance.passes, "server": server.drafts},
     }
 
 
 def _in_words(ours: LoopAcceptance, server: Counts) -> str:
-    """Return both sides' acceptance in words, in the definitions that the server gives figures for."""
-    figures = f"{_unit(server)} {_figure(server)}, {_figure(server, ours)} here with a chain of {ours.tokens}"
+    """Return both sides' acceptance in words, by position if the server counts so."""
+    lengths = f"acceptance length {server.acceptance_length:.2f}, {ours.length:.2f} here with a chain of {ours.tokens}"
     if positions := compare_positions(ours, server):
         shares = ", ".join(f"{each.server:.2f} ({each.ours:.2f} here)" for each in positions)
-        return f"accepted to each position {shares}; {figures}, over {server.drafts:,.0f} drafts"
-    return figures
-
-
-def _figure(server: Counts, ours: LoopAcceptance | None = None) -> str:
-    """Return the server's acceptance, or ours, in the server's own definition (`_unit`)."""
-    if not math.isnan(server.acceptance_length):
-        return f"{server.acceptance_length if ours is None else ours.length:.2f}"
-    return f"{server.per_drafted if ours is None else ours.acceptance.accepted_per_drafted.value:.2f}"
-
-
-def _unit(server: Counts) -> str:
-    return "share of accepted tokens" if math.isnan(server.acceptance_length) else "acceptance length"
+        return f"accepted to each position {shares}; {lengths}, over {server.drafts:,.0f} drafts"
+    return lengths
 
 
 def compare_sampling(
@@ -210,8 +191,8 @@ def compare_sampling(
         return undecided(SAMPLING, f"{server.server}'s counts hold no acceptance to compare{note}")
     figures = {"temperature": temperature, "sampled": figures_of(sampled, server), "argmax": figures_of(argmax, server)}
     told = (
-        f"at temperature {temperature:g} the server's {_unit(server)} is {_figure(server)}; here it is "
-        f"{_figure(server, sampled)} with sampled drafts and {_figure(server, argmax)} with argmax drafts{note}"
+        f"at temperature {temperature:g} the server's acceptance length is {server.acceptance_length:.2f}; here it is "
+        f"{sampled.length:.2f} with sampled drafts and {argmax.length:.2f} with argmax drafts{note}"
     )
     if not is_other(sampled, server):
         if from_drawn.blind:

@@ -27,8 +27,7 @@ class Completion(NamedTuple):
     """A served model's answer. Fields of tokens are None if the server does not report them.
 
     ``token_ids`` may hold the end of the text as their last entry or leave it out: servers differ. ``prompt_ids``: the
-    prompt as the server read it. ``prompt_tokens`` and ``tokens`` are the lengths of prompt and answer. ``timings``:
-    llama.cpp's, with its counts of speculation.
+    prompt as the server read it. ``prompt_tokens`` and ``tokens`` are the lengths of prompt and answer.
     """
 
     text: str
@@ -37,4 +36,3 @@ class Completion(NamedTuple):
     finish_reason: str | None
     prompt_tokens: int | None = None
     tokens: int | None = None
-    timings: Mapping[str, Any] | None = None

@@ -65,13 +65,7 @@ class ServedModel:
                 on_answer()
                 return answer
 
-            tasks = [asyncio.create_task(one(request)) for request in requests]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:  # after an error the others end, too
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            return await asyncio.gather(*map(one, requests))  # after an error `close` ends the others
 
         return self._run(all_of_them())
 
@@ -185,7 +179,6 @@ def _read(sent: str) -> Completion:
         finish_reason=choice.get("finish_reason"),
         prompt_tokens=_count(found.get("usage"), "prompt_tokens"),
         tokens=_count(found.get("usage"), "completion_tokens") if ids is None else len(ids),
-        timings=timings if isinstance(timings := found.get("timings"), dict) else None,
     )
 
 

@@ -1,28 +1,22 @@
-"""A server's own counts of its speculation, read from its metrics page, or from llama.cpp's answers.
+"""A server's own counts of its speculation, read from its metrics page.
 
 - vLLM 0.32 (``v1/spec_decode/metrics.py``): the counters ``vllm:spec_decode_num_drafts_total``,
   ``…_draft_tokens_total``, ``…_accepted_tokens_total`` and ``…_accepted_tokens_per_pos_total{position="0"}``;
-- llama.cpp (server of 2026-10): the same counters with the prefix ``llamacpp:``; ``draft_n`` and ``draft_n_accepted``
-  in the ``timings`` of an answer;
+- llama.cpp (server of 2026-10): the same counters with the prefix ``llamacpp:``;
 - SGLang 0.5 (``observability/scheduler_metrics_mixin.py``): the gauge ``sglang:spec_accept_length``, which is of the
   last interval alone.
 
 All define the acceptance length as 1 + accepted / passes with a draft, as this project does.
 """
 
-import json
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 from decoding.errors import UserError
 
 _SERVERS = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
-_NO_COUNTS = (
-    "start the server with speculation and with its metrics (SGLang --enable-metrics, llama.cpp --metrics), or give "
-    "answers of llama.cpp as JSON"
-)
+_NO_COUNTS = "start the server with speculation and with its metrics (SGLang --enable-metrics, llama.cpp --metrics)"
 
 
 @dataclass(frozen=True)
@@ -51,11 +45,6 @@ class Counts:
         return math.nan if self.length is None else self.length
 
     @property
-    def per_drafted(self) -> float:
-        """Accepted / drafted tokens; NaN if they are not counted."""
-        return self.accepted / self.drafted if self.drafted and self.accepted is not None else math.nan
-
-    @property
     def tokens(self) -> int | None:
         """The most tokens that the server drafts at a time; None if it does not count by position."""
         return len(self.reached) or None
@@ -81,18 +70,10 @@ class Counts:
 
 
 def parse_counts(text: str) -> Counts:
-    """Read the counts on a metrics page, or in answers of llama.cpp as JSON; several engines or answers are added up.
+    """Read the counts on a Prometheus page; counters of several engines are added up, gauges averaged.
 
-    ValueError for a text without any.
+    UserError for a text without any.
     """
-    found = _of_answers(text) if text.lstrip().startswith(("{", "[")) else _of_page(text)
-    if found is None:
-        raise UserError("there are no counts of speculation in these metrics", _NO_COUNTS)
-    return found
-
-
-def _of_page(text: str) -> Counts | None:
-    """Read a Prometheus page; counters of several engines are added up, gauges averaged."""
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError:
@@ -120,19 +101,6 @@ def _of_page(text: str) -> Counts | None:
         reached = tuple(positions[program][index] for index in range(most))
         counts = found["drafts"], found["draft_tokens"], found["accepted_tokens"]
         return Counts(_SERVERS[program], *counts, reached, cumulative=True)
-    return Counts("SGLang", length=sum(gauges) / len(gauges)) if gauges else None
-
-
-def _of_answers(text: str) -> Counts | None:
-    """Add up the ``timings`` of llama.cpp's answers, one object or a list, whole answers or timings alone."""
-    try:
-        parsed = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"the answers are not JSON ({error})", "give one object or a list of them") from None
-    answers: list[Any] = parsed if isinstance(parsed, list) else [parsed]
-    timings = [each.get("timings", each) for each in answers if isinstance(each, dict)]
-    counted = [each for each in timings if isinstance(each, dict) and type(each.get("draft_n")) is int]
-    if not counted:
-        return None
-    drafted, accepted = (sum(each.get(name, 0) for each in counted) for name in ("draft_n", "draft_n_accepted"))
-    return Counts("llama.cpp", drafted=drafted, accepted=accepted)
+    if not gauges:
+        raise UserError("there are no counts of speculation in these metrics", _NO_COUNTS)
+    return Counts("SGLang", length=sum(gauges) / len(gauges))

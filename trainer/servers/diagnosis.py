@@ -4,7 +4,6 @@ Held-out prompts are replayed on the server and by the real loop. Without a serv
 their folders, and acceptance by a metrics page from elsewhere. A later difference may follow from an earlier one.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,12 +161,11 @@ def _ask(
     ]
     answers = served.many(requests)
     after = _page_counts(page)
-    if after is not None:
-        found = after.since(before)
-        note += "" if found.cumulative else f" ({found.server} reports its last interval alone)"
-        return answers, ServerCounts(found, temperature, note) if found.drafts != 0 else None
-    timings = [dict(answer.timings) for answer in answers if answer.timings and answer.timings.get("draft_n")]
-    return answers, ServerCounts(parse_counts(json.dumps(timings)), temperature, note) if timings else None
+    if after is None:
+        return answers, None
+    found = after.since(before)
+    note += "" if found.cumulative else f" ({found.server} reports its last interval alone)"
+    return answers, ServerCounts(found, temperature, note) if found.drafts != 0 else None
 
 
 def _page_counts(page: Page) -> Counts | None:
