@@ -87,7 +87,7 @@ def test_no_label_is_of_another_document() -> None:
     assert batch.labelled(1).tolist() == [[True, False, True, True, False], [False] * 5]
     assert batch.labelled(2).tolist() == [[False, False, True, False, False], [False] * 5]
     assert not batch.labelled(3).any() and not batch.labelled(5).any() and not batch.labelled(9).any()
-    assert batch.shifted(2)[batch.labelled(2)].tolist() == [5]
+    assert batch.tokens.roll(-2, 1)[batch.labelled(2)].tolist() == [5]
 
 
 DOCUMENTS = ((1, 2, 3, 4, 5, 6, 7, 8, 9), (4, 4, 3, 2, 1, 7, 8), (5, 6, 7, 8, 9, 10, 11, 12, 13, 14))

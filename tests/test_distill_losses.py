@@ -73,7 +73,7 @@ def test_on_the_datas_tokens_alone_the_target_is_not_run_and_right_tokens_are_co
     objective = objective_for(target, loss={"cross_entropy": 1})
     with capture_lm_head_input(target) as captured:
         sums = sums_of(objective, BATCH)
-    logits, labels = labelled_logits(objective.module.draft.eval(), BATCH), BATCH.shifted(1)[BATCH.labelled(1)]
+    logits, labels = labelled_logits(objective.module.draft.eval(), BATCH), BATCH.tokens.roll(-1, 1)[BATCH.labelled(1)]
     assert not captured and objective.hit_name == "top1"
     assert sums.hits.item() == (logits.argmax(-1) == labels).sum().item()
     expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")

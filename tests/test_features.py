@@ -33,6 +33,7 @@ from trainer.target.features import (
     quantised,
 )
 from trainer.target.hidden import OnlineTarget
+from trainer.target.loading import Target
 from trainer.target.store import ensure_store, estimate_bytes
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens
@@ -353,8 +354,9 @@ def test_a_disk_that_is_too_small_is_refused_before_a_shard_is_written(
 
 def test_the_size_is_said_before_and_the_speed_after(tiny_llama: CausalLM, tmp_path: Path) -> None:
     section, (process, said) = FeaturesSection(folder=str(tmp_path)), heard()
+    target = Target("tiny", torch.float32, "itself", tiny_tokenizer(), tiny_llama)
     for _ in range(2):
-        store = ensure_features(FeatureWriter(tiny_llama, identity_of(tiny_llama)), EXAMPLES, section, process)
+        store = ensure_features(target, EXAMPLES, section, process)
         assert store.hidden(collate(EXAMPLES[:1], (0,))).shape == (1, 4, 16)
     lines = [line for line in said.getvalue().splitlines() if not line.startswith("writing")]
     assert len(lines) == 3  # the second time there is nothing to write

@@ -46,10 +46,10 @@ def test_without_colour_what_is_trained_stands_in_brackets(tmp_path: Path) -> No
     assert "\x1b[" not in text
 
 
-def test_on_a_terminal_what_is_trained_is_green_and_special_tokens_stand_out(tmp_path: Path) -> None:
+def test_on_a_terminal_what_is_trained_is_green(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a b", "answer": "c"}])
     text = inspected(tmp_path, path, terminal=True)
-    assert "\x1b[32m c\x1b[0m\x1b[1;32m <eos>\x1b[0m" in text
+    assert "\x1b[32m c <eos>\x1b[0m" in text
     assert "⟦" not in text
 
 

@@ -9,24 +9,22 @@ import pytest
 import torch
 from loss_references import divergence
 from tiny_models import full_forward, tiny_model
-from tiny_training import tiny_tokenizer, toy_examples, write_rows
+from tiny_training import tiny_tokenizer, toy_examples
 from torch import Tensor
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import fingerprint
 from trainer.data.batch import Batch, Example, collate
-from trainer.data.dataset import load_dataset
 from trainer.learning.fused import fused_loss
 from trainer.learning.losses import LossMix
-from trainer.processes import Process
-from trainer.recipe.common import DataSection
+from trainer.processes import ALONE, Process
 from trainer.recipe.draft import TeacherSection
 from trainer.recipe.heads import FeaturesSection
 from trainer.target import teacher_cache
 from trainer.target.features import FeatureIdentity, FeatureWriter
 from trainer.target.loading import Target
 from trainer.target.store import ensure_store
-from trainer.target.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail, teacher_writer
+from trainer.target.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, ensure_teacher_cache, sample_tail
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens, some of them trained
 LABELLED = [int(collate([example]).labelled(1).sum()) for example in EXAMPLES]
@@ -247,16 +245,11 @@ def test_a_cache_made_with_something_else_is_refused_by_its_name(
 
 
 def test_a_target_with_rounded_weights_is_another_one(tiny_llama: CausalLM, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", [{"text": "a b c d e f g h"}])
-    dataset = load_dataset(data, DataSection(train=data, heldout=data), tiny_tokenizer())
-    section = TeacherSection(folder="anywhere", top_k=3, tail=2)
+    section = TeacherSection(folder=str(tmp_path), top_k=3, tail=2)
     exact = Target("tiny", torch.float32, "itself", tiny_tokenizer(), tiny_llama)
-    identities = [
-        teacher_writer(target, dataset.examples, section, 1.0).identity
-        for target in (exact, replace(exact, rounding="int8"))
-    ]
-    assert identities[0].target == "itself" != identities[1].target
-    assert replace(identities[1], target="itself") == identities[0]
+    ensure_teacher_cache(exact, EXAMPLES, section, 1.0, ALONE)
+    with pytest.raises(ValueError, match="made with other target: "):
+        ensure_teacher_cache(replace(exact, rounding="int8"), EXAMPLES, section, 1.0, ALONE)
 
 
 def test_a_folder_of_features_is_no_teacher_cache(tiny_llama: CausalLM, tmp_path: Path) -> None:

@@ -25,8 +25,7 @@ from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
 from trainer.recipe.common import LossSection
 from trainer.recipe.draft import DraftSection
-from trainer.target.hidden import OnlineTarget
-from trainer.target.logits import check_logits, logit_scale
+from trainer.target.hidden import OnlineTarget, check_logits, logit_scale
 
 AnyDraft = CausalLM | ParallelDraft
 """A draft to decode with: an ordinary one, or a parallel one with its parts."""

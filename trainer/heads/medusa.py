@@ -28,8 +28,7 @@ from trainer.learning.fused import Bias, FusedLoss, fused_loss
 from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
 from trainer.recipe.heads import HeadsSection
-from trainer.target.hidden import HiddenStates
-from trainer.target.logits import LogitTransform
+from trainer.target.hidden import HiddenStates, LogitTransform
 
 
 @dataclass(frozen=True)

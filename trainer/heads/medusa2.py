@@ -34,7 +34,7 @@ from trainer.learning.losses import HiddenTeacher, LossMix
 from trainer.learning.objective import GreedyTexts, TermSums
 from trainer.learning.spans import span
 from trainer.recipe.heads import AdaptersSection, HeadsSection
-from trainer.target.logits import check_logits, logit_scale, logit_transform
+from trainer.target.hidden import check_logits, logit_scale, logit_transform
 
 if TYPE_CHECKING:  # slow to import, and of use to this objective alone
     from peft import PeftModel

@@ -183,23 +183,13 @@ class TeacherStore(Store[TeacherIdentity]):
 
 
 def ensure_teacher_cache(
-    writer: TeacherWriter, examples: Sequence[Example], section: TeacherSection, process: Process
+    target: Target, examples: Sequence[Example], section: TeacherSection, temperature: float, process: Process
 ) -> TeacherStore:
-    """Write the missing rows of these examples' cache; return the whole cache.
+    """Write the missing rows of these examples' cache at the loss's temperature; return the whole cache.
 
     Every process calls this, and waits for the others at the end.
     """
-    folder = Path(section.folder)
-    ensure_store(writer, examples, folder, section.shard_tokens, process)
-    return TeacherStore.open(folder, writer.identity, verify=False)  # each process has verified its share
-
-
-def teacher_writer(
-    target: Target, examples: Sequence[Example], section: TeacherSection, temperature: float
-) -> TeacherWriter:
-    """Return the writer of these examples' cache, whose identity a stored cache must have to be used.
-
-    ``temperature`` is the loss's.
-    """
     identity = TeacherIdentity.of(target.model, target.weights, target.tokenizer, examples, section, temperature)
-    return TeacherWriter(target.model, identity)
+    folder = Path(section.folder)
+    ensure_store(TeacherWriter(target.model, identity), examples, folder, section.shard_tokens, process)
+    return TeacherStore.open(folder, identity, verify=False)  # each process has verified its share
