@@ -147,47 +147,19 @@ def test_every_setting_transformers_has_is_known() -> None:
     assert settings <= controls._KNOWN | set(NAMES)
 
 
-REFUSED: dict[str, Any] = {
-    "num_beams": 4,
-    "num_beam_groups": 2,
-    "diversity_penalty": 0.5,
-    "constraints": ["a"],
-    "force_words_ids": [[1]],
-    "penalty_alpha": 0.6,
-    "dola_layers": "low",
-    "guidance_scale": 1.5,
-    "watermarking_config": {"bias": 2.0},
-    "encoder_repetition_penalty": 1.2,
-    "encoder_no_repeat_ngram_size": 2,
-    "forced_bos_token_id": 1,
-    "forced_eos_token_id": 1,
-    "token_healing": True,
-    "num_return_sequences": 2,
-    "prompt_lookup_num_tokens": 4,
-    "assistant_early_exit": 2,
-    "assistant_ensemble_weight": 0.5,
-    "speculation_type": "dflash",
-    "use_mtp": True,
-    "top_h": 0.5,
-    "epsilon_cutoff": 1e-3,
-    "eta_cutoff": 1e-3,
-}
-
-
 def with_setting(name: str, value: object, do_sample: bool) -> GenerationConfig:
     config = GenerationConfig(do_sample=do_sample)
     setattr(config, name, value)  # past its own validation
     return config
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_cannot_be_had_here_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} is .* not supported: .*; unset it$"):
-        sampling_from_generation_config(with_setting(name, REFUSED[name], do_sample=True))
+        sampling_from_generation_config(with_setting(name, 2, do_sample=True))
 
 
-def test_every_refusal_is_tested_and_none_at_the_value_that_switches_it_off() -> None:
-    assert set(NAMES) == REFUSED.keys()
+def test_nothing_is_refused_at_the_value_that_switches_it_off() -> None:
     for name in NAMES:
         neutral = 1 if name in controls._OFF_AT_ONE else None
         sampling_from_generation_config(with_setting(name, neutral, do_sample=True))

@@ -74,7 +74,7 @@ def test_every_turn_is_what_a_fresh_engine_answers_and_runs_the_new_tokens_alone
 
 
 @pytest.mark.parametrize("name", ["plain", "tree", "parallel, which reads the target's states"])
-@pytest.mark.parametrize("taken", [1, 3])
+@pytest.mark.parametrize("taken", [2])
 def test_a_turn_that_is_left_keeps_its_steps_so_far_and_the_next_one_is_exact(name: str, taken: int) -> None:
     target = model()
     chat = conversation(DRAFTERS[name](target), target)
@@ -96,7 +96,7 @@ def test_a_turn_that_is_left_keeps_its_steps_so_far_and_the_next_one_is_exact(na
 
 
 @pytest.mark.parametrize("name", ["plain", "tree", "parallel, which reads the target's states"])
-@pytest.mark.parametrize("forwards", [0, 1, 3])
+@pytest.mark.parametrize("forwards", [0, 2])
 def test_an_interrupt_inside_a_pass_keeps_what_was_written_before_it(name: str, forwards: int) -> None:
     target = model()
     chat = conversation(DRAFTERS[name](target), target)

@@ -146,12 +146,6 @@ def test_the_drafter_is_given_the_text_and_the_room_that_is_left(counting: Causa
     assert drafter.asked == [([15, 0, 1], 4), ([15, 0, 1, 2, 3, 4], 1)]
 
 
-def test_a_text_that_ends_inside_a_block_counts_up_to_its_end(counting: CausalLM) -> None:
-    drafter = ScriptedDrafter(((0, 1, 2, 3), (2, 3, 4, 5)))
-    generation = Engine(counting, drafter).decode([0], DecodingConfig(10, eos_token_ids=(3,)))
-    assert counts(generation.steps) == [((1,), 0, 0, 0), ((2, 3), 2, 2, 4)]
-
-
 def test_a_step_says_how_deep_a_draft_its_text_had_room_for(counting: CausalLM) -> None:
     drafter = ScriptedDrafter(((0, 1), (2, 3)))
     steps = Engine(counting, drafter).decode([0], DecodingConfig(6)).steps
@@ -263,11 +257,6 @@ def test_a_text_longer_than_the_context_is_refused_with_both_lengths(tiny_llama:
     with pytest.raises(ValueError, match=r"prompt of 90 tokens and 7 new ones make 97, but .* context holds 96"):
         Engine(tiny_llama).decode([1] * 90, DecodingConfig(7))
     assert len(Engine(tiny_llama, PromptLookupDrafter()).decode([1] * 90, DecodingConfig(6)).tokens) == 6
-
-
-def test_stop_strings_without_a_tokenizer_are_refused(tiny_llama: CausalLM) -> None:
-    with pytest.raises(ValueError, match="stop strings need the tokenizer"):
-        Engine(tiny_llama).decode([1], DecodingConfig(4, stop_strings=("end",)))
 
 
 def test_the_labels_of_the_rules_reach_whoever_asks() -> None:

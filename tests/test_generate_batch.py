@@ -10,19 +10,17 @@ import pytest
 import torch
 from drafter_checks import DRAFTERS
 from scripted_drafters import HostileDrafter, RandomPolicy, ScriptedDrafter
-from tiny_models import FEW_FAMILIES, full_forward, naive_greedy, positions_run, tiny_model
+from tiny_models import full_forward, naive_greedy, positions_run, tiny_model
 from torch import Tensor
 
 from decoding.drafters import (
     Drafter,
-    DraftModelDrafter,
-    DraftTreeDrafter,
 )
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import PLAIN, Budget, FixedPolicy
+from decoding.policies import PLAIN, Budget
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
 
@@ -97,13 +95,6 @@ def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str
     wanted = alone(drafter, config, PROMPTS[:4])
     assert len(set(wanted)) == 4
     assert decoded(drafter, config, 3, PROMPTS[:4]) == wanted
-
-
-@pytest.mark.parametrize("family", FEW_FAMILIES)
-def test_every_family_samples_each_row_as_it_is_alone(family: str) -> None:
-    target, drafter = CausalLM(tiny_model(family)), DraftTreeDrafter(llama(1), 2, 2, 7)
-    config = DecodingConfig(8, SAMPLED, seed=1)
-    assert decoded(drafter, config, 2, PROMPTS[1:3], target) == alone(drafter, config, PROMPTS[1:3], target)
 
 
 def test_the_place_in_the_batch_is_the_seed() -> None:
@@ -197,26 +188,6 @@ def test_a_policy_sees_what_each_row_did() -> None:
         assert 1 <= rows <= 3
         assert all(count.drafted < budget.nodes and count.offered <= budget.depth for count in counts)
     assert {budget for budget, _, _ in policy.seen} == {PLAIN, *hostile().budgets}
-
-
-def test_a_draft_model_that_was_not_asked_for_long_drafts_as_if_it_had_been() -> None:
-    """The target drafts for itself, so every offer is accepted, if its cache has kept up."""
-
-    class OnceInAWhile(FixedPolicy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.turn = 0
-
-        def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
-            self.turn += 1
-            return budgets[-1] if self.turn % 4 == 0 else PLAIN
-
-    for sampling in (SamplingConfig(), SAMPLED):
-        config = DecodingConfig(30, sampling)
-        texts = Engine(llama(), DraftModelDrafter(llama(0), 3), OnceInAWhile()).decode(PROMPTS, config, batch_size=3)
-        counts = [step.counts for text in texts for step in text.steps]
-        assert sum(count.offered for count in counts) > 50
-        assert all(count.accepted == count.offered for count in counts)
 
 
 def logprobs_alone(prompt: Sequence[int], text: Generation) -> Tensor:

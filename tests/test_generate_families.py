@@ -138,13 +138,10 @@ _TINY: dict[str, Any] = {
 
 RECURRENT: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 4},
-    "mamba2": {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1, "expand": 2},
-    "falcon_mamba": {"state_size": 4},
     "rwkv": {"attention_hidden_size": 16},
     "recurrent_gemma": {"lru_width": 16, "attention_window_size": 8},
     # Hybrids: some of their layers attend, some recur.
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "num_experts": 2},
-    "falcon_h1": {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1},
     "qwen3_next": {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,

@@ -15,12 +15,10 @@ from tiny_parallel import masked_logits, states_before, tiny_parallel_draft
 from torch import Tensor
 
 from decoding.drafters import ParallelDrafter
-from decoding.drafters.base import TextStart
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.parallel import ParallelConfig, ParallelDraft, ParallelParts
-from decoding.rules.drawing import GeneratorSource
 from decoding.rules.proposal import Proposal
 from decoding.rules.sampling import SamplingConfig
 
@@ -107,22 +105,6 @@ def keys_and_values(cache: object, length: int) -> Tensor:
 
 
 # --- rows of a batch --------------------------------------------------------------------------------------------------
-
-
-def test_a_row_that_moves_or_is_refilled_keeps_its_own_states(tiny_llama: CausalLM) -> None:
-    drafter = ParallelDrafter(draft_of())
-    batch = Follower(drafter, tiny_llama, SAMPLED, rows=3)
-    batch.propose([1, 2, 3], [4, 5, 6, 7], [8], depths=[2, 0, 0])
-    # Row 2 was asked, with its states, when nothing was drafted for it; now its text moves to row 0.
-    batch.session.move(2, 0)
-    batch.known[0] = batch.known[2]
-    batch.session.admit(1, TextStart(1, GeneratorSource.from_seed(1)))
-    batch.known[1] = 0
-    moved, refilled = batch.propose([8, 3, 1], [5, 5])
-    (wanted,) = Follower(drafter, tiny_llama, SAMPLED, seed=2).propose([8, 3, 1])
-    assert moved.tree.token_list == wanted.tree.token_list
-    (wanted,) = Follower(drafter, tiny_llama, SAMPLED, seed=1).propose([5, 5])
-    assert refilled.tree.token_list == wanted.tree.token_list
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------

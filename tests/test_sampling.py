@@ -107,12 +107,6 @@ def test_temperature_zero_puts_everything_on_the_lowest_of_the_best() -> None:
 # --- penalties and processors ---------------------------------------------------------------------------------------
 
 
-def test_a_repetition_penalty_divides_positive_logits_and_multiplies_negative_ones() -> None:
-    logits, seen = torch.tensor([[2.0, -2.0, 2.0, -2.0]]), torch.tensor([[True, True, False, False]])
-    adjusted = adjusted_logits(logits, SamplingConfig(repetition_penalty=2.0), HistoryRows(seen=seen))
-    assert adjusted.tolist() == [[1, -4, 2, -2]]
-
-
 def test_presence_is_subtracted_once_and_frequency_per_occurrence() -> None:
     logits, counts = torch.zeros(1, 3), torch.tensor([[0, 1, 3]], dtype=torch.int32)
     sampling = SamplingConfig(presence_penalty=0.5, frequency_penalty=0.25)
@@ -202,15 +196,6 @@ def test_adjusting_rows_together_is_adjusting_them_one_by_one() -> None:
     together = probabilities(logits, sampling, HistoryRows.cat(parts))
     alone = [probabilities(logits[2 * i : 2 * i + 2], sampling, part) for i, part in enumerate(parts)]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("sampling", [SamplingConfig(), EVERY_CONTROL])
-def test_probabilities_of_bf16_logits_are_computed_in_fp32(sampling: SamplingConfig) -> None:
-    logits = torch.randn(3, 8).bfloat16()
-    history = history_of(torch.randint(8, (3, 4)), 8)
-    result = probabilities(logits, sampling, history)
-    assert result.dtype == torch.float32
-    assert torch.equal(result, probabilities(logits.float(), sampling, history))
 
 
 @pytest.mark.parametrize(
