@@ -30,7 +30,6 @@ from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.questions import read_prompts
 from decoding.measure.redact import basename
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import MedusaHeads
 from decoding.model.loading import (
     eos_token_ids,
     load_draft,
@@ -39,13 +38,14 @@ from decoding.model.loading import (
     load_parallel_draft,
     load_tokenizer,
 )
-from trainer.export.exporter import NO_PROMPTS, export
+from trainer.export.companions import chain_length
+from trainer.export.exporter import NO_PROMPTS, ExportSummary, export
 from trainer.export.task import artefact_folder
 from trainer.terminal.console import standard_output
 from trainer.terminal.quiet import quiet_libraries
 
-DRAFT_TOKENS = 4
-ARTEFACTS = ("draft", "heads", "shared-heads", "parallel")
+ARTEFACTS = {"draft": "draft", "heads": "vllm", "shared-heads": "vllm", "parallel": "draft"}
+"""Names -> the formats in which vLLM takes them."""
 
 
 class Bench(NamedTuple):
@@ -57,63 +57,42 @@ class Bench(NamedTuple):
     trained: dict[str, Path]
     exported: Path
 
-    def export(self, name: str, format: str, **options: Any) -> Path:
-        """Return the folder of an export; it is decoded with here, not once more at the export."""
-        folder = self.exported / f"{name}-{format}"
+    def export(self, name: str, format: str, **options: Any) -> ExportSummary:
+        """Export without decoding, which follows here."""
         source = Path(self.folder) if name == "target" else self.trained[name]
-        export(source, folder, format, target=self.folder, prompts=NO_PROMPTS, **options)
-        return folder
+        folder = self.exported / f"{name}-{format}"
+        return export(source, folder, format, target=self.folder, prompts=NO_PROMPTS, **options)
+
+    def chain(self, name: str, folder: str, tokens: int) -> Drafter:
+        """Return the drafter that a server is: one chain."""
+        if name == "draft":
+            return DraftModelDrafter(load_draft(folder, self.target, self.tokenizer), tokens)
+        if name == "parallel":
+            return ParallelDrafter(load_parallel_draft(folder, self.target, self.tokenizer), tokens=tokens)
+        chain = tuple((0,) * depth for depth in range(1, tokens + 1))
+        return MedusaDrafter(load_heads(self.trained[name], self.target), chain)
 
 
 def vllm_cases(bench: Bench) -> list[engines.VllmCase]:
-    """Return a start of vLLM for plain decoding and for each artefact; heads also with fewer drafted than there are."""
+    """Return a start of vLLM for plain decoding and for each artefact, by the command that its export prints."""
     cases = [engines.VllmCase("plain decoding")]
-
-    def case(artefact: str, drafter: Drafter, **speculation: Any) -> None:
-        cases.append(engines.VllmCase(artefact, speculation, drafter))
-
-    if "draft" in bench.trained:
-        folder = str(bench.export("draft", "draft"))
-        chain = DraftModelDrafter(load_draft(folder, bench.target, bench.tokenizer), DRAFT_TOKENS)
-        case("draft", chain, method="draft_model", model=folder, num_speculative_tokens=DRAFT_TOKENS)
-    for name, told in (("heads", "Medusa heads"), ("shared-heads", "heads that share the lm_head")):
-        if name not in bench.trained:
-            continue
-        folder, heads = str(bench.export(name, "vllm")), load_heads(bench.trained[name], bench.target)
-        most = heads.config.num_heads
-        for tokens in (most, most - 1) if name == "heads" and most > 1 else (most,):
-            case(told, _chain(heads, tokens), method="medusa", model=folder, num_speculative_tokens=tokens)
-    if "parallel" in bench.trained:
-        folder = str(bench.export("parallel", "draft"))
-        parallel = load_parallel_draft(folder, bench.target, bench.tokenizer)
-        at_once = {
-            "parallel_drafting": True,
-            "use_heterogeneous_vocab": True,
-            "num_speculative_tokens": parallel.tokens,
-        }
-        case(
-            "parallel draft",
-            ParallelDrafter(parallel, tokens=parallel.tokens),
-            method="draft_model",
-            model=folder,
-            **at_once,
-        )
+    for name in bench.trained:
+        summary = bench.export(name, ARTEFACTS[name])
+        speculation = json.loads(summary.commands[0].argv[-1])
+        drafter = bench.chain(name, str(summary.folder), speculation["num_speculative_tokens"])
+        cases.append(engines.VllmCase(name, speculation, drafter))
     return cases
-
-
-def _chain(heads: MedusaHeads, tokens: int) -> Drafter:
-    return MedusaDrafter(heads, tuple((0,) * depth for depth in range(1, tokens + 1)))
 
 
 def llama_cpp_cases(bench: Bench) -> list[engines.LlamaCppCase]:
     """Return a start of llama.cpp for plain decoding and one with the draft, by files in fp32."""
-    target = bench.export("target", "gguf", type="f32") / "model.gguf"
+    target = bench.export("target", "gguf", type="f32").folder / "model.gguf"
     cases = [engines.LlamaCppCase("plain decoding", target)]
     if "draft" in bench.trained:
-        draft = bench.export("draft", "gguf", type="f32") / "model.gguf"
-        own = load_draft(str(bench.trained["draft"]), bench.target, bench.tokenizer)
-        drafter = DraftModelDrafter(own, DRAFT_TOKENS)
-        cases.append(engines.LlamaCppCase("draft", target, draft, DRAFT_TOKENS, drafter))
+        draft = bench.export("draft", "gguf", type="f32").folder / "model.gguf"
+        tokens = chain_length(bench.trained["draft"])
+        drafter = bench.chain("draft", str(bench.trained["draft"]), tokens)
+        cases.append(engines.LlamaCppCase("draft", target, draft, tokens, drafter))
     return cases
 
 

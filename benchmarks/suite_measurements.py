@@ -26,8 +26,8 @@ from trainer.learning.objective import Objective
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftSection, FromTargetSection, InitSection
 from trainer.recipe.heads import HeadsSection
+from trainer.run.distributed import build_optimizers
 from trainer.run.feed import send
-from trainer.run.optimizer import build_optimizers
 from trainer.target.hidden import OnlineTarget
 
 PLAIN, DRAFT, MEDUSA = METHODS = ("plain", "draft model", "medusa")

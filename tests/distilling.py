@@ -12,8 +12,8 @@ from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch, Example
 from trainer.drafts.distill import DistillObjective, OnlineTeacher
 from trainer.drafts.start import initial_draft
+from trainer.learning.losses import SampledTailTeacher, Teacher
 from trainer.learning.objective import TermSums
-from trainer.learning.teachers import SampledTailTeacher, Teacher
 from trainer.recipe.draft import DraftSection
 
 EXAMPLES = (

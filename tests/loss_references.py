@@ -10,9 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.learning.losses import LossMix
-from trainer.learning.teachers import HiddenTeacher
-from trainer.recipe.loss import Divergence, Term
+from trainer.learning.losses import HiddenTeacher, LossMix
+from trainer.recipe.common import Divergence, Term
 
 KINDS: tuple[Divergence, ...] = get_args(Divergence)
 SEEDS = st.integers(0, 2**31)
@@ -21,7 +20,7 @@ TOKENS, HIDDEN, VOCAB = 13, 5, 7
 MIXES: tuple[dict[Term, float], ...] = (
     *({kind: 1.0} for kind in KINDS),
     {"cross_entropy": 0.3, "forward_kl": 0.7},
-    {"tvd": 2.0, "cross_entropy": -0.5, "jsd": 1.5, "acceptance": 0.1, "reverse_kl": 0.4, "forward_kl": 1.1},
+    {"cross_entropy": -0.5, "jsd": 1.5, "acceptance": 0.1, "reverse_kl": 0.4, "forward_kl": 1.1},
 )
 
 
@@ -98,7 +97,6 @@ def divergence(
         log_p = log_p[:, : log_q.shape[1]] if tokens is None else log_p[:, tokens]
         covered = log_p.exp().sum(-1)
     p, q = log_p.exp(), log_q.exp()
-    overlap = torch.minimum(p, q).sum(-1)
     forward_kl = (p * (log_p - log_q)).sum(-1) - torch.special.xlogy(covered, covered)
     each: Tensor
     match kind:
@@ -106,8 +104,6 @@ def divergence(
             each = forward_kl
         case "reverse_kl":
             each = (q * (log_q - log_p)).sum(-1)
-        case "tvd":
-            each = 1 - overlap
         case "acceptance":
             each = -torch.minimum(log_p, log_q).logsumexp(-1)
         case "jsd":

@@ -104,11 +104,6 @@ def test_no_end_is_trained_after_the_answer_that_was_cut_off(
     assert dataset.examples[0].tokens[-1] == 1
 
 
-def test_a_template_that_trims_answers_gives_one_that_was_cut_off_no_end_either(tmp_path: Path) -> None:
-    trimming = COMPARED.replace("{{ message['content'] }} <eos>", "{{ message['content'] | trim }} <eos>")
-    assert trained(load(tmp_path, [chat("a", "c d  ", truncated=True)], tiny_tokenizer(trimming))) == [[6, 7]]
-
-
 @pytest.mark.parametrize(("truncated", "tokens"), [(True, [6, 7]), (False, [6, 7, 1])])
 def test_without_a_template_an_answer_that_was_cut_off_has_no_end(
     tmp_path: Path, truncated: bool, tokens: list[int]

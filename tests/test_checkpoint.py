@@ -12,17 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_model
-from tiny_training import recipe_content
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import trainer.run.checkpoint
-from trainer.files.folders import scratch_beside, write_folder
+from trainer.files.folders import write_folder
 from trainer.recipe.common import TrainingSection
-from trainer.recipe.reading import parse_recipe
-from trainer.run import checkpoint
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
-from trainer.run.optimizer import build_optimizers
+from trainer.run.distributed import build_optimizers
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
 
 IDENTITY: dict[str, Any] = {"kind": "medusa", "training": {"steps": 10, "betas": (0.9, 0.95)}, "data": {"train": "a"}}
@@ -107,20 +104,6 @@ def test_weights_optimizers_and_progress_come_back_bit_equal(tmp_path: Path) -> 
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(before, after, strict=True))
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_been_read(tmp_path: Path) -> None:
-    model, optimizers = trained_model()
-    save(checkpoints(tmp_path), model, optimizers, Progress(3, 0))
-    other, other_optimizers = trained_model(seed=1, steps=0)
-    load(checkpoints(tmp_path), other, other_optimizers)
-    for module, both in ((model, optimizers), (other, other_optimizers)):
-        torch.manual_seed(5)
-        for parameter in module.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        for optimizer in both:
-            optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     save_steps(tmp_path, 2, 4, 6, 8, keep=3)
     assert names(tmp_path) == ["step-00000004", "step-00000006", "step-00000008"]
@@ -164,13 +147,6 @@ def test_the_optimizers_state_goes_by_the_parameters_names(tmp_path: Path) -> No
     name = "model.embed_tokens.weight"
     state = adamw[0].state[dict(model.named_parameters())[name]]
     assert torch.equal(state["exp_avg"], moments[f"{name} exp_avg"]) and float(state["step"]) == 3
-
-
-def test_weights_of_another_module_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"the checkpoint is of another module: 2 tensors .* such as bias; give the"):
-        load_weights(
-            nn.Linear(3, 3, bias=False), {"weight": torch.zeros(3, 3), "bias": torch.zeros(3), "more": torch.zeros(1)}
-        )
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
@@ -283,20 +259,6 @@ def test_another_recipe_is_refused_naming_what_differs(tmp_path: Path) -> None:
     assert f"another output folder, or remove {tmp_path} to start over" in str(error.value)
 
 
-def test_every_setting_that_may_differ_is_one_of_a_recipe(tmp_path: Path) -> None:
-    """A name that were misspelt in the list would bind."""
-    adapted = parse_recipe({**recipe_content(tmp_path, "medusa"), "adapters": {}})
-    parallel = parse_recipe({**recipe_content(tmp_path, "draft"), "draft": {"parallel": {}}})
-    content = {"launch": {}, "held-out data": "", **adapted.model_dump(), **parallel.model_dump(include={"draft"})}
-
-    def is_there(name: str, section: Any) -> bool:
-        key, _, rest = name.partition(".")
-        return key in section and (not rest or is_there(rest, section[key]))
-
-    listed = (*checkpoint._ALWAYS, *checkpoint._WHILE_TRAINING, *checkpoint._CHOOSING)
-    assert [name for name in listed if not is_there(name, content)] == []
-
-
 def writer(name: str, text: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         (folder / name).write_text(text)
@@ -330,14 +292,3 @@ def test_a_folder_lost_between_two_renames_is_put_back(tmp_path: Path) -> None:
         write_folder(tmp_path / "final", fails)
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
     assert (tmp_path / "final" / "old").read_text() == "x"
-
-
-def test_a_scratch_folder_is_removed_in_the_end_and_after_a_kill_by_the_next(tmp_path: Path) -> None:
-    killed, running = (tmp_path / f".out.{process}.scratch" for process in (4194304, 1))  # no number is so high
-    for folder in (killed, running):
-        (folder / "final").mkdir(parents=True)
-    with scratch_beside(tmp_path / "out") as scratch:
-        assert scratch.parent == tmp_path and list(scratch.iterdir()) == []
-        assert not killed.exists() and running.exists()
-        (scratch / "half").touch()
-    assert not scratch.exists()

@@ -52,13 +52,6 @@ def row(found: dict[str, Any], method: str = "draft") -> dict[str, Any]:
     return dict(held)
 
 
-def test_fewer_than_eight_pairs_have_no_interval(tmp_path: Path) -> None:
-    few = read_evaluation(evaluated(tmp_path / "a", [0.4, 0.5] * 3))
-    (held,) = compare(few, few, "plain", "draft")["rows"]
-    speed = held["speed"]
-    assert (speed["observations"], speed["low"], speed["high"]) == (6, None, None)
-
-
 def test_a_method_that_is_faster_on_every_prompt_is_really_faster(tmp_path: Path) -> None:
     a = read_evaluation(evaluated(tmp_path / "a", [0.5] * 10))
     b = read_evaluation(evaluated(tmp_path / "b", [0.4, 0.45] * 5))
@@ -92,10 +85,8 @@ def test_two_methods_of_one_folder_are_paired_by_prompt(tmp_path: Path) -> None:
 )
 def test_the_verdict_follows_from_the_interval(estimate: Estimate, kind: str, text: str) -> None:
     assert verdict(estimate)[:2] == (kind, text)
-
-
-def test_the_prompts_needed_count_those_of_a_wave() -> None:
-    assert verdict(Estimate(1.05, 1.05 / 1.1, 1.05 * 1.1, 20), prompts=200).needed == 1560
+    if kind == "open":
+        assert verdict(estimate, prompts=10 * estimate.observations).needed >= 10 * estimate.observations
 
 
 def test_times_of_other_commits_are_not_compared_and_acceptance_is(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from tiny_training import recipe_content, write_corpus, write_target
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs, _Passes, measure_costs
-from decoding.model.vocabulary import trimmed_vocabulary
 from trainer.drafts import costs as costs_module
 from trainer.drafts import job as job_module
 from trainer.drafts.costs import DEEPEST, check_pays, payoff
@@ -56,12 +55,6 @@ def test_the_forward_of_a_parallel_draft_is_measured_over_all_its_positions(
     assert found.draft.keys() == {1, 3} and found.draft_to(1) == found.draft_to(2) == found.draft_to(3) > 0
 
 
-def test_what_could_be_gained_is_said_in_a_sentence() -> None:
-    what, when = check_pays(flat(0.2)).split("; ")
-    assert what == "costs here: a draft step takes 0.20 of a target pass"
-    assert when == "it pays from an acceptance of 0.21, at most 4.0x"
-
-
 @pytest.mark.parametrize("draft_step", [1.0, 1.4])
 def test_a_draft_as_slow_as_its_target_is_refused_with_the_figures_and_the_remedy(draft_step: float) -> None:
     assert payoff(flat(draft_step)).least_acceptance is None
@@ -100,13 +93,6 @@ def test_a_machine_that_gets_slower_meanwhile_slows_target_and_draft_alike(monke
 
     monkeypatch.setattr(_Passes, "seconds", clock)
     assert measure_costs(target, SIZES, draft).draft_step == 0.5
-
-
-def test_a_draft_of_a_trimmed_vocabulary_is_measured_like_any_other() -> None:
-    draft = trimmed_vocabulary(tiny_model(num_hidden_layers=1), (1, 4, 5))
-    found = measure_costs(CausalLM(tiny_model()), SIZES, draft)
-    assert found.draft_step > 0 and list(found.target_pass) == list(SIZES)
-    assert sorted(found.target_pass.values()) == list(found.target_pass.values())
 
 
 def test_the_cost_curve_has_a_time_for_every_size_even_in_a_short_context(tiny_llama: CausalLM) -> None:

@@ -174,7 +174,7 @@ def test_a_prompt_is_never_a_label(tmp_path: Path) -> None:
     """A published trainer never applied its mask, and so trained on the prompts."""
     dataset = load_all(tmp_path, [chat("a b", "c", "d", "e")], CHAT_TEMPLATE)
     batch = collate(dataset.examples)
-    labels = [batch.shifted(ahead)[batch.labelled(ahead)].tolist() for ahead in (1, 2)]
+    labels = [batch.tokens.roll(-ahead, 1)[batch.labelled(ahead)].tolist() for ahead in (1, 2)]
     assert labels == [[6, 1, 8, 1], [6, 1, 8, 1]]  # c <eos> e <eos>, and nothing of a b d or the user's marks
 
 

@@ -18,7 +18,6 @@ from decoding.model.causal_lm import CausalLM
 from decoding.policies import FixedPolicy
 from decoding.rules.tree import TokenTree, TreeShape
 from decoding.stream import Piece, Tally, decode_text
-from trainer.demo import race as racing
 from trainer.demo.race import (
     AUTOMATIC,
     LONGEST_PROMPT,
@@ -127,7 +126,7 @@ def test_texts_that_part_are_judged_by_the_targets_margin(models: Models, monkey
     race.speculative.steps[-1] = last._replace(tokens=(*last.tokens[:-1], other))
     ending = race._compare()
     assert ending.verdict == "fault" and ending.alike == 23 and ending.margin is not None and ending.margin > 0.01
-    monkeypatch.setattr(racing, "near_tie", lambda dtype: ending.margin)
+    monkeypatch.setattr("decoding.measure.proof.greedy.near_tie", lambda dtype: ending.margin)
     assert race._compare().verdict == "near-tie"
     race.speculative.steps.pop()
     assert race._compare().verdict == "fault", "no rounding ends a text"

@@ -9,20 +9,19 @@ from distilling import EXAMPLES, AllOnDisk, expected_loss, labelled_logits, obje
 from loss_references import divergence
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input
 from decoding.model.loading import load_draft
 from trainer.data.batch import collate
 from trainer.data.sequences import pack
-from trainer.drafts.distill import DistillObjective, DraftLogits
-from trainer.drafts.start import initial_draft
+from trainer.drafts.distill import DistillObjective, DistillTraining
+from trainer.drafts.start import InitialDraft, initial_draft
+from trainer.recipe.common import LossSection
 from trainer.recipe.draft import DraftSection
 
 BATCH = collate(EXAMPLES)
-MIX = {"forward_kl": 0.5, "tvd": 2.0, "acceptance": 0.25}
+MIX = {"forward_kl": 0.5, "jsd": 2.0, "acceptance": 0.25}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2-mixed", "gpt2", "gpt-neox", "granite", "gemma2"])
@@ -54,40 +53,13 @@ def test_packed_documents_lose_what_they_lose_alone() -> None:
     assert together == pytest.approx(apart, rel=1e-5)
 
 
-def hidden_of(model: PreTrainedModel) -> Tensor:
-    with torch.no_grad(), capture_lm_head_input(model) as captured:
-        model(**BATCH.model_inputs(), use_cache=False)
-    return captured[0][BATCH.labelled(1)]
-
-
-def test_hidden_states_are_compared_as_a_share_of_the_targets_own_size() -> None:
-    target = tiny_model("llama")
-    objective = objective_for(target, loss={"forward_kl": 1, "hidden": 0.5})
-    draft, wanted = hidden_of(objective.module.draft.eval()), hidden_of(target)
-    expected = ((draft - wanted).square().mean(-1) / wanted.square().mean(-1)).sum()
-    assert objective.terms == ("logits", "hidden") and objective.weights(0) == (1.0, 0.5)
-    assert objective.counts(BATCH).tolist() == [7, 7]
-    assert sums_of(objective, BATCH).losses[1].item() == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_a_narrower_draft_learns_a_projection_that_is_no_part_of_it(tmp_path: Path) -> None:
-    config = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
-    objective = objective_for(tiny_model("llama"), init={"from_config": config}, loss={"hidden": 1.0})
-    assert objective.terms == ("hidden",)
-    sums_of(objective, BATCH).losses.sum().backward()
-    projection = objective.module.get_parameter("projection.weight")
-    assert projection.shape == (16, 8) and projection.grad is not None and projection.grad.abs().max() > 0
-    objective.save(tmp_path)
-    assert CausalLM(load_draft(str(tmp_path), CausalLM(tiny_model("llama")), tiny_tokenizer()).model).hidden_size == 8
-
-
 def test_a_trimmed_draft_is_compared_on_the_tokens_it_writes_and_read_back_as_it_was_trained(tmp_path: Path) -> None:
     target = tiny_model("llama")
-    objective = objective_for(target, vocabulary=6, loss={"forward_kl": 1, "tvd": 1})
+    objective = objective_for(target, vocabulary=6, loss={"forward_kl": 1, "jsd": 1})
     draft = objective.draft_for_decoding()
     assert draft.output_tokens is not None and len(draft.output_tokens) == 6
     own, wanted = labelled_logits(objective.module.draft.eval(), BATCH), labelled_logits(target, BATCH)
-    kinds: tuple[Any, ...] = ("forward_kl", "tvd")
+    kinds: tuple[Any, ...] = ("forward_kl", "jsd")
     expected = sum(divergence(own, wanted, kind, tokens=draft.output_tokens).item() for kind in kinds)
     assert sums_of(objective, BATCH).losses.item() == pytest.approx(expected, rel=1e-4)
     objective.save(tmp_path)
@@ -101,7 +73,7 @@ def test_on_the_datas_tokens_alone_the_target_is_not_run_and_right_tokens_are_co
     objective = objective_for(target, loss={"cross_entropy": 1})
     with capture_lm_head_input(target) as captured:
         sums = sums_of(objective, BATCH)
-    logits, labels = labelled_logits(objective.module.draft.eval(), BATCH), BATCH.shifted(1)[BATCH.labelled(1)]
+    logits, labels = labelled_logits(objective.module.draft.eval(), BATCH), BATCH.tokens.roll(-1, 1)[BATCH.labelled(1)]
     assert not captured and objective.hit_name == "top1"
     assert sums.hits.item() == (logits.argmax(-1) == labels).sum().item()
     expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -121,4 +93,4 @@ def test_a_draft_whose_lm_head_has_a_bias_is_refused() -> None:
     lm_head = model.get_output_embeddings()
     lm_head.bias = torch.nn.Parameter(torch.zeros(lm_head.out_features))
     with pytest.raises(ValueError, match="the draft's lm_head has a bias, which losses here have no place for"):
-        DraftLogits(model, None, 16)
+        DistillTraining(InitialDraft(model, None), LossSection(forward_kl=1), 16)

@@ -70,13 +70,6 @@ def test_a_draft_holds_the_chosen_layers_in_the_order_given(family: str) -> None
     assert layered >= 8 and draft.config.num_hidden_layers == 2
 
 
-def test_layer_types_follow_the_layers() -> None:
-    """The mixed model has full attention in layer 0 and a sliding window in layer 1."""
-    draft = draft_from_target(tiny_model("qwen2-mixed"), (1,))
-    assert draft.config.layer_types == ["sliding_attention"]
-    CausalLM(draft)
-
-
 @pytest.mark.parametrize(("count", "chosen"), [(1, [0]), (2, [0, 7]), (3, [0, 4, 7]), (5, [0, 2, 4, 5, 7])])
 def test_a_number_of_layers_is_spread_evenly_from_first_to_last(count: int, chosen: list[int]) -> None:
     target = tiny_model("llama", num_hidden_layers=8)
@@ -91,16 +84,6 @@ def test_a_number_of_layers_is_spread_evenly_from_first_to_last(count: int, chos
 def test_layers_that_the_target_does_not_have_are_refused(layers: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"draft\.init\.from_target\.layers is .* but the target has layers 0 to 1"):
         draft_from_target(tiny_model("llama"), layers)
-
-
-@pytest.mark.parametrize("init", [{}, {"from_target": {}}])
-def test_a_draft_is_one_layer_of_the_target_unless_more_is_said(init: dict[str, Any]) -> None:
-    target = tiny_model("llama").to(torch.bfloat16)
-    draft = initial(target, init=init)
-    first = draft_from_target(target, (0,)).state_dict()
-    for name, tensor in draft.model.state_dict().items():
-        assert tensor.dtype == torch.float32 and torch.equal(tensor, first[name].float())
-    assert draft.output_tokens is None and all(parameter.requires_grad for parameter in draft.model.parameters())
 
 
 # --- from a config -------------------------------------------------------------------------------------------------

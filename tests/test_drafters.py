@@ -23,7 +23,6 @@ from drafter_checks import (
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis_profiles import examples
-from scripted_drafters import ScriptedDrafter
 from tiny_models import naive_greedy, tiny_model
 from torch import Tensor
 
@@ -263,10 +262,3 @@ def test_each_text_has_a_session_of_its_own_that_moves_with_it(tiny_llama: Causa
     session.move(2, 0)
     session.propose([request([7]), request([8])])
     assert [text.asked for text in drafter.sessions] == [[1], [8], [3, 7]]
-
-
-def test_a_session_of_a_text_drafter_may_be_the_drafter_itself(counting: CausalLM) -> None:
-    drafter = ScriptedDrafter(((0,), (2,)))
-    for _ in range(2):
-        assert Engine(counting, drafter).decode([0], DecodingConfig(5)).tokens == (1, 2, 3, 4, 5)
-        assert drafter.asked == [([0, 1], 3), ([0, 1, 2, 3], 1)]

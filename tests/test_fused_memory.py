@@ -4,16 +4,15 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from loss_references import HIDDEN, VOCAB, a_teacher, gradients, inputs, one
+from loss_references import HIDDEN, a_teacher, gradients, inputs, one
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.learning import products
 from trainer.learning.fused import fused_loss
-from trainer.learning.losses import LossMix
-from trainer.learning.teachers import HiddenTeacher, SampledTailTeacher
-from trainer.recipe.loss import Term
+from trainer.learning.losses import HiddenTeacher, LossMix, SampledTailTeacher
+from trainer.recipe.common import Term
 
 CROSS_ENTROPY = one("cross_entropy")
 
@@ -59,14 +58,6 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(kind: str, term: Term) -
     with LargestTensor() as watched:
         F.cross_entropy(hidden @ weight.T, torch.randint(vocab, (tokens,))).backward()
     assert watched.numbers == tokens * vocab  # the plain way is seen
-
-
-def test_the_default_chunk_holds_a_set_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "CHUNK_BYTES", 3 * VOCAB * 8 + 5)
-    hidden, weight, labels = inputs()
-    with LargestTensor() as watched:
-        fused_loss(hidden, weight, labels, CROSS_ENTROPY)
-    assert watched.products == 3 * 5  # 13 tokens are five chunks of three, each one product forward and two backward
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 from drafter_checks import TREE, nudged_heads
-from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis_profiles import examples
 from scripted_drafters import HostileDrafter, RandomPolicy, ScriptedDrafter
 from tiny_models import naive_greedy, tiny_model
 
@@ -75,33 +73,6 @@ def shortest_with(tokens: Sequence[int], strings: Sequence[str]) -> tuple[int, .
 # --- greedy equality ------------------------------------------------------------------------------------------------
 
 
-@examples(15)
-@given(prompt=PROMPTS, seed=SEEDS, count=st.integers(1, 14), chains=st.booleans())
-def test_greedy_output_is_plain_greedy_whatever_is_drafted(
-    tiny_llama: CausalLM, prompt: list[int], seed: int, count: int, chains: bool
-) -> None:
-    wanted = plain_greedy(tuple(prompt))
-    drafter = HostileDrafter(seed, [*prompt, *wanted], chains=chains)
-    generation = Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(count))
-    assert generation.tokens == wanted[:count]
-    assert sum(len(step.tokens) for step in generation.steps) == count
-
-
-@examples(15)
-@given(prompt=PROMPTS, seed=SEEDS, penalty=st.sampled_from([1.5, 3.0, 0.5]))
-def test_a_repetition_penalty_sees_the_path_to_each_node(
-    tiny_llama: CausalLM, prompt: list[int], seed: int, penalty: float
-) -> None:
-    wanted = plain_greedy(tuple(prompt), 10, penalty)
-    drafter = HostileDrafter(seed, [*prompt, *wanted])
-    sampling = SamplingConfig(repetition_penalty=penalty)
-    assert Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(10, sampling)).tokens == wanted
-
-
-def test_the_penalty_of_these_tests_changes_the_text() -> None:
-    assert plain_greedy((1, 2, 3), 10, 1.5) != plain_greedy((1, 2, 3))[:10]
-
-
 def test_the_hostile_drafter_has_tokens_accepted_and_refused(tiny_llama: CausalLM) -> None:
     wanted = plain_greedy((1, 2, 3))
     steps = [
@@ -119,52 +90,12 @@ def test_the_hostile_drafter_has_tokens_accepted_and_refused(tiny_llama: CausalL
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 
-@examples(15)
-@given(prompt=PROMPTS, seed=SEEDS, eos=st.lists(TOKENS, min_size=1, max_size=3))
-def test_tokens_after_an_end_of_text_inside_a_block_are_dropped(
-    tiny_llama: CausalLM, prompt: list[int], seed: int, eos: list[int]
-) -> None:
-    plain = plain_greedy(tuple(prompt))
-    ends = [place for place, token in enumerate(plain) if token in eos]
-    wanted = plain[: ends[0] + 1] if ends else plain
-    drafter = HostileDrafter(seed, [*prompt, *plain])
-    config = DecodingConfig(14, eos_token_ids=tuple(eos))
-    assert Engine(tiny_llama, drafter).decode(prompt, config).tokens == wanted
-
-
-@examples(15)
-@given(
-    prompt=PROMPTS,
-    seed=SEEDS,
-    begin=st.integers(0, 12),
-    length=st.integers(1, 6),
-    others=st.lists(st.text(alphabet="abcdé€ .", min_size=1, max_size=3), max_size=2),
-)
-def test_a_stop_string_ends_the_text_at_the_token_that_completes_it(
-    tiny_llama: CausalLM, prompt: list[int], seed: int, begin: int, length: int, others: list[str]
-) -> None:
-    plain = plain_greedy(tuple(prompt))
-    # A piece of the text itself, so that most examples do stop; half letters decode to U+FFFD and are no stop string.
-    pieces = Letters().decode(plain)[begin : begin + length].split("\ufffd")
-    strings = tuple(string for string in (*pieces, *others) if string)
-    drafter = HostileDrafter(seed, [*prompt, *plain])
-    config = DecodingConfig(14, stop_strings=strings)
-    assert Engine(tiny_llama, drafter, tokenizer=Letters()).decode(prompt, config).tokens == shortest_with(
-        plain, strings
-    )
-
-
 def test_a_stop_string_of_letters_split_over_tokens_is_found_inside_a_block(counting: CausalLM) -> None:
     # Counting from 7 writes 8 9 = é, 10 11 12 = €, 13 = e: "€" is complete at 12, in the middle of the block.
     drafter = ScriptedDrafter(((0, 1, 2, 3, 4), (9, 10, 11, 12, 13)))
     config = DecodingConfig(10, stop_strings=("é€",))
     generation = Engine(counting, drafter, tokenizer=Letters()).decode([7], config)
     assert generation.tokens == (8, 9, 10, 11, 12)
-
-
-def test_a_stop_string_in_the_prompt_does_not_stop(counting: CausalLM) -> None:
-    config = DecodingConfig(3, stop_strings=("ab",))
-    assert Engine(counting, tokenizer=Letters()).decode([4, 4], config).tokens == (5, 6, 7)
 
 
 # --- what a step counts ---------------------------------------------------------------------------------------------
@@ -208,39 +139,11 @@ def test_a_step_keeps_its_tree_and_its_accepted_nodes_where_they_are_asked_for(c
     )
 
 
-def test_what_stands_behind_a_refused_token_was_offered_all_the_same(counting: CausalLM) -> None:
-    generation = Engine(counting, ScriptedDrafter(((0, 1, 2, 3), (9, 3, 4, 5)))).decode([0], DecodingConfig(10))
-    assert counts(generation.steps)[1] == ((2,), 0, 4, 4)
-
-
 def test_the_drafter_is_given_the_text_and_the_room_that_is_left(counting: CausalLM) -> None:
     drafter = ScriptedDrafter(((0, 1), (2, 3)), ((0,), (9,)))
     Engine(counting, drafter).decode([15, 0], DecodingConfig(6))
     # Six new tokens: 1 from the prefill; 2 3 4; 5; and 6 without asking, for the target writes the last itself.
     assert drafter.asked == [([15, 0, 1], 4), ([15, 0, 1, 2, 3, 4], 1)]
-
-
-def test_a_text_that_ends_inside_a_block_counts_up_to_its_end(counting: CausalLM) -> None:
-    drafter = ScriptedDrafter(((0, 1, 2, 3), (2, 3, 4, 5)))
-    generation = Engine(counting, drafter).decode([0], DecodingConfig(10, eos_token_ids=(3,)))
-    assert counts(generation.steps) == [((1,), 0, 0, 0), ((2, 3), 2, 2, 4)]
-
-
-def test_an_end_written_by_the_target_itself_counts_all_accepted(counting: CausalLM) -> None:
-    drafter = ScriptedDrafter(((0, 1), (2, 3)))
-    generation = Engine(counting, drafter).decode([0], DecodingConfig(10, eos_token_ids=(4,)))
-    assert counts(generation.steps) == [((1,), 0, 0, 0), ((2, 3, 4), 2, 2, 2)]
-
-
-def test_an_end_in_the_first_token_needs_no_step(counting: CausalLM) -> None:
-    generation = Engine(counting, ScriptedDrafter(((0,), (2,)))).decode([0], DecodingConfig(10, eos_token_ids=(1,)))
-    assert counts(generation.steps) == [((1,), 0, 0, 0)]
-
-
-def test_the_times_of_a_step_add_up(counting: CausalLM) -> None:
-    for step in Engine(counting, PromptLookupDrafter()).decode([0, 1, 2, 0, 1], DecodingConfig(8)).steps:
-        assert step.draft_seconds >= 0 and step.verify_seconds > 0
-        assert step.draft_seconds + step.verify_seconds <= step.total_seconds
 
 
 def test_a_step_says_how_deep_a_draft_its_text_had_room_for(counting: CausalLM) -> None:
@@ -312,13 +215,6 @@ def test_a_rule_that_does_not_fit_the_drafter_is_refused_before_a_text_begins(
         Engine(tiny_llama, drafter).steps([[1, 2]], config, batch_size=1)
 
 
-def test_what_does_not_fit_is_refused_at_the_call_not_at_the_first_step(tiny_llama: CausalLM) -> None:
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        Engine(tiny_llama).steps([], DecodingConfig(1))
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        Engine(tiny_llama).steps([[1], []], DecodingConfig(1), batch_size=1)
-
-
 def test_the_same_seed_gives_the_same_tokens_and_another_gives_others(
     tiny_llama: CausalLM, tiny_draft: CausalLM
 ) -> None:
@@ -328,18 +224,6 @@ def test_the_same_seed_gives_the_same_tokens_and_another_gives_others(
 
     assert tokens(0) == tokens(0)
     assert len({tokens(seed) for seed in range(5)}) == 5
-
-
-def test_the_first_token_is_sampled_too(tiny_llama: CausalLM) -> None:
-    config = [DecodingConfig(1, SamplingConfig(5.0), seed=seed) for seed in range(30)]
-    assert len({Engine(tiny_llama).decode([1, 2], one).tokens for one in config}) > 5
-
-
-def test_a_stream_yields_each_step_as_it_is_done(counting: CausalLM) -> None:
-    drafter = ScriptedDrafter(((0,), (2,)))
-    stream = Engine(counting, drafter).steps([0], DecodingConfig(5))
-    assert next(stream).tokens == (1,) and drafter.asked == []
-    assert next(stream).tokens == (2, 3) and len(drafter.asked) == 1
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -363,11 +247,6 @@ def test_models_that_are_being_trained_decode_without_dropout_and_stay_in_traini
     assert all(parameter.requires_grad for model in models for parameter in model.parameters())
 
 
-def test_an_empty_prompt_is_refused(tiny_llama: CausalLM) -> None:
-    with pytest.raises(ValueError, match="the prompt is empty: give at least one token"):
-        Engine(tiny_llama).decode([], DecodingConfig(1))
-
-
 @pytest.mark.parametrize("token", [16, -1])
 def test_a_token_the_target_does_not_know_is_named(tiny_llama: CausalLM, token: int) -> None:
     with pytest.raises(ValueError, match=f"the prompt holds token {token} but the target knows 0 to 15"):
@@ -378,20 +257,6 @@ def test_a_text_longer_than_the_context_is_refused_with_both_lengths(tiny_llama:
     with pytest.raises(ValueError, match=r"prompt of 90 tokens and 7 new ones make 97, but .* context holds 96"):
         Engine(tiny_llama).decode([1] * 90, DecodingConfig(7))
     assert len(Engine(tiny_llama, PromptLookupDrafter()).decode([1] * 90, DecodingConfig(6)).tokens) == 6
-
-
-def test_stop_strings_without_a_tokenizer_are_refused(tiny_llama: CausalLM) -> None:
-    with pytest.raises(ValueError, match="stop strings need the tokenizer"):
-        Engine(tiny_llama).decode([1], DecodingConfig(4, stop_strings=("end",)))
-
-
-def test_settings_that_make_no_sense_are_refused_with_their_value() -> None:
-    with pytest.raises(ValueError, match=r"temperature is -1: give 0 for greedy decoding"):
-        SamplingConfig(temperature=-1)
-    with pytest.raises(ValueError, match="max_new_tokens is 0: give at least 1"):
-        DecodingConfig(max_new_tokens=0)
-    with pytest.raises(ValueError, match="a stop string is empty"):
-        DecodingConfig(stop_strings=("end", ""))
 
 
 def test_the_labels_of_the_rules_reach_whoever_asks() -> None:

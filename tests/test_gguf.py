@@ -19,7 +19,7 @@ from decoding.model.loading import load_model
 from decoding.model.vocabulary import write_output_tokens
 from trainer import quickstart
 from trainer.export import export
-from trainer.export.decoded import decode_greedily
+from trainer.export.decoded import Decoded, decode_greedily
 from trainer.export.gguf import readers
 from trainer.export.gguf_vocabulary import vocabulary_of
 from trainer.export.task import ExportTask
@@ -47,9 +47,9 @@ def split(pattern: str) -> Any:
     return pre_tokenizers.Split(Regex(pattern), "isolated")
 
 
-def sentencepiece_like(merges: list[tuple[str, str]], *more: str) -> PreTrainedTokenizerFast:
+def sentencepiece_like(merges: list[tuple[str, str]], *more: str, letters: str = "abc") -> PreTrainedTokenizerFast:
     """A BPE with byte fallback that writes a space as ▁ and begins each text with one."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "c"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters]
     tokens += list(dict.fromkeys(left + right for left, right in merges)) + list(more)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(
@@ -187,15 +187,19 @@ def test_a_file_that_reads_back_differently_is_not_exported(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_the_exported_file_drafts_what_the_trained_draft_does(tmp_path: Path, family: str) -> None:
-    folder = written(tmp_path / "draft", family)
+def same_drafts(target: CausalLM, folder: Path, exported: Path, prompts: list[list[int]]) -> Decoded:
+    """The counts of the trained draft, which are those of the exported file."""
+    ((trained, read),) = readers(ExportTask(folder, exported, "gguf"), target)
+    before, after = (decode_greedily(target, drafter(), prompts, 12) for drafter in (trained, read))
+    assert before == after
+    return before
+
+
+def test_the_exported_file_drafts_what_the_trained_draft_does(tmp_path: Path) -> None:
+    folder = written(tmp_path / "draft", "qwen3")
     export(folder, tmp_path / "out", "gguf")
     target = CausalLM(tiny_model("llama", seed=1, **SIZES))
-    ((trained, exported),) = readers(ExportTask(folder, tmp_path / "out", "gguf"), target)
-    prompts = [[5, 6, 7], [8, 9]]
-    before, after = (decode_greedily(target, drafter(), prompts, 12) for drafter in (trained, exported))
-    assert before == after and before.drafted > 40
+    assert same_drafts(target, folder, tmp_path / "out", [[5, 6, 7], [8, 9]]).drafted > 40
 
 
 def test_a_trimmed_draft_is_filled_and_drafts_the_same_tokens(draft: Path, tmp_path: Path) -> None:
@@ -204,22 +208,16 @@ def test_a_trimmed_draft_is_filled_and_drafts_the_same_tokens(draft: Path, tmp_p
     assert "trimmed to 160 of 264 tokens" in summary.compared[1]
     assert tensors(tmp_path / "out")["output.weight"].shape == (264, 32)
     target = CausalLM(load_model(str(draft), torch.float32, torch.device("cpu")))
-    ((trained, exported),) = readers(ExportTask(draft, tmp_path / "out", "gguf"), target)
-    before, after = (decode_greedily(target, drafter(), [[50, 60, 70]], 12) for drafter in (trained, exported))
-    assert before == after and sum(before.accepted) > 0
+    assert sum(same_drafts(target, draft, tmp_path / "out", [[50, 60, 70]]).accepted) > 0
 
 
 # --- settings ------------------------------------------------------------------------------------------------------
 
 
-def test_scaled_rotary_embeddings_are_written_as_llama_cpp_reads_them(tmp_path: Path) -> None:
-    linear = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
-    export(written(tmp_path / "linear", "qwen2", rope_parameters=linear), tmp_path / "out", "gguf")
-    assert key(tmp_path / "out", "qwen2.rope.freq_base") == 5e5
-    assert key(tmp_path / "out", "qwen2.rope.scaling.type") == "linear"
-    assert key(tmp_path / "out", "qwen2.rope.scaling.factor") == 4.0
-    export(written(tmp_path / "llama3", "llama", rope_parameters=LLAMA3_ROPE), tmp_path / "out 3", "gguf")
-    divisors = tensors(tmp_path / "out 3")["rope_freqs.weight"]
+def test_slowed_rotary_embeddings_have_their_divisors(tmp_path: Path) -> None:
+    """The other scalings are compared with real llama.cpp's logits."""
+    export(written(tmp_path / "llama3", "llama", rope_parameters=LLAMA3_ROPE), tmp_path / "out", "gguf")
+    divisors = tensors(tmp_path / "out")["rope_freqs.weight"]
     assert divisors[0] == 1 and divisors[-1] == 8 and sorted(divisors) == list(divisors)
 
 
@@ -289,6 +287,8 @@ def test_a_tokenizer_that_splits_otherwise_than_llama_cpp_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"otherwise than this tokenizer, for .*{complaint}"):
         vocabulary_of(tokenizer, len(tokenizer), [0])
+    with pytest.raises(ValueError, match=r"has token 259 \('hell'\), but the model has 259 embeddings"):
+        vocabulary_of(byte_level(), 259, [0])
 
 
 def test_a_sentencepiece_like_tokenizer_merges_by_scores_in_the_order_of_its_merges() -> None:
@@ -315,21 +315,14 @@ def test_where_texts_end_is_written_and_what_differs_is_told() -> None:
     )
 
 
-def test_a_token_without_an_embedding_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"has token 259 \('hell'\), but the model has 259 embeddings"):
-        vocabulary_of(byte_level(), 259, [0])
-
-
-def test_the_chat_template_goes_with_the_file(draft: Path, tmp_path: Path) -> None:
+def test_the_chat_template_goes_with_the_file_and_the_export_prints_llama_cpps_command(
+    draft: Path, tmp_path: Path
+) -> None:
+    (draft / "provenance.json").write_text(json.dumps({"target": {"name": "org/target"}}))
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     (draft / "chat_template.jinja").write_text(template)
-    export(draft, tmp_path / "out", "gguf")
-    assert key(tmp_path / "out", "tokenizer.chat_template") == template
-
-
-def test_the_export_prints_llama_cpps_command(draft: Path, tmp_path: Path) -> None:
-    (draft / "provenance.json").write_text(json.dumps({"target": {"name": "org/target"}}))
     summary = export(draft, tmp_path / "out", "gguf")
+    assert key(tmp_path / "out", "tokenizer.chat_template") == template
     assert f"llama-server -m target.gguf -md {tmp_path}/out/model.gguf --spec-type draft-simple" in str(summary)
     card = (summary.folder / "README.md").read_text()
     assert "library_name: gguf" in card and "llama-server -m target.gguf -md DIR/model.gguf" in card

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from drafter_checks import Follower, opened, paths, request
+from drafter_checks import Follower, paths, request
 from enumerated_rules import LOSSY
 from hypothesis import given
 from hypothesis import strategies as st
@@ -214,23 +214,6 @@ def test_processors_see_each_nodes_own_history_and_may_forbid_every_token() -> N
         texts = [TEXT, [5, 4]]
         for text, proposal in zip(texts, batch.propose(*texts), strict=True):
             assert all(len({*text, *path}) == len(text) + len(path) for path in paths(proposal.tree))
-
-
-def test_a_text_that_moves_to_another_row_takes_its_source_along() -> None:
-    case = case_of("Markov heads")
-    moved, stayed = (opened(case.drafter, case.target, AT_ONE, rows=rows, seed=2 - rows) for rows in (2, 1))
-    moved.move(1, 0)
-    asked = [DraftRequest([7, 3], torch.randn(16), 99, 99)]
-    assert moved.propose(asked)[0].tree.token_list == stayed.propose(asked)[0].tree.token_list
-
-
-def test_a_label_says_if_a_tree_is_drawn() -> None:
-    for kind, labels in {
-        "Markov heads": ("markov, tree of 10", "markov, deterministic tree of 10"),
-        "parallel": ("parallel draft, tree of 10", "parallel draft, deterministic tree of 10"),
-        "draft model": ("draft model, 3 tokens", "draft model, 3 likeliest tokens"),
-    }.items():
-        assert tuple(case_of(kind, sampled=sampled).drafter.label for sampled in (True, False)) == labels
 
 
 # --- every draw of a tree, and every verdict on it --------------------------------------------------------------------

@@ -67,14 +67,6 @@ def test_each_node_knows_its_text_whatever_was_asked_before(data: st.DataObject)
         text = text + data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))
 
 
-def test_a_node_has_seen_the_text_and_its_own_path() -> None:
-    # Root 1 -> {2 -> {4}, 3}, behind a prompt that holds 0.
-    tree = TokenTree(torch.tensor([1, 2, 3, 4]), TreeShape((-1, 0, 0, 1)))
-    rows = History(SamplingConfig(repetition_penalty=2.0), 1, VOCAB, "cpu").at([0, 1], tree)
-    assert rows.seen is not None
-    assert rows.seen.int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 1, 0, 1]]
-
-
 def test_the_prompt_is_seen_but_not_counted() -> None:
     rows = History(EVERYTHING, 3, VOCAB, "cpu").at([0, 0, 1, 2], TokenTree.chain([2, 0, 2]))
     assert listed(rows) == [
@@ -82,14 +74,6 @@ def test_the_prompt_is_seen_but_not_counted() -> None:
         ([1, 1, 1, 0, 0], [1, 0, 1, 0, 0], [0, 0, 1, 2, 0]),
         ([1, 1, 1, 0, 0], [1, 0, 2, 0, 0], [0, 0, 1, 2, 0, 2]),
     ]
-
-
-def test_rows_given_out_stay_as_they_are() -> None:
-    history = History(EVERYTHING, 1, VOCAB, "cpu")
-    first = history.at([0], TokenTree.chain([0]))
-    before = listed(first)
-    history.at([0, 1, 2], TokenTree.chain([2, 3]))
-    assert listed(first) == before
 
 
 @pytest.mark.parametrize(

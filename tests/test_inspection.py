@@ -46,10 +46,10 @@ def test_without_colour_what_is_trained_stands_in_brackets(tmp_path: Path) -> No
     assert "\x1b[" not in text
 
 
-def test_on_a_terminal_what_is_trained_is_green_and_special_tokens_stand_out(tmp_path: Path) -> None:
+def test_on_a_terminal_what_is_trained_is_green(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a b", "answer": "c"}])
     text = inspected(tmp_path, path, terminal=True)
-    assert "\x1b[32m c\x1b[0m\x1b[1;32m <eos>\x1b[0m" in text
+    assert "\x1b[32m c <eos>\x1b[0m" in text
     assert "⟦" not in text
 
 
@@ -80,25 +80,16 @@ def test_only_so_many_rows_are_shown_but_all_are_counted(tmp_path: Path) -> None
 
 
 def test_a_row_that_is_cut_or_left_out_says_so(tmp_path: Path) -> None:
-    rows = [{"prompt": "a b c d", "answer": "e f g"}, {"prompt": "a b c d e f g h", "answer": "i"}, "a b"]
-    text = inspected(tmp_path, write_rows(tmp_path / "rows.jsonl", rows), overrides=["data.max_length=8"])
+    rows: list[Any] = [{"prompt": "a b c d", "answer": "e f g"}, {"prompt": "a b c d e f g h", "answer": "i"}]
+    overrides = ["data.max_length=8", "data.bad_rows=skip"]
+    path = write_rows(tmp_path / "rows.jsonl", [*rows, "a b", {"x": 1}])
+    text = inspected(tmp_path, path, rows=4, overrides=overrides)
+    assert "line 4: the row has the fields ['x'] but training needs" in text
+    assert lines_of_table(text)["rows, bad and skipped"] == "1"
     assert "line 1: prompt_answer, 10 tokens, cut to 8, 2 trained" in text
     assert "line 2: prompt_answer, 12 tokens, left out: no answer begins in the first 8" in text
     assert "line 3: text, left out: too short" in text
     assert lines_of_table(text)["sequences left out"] == "2"
-
-
-def test_bad_rows_are_shown_if_they_are_to_be_skipped(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [{"x": 1}, {"prompt": "a", "answer": "b"}])
-    text = inspected(tmp_path, path, overrides=["data.bad_rows=skip"])
-    assert "line 1: the row has the fields ['x'] but training needs" in text
-    assert lines_of_table(text)["rows, bad and skipped"] == "1"
-
-
-def test_packing_shows_how_full_the_sequences_are(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b"}] * 4)  # 5 tokens each
-    table = lines_of_table(inspected(tmp_path, path, overrides=["data.packing=true", "data.max_length=10"]))
-    assert table["sequences"] == "2" and table["packed"] == "100% full"
 
 
 def test_a_recipe_says_what_to_read_and_overrides_stand_over_it(tmp_path: Path) -> None:

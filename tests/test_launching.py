@@ -13,8 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trainer.processes import build_accelerator, join_processes, sharded_precision
 from trainer.recipe.common import TrainingSection
-from trainer.run.distributed import prepare
-from trainer.run.optimizer import build_optimizers
+from trainer.run.distributed import build_optimizers, prepare
 
 SECTION = TrainingSection(steps=1, mixed_precision="no")
 

@@ -89,11 +89,3 @@ def test_a_folder_made_for_a_run_that_wrote_nothing_is_gone_again(tmp_path: Path
         if writes:
             (folder / "metrics.jsonl").write_text("{}")
     assert folder.exists() == writes and not (folder / LOCK_NAME).exists()
-
-
-def test_a_folder_that_cannot_be_written_is_said_to_be_one(tmp_path: Path) -> None:
-    """Not the lock in it, of which nobody has heard."""
-    (tmp_path / "file").write_text("x")
-    wanted = r"file/run cannot be written \(Not a directory\): make room or give another"
-    with pytest.raises(OSError, match=wanted), hold(tmp_path / "file" / "run"):
-        raise AssertionError("held")

@@ -1,8 +1,7 @@
 """The training loop: exact under resuming, accumulation and uneven masks; stops in good order."""
 
 import math
-import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decoding.model.causal_lm import CausalLM
-from trainer.data.batch import Batch, Example
+from trainer.data.batch import Example
 from trainer.heads.medusa import MedusaObjective
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection
 from trainer.run import loop, train
 from trainer.run.checkpoint import Progress, bound
+from trainer.run.distributed import PREFIX
 from trainer.run.loop import Interrupted, learning_rate_at
-from trainer.run.optimizer import PREFIX
 from trainer.run.train import _check_one_job
 
 
@@ -118,16 +117,6 @@ def test_every_trained_token_of_a_batch_weighs_the_same(
     assert recorder.figures[1]["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def test_a_gradient_is_clipped_to_the_norm_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    descend(monkeypatch)
-    objective, recorder = ToyObjective(), Recorder()
-    before = weights(objective.module)
-    train_toy(tmp_path, objective, recorder, steps=1, learning_rate=0.5, max_grad_norm=1e-2)
-    moved = torch.cat([(a - b).flatten() for a, b in zip(weights(objective.module), before, strict=True)])
-    assert recorder.figures[1]["grad_norm"] > 0.1  # as it was before clipping
-    assert moved.norm().item() == pytest.approx(0.5 * 1e-2, rel=1e-3)
-
-
 def test_a_nan_loss_stops_the_run_names_the_step_and_is_not_applied(tmp_path: Path) -> None:
     objective, recorder = ToyObjective(), Recorder()
     after_step_3: list[list[Tensor]] = []
@@ -200,34 +189,6 @@ def test_a_sigterm_is_answered_after_the_step_with_a_checkpoint(tmp_path: Path) 
     assert list(recorder.figures) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.fixture
-def as_in_a_terminal() -> Iterator[None]:
-    """Let Ctrl-C interrupt, which a shell's background job ignores and hands down."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("as_in_a_terminal")
-def test_a_second_signal_acts_at_once(tmp_path: Path) -> None:
-    """Ctrl-C twice: the first asks for a stop after the step, the second does not wait for it."""
-
-    def twice() -> None:
-        noting = signal.getsignal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        for _ in range(10**7):  # two that are on their way together may become one
-            if signal.getsignal(signal.SIGINT) is not noting:
-                break
-        signal.raise_signal(signal.SIGINT)
-        for _ in range(10**7):  # handled somewhere in here
-            pass
-
-    recorder = Recorder()
-    recorder.actions[2] = twice
-    with pytest.raises(KeyboardInterrupt):
-        train_toy(tmp_path, ToyObjective(), recorder)
-
-
 def test_the_learning_rate_warms_up_and_falls_as_a_cosine() -> None:
     section = TrainingSection(steps=10, learning_rate=1.0, warmup_fraction=0.2)
     rates = [learning_rate_at(step, section) for step in range(10)]
@@ -237,75 +198,12 @@ def test_the_learning_rate_warms_up_and_falls_as_a_cosine() -> None:
     assert rates[9] == pytest.approx(0.5 * (1 + math.cos(math.pi * 7 / 8))) and rates[9] > 0
 
 
-def test_the_optimizer_steps_with_the_schedules_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    descend(monkeypatch)
-    recorder = Recorder()
-    train_toy(tmp_path, ToyObjective(), recorder, warmup_fraction=0.5, learning_rate=0.1)
-    section = TrainingSection(steps=6, warmup_fraction=0.5, learning_rate=0.1)
-    expected = [learning_rate_at(step, section) for step in range(6)]
-    assert [figures["learning_rate"] for figures in recorder.figures.values()] == expected
-
-
 def test_evaluations_and_checkpoints_come_when_they_are_due(tmp_path: Path) -> None:
     """The last step is saved whatever its number; the caller evaluates the end itself."""
     recorder = Recorder()
     train_toy(tmp_path, ToyObjective(), recorder, steps=7, checkpoint_every=3, evaluate_every=2)
     assert recorder.evaluated == [2, 4, 6]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000007"]
-
-
-def test_bf16_autocast_trains_close_to_fp32(tmp_path: Path) -> None:
-    exact, mixed = Recorder(), Recorder()
-    train_toy(tmp_path / "a", ToyObjective(), exact)
-    objective = ToyObjective()
-    train_toy(tmp_path / "b", objective, mixed, mixed_precision="bf16")
-    assert mixed.losses == pytest.approx(exact.losses, rel=2e-2) and mixed.losses != exact.losses
-    assert {parameter.dtype for parameter in objective.module.parameters()} == {torch.float32}
-
-
-class _Scheduled(ToyObjective):
-    """Its norm and its middle learn at rates of their own; its loss weighs step + 1."""
-
-    def weights(self, step: int) -> tuple[float, ...]:
-        return (step + 1.0,)
-
-    def rates(self, step: int) -> Mapping[str, float]:
-        return {"middle": 0.0 if step < 2 else 1.0, "middle.bias": 3.0, "": 2.0}
-
-
-def test_each_group_learns_at_its_own_rate_and_biases_go_with_their_group(tmp_path: Path) -> None:
-    """Two steps in which the middle's weight stands still, its bias and all else do not; then it moves as well."""
-    objective, recorder = _Scheduled(), Recorder()
-    start = dict(zip(dict(objective.module.named_parameters()), weights(objective.module), strict=True))
-    now: dict[int, dict[str, Tensor]] = {}
-    for step in (1, 2, 3):
-        recorder.actions[step] = lambda step=step: now.update(
-            {step: dict(zip(start, weights(objective.module), strict=True))}
-        )
-    train_toy(tmp_path, objective, recorder, steps=3, warmup_fraction=0.0)
-    moved = {name for name in start if not torch.equal(now[2][name], start[name])}
-    assert moved == set(start) - {"middle.weight"}
-    assert not torch.equal(now[3]["middle.weight"], start["middle.weight"])
-    # Adam's first step moves everything by its learning rate.
-    assert (now[1]["middle.bias"] - start["middle.bias"]).abs().max().item() == pytest.approx(3e-2, rel=1e-3)
-    assert (now[1]["norm.weight"] - start["norm.weight"]).abs().max().item() == pytest.approx(2e-2, rel=1e-3)
-    assert recorder.figures[1]["learning_rate"] == 1e-2  # the recipe's, of which the rates are multiples
-
-
-def test_a_batch_knows_which_examples_it_is_made_of(tmp_path: Path) -> None:
-    """Over one epoch of four every example comes once, and its tokens are those of its place in the data set."""
-
-    class Noting(ToyObjective):
-        def inputs(self, batch: Batch, step: int, ahead: Any = None) -> tuple[Tensor, ...]:
-            for row, example in enumerate(batch.examples):
-                length = len(UNEVEN[example].tokens)
-                assert batch.tokens[row, :length].tolist() == UNEVEN[example].tokens.tolist()
-                seen.append(example)
-            return super().inputs(batch, step)
-
-    seen: list[int] = []
-    train_toy(tmp_path, Noting(), None, UNEVEN, steps=2, batch_size=2, micro_batch_size=1)
-    assert sorted(seen) == [0, 1, 2, 3]
 
 
 def test_what_is_frozen_is_neither_moved_nor_saved_and_need_not_be_there_to_resume(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from hypothesis import given
 from loss_references import KINDS, SEEDS, VOCAB, divergence, gradients
 from torch import Tensor
 
-from trainer.learning.losses import LossMix
-from trainer.recipe.loss import Divergence
+from trainer.recipe.common import Divergence
 
 # Two tokens whose distributions can be told by hand, and one on which both agree.
 P = torch.tensor([[0.5, 0.5], [0.75, 0.25], [0.1, 0.9]], dtype=torch.float64)
@@ -33,7 +32,6 @@ def test_divergences_by_hand() -> None:
         "forward_kl": forward,
         "reverse_kl": reverse,
         "jsd": sum(to_middle),
-        "tvd": 0.25 + 0.25,
         "acceptance": -2 * ln(0.75),
     }
     for kind in KINDS:
@@ -51,7 +49,6 @@ def test_of_some_tokens_by_hand() -> None:
         "reverse_kl": 0.5 * ln(2),
         # m = (1/2, 1/8, 3/8) over all three
         "jsd": (0.25 * ln(2) + 0.25 * ln(2 / 3)) / 2 + 0.5 * ln(4 / 3) / 2,
-        "tvd": 0.25,
         "acceptance": -ln(0.75),
     }
     for kind in KINDS:
@@ -59,21 +56,11 @@ def test_of_some_tokens_by_hand() -> None:
 
 
 @given(SEEDS)
-def test_jsd_tvd_and_acceptance_are_symmetric_and_the_kls_are_each_others_mirror(seed: int) -> None:
+def test_jsd_and_acceptance_are_symmetric_and_the_kls_are_each_others_mirror(seed: int) -> None:
     draft, target = two(seed)
-    for kind in ("jsd", "tvd", "acceptance"):
+    for kind in ("jsd", "acceptance"):
         assert divergence(draft, target, kind).item() == pytest.approx(divergence(target, draft, kind).item())
     assert torch.equal(divergence(draft, target, "forward_kl"), divergence(target, draft, "reverse_kl"))
-
-
-@given(SEEDS)
-def test_tvd_and_acceptance_are_of_the_acceptance_of_token_rejection(seed: int) -> None:
-    draft, target = two(seed, rows=1)
-    p, q = target.softmax(-1), draft.softmax(-1)
-    accepted = torch.minimum(p, q).sum().item()
-    assert divergence(draft, target, "tvd").item() == pytest.approx(1 - accepted, abs=1e-12)
-    assert divergence(draft, target, "tvd").item() == pytest.approx((p - q).abs().sum().item() / 2, abs=1e-12)
-    assert divergence(draft, target, "acceptance").item() == pytest.approx(-math.log(accepted), abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,7 +80,6 @@ def test_a_token_the_target_excludes_counts_as_one_of_probability_0(kind: Diverg
     expected = {
         "forward_kl": ln(2),
         "jsd": (ln(4 / 3) + 0.5 * ln(2 / 3) + 0.5 * ln(2)) / 2,
-        "tvd": 0.5,
         "acceptance": ln(2),
     }
     assert divergence(draft, target, kind).item() == pytest.approx(expected[kind], rel=1e-6)
@@ -104,15 +90,3 @@ def test_no_labelled_token_is_no_loss_and_can_be_differentiated(kind: Divergence
     draft = torch.randn(0, VOCAB, requires_grad=True)
     loss = divergence(draft, torch.randn(0, VOCAB), kind)
     assert loss.item() == 0 and gradients(loss, draft)[0].shape == (0, VOCAB)
-
-
-def test_what_cannot_be_mixed_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"mixed of \['hinge'\]: give one or more of cross_entropy, forward_kl"):
-        LossMix({"hinge": 1.0})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="give one or more"):
-        LossMix({})
-    with pytest.raises(ValueError, match="temperature 0: give one above 0"):
-        LossMix({"tvd": 1.0}, temperature=0.0)
-    for beta in (0.0, 1.0, math.nan):
-        with pytest.raises(ValueError, match=r"jsd has beta (0|1|nan): give one between 0 and 1, or use a KL"):
-            LossMix({"jsd": 1.0}, beta=beta)

@@ -101,14 +101,6 @@ def test_heads_with_a_bias_are_saved_whole_and_read_back_bit_equal(tmp_path: Pat
     assert all(torch.equal(tensor, stored[name]) for name, tensor in read.state_dict().items())
 
 
-def test_heads_from_before_there_was_a_bias_are_read_without_one(tmp_path: Path) -> None:
-    MedusaHeads(replace(CONFIG, markov_rank=0)).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / CONFIG_NAME).read_text())
-    del config["markov_rank"]
-    (tmp_path / CONFIG_NAME).write_text(json.dumps(config))
-    assert MedusaHeads.from_pretrained(tmp_path).markov is None
-
-
 @pytest.mark.parametrize("rank", [0, 5])
 def test_weights_of_another_rank_are_refused(tmp_path: Path, rank: int) -> None:
     random_markov_heads().save_pretrained(tmp_path)
@@ -130,13 +122,6 @@ def test_a_table_of_all_biases_drafts_what_the_product_drafts(
     monkeypatch.setattr("decoding.model.markov.LARGEST_TABLE", 16 * 16 * 4 - 1)  # a byte too small
     multiplied = Follower(MedusaDrafter(heads, PATHS), tiny_llama, rows=2).propose([1, 2], [3, 4])
     assert [each.tree.token_list for each in tabulated] == [each.tree.token_list for each in multiplied]
-
-
-def test_the_table_holds_the_bias_after_every_token() -> None:
-    bias, logits, before = MarkovBias(6, 9, 2), torch.randn(4, 9), torch.tensor([0, 5, 3, 3])
-    torch.nn.init.normal_(bias.output.weight)
-    with torch.inference_mode():
-        torch.testing.assert_close(DecodingBias(bias).added_to(logits, before), bias.added_to(logits, before))
 
 
 def test_without_a_table_a_depth_is_one_product_over_the_parents_of_all_rows(

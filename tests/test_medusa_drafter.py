@@ -88,19 +88,6 @@ def test_heads_that_are_stacked_again_are_not_copied_again(tiny_llama: CausalLM)
     assert after == drafted(MedusaDrafter(heads, PATHS), tiny_llama)
 
 
-def test_a_head_that_was_put_in_from_elsewhere_is_stacked_with_the_others(tiny_llama: CausalLM) -> None:
-    heads, others, hidden = random_heads(False), random_heads(False), torch.randn(2, 16)
-    with torch.no_grad():
-        for parameter in others.parameters():
-            parameter.neg_()
-    for each in (heads, others):
-        StackedHeads(each)
-    heads.heads[1] = others.heads[1]
-    expected = reference_logits(heads, tiny_llama, hidden)
-    with torch.inference_mode():
-        torch.testing.assert_close(StackedHeads(heads)(hidden, 3), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_heads_that_were_moved_since_are_stacked_anew(tiny_llama: CausalLM) -> None:
     heads, hidden = random_heads(True), torch.randn(3, 16, dtype=torch.float64)
     StackedHeads(heads)
@@ -182,11 +169,6 @@ def test_heads_of_another_target_and_trees_that_they_cannot_draft_are_refused(ti
     ):
         with pytest.raises(ValueError, match=problem):
             MedusaDrafter(random_heads(False), tree)
-
-
-def test_a_shared_lm_head_is_the_targets_own_also_in_another_dtype(tiny_llama: CausalLM) -> None:
-    heads = random_heads(True).bfloat16()
-    assert len(drafted(MedusaDrafter(heads, [[0]]), tiny_llama)) == 1
 
 
 def test_heads_that_share_an_lm_head_say_so_when_none_is_given() -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.recipe.common import TrainingSection
-from trainer.run.optimizer import PREFIX, build_optimizers, set_learning_rates
+from trainer.run.distributed import PREFIX, build_optimizers, set_learning_rates
 
 MUON = TrainingSection(steps=1, optimizer="muon", learning_rate=0.02, weight_decay=0.1)
 

@@ -1,7 +1,6 @@
 """Parallel drafts as drafters: one forward of text and masks drafts a chain, and q is the one that was drawn from."""
 
 import random
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,13 +15,10 @@ from tiny_parallel import masked_logits, states_before, tiny_parallel_draft
 from torch import Tensor
 
 from decoding.drafters import ParallelDrafter
-from decoding.drafters.base import TextStart
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.parallel import ParallelConfig, ParallelDraft, ParallelParts
-from decoding.policies import Budget
-from decoding.rules.drawing import GeneratorSource
 from decoding.rules.proposal import Proposal
 from decoding.rules.sampling import SamplingConfig
 
@@ -108,36 +104,7 @@ def keys_and_values(cache: object, length: int) -> Tensor:
     return torch.stack(held) if length else torch.empty(0)
 
 
-def test_the_bias_makes_the_chain_conditional(tiny_llama: CausalLM) -> None:
-    """Without a bias the second token's q is the same whatever the first is; with it, it is not."""
-    for rank, distinct in ((0, 1), (3, 3)):
-        rows = {}
-        for seed in range(20):
-            (proposal,) = Follower(ParallelDrafter(draft_of(rank)), tiny_llama, SAMPLED, seed).propose([3, 1, 4])
-            assert proposal.q is not None
-            rows[chain_of(proposal)[0]] = proposal.q[1]
-        assert len(rows) >= 3
-        assert len({tuple(row.mul(1e4).round().tolist()) for row in rows.values()}) >= distinct
-        assert rank or len({tuple(row.mul(1e4).round().tolist()) for row in rows.values()}) == 1
-
-
 # --- rows of a batch --------------------------------------------------------------------------------------------------
-
-
-def test_a_row_that_moves_or_is_refilled_keeps_its_own_states(tiny_llama: CausalLM) -> None:
-    drafter = ParallelDrafter(draft_of())
-    batch = Follower(drafter, tiny_llama, SAMPLED, rows=3)
-    batch.propose([1, 2, 3], [4, 5, 6, 7], [8], depths=[2, 0, 0])
-    # Row 2 was asked, with its states, when nothing was drafted for it; now its text moves to row 0.
-    batch.session.move(2, 0)
-    batch.known[0] = batch.known[2]
-    batch.session.admit(1, TextStart(1, GeneratorSource.from_seed(1)))
-    batch.known[1] = 0
-    moved, refilled = batch.propose([8, 3, 1], [5, 5])
-    (wanted,) = Follower(drafter, tiny_llama, SAMPLED, seed=2).propose([8, 3, 1])
-    assert moved.tree.token_list == wanted.tree.token_list
-    (wanted,) = Follower(drafter, tiny_llama, SAMPLED, seed=1).propose([5, 5])
-    assert refilled.tree.token_list == wanted.tree.token_list
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -155,14 +122,6 @@ def test_a_draft_near_the_end_of_its_positions_drafts_to_the_last(tiny_llama: Ca
     drafter = ParallelDrafter(tiny_parallel_draft(tiny_llama, max_position_embeddings=80))
     texts = Engine(tiny_llama, drafter).decode(prompts, DecodingConfig(16), batch_size=2)
     assert [text.tokens for text in texts] == [naive_greedy(tiny_llama.model, prompt, 16) for prompt in prompts]
-
-
-def test_a_text_that_stops_inside_a_chain_ends_there(tiny_llama: CausalLM) -> None:
-    """A draft that is the target itself, up to the masks, has its first tokens accepted; the stop is among them."""
-    plain = naive_greedy(tiny_llama.model, [3, 1, 4], 20)
-    config = DecodingConfig(20, eos_token_ids=(plain[7],))
-    text = Engine(tiny_llama, ParallelDrafter(draft_of())).decode([3, 1, 4], config)
-    assert text.tokens == plain[: plain.index(plain[7]) + 1]
 
 
 def draft_that_counts(counting: CausalLM, tokens: int) -> ParallelDraft:
@@ -184,13 +143,6 @@ def test_a_bias_that_knows_the_target_has_every_token_accepted(counting: CausalL
     # One token by the prefill, then 5 drafted and 1 of the target's own, twice.
     assert [len(step.tokens) for step in text.steps] == [1, 6, 6]
     assert [step.accepted for step in text.steps] == [0, 5, 5]
-
-
-def test_budgets_are_chains_of_every_length(tiny_llama: CausalLM) -> None:
-    drafter = ParallelDrafter(draft_of(), tokens=3)
-    assert drafter.budgets == (Budget(1, 2), Budget(2, 3), Budget(3, 4))
-    assert drafter.label == "parallel draft, 3 tokens" and drafter.chains_only
-    assert ParallelDrafter(draft_of(), sampled=False).label == "parallel draft, 4 likeliest tokens"
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -221,20 +173,6 @@ def test_a_target_of_another_width_is_refused(tiny_llama: CausalLM) -> None:
     with pytest.raises(ValueError, match="reads hidden states of size 16 but the target's have size 24: give a draft"):
         Engine(other, ParallelDrafter(draft_of())).decode([1, 2], DecodingConfig(4))
     Engine(other, ParallelDrafter(draft_of(reads_target=False))).decode([1, 2], DecodingConfig(4))
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"vocab_size": 18}, "are for 18 tokens but its model reads 17"),
-        ({"outputs": 18}, "are for 18 outputs but its model has 17"),
-        ({"hidden_size": 8}, "add to embeddings of size 8 but its model's have size 16"),
-    ],
-)
-def test_parts_of_another_model_are_refused(tiny_llama: CausalLM, changes: dict[str, int], problem: str) -> None:
-    draft = draft_of()
-    with pytest.raises(ValueError, match=f"the parts of this parallel draft {problem}: give a parallel draft"):
-        ParallelDraft(draft.model, ParallelParts(replace(draft.parts.config, **changes)))
 
 
 @pytest.mark.parametrize(

@@ -146,13 +146,6 @@ def test_a_stored_one_is_refused_where_the_recipe_asks_for_another(
         started(tiny_model("llama"), init={"from_model": str(stored)}, parallel=parallel)
 
 
-def test_a_stored_ordinary_draft_becomes_a_parallel_one(tmp_path: Path) -> None:
-    tiny_model("llama", seed=1).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    initial = started(tiny_model("llama"), init={"from_model": str(tmp_path)})
-    assert initial.parts is not None and len(embeddings(initial.model)) == 17
-
-
 # --- recipes --------------------------------------------------------------------------------------------------------
 
 
@@ -160,7 +153,6 @@ def test_a_stored_ordinary_draft_becomes_a_parallel_one(tmp_path: Path) -> None:
     ("section", "message"),
     [
         ({"teacher": {"folder": "x"}}, "reads_target needs the target's hidden states, which draft.teacher does not"),
-        ({"loss": {"hidden": 1}}, "draft.parallel needs a loss on the logits"),
         ({"policy": {"draft": 1}}, "which a parallel draft is not trained for"),
         ({"parallel": {"tokens": 1}}, "greater than or equal to 2"),
         ({"parallel": {"anchors": 0}}, "greater than or equal to 1"),

@@ -7,7 +7,7 @@ import pytest
 from simulated_machine import Machine, chains, simulate
 
 from decoding.drafters.spec import DrafterSpec
-from decoding.measure.planning.forms import PathRecord
+from decoding.measure.planning.forms import RankCounts
 from decoding.measure.planning.step_costs import (
     BLOCK,
     Candidate,
@@ -69,14 +69,6 @@ def test_steps_cut_short_by_a_text_s_end_and_steps_of_fewer_rows_are_not_measure
     assert survey.seconds() == {Budget(3, 4): StepSeconds(1.0, 2.0, 1.0)}
 
 
-def test_steps_of_a_lookup_that_found_nothing_count_as_often_as_they_occur() -> None:
-    survey = StepSurvey([Budget(4, 5)], rows=1, samples=1)
-    for drafted, seconds in [(4, 2.0), (4, 2.0), (0, 1.0), (0, 1.0), (0, 1.0), (4, 40.0)]:  # the last is a hiccup
-        survey.observe(Budget(4, 5), 1, [StepCount(1, 0, drafted, drafted)], 0.0, seconds, seconds)
-    # The first is not counted: one that drafted took 2, three without a draft 1 each, and 40 is left out.
-    assert survey.seconds()[Budget(4, 5)].verify == pytest.approx((2.0 + 3 * 1.0) / 4)
-
-
 # --- acceptance ------------------------------------------------------------------------------------------------------
 
 
@@ -91,20 +83,16 @@ def tree_of(*parents: int) -> TokenTree:
     return TokenTree.of_list(list(range(len(parents) + 1)), TreeShape((-1, *parents)))
 
 
-def test_a_record_of_paths_gives_shares_by_depth_and_place_and_the_worth_of_any_tree() -> None:
+def test_accepted_children_give_shares_by_depth_and_rank() -> None:
     tree = tree_of(0, 0, 1, 1, 2)  # children 1 and 2 of the root; 3 and 4 of node 1; 5 of node 2
-    record = PathRecord()
+    counts = RankCounts()
     for _ in range(100):
         for accepted in ((1, 3), (1, 3), (1,), (2, 5), ()):
-            record.add(tree, accepted)
-    shares = record.shares()
+            counts.add(tree, accepted)
+    shares = counts.shares()
     assert [len(depth) for depth in shares] == [2, 2]
     assert shares[0] == pytest.approx([3 / 5, 1 / 5], abs=0.01)
     assert shares[1] == pytest.approx([3 / 4, 0.0], abs=0.01)  # of 4 reached nodes; node 2 has one child only
-    assert record.expected_accepted([(0,)]) == pytest.approx(0.6)
-    assert record.expected_accepted([(0,), (1,), (0, 0), (1, 0)]) == pytest.approx(0.6 + 0.2 + 0.4 + 0.2)
-    # a path that was never drafted: its parent's worth times the share of its depth and place
-    assert record.expected_accepted([(1,), (1, 1)]) == pytest.approx(0.2 + 0.2 * shares[1][1])
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

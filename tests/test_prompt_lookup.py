@@ -117,18 +117,6 @@ def test_branches_are_distinct_continuations_latest_first_that_share_their_begin
     assert lookup(tiny_llama, text, branches=9, **settings).tree.token_list == three.token_list
 
 
-def test_shorter_suffixes_give_the_branches_that_longer_ones_do_not(tiny_llama: CausalLM) -> None:
-    tree = lookup(tiny_llama, [1, 2, 7, 9, 2, 8, 1, 2], tokens=1, ngram=2, branches=2).tree
-    assert tree.token_list == [2, 7, 8], "7 behind (1, 2), then 8 behind 2 alone"
-
-
-def test_the_first_branch_gets_the_nodes_where_they_are_few(tiny_llama: CausalLM) -> None:
-    text = [1, 2, 5, 1, 3, 5, 1]
-    settings = {"tokens": 3, "ngram": 1, "branches": 2}
-    assert lookup(tiny_llama, text, nodes=4, **settings).tree.token_list == [1, 3, 5, 1]
-    assert lookup(tiny_llama, text, nodes=6, **settings).tree.token_list == [1, 3, 5, 1, 2, 5]
-
-
 def test_budgets_are_those_of_chains_or_of_that_many_branches() -> None:
     assert PromptLookupDrafter(3).budgets == (Budget(1, 2), Budget(2, 3), Budget(3, 4))
     assert PromptLookupDrafter(2, branches=3).budgets == (Budget(1, 4), Budget(2, 7))

@@ -1,5 +1,6 @@
 """Prompts from files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +46,16 @@ def test_what_an_instruction_is_about_stands_behind_it(tmp_path: Path, row: str,
     assert conversation.text == prompt.decode()
 
 
-def test_a_text_with_its_answer_beside_it_is_asked_not_continued(tmp_path: Path) -> None:
-    path = written(tmp_path, '{"text": "a", "code": "b", "task_id": 1}\n{"text": "a"}\n')
-    assert read_prompts(path, byte_tokenizer(CHAT), 2) == [tuple(b"<a>:"), tuple(b"a")]
-
-
-def test_a_named_field_wins_and_a_limit_holds(tmp_path: Path) -> None:
-    path = written(
-        tmp_path, '{"prompt": "a", "task": "x"}\n\n{"prompt": "b", "task": "y"}\n{"prompt": "c", "task": "z"}\n'
-    )
-    assert read_prompts(path, byte_tokenizer(), 2, field="task") == [tuple(b"x"), tuple(b"y")]
-
-
 def test_a_chat_template_is_used_for_questions_but_not_for_texts(tmp_path: Path) -> None:
     path = written(tmp_path, '{"prompt": "a"}\n{"text": "b"}\n')
     assert read_prompts(path, byte_tokenizer(CHAT), 2) == [tuple(b"<a>:"), tuple(b"b")]
     assert read_prompts(written(tmp_path, '{"text": "b"}'), byte_tokenizer(CHAT), 1, field="text") == [tuple(b"<b>:")]
     assert encode_prompt("a", byte_tokenizer(CHAT), chat=False) == tuple(b"a")
+    answered = written(tmp_path, '{"text": "a", "code": "b", "task_id": 1}')
+    assert read_prompts(answered, byte_tokenizer(CHAT), 1) == [tuple(b"<a>:")], "it is asked, not continued"
+    roles = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
+    messages = written(tmp_path, json.dumps({"messages": roles}))
+    assert read_prompts(messages, byte_tokenizer(CHAT), 1) == [tuple(b"<s><u>:")], "up to the first answer"
 
 
 @pytest.mark.parametrize(
@@ -76,14 +70,6 @@ def test_a_chat_template_is_used_for_questions_but_not_for_texts(tmp_path: Path)
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, content: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         read_prompts(written(tmp_path, content), byte_tokenizer(), 5)
-
-
-def test_messages_up_to_the_first_answer_go_through_the_template_whole(tmp_path: Path) -> None:
-    row = (
-        '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, '
-        '{"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}]}'
-    )
-    assert read_prompts(written(tmp_path, row), byte_tokenizer(CHAT), 1) == [tuple(b"<s><u>:")]
 
 
 @pytest.mark.parametrize("messages", ["5", '[{"role": "user"}]', '[{"role": "user", "content": 3}]'])

@@ -34,18 +34,10 @@ def write(tmp_path: Path, content: Any) -> Path:
     ("content", "change", "message"),
     [
         (MEDUSA, {"traget": "x"}, "unknown key 'traget'; did you mean 'target'?"),
-        (
-            MEDUSA,
-            {"zzzz": 1},
-            "unknown key 'zzzz'; valid keys are adapters, checkpoint, data, dtype,",
-        ),
         (MEDUSA, {"draft": {}}, "'draft' is for recipes of kind draft, and this recipe's is medusa: leave it out"),
         (DRAFT, {"features": {"folder": "f"}}, "'features' is for recipes of kind medusa, and"),
-        (MEDUSA, {"training": {"steps": 1, "learnin_rate": 1}}, "'training.learnin_rate'; did you mean 'learning_rate"),
-        (MEDUSA, {"heads": {"num_head": 2}}, "unknown key 'heads.num_head'; did you mean 'num_heads'?"),
         (DRAFT, {"draft": {"polisy": {}}}, "unknown key 'draft.polisy'; did you mean 'policy'?"),
         (DRAFT, {"draft": {"zzzz": 1}}, "'draft.zzzz'; valid keys are check_costs, init, loss, num_draft_tokens"),
-        (PRETRAIN, {"model": {"tokenizer": "t", "hidden": 1}}, "unknown key 'model.hidden'; did you mean 'hidden_siz"),
     ],
 )
 def test_a_misspelt_key_is_refused_with_the_nearest_valid_name(
@@ -61,19 +53,13 @@ def test_a_misspelt_key_is_refused_with_the_nearest_valid_name(
     [
         (MEDUSA, {"dtype": "float16"}, "dtype: Input should be 'bf16', 'fp16' or 'fp32'", "(got 'float16')"),
         (MEDUSA, {"training": {"steps": 0}}, "training.steps: ", "(got 0)"),
-        (MEDUSA, {"training": {"steps": 1.5}}, "training.steps: ", "(got 1.5)"),
-        (MEDUSA, {"training": {"steps": "many"}}, "training.steps: ", "(got 'many')"),
-        (MEDUSA, {"training": {"steps": 1, "learning_rate": -1.0}}, "training.learning_rate: ", "(got -1.0)"),
         (MEDUSA, {"heads": {"decay": 1.5}}, "heads.decay: Input should be less than or equal to 1", "(got 1.5)"),
-        (MEDUSA, {"data": {"train": "a", "heldout": "b", "max_length": 7}}, "data.max_length: ", "(got 7)"),
-        (MEDUSA, {"evaluation": None}, "evaluation: ", "(got None)"),
         (
             DRAFT,
             {"draft": {"policy": {"loop_trains": "no"}}},
             "draft.policy.loop_trains: Input should be 'rejected' or 'all' ",
             "(got 'no')",
         ),
-        (DRAFT, {"draft": {"vocabulary": "all"}}, "draft.vocabulary: Input should be a valid integer", "(got 'all')"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key(
@@ -164,7 +150,6 @@ def drafts(**section: Any) -> dict[str, Any]:
         ),
         ({"teacher": {"folder": "t"}, "loss": {"reverse_kl": 1}}, "draft.loss.reverse_kl cannot be learnt"),
         ({"teacher": {"folder": "t"}, "loss": {"cross_entropy": 1}}, "draft.loss learns the data's tokens alone"),
-        ({"teacher": {"folder": "t"}, "loss": {"hidden": 1}}, "draft.loss.hidden needs the target's hidden states"),
     ],
 )
 def test_a_draft_section_that_contradicts_itself_is_refused(
@@ -189,7 +174,7 @@ def test_a_drafts_recipe_says_what_it_comes_down_to_where_nothing_is_said(tmp_pa
     assert resolved["loss"]["forward_kl"] == 1 and resolved["policy"]["offline"] == 1
     assert resolved["init"]["from_target"]["layers"] == 1
     content = recipe_content(tmp_path, "draft")
-    content["draft"] |= {"loss": {"tvd": 2}, "policy": {"draft": 1}, "init": {"from_config": {"num_hidden_layers": 1}}}
+    content["draft"] |= {"loss": {"jsd": 2}, "policy": {"draft": 1}, "init": {"from_config": {"num_hidden_layers": 1}}}
     said = parse_recipe(content).model_dump(mode="json")["draft"]
     assert (said["loss"]["forward_kl"], said["policy"]["offline"], said["init"]["from_target"]) == (0, 0, None)
 
@@ -205,8 +190,12 @@ def test_heads_and_drafts_share_one_loss_section_in_which_a_term_that_is_not_nam
 
     assert mix_of({}) == mix_of({"temperature": 2}) == {default: 1}
     assert getattr(parse_recipe({**MEDUSA, "kind": kind}), section).loss.mix == {default: 1}
-    for term in ("cross_entropy", "forward_kl", "reverse_kl", "jsd", "tvd", "acceptance"):
-        assert mix_of({term: 0.5}) == mix_of({term: 0.5, "tvd" if term != "tvd" else "jsd": 0}) == {term: 0.5}
+    for term in ("cross_entropy", "forward_kl", "reverse_kl", "jsd", "acceptance"):
+        assert (
+            mix_of({term: 0.5})
+            == mix_of({term: 0.5, "acceptance" if term != "acceptance" else "jsd": 0})
+            == {term: 0.5}
+        )
 
 
 @pytest.mark.parametrize(

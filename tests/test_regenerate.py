@@ -101,19 +101,14 @@ def test_with_a_chat_template_each_turn_is_answered_after_the_targets_own_answer
     assert (summary.answered, summary.answers) == (2, 3)
 
 
-def test_the_answers_that_a_conversation_came_with_are_replaced(models: Path, tmp_path: Path) -> None:
-    said = [("system", "a"), ("user", "j"), ("assistant", "a a a"), ("user", "b"), ("user", "i")]
+def test_training_reads_the_very_tokens_that_were_written_in_place_of_given_answers(
+    models: Path, tmp_path: Path
+) -> None:
+    said = [("user", "j"), ("assistant", "a a a"), ("user", "h"), ("user", "i")]
     messages = [{"role": role, "content": content} for role, content in said]
     regenerate(options(tmp_path, models / "chat", [{"messages": messages}]))
-    (row,) = rows(tmp_path / "answers.jsonl")
-    assert contents(row) == ["a", "j", "k l", "b", "i", "j k l"]
-
-
-@pytest.mark.parametrize("target", ["plain", "chat"])
-def test_training_reads_the_very_tokens_that_were_written(models: Path, tmp_path: Path, target: str) -> None:
-    regenerate(options(tmp_path, models / target, ["j", "h i"]))
     section = DataSection(train="", heldout="", max_length=32)
-    dataset = load_dataset(str(tmp_path / "answers.jsonl"), section, load_tokenizer(str(models / target)))
+    dataset = load_dataset(str(tmp_path / "answers.jsonl"), section, load_tokenizer(str(models / "chat")))
     trained = [example.tokens[example.trained].tolist() for example in dataset.examples]
     assert trained == [[14, 15, 0, 1], [13, 14, 15, 0, 1]], "the <unk>, which no text holds, among them"
 
@@ -199,31 +194,11 @@ def test_what_is_done_is_not_done_again(finished: tuple[RegenerateOptions, dict[
     assert [path.stat().st_mtime_ns for path in paths] == before
 
 
-def test_a_larger_limit_goes_on_where_the_smaller_one_ended(models: Path, tmp_path: Path) -> None:
-    regenerate(options(tmp_path, models / "plain", "abcd", limit=2))
-    summary = regenerate(options(tmp_path, models / "plain", "abcd", limit=3))
-    assert (summary.before, summary.answered) == (2, 1)
-    assert [row["prompt"] for row in rows(tmp_path / "answers.jsonl")] == ["a", "b", "c"]
-
-
-def test_a_half_written_line_is_cut_off_when_the_file_is_opened(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    with AnswerFile(path, {}, {}, keep_truncated=True):
-        path.write_text('{"row": 1, "sample": 0}\n{"row": 2, "sam')
-    with AnswerFile(path, {}, {}, keep_truncated=True) as answers:
-        assert answers.done == {AnswerKey(1, 0)}
-    assert path.read_text() == '{"row": 1, "sample": 0}\n'
-
-
 @pytest.mark.parametrize(
     ("file", "content", "complaint"),
     [
         ("answers.jsonl", b'{"row": 1, "sample": 0}\n{"row": 2, "sam}\n', r"answers\.jsonl, line 2 is damaged"),
-        (
-            "answers.jsonl",
-            b'{"row": 1}\n',
-            r"answers\.jsonl, line 1 is damaged \(it is not an object",
-        ),
+        ("answers.jsonl", b'{"row": 1}\n', r"answers\.jsonl, line 1 is damaged \(it is not an object"),
         ("answers.jsonl.failed.jsonl", b"\xff\xfe\n", r"failed\.jsonl, line 1 is damaged"),
     ],
 )
@@ -239,7 +214,7 @@ def test_a_damaged_line_is_named_and_said_to_be_answered_again_once_it_is_delete
     assert (tmp_path / file).read_bytes() == content
 
 
-@pytest.mark.parametrize("damage", [b'{"settings": {"se', b"\xff", b'{"settings": 3}', b""])
+@pytest.mark.parametrize("damage", [b'{"settings": {"se', b"\xff", b""])
 def test_damaged_settings_are_named_where_there_are_answers_and_written_anew_where_there_are_none(
     tmp_path: Path, damage: bytes
 ) -> None:
@@ -276,8 +251,6 @@ def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
     ("row", "complaint"),
     [
         ('{"prompt": 3}', "line 1: the prompt is 3, not text"),
-        ('{"prompt": ["a", 3]}', "line 1: the prompt is .*, not text"),
-        ('{"turns": []}', "line 1: the conversation has nothing to answer"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: the conversation has nothing to answer"),
         ('{"messages": [{"role": "user"}]}', "line 1: a message is"),
         ('{"story": "a"}', "line 1: the row lacks a field of prompt"),
@@ -299,13 +272,11 @@ def test_a_conversation_needs_a_chat_template(models: Path, tmp_path: Path) -> N
     ("change", "complaint"),
     [
         ({"target": None}, "give --target for a model in this process, or --endpoint"),
-        ({"endpoint": ["http://127.0.0.1:9/v1"]}, "give --target for a model in this process, or --endpoint"),
         ({"target": None, "endpoint": ["http://127.0.0.1:9/v1"]}, "say which with --model"),
         (
             {"target": None, "endpoint": ["http://127.0.0.1:9/v1"], "model": "m", "drafter": "lookup"},
             "--drafter speeds up",
         ),
-        ({"drafter": "heads"}, "lacks the path of the weights"),
         ({"n": 2}, "n is 2 at temperature 0, where all answers are the same"),
     ],
     ids=lambda value: str(value),

@@ -34,7 +34,7 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
     "draft:PATH/draft,tokens=3,sampled=false": (DraftModelDrafter, {"tokens": 3}, "draft model, 3 likeliest tokens"),
     "draft-tree:PATH/draft,depth=3,width=2,nodes=7": (
         DraftTreeDrafter,
-        {"depth": 3, "width": 2, "nodes": 7},
+        {"depth": 3, "width": 2, "max_nodes": 7},
         "draft model, tree of 6",
     ),
     "parallel:PATH/parallel,tokens=2": (ParallelDrafter, {"max_depth": 2}, "parallel draft, 2 tokens"),

@@ -52,7 +52,6 @@ def test_a_jsonl_file_gives_its_lines_with_their_numbers_blank_ones_counted(tmp_
     [
         (b'{"text": ', r"not JSON \(Expecting value at column 10\)"),
         (b"[1, 2]", "the row is list, not an object with fields: write one a line"),
-        (b"null", "the row is NoneType, not an object"),
         (b'{"text": "\xff"}', r"not UTF-8 text \(invalid start byte\)"),
         (b'{"text": "\\ud83d"}', r"a \\u escape is half a character \(surrogates not allowed\)"),
     ],
@@ -93,11 +92,6 @@ def test_a_folder_is_its_jsonl_and_parquet_files_in_the_order_of_their_names(tmp
     for name in ("README.md", ".a.jsonl", "._b.parquet", "a.jsonl.failed.jsonl"):
         (folder / name).write_text("not data")
     assert fields_of(folder) == [{"text": "1"}, {"text": "2"}, {"text": "3"}]
-
-
-def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"folder .* holds no data: put \.jsonl or \.parquet files into it"):
-        open_source(str(tmp_path), SECTION)
 
 
 def test_a_files_digest_is_its_sha256_and_a_folders_is_of_names_and_contents(tmp_path: Path) -> None:
@@ -154,9 +148,7 @@ def test_what_the_hub_cannot_give_is_one_sentence(datasets: Any, monkeypatch: py
         open_source("ORG/NAME", of_split("dev"))
 
 
-@pytest.mark.parametrize(
-    "name", ["none.jsonl", "data/none.jsonl", "data/none.parquet", "a/b/c", "/none", "./a/b", "none"]
-)
+@pytest.mark.parametrize("name", ["none.jsonl", "data/none.parquet", "a/b/c", "./a/b"])
 def test_what_can_be_neither_file_nor_hub_id_is_not_looked_for_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -189,8 +181,6 @@ def test_messages_in_sharegpts_field_are_taken_as_they_are() -> None:
     ("turns", "message"),
     [
         ("a", "row: the conversations are 'a', not a list of turns"),
-        ([], r"row: the conversations are \[\], not a list of turns"),
-        ([{"from": "human"}], "row: a turn is {'from': 'human'}, without a 'from' and a 'value' that are texts"),
         ([{"from": "human", "value": 3}], "row: a turn is .*, without a 'from' and a 'value' that are texts"),
         ([{"from": "bard", "value": "a"}], "row: a turn is from 'bard': ShareGPT has human, user, gpt"),
     ],

@@ -88,6 +88,8 @@ def test_vllm_drafts_with_all_heads_and_the_page_says_up_to_which_version(folder
 
 def test_a_plan_gives_a_draft_the_table_by_batch_size_and_says_how_its_tokens_were_drawn(folder: Path) -> None:
     assert vllm_config(command(DRAFT, folder))["num_speculative_tokens"] == 4, "the usual depth"
+    (folder / "provenance.json").write_text(json.dumps({"recipe": {"draft": {"num_draft_tokens": 6}}}))
+    assert vllm_config(command(DRAFT, folder))["num_speculative_tokens"] == 6, "as it was trained"
     config = {
         "method": "draft_model",
         "model": str(folder),
@@ -100,7 +102,7 @@ def test_a_plan_gives_a_draft_the_table_by_batch_size_and_says_how_its_tokens_we
     assert vllm_config(found) == config | {"draft_sample_method": "probabilistic"}
     assert not warned(found, "drafts by argmax")
     nowhere = command(DRAFT, folder, plan=replace(PLAN, schedule=((1, 16, 0),)))
-    assert vllm_config(nowhere)["num_speculative_tokens"] == 4 and warned(nowhere, "found no batch size at which")
+    assert vllm_config(nowhere)["num_speculative_tokens"] == 6 and warned(nowhere, "found no batch size at which")
 
 
 def test_llama_cpp_gets_two_files_and_a_chain_that_no_probability_ends(folder: Path) -> None:

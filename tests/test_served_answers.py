@@ -167,16 +167,15 @@ def test_a_disk_that_takes_no_more_is_named_and_loses_nothing(tmp_path: Path) ->
 # --- who answers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [301, 307, 308])
 def test_a_redirect_is_refused_and_neither_key_nor_prompt_reaches_where_it_points(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with serve(lambda request: chat("Yes")) as other:
         there = other.address.replace("127.0.0.1", "localhost")
         headers = {"Location": f"{there.replace('//', '//me:secret@')}/{KEY}/chat?key=secret"}
         with (
-            serve(lambda request: (status, {}), headers=headers) as endpoint,
+            serve(lambda request: (307, {}), headers=headers) as endpoint,
             pytest.raises(ValueError, match=f"redirects to {there}/.the key./chat .*--endpoint") as caught,
         ):
             regenerate(options(tmp_path, endpoint.address, ("one", "two"), concurrency=1))

@@ -27,12 +27,6 @@ def test_a_fixed_set_gives_the_examples_of_its_order_with_their_places(batch_siz
         assert not source.writes_at(step)
 
 
-def test_every_process_gets_the_rows_of_its_positions() -> None:
-    source = Offline(DATA, 6, seed=0)
-    whole = source.examples_at(2, range(6))
-    assert source.examples_at(2, range(0, 6, 2)) == whole[::2] and source.examples_at(2, range(1, 6, 2)) == whole[1::2]
-
-
 def test_the_positions_of_a_batch_are_dealt_out_to_the_processes_in_turn() -> None:
     section = TrainingSection(steps=1, batch_size=6, micro_batch_size=1)
     shares = [_my_positions(section, cast(Any, SimpleNamespace(process_index=i, num_processes=3))) for i in range(3)]

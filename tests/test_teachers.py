@@ -8,11 +8,10 @@ from loss_references import KINDS, Anew, a_teacher, all_logits, divergence, grad
 from torch import Tensor
 
 from trainer.learning.fused import fused_loss
-from trainer.learning.losses import LossMix
-from trainer.learning.teachers import HiddenTeacher, SampledTailTeacher
-from trainer.recipe.loss import Divergence
+from trainer.learning.losses import HiddenTeacher, LossMix, SampledTailTeacher
+from trainer.recipe.common import Divergence
 
-UNBIASED: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jsd", "tvd")
+UNBIASED: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jsd")
 
 
 def test_a_teachers_logits_go_through_what_its_model_does_after_the_lm_head() -> None:
@@ -59,7 +58,7 @@ def expected_over_draws(
     return total
 
 
-@pytest.mark.parametrize("terms", [*((kind,) for kind in UNBIASED), ("cross_entropy", "forward_kl", "tvd")])
+@pytest.mark.parametrize("terms", [*((kind,) for kind in UNBIASED), ("cross_entropy", "forward_kl", "jsd")])
 @pytest.mark.parametrize("drawn", [1, 2, 3])
 @pytest.mark.parametrize("temperature", [1.0, 1.6])
 @pytest.mark.parametrize("known", [None, [5, 0, 3, 1]])
@@ -122,6 +121,6 @@ def test_a_sampled_loss_has_the_gradient_of_its_value(kind: Divergence) -> None:
 
 def test_what_is_stored_at_one_temperature_is_refused_at_another_with_the_remedy() -> None:
     hidden, weight, labels = inputs()
-    mix = LossMix({"tvd": 1.0}, temperature=2.0)
+    mix = LossMix({"jsd": 1.0}, temperature=2.0)
     with pytest.raises(ValueError, match=r"temperature 2 but .* stored at 1\.5: set the temperature to 1\.5, or store"):
         fused_loss(hidden[:1], weight, labels[:1], mix, sampled(torch.randn(1, 7), 2, [3], temperature=1.5))

@@ -39,14 +39,6 @@ def test_a_node_attends_to_itself_and_its_ancestors_only() -> None:
     ]
 
 
-def test_a_chain_is_a_tree_with_one_branch() -> None:
-    chain = TreeShape.chain(3)
-    assert chain.parents == (-1, 0, 1, 2) and chain.is_chain
-    assert torch.equal(chain.ancestor_mask, torch.ones(4, 4, dtype=torch.bool).tril())
-    assert TreeShape.chain(0).parents == (-1,) and TreeShape.chain(0).is_chain
-    assert not TreeShape((-1, 0, 0)).is_chain
-
-
 @pytest.mark.parametrize("parents", [(), (0,), (-1, 1), (-1, 0, 2), (-1, -1), (-1, 0, 3, 0)])
 def test_a_parent_that_does_not_come_first_is_refused(parents: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"parent"):
@@ -60,21 +52,9 @@ def test_paths_of_ranks_become_nodes_by_depth_with_the_best_sibling_first() -> N
     assert ranks == (0, 1, 0, 2, 0, 0)
 
 
-def test_a_path_given_twice_is_one_node_and_the_empty_path_is_the_root() -> None:
-    shape, ranks = TreeShape.from_paths([[0], [0], []])
-    assert (shape.parents, ranks) == ((-1, 0), (0,))
-
-
 def test_a_path_without_its_parent_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"tree path \[0, 1\] has no parent: add \[0\]"):
         TreeShape.from_paths([[1], [0, 1]])
-
-
-def test_cutting_by_depth_keeps_a_tree() -> None:
-    nodes = SHAPE.nodes_up_to(2)
-    assert nodes == (0, 1, 2, 3, 4, 5)
-    assert SHAPE.keep(nodes).parents == (-1, 0, 0, 1, 2, 2)
-    assert SHAPE.keep((0, 2, 5, 6)).parents == (-1, 0, 1, 2)
 
 
 def test_following_a_text_stops_where_the_tree_does_not_have_it() -> None:
@@ -83,18 +63,6 @@ def test_following_a_text_stops_where_the_tree_does_not_have_it() -> None:
     assert tree.follow([2, 4]) == (2, 4)
     assert tree.follow([2, 3]) == (2,)
     assert tree.follow([7]) == () and tree.follow([]) == ()
-
-
-def test_of_duplicate_children_the_first_is_found() -> None:
-    tree = TokenTree(torch.tensor([9, 5, 5, 7]), TreeShape((-1, 0, 0, 2)))
-    assert tree.child_with_token(0, 5) == 1
-    assert tree.child_with_token(0, 7) is None
-
-
-def test_a_chain_of_tokens_begins_with_the_root() -> None:
-    tree = TokenTree.chain([4, 5, 6])
-    assert tree.token_list == tree.tokens.tolist() == [4, 5, 6]
-    assert tree.shape == TreeShape.chain(2) and len(tree) == 3
 
 
 def test_a_tree_whose_tokens_the_host_knows_costs_no_transfer() -> None:
@@ -114,11 +82,6 @@ def test_how_many_tokens_two_texts_begin_with_in_common(
     first: Sequence[int], second: Sequence[int], length: int
 ) -> None:
     assert common_length(first, second) == common_length(second, first) == length
-
-
-def test_tokens_and_shape_must_agree() -> None:
-    with pytest.raises(AssertionError, match="2 tokens for a tree of 3 nodes"):
-        TokenTree(torch.tensor([1, 2]), TreeShape.chain(2))
 
 
 def test_the_shape_annotations_are_enforced_here() -> None:

@@ -8,14 +8,15 @@ from typing import Annotated
 
 import typer
 
-from trainer.commands.artefact_options import ExportOptions, PushOptions
 from trainer.commands.options import (
     ChatOptions,
     CompareOptions,
     DemoOptions,
     EvaluateOptions,
+    ExportOptions,
     GenerateOptions,
     PlanOptions,
+    PushOptions,
 )
 from trainer.commands.proof_options import DiagnoseOptions, DoctorOptions, VerifyOptions
 from trainer.commands.training_options import (

@@ -130,25 +130,18 @@ class Drafter(ABC):
     rough_cost: float = 0.1
     """Seconds of its largest draft over those of a target pass, roughly, for decisions that follow no clock."""
 
+    max_positions: int | None = None
+    """Length of the longest text that it can draft for, in tokens; None if its own models set no limit."""
+    reads_states = False
+    """True if its requests must hold ``states``, which the loop else does not keep."""
+    budgets: tuple[Budget, ...]
+    """Sizes of the trees that it can draft, by increasing cost; the last one is the default."""
+    label_with_size = ""
+
     @property
     def label(self) -> str:
         """Name in tables: the kind of drafter, with the size of its drafts if two of a kind may differ in it."""
-        return self.name
-
-    @property
-    def max_positions(self) -> int | None:
-        """Length of the longest text that it can draft for, in tokens; None if its own models set no limit."""
-        return None
-
-    @property
-    def reads_states(self) -> bool:
-        """True if its requests must hold ``states``, which the loop else does not keep."""
-        return False
-
-    @property
-    @abstractmethod
-    def budgets(self) -> tuple[Budget, ...]:
-        """Sizes of the trees that it can draft, by increasing cost; the last one is the default."""
+        return self.label_with_size or self.name
 
     @abstractmethod
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
@@ -186,7 +179,8 @@ class TextSession(Protocol):
         """Draft a tree; ``request.max_depth`` is at least 1."""
 
     def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """Take note of the target's logits at every node of the last tree."""
+        """Take note of the target's logits at every node of the last tree; most drafters learn nothing from them."""
+        return
 
 
 class TextDrafter(Drafter):

@@ -9,7 +9,6 @@ from decoding.drafters.base import Drafter, DraftRequest
 from decoding.drafters.draft_state import DraftState, StateSession
 from decoding.drafters.growth import Growth, StaticTree
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 
@@ -30,19 +29,10 @@ class DraftModelDrafter(Drafter):
         self.draft = draft
         self.tokens = tokens
         self.growth = Growth(StaticTree.chain(tokens), sampled)
+        self.budgets = self.growth.tree.budgets
+        self.max_positions = draft.max_text
+        self.label_with_size = f"{self.name}, {tokens} {'tokens' if sampled else 'likeliest tokens'}"
         self.rough_cost = 0.05 * tokens
-
-    @property
-    def label(self) -> str:
-        return f"{self.name}, {self.tokens} {'tokens' if self.growth.sampled else 'likeliest tokens'}"
-
-    @property
-    def max_positions(self) -> int | None:
-        return self.draft.max_text
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
-        return self.growth.tree.budgets
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         return frozenset({self.growth.kind(sampling)})

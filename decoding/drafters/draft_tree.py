@@ -38,22 +38,13 @@ class DraftTreeDrafter(Drafter):
         self.draft = draft
         self.depth = depth
         self.width = width
-        self.nodes = min(nodes, self._met(depth))
-        self.rough_cost = 0.05 * depth
-
-    @property
-    def label(self) -> str:
-        return f"draft model, tree of {self.max_nodes - 1}"
-
-    @property
-    def max_positions(self) -> int | None:
-        return self.draft.max_text
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
         # Depth and size grow together.
-        sizes = [(depth, 1 + max(depth, (self.nodes - 1) * depth // self.depth)) for depth in range(1, self.depth + 1)]
-        return tuple(Budget(depth, min(nodes, self._met(depth))) for depth, nodes in sizes)
+        sizes = [(level, 1 + max(level, (nodes - 1) * level // depth)) for level in range(1, depth + 1)]
+        # The beam meets the root, its children, and the children of the best of each further level.
+        self.budgets = tuple(Budget(level, min(size, 1 + width + (level - 1) * width**2)) for level, size in sizes)
+        self.max_positions = draft.max_text
+        self.label_with_size = f"draft model, tree of {self.max_nodes - 1}"
+        self.rough_cost = 0.05 * depth
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DraftTreeSession":
         known = shared_tokens(self.draft, target)
@@ -61,10 +52,6 @@ class DraftTreeDrafter(Drafter):
             raise ValueError(f"width is {self.width} but target and draft share {known} tokens")
         state = DraftState(self.draft, target, sampling, rows, max_length, 1 + self.width * self.depth)
         return DraftTreeSession(self, state, sampling)
-
-    def _met(self, depth: int) -> int:
-        """Return the number of nodes that the beam meets down to ``depth``, the root included."""
-        return 1 + self.width + (depth - 1) * self.width**2
 
 
 class DraftTreeSession(StateSession):
@@ -168,6 +155,6 @@ class _Beam:
         return self._tree_of([0, *sorted(self._best())], device)
 
     def _tree_of(self, nodes: Sequence[int], device: torch.device | str = "cpu") -> TokenTree:
-        place = {node: index for index, node in enumerate(nodes)}
-        shape = TreeShape(tuple(place.get(self._parents[node], -1) for node in nodes))
+        index_of = {node: index for index, node in enumerate(nodes)}
+        shape = TreeShape(tuple(index_of.get(self._parents[node], -1) for node in nodes))
         return TokenTree.of_list([self._tokens[node] for node in nodes], shape, device)

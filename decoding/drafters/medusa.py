@@ -10,7 +10,6 @@ from decoding.drafters.growth import ConditionalLogits, Growth, StaticTree
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads, StackedHeads
 from decoding.model.markov import DecodingBias
-from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 
@@ -37,17 +36,11 @@ class MedusaDrafter(Drafter):
         self.heads = heads
         self.name = "medusa" if heads.markov is None else "markov"
         self.growth = Growth(shape, sampled)
+        self.budgets = shape.budgets
+        kind = f"{'' if sampled else 'deterministic '}{'chain' if shape.is_chain else 'tree'}"
+        self.label_with_size = f"{self.name}, {kind} of {self.max_nodes - 1}"
         self.stacked = StackedHeads(heads)
         self.bias = None if heads.markov is None else DecodingBias(heads.markov)
-
-    @property
-    def label(self) -> str:
-        kind = "" if self.growth.sampled else "deterministic "
-        return f"{self.name}, {kind}{'chain' if self.growth.tree.is_chain else 'tree'} of {self.max_nodes - 1}"
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
-        return self.growth.tree.budgets
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         return frozenset({self.growth.kind(sampling)})

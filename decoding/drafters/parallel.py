@@ -12,7 +12,6 @@ from decoding.drafters.growth import ConditionalLogits, Growth, StaticTree
 from decoding.model.causal_lm import CausalLM
 from decoding.model.markov import DecodingBias
 from decoding.model.parallel import ParallelDraft
-from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 
@@ -56,25 +55,13 @@ class ParallelDrafter(Drafter):
         self.draft = draft
         self.bias = None if draft.parts.markov is None else DecodingBias(draft.parts.markov)
         self.growth = Growth(shape, sampled)
-        self._is_tree = tree is not None
-
-    @property
-    def label(self) -> str:
-        if self._is_tree:
-            return f"{self.name}, {'' if self.growth.sampled else 'deterministic '}tree of {self.max_nodes - 1}"
-        return f"{self.name}, {self.max_depth} {'tokens' if self.growth.sampled else 'likeliest tokens'}"
-
-    @property
-    def max_positions(self) -> int | None:
-        return self.draft.model.max_text
-
-    @property
-    def reads_states(self) -> bool:
-        return self.draft.reads_target
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
-        return self.growth.tree.budgets
+        self.budgets = shape.budgets
+        self.max_positions = draft.model.max_text
+        self.reads_states = draft.reads_target
+        size = f"{shape.max_depth} {'tokens' if sampled else 'likeliest tokens'}"
+        if tree is not None:
+            size = f"{'' if sampled else 'deterministic '}tree of {self.max_nodes - 1}"
+        self.label_with_size = f"{self.name}, {size}"
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         return frozenset({self.growth.kind(sampling)})

@@ -7,10 +7,7 @@ earlier occurrence continued (`transformers`, with ``prompt_lookup_num_tokens``,
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from jaxtyping import Float
-from torch import Tensor
-
-from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
+from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -40,10 +37,7 @@ class PromptLookupDrafter(TextDrafter):
         self.ngram = ngram
         self.min_ngram = min_ngram
         self.branches = branches
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
-        return tuple(Budget(depth, 1 + depth * self.branches) for depth in range(1, self.tokens + 1))
+        self.budgets = tuple(Budget(depth, 1 + depth * branches) for depth in range(1, tokens + 1))
 
     def open_text(
         self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int
@@ -51,7 +45,7 @@ class PromptLookupDrafter(TextDrafter):
         return PromptLookupSession(self, target)
 
 
-class PromptLookupSession:
+class PromptLookupSession(TextSession):
     """An index of the occurrences of every n-gram of one text. A token enters it when another token follows."""
 
     _LOOKS = 4  # occurrences of an n-gram tried per branch, as the latest ones often continue alike
@@ -62,9 +56,6 @@ class PromptLookupSession:
         self._indexed = 0
         """Number of the text's tokens in the index."""
         self._ends: dict[tuple[int, ...], list[int]] = {}
-
-    def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """Do nothing: the text holds everything that the session needs."""
 
     def propose(self, request: DraftRequest) -> Proposal:
         tokens = request.tokens

@@ -178,6 +178,7 @@ def weights_of(spec: DrafterSpec) -> Weights | None:
 
 
 def _recognised(path: str | None, options: Mapping[str, Any]) -> str:
+    """Return the name of the drafter whose weights are in the path."""
     assert path is not None
     folder = local_folder(path, weights=False)
     if is_heads_folder(folder):
@@ -208,24 +209,19 @@ class DrafterLoader:
         assert spec.path is not None
         key = entry.weights, spec.path
         if key not in self._loaded:
-            self._loaded[key] = self.read_weights(*key)
+            self._loaded[key] = self._read(*key)
         return entry.make(self._loaded[key], spec.options)
 
-    def read_weights(self, weights: Weights, path: str) -> LoadedWeights:
-        """Read weights of this kind; ValueError if they cannot be read or do not fit the target."""
+    def _read(self, weights: Weights, path: str) -> LoadedWeights:
         if weights == "heads":
             return load_heads(path, self._target)
-        tokenizer = self._target_tokenizer()
-        if weights == "draft":
-            return load_draft(path, self._target, tokenizer, self._trusted)
-        if weights == "parallel draft":
-            return load_parallel_draft(path, self._target, tokenizer, self._trusted)
-        if tokenizer is None:
-            raise ValueError(f"{path} drafts by text, which needs the target's tokenizer: give it as tokenizer")
-        draft = load_draft(path, self._target, None, self._trusted, other_tokenizer=True)
-        return ForeignDraft(draft, load_tokenizer(path, self._trusted), tokenizer)
-
-    def _target_tokenizer(self) -> PreTrainedTokenizerBase | None:
         if isinstance(self._tokenizer, str):
             self._tokenizer = load_tokenizer(self._tokenizer, self._trusted)
-        return self._tokenizer
+        if weights == "draft":
+            return load_draft(path, self._target, self._tokenizer, self._trusted)
+        if weights == "parallel draft":
+            return load_parallel_draft(path, self._target, self._tokenizer, self._trusted)
+        if self._tokenizer is None:
+            raise ValueError(f"{path} drafts by text, which needs the target's tokenizer: give it as tokenizer")
+        draft = load_draft(path, self._target, None, self._trusted, other_tokenizer=True)
+        return ForeignDraft(draft, load_tokenizer(path, self._trusted), self._tokenizer)

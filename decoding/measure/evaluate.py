@@ -20,13 +20,13 @@ from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.figures import PLAIN
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.methods import EvaluationConfig, Method, Run
+from decoding.measure.proof.greedy import margin_of
 from decoding.measure.questions import PromptSource, TokenPrompts, Wave, waves_of
-from decoding.measure.records import GridCell, Margin, Records, RunKey, line_of
+from decoding.measure.records import GridCell, Records, RunKey, line_of
 from decoding.measure.rows import figures_of
 from decoding.metrics import Acceptance, StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_costs
-from decoding.rules.tree import common_length
 
 
 def cells_of(config: EvaluationConfig) -> list[GridCell]:
@@ -203,23 +203,6 @@ class Measurement:
                 mine, plain = (self.records.by_key.get(each) for each in (key, key._replace(method=PLAIN)))
                 if mine and plain and any(a.tokens != b.tokens for a, b in zip(mine.runs, plain.runs, strict=True)):
                     yield key
-
-
-def margin_of(target: CausalLM, prompt: Sequence[int], mine: Sequence[int], plain: Sequence[int]) -> Margin:
-    """Measure how far apart the target's logits of the two tokens are at which two greedy texts first differ.
-
-    In fp32 on a CPU all texts must be equal. In bf16 a pass over n tokens rounds differently from n passes over one, so
-    near-ties may fall either way: a small margin shows one. "ended": one text ended where the other went on, which no
-    near-tie explains. None: the texts are equal.
-    """
-    if tuple(mine) == tuple(plain):
-        return None
-    at = common_length(mine, plain)
-    if at == min(len(mine), len(plain)):
-        return "ended"
-    text = [*prompt, *plain[:at]]
-    logits = target.prefill([text], target.new_cache(len(text))).logits[0].float()
-    return abs(float(logits[mine[at]] - logits[plain[at]]))
 
 
 def evaluate(

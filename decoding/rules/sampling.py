@@ -58,21 +58,19 @@ class SamplingConfig:
     processors: tuple[LogitsProcessor | ForPromptLength, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}: give 0 for greedy decoding, or a positive number")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}: give 0 to switch it off, or a positive number of tokens")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: give a share of probability in (0, 1]")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"min_p is {self.min_p}: give a share of the best token's probability in [0, 1)")
-        if not 0 < self.typical_p <= 1:
-            raise ValueError(f"typical_p is {self.typical_p}: give a share of probability in (0, 1]")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: give a positive number, 1 for none")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(getattr(self, name)) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)}: give a number, 0 for none")
+        infinite = float("inf")
+        for name, fits, wanted in (
+            ("temperature", 0 <= self.temperature < infinite, "0 for greedy decoding, or a positive number"),
+            ("top_k", self.top_k >= 0, "0 to switch it off, or a positive number of tokens"),
+            ("top_p", 0 < self.top_p <= 1, "a share of probability in (0, 1]"),
+            ("min_p", 0 <= self.min_p < 1, "a share of the best token's probability in [0, 1)"),
+            ("typical_p", 0 < self.typical_p <= 1, "a share of probability in (0, 1]"),
+            ("repetition_penalty", 0 < self.repetition_penalty < infinite, "a positive number, 1 for none"),
+            ("presence_penalty", abs(self.presence_penalty) < infinite, "a number, 0 for none"),
+            ("frequency_penalty", abs(self.frequency_penalty) < infinite, "a number, 0 for none"),
+        ):
+            if not fits:
+                raise ValueError(f"{name} is {getattr(self, name)}: give {wanted}")
         if not isinstance(self.processors, tuple):
             raise ValueError(f"processors is a {type(self.processors).__name__}: give a tuple of processors")
         for processor in self.processors:

@@ -8,10 +8,9 @@ from loss_references import MIXES, VOCAB, a_teacher, gradients, inputs
 from torch import Tensor
 
 from trainer.learning.fused import fused_loss
-from trainer.learning.losses import LossMix
+from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
 from trainer.learning.products import add_product
-from trainer.learning.teachers import HiddenTeacher, Teacher
-from trainer.recipe.loss import Term
+from trainer.recipe.common import Term
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

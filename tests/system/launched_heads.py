@@ -29,9 +29,8 @@ from trainer.data.source import Offline
 from trainer.heads.medusa import HeadInputs, MedusaObjective, MedusaTraining
 from trainer.learning.objective import TermSums
 from trainer.processes import build_accelerator, describe, zero_stage
-from trainer.recipe.common import TrainingSection
+from trainer.recipe.common import LossSection, TrainingSection
 from trainer.recipe.heads import HeadsSection
-from trainer.recipe.loss import LossSection
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.distributed import Runner, prepare, whole_parameters
 from trainer.run.loop import Hooks, Interrupted, train
@@ -112,11 +111,10 @@ def run(folder: Path, accelerator: Accelerator, recorder: Recorder, seed: int = 
     accelerator.free_memory()  # which of the run before it is done with
     objective = heads_objective(seed)
 
-    def evaluate(progress: Progress) -> bool:
+    def evaluate(progress: Progress) -> None:
         drafted = Engine(target(), objective.drafter()).decode([1, 2, 3], DecodingConfig(max_new_tokens=6))
         assert drafted.tokens == Engine(target()).decode([1, 2, 3], DecodingConfig(max_new_tokens=6)).tokens
         recorder.evaluated.append(progress.step)
-        return False
 
     hooks = Hooks(recorder.hooks().on_step, evaluate)
     source = Offline(EXAMPLES, SECTION.batch_size, SECTION.seed)

@@ -1,6 +1,7 @@
 """Every drafter through the whole loop with sampling: the text of a seed, and the target's distribution."""
 
 import pytest
+import test_concurrent
 from drafter_checks import DRAFTERS, check_greedy, check_text_of_the_seed
 from test_drafters import FEW
 from test_generate_sampling import FALSE_ALARM, TARGET_SEED, TEXTS, decode_many, drafter_called, small_llama
@@ -19,6 +20,11 @@ def test_sampled_verify_writes_plain_decodings_text_of_the_seed(
     tiny_llama: CausalLM, tiny_draft: CausalLM, name: str
 ) -> None:
     check_text_of_the_seed(tiny_llama, DRAFTERS[name](tiny_llama, tiny_draft))
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - set(test_concurrent.FEW)))
+def test_calls_from_several_threads_write_the_texts_that_each_would_alone(name: str) -> None:
+    test_concurrent.test_calls_from_several_threads_write_the_texts_that_each_would_alone(name, None)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

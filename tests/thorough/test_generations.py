@@ -12,7 +12,7 @@ from tiny_training import tiny_tokenizer
 
 from decoding.model.vocabulary import trimmed_vocabulary
 from trainer.data.batch import Example
-from trainer.drafts.generations import GeneratedText, Origin, WindowFiles, is_collapsed
+from trainer.drafts.on_policy import GeneratedText, Origin, WindowFiles, is_collapsed
 from trainer.processes import Process
 
 TABLE = [token for row in range(12) for token in (7, 20 + row, 7, 40 + row, 7, 9)]

@@ -11,8 +11,6 @@ from torch import Tensor
 from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, HybridDrafter, LookaheadDrafter, PromptLookupDrafter
 from decoding.drafters.base import DraftRequest
 from decoding.drafters.hybrid import graft
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -119,14 +117,6 @@ def test_each_session_is_told_what_the_target_said_at_its_own_nodes(tiny_llama: 
         assert own.tree.token_list == tokens and logits[:, 0].tolist() == nodes
 
 
-def test_logits_of_trees_it_did_not_draft_reach_nobody(tiny_llama: CausalLM) -> None:
-    first, lookup = Listening(((0,), (5,))), Listening(((0,), (6,)))
-    session = opened(HybridDrafter(first, lookup), tiny_llama)
-    session.propose([request([ROOT])])
-    session.observe([Proposal.root_only(ROOT)], [torch.zeros(1, 16)])
-    assert not first.heard and not lookup.heard
-
-
 def test_where_the_lookup_finds_nothing_a_drawn_chain_keeps_its_q(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
     drafter = HybridDrafter(DraftModelDrafter(tiny_draft, 2), PromptLookupDrafter(2))
     session = opened(drafter, tiny_llama, SAMPLED)
@@ -134,17 +124,6 @@ def test_where_the_lookup_finds_nothing_a_drawn_chain_keeps_its_q(tiny_llama: Ca
     assert proposal.kind is ProposalKind.SAMPLED and proposal.q is not None
     (proposal,) = session.propose([request([1, 2, 3, 1])])
     assert proposal.kind is ProposalKind.GRAFTED and proposal.q is not None
-
-
-def test_it_accepts_what_either_would(counting: CausalLM, tiny_draft: CausalLM) -> None:
-    # The draft knows nothing of counting, the lookup finds it from the second round on.
-    lookup = PromptLookupDrafter(3)
-    hybrid = HybridDrafter(DraftModelDrafter(tiny_draft, 2), lookup)
-    alone = Engine(counting, lookup).decode([0], DecodingConfig(40)).steps
-    together = Engine(counting, hybrid).decode([0], DecodingConfig(40)).steps
-    assert len(together) <= len(alone) < 30
-    counted = Engine(counting, HybridDrafter(DraftModelDrafter(counting, 2), lookup)).decode([0], DecodingConfig(40))
-    assert all(step.accepted >= 2 for step in counted.steps[1:-1])
 
 
 # --- if the first drafter drafts ------------------------------------------------------------------------------------
@@ -201,11 +180,6 @@ def test_a_first_drafter_that_is_right_where_the_lookup_is_not_is_always_asked(t
 def test_a_hybrid_of_a_hybrid_costs_what_its_drafting_part_costs() -> None:
     inner = HybridDrafter(Wrong(), PromptLookupDrafter())
     assert HybridDrafter(inner, LookaheadDrafter(3, 3, 3)).least_gain == inner.least_gain == Wrong.rough_cost
-
-
-def test_no_least_gain_below_0() -> None:
-    with pytest.raises(ValueError, match="least_gain is -1: give a share of a step's tokens, 0 to always draft"):
-        HybridDrafter(LookaheadDrafter(3, 3, 3), PromptLookupDrafter(), -1)
 
 
 def test_one_drafter_twice_is_refused() -> None:

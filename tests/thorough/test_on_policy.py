@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import counting_model, naive_greedy, tiny_model
-from tiny_policies import DATA, PROMPTS, draft, policy_of, source_of, target, training_of, writer_of
+from tiny_policies import DATA, PROMPTS, draft, policy_of, source_of, target, training_of
 from tiny_training import Recorder, interrupt, tiny_tokenizer, train_toy
 from torch import Tensor
 
 from decoding.model.causal_lm import CausalLM
-from trainer.data.batch import Example
 from trainer.data.source import BatchSource, Offline, PlacedExample
 from trainer.drafts.distill import DistillObjective, OnlineTeacher
-from trainer.drafts.generations import GeneratedText, WindowFiles
-from trainer.drafts.on_policy import PolicySource, prompt_of
+from trainer.drafts.on_policy import GeneratedText, WindowFiles
 from trainer.drafts.start import InitialDraft
 from trainer.recipe.draft import DraftSection, PolicySection
 from trainer.run.loop import Interrupted
@@ -64,20 +62,6 @@ def test_a_step_has_as_many_rows_of_a_kind_as_its_share_says_give_or_take_one(tm
     for kind, share in shares.items():
         assert all(abs(step[kind] - 8 * share) < 1 for step in counts)
         assert sum(step[kind] for step in counts) / 400 == pytest.approx(8 * share, abs=0.05)
-
-
-def test_even_shares_are_dealt_out_evenly_to_two_processes(tmp_path: Path) -> None:
-    source = source_of(tmp_path, policy_of(offline=0.5, draft=0.5), training_of(steps=20))
-    for step in range(20):
-        kinds = source._kinds(step)
-        assert Counter(kinds[0::2]) == Counter(kinds[1::2]) == {"offline": 2, "draft": 2}
-
-
-def test_shares_move_in_a_line_from_the_first_step_to_the_last(tmp_path: Path) -> None:
-    """Of 8 rows, over 5 steps: 8, 6, 4, 2 and 0 of the data."""
-    counts = kinds_at(tmp_path, policy_of(offline=(1.0, 0.0), loop=(0.0, 1.0)), steps=5)
-    assert [step["offline"] for step in counts] == [8, 6, 4, 2, 0]
-    assert [step["loop"] for step in counts] == [0, 2, 4, 6, 8]
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------
@@ -131,39 +115,7 @@ def test_texts_are_written_for_several_steps_by_the_draft_as_it_is_at_the_first(
     assert {text.step for text in written_in(tmp_path, 4)} == {4, 5}, "nothing is written for steps behind the last"
 
 
-def test_figures_count_what_was_written(tmp_path: Path) -> None:
-    source = source_of(tmp_path, policy_of(**MIXED, every=2))
-    figures = source.write(0, ALL)
-    texts = written_in(tmp_path)
-    assert figures["generated/texts"] == len(texts) == 12
-    assert figures["generated/tokens"] == sum(len(text.answer) for text in texts)
-    assert figures["generated/rejected"] == sum(len(text.rejected) for text in texts) > 0
-    assert figures["generated/collapsed"] == sum(text.collapsed for text in texts)
-    assert figures["generated/seconds"] > 0
-
-
 # --- prompts --------------------------------------------------------------------------------------------------------
-
-
-def test_a_plain_text_is_gone_on_with_from_its_beginning() -> None:
-    assert prompt_of(Example(tuple(range(10)), (True,) * 10, 0)) == (0, 1, 2, 3, 4)
-    assert prompt_of(Example(tuple(range(200)), (True,) * 200, 0)) == tuple(range(64))
-    assert prompt_of(Example((5, 6, 7), (False, False, True), 2)) == (5, 6)
-    assert prompt_of(Example((5,), (True,), 0)) == ()
-
-
-def long_and_short(folder: Path, *prompts: int) -> PolicySource:
-    """Examples with prompts of these lengths, on a target whose context holds 96 tokens."""
-    data = [Example((4,) * length + (5, 1), (False,) * length + (True, True), length) for length in prompts]
-    policy = policy_of(target=1, max_new_tokens=20)
-    files = WindowFiles(folder, tiny_tokenizer(), 100)
-    training = training_of(batch_size=len(data), micro_batch_size=1)
-    return PolicySource(data, training, policy, writer_of(policy), draft, files)
-
-
-def test_a_prompt_that_leaves_no_room_for_an_answer_keeps_its_own(tmp_path: Path) -> None:
-    (rows,) = batches(long_and_short(tmp_path, 76, 77), [0], range(2))
-    assert {row.example.prompt_length: row.place == -1 for row in rows} == {76: True, 77: False}
 
 
 # --- texts that collapsed -------------------------------------------------------------------------------------------
@@ -212,17 +164,6 @@ class Distilling:
         return [parameter.detach() for parameter in self.objective.module.parameters()]
 
 
-def test_a_run_does_not_go_on_from_within_a_window_whose_texts_are_gone(tmp_path: Path) -> None:
-    run = Distilling(tmp_path, every=3)
-    run.recorder.actions[2] = interrupt
-    with pytest.raises(Interrupted):
-        run.train()
-    (text,) = (tmp_path / "generated").glob("after-00000000-*")
-    text.unlink()
-    with pytest.raises(ValueError, match=r"^9 of the texts that were written after step 0 are not in .*: put them ba"):
-        run.train()
-
-
 # --- recipes --------------------------------------------------------------------------------------------------------
 
 
@@ -254,20 +195,3 @@ def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(tmp_path: Pa
     random.random()
     assert same(stopped.train(), weights) and list(stopped.recorder.losses) == [1, 2, 3, 4, 5, 6, 7]
     assert stopped.recorder.losses == whole.recorder.losses and len(set(whole.recorder.losses.values())) == 7
-
-
-def test_a_run_killed_between_its_texts_and_its_checkpoint_writes_them_again(tmp_path: Path) -> None:
-    """Checkpoints after steps 2 and 4, texts before steps 0, 3 and 6. Killed after step 4, before its checkpoint: the
-    texts for step 3 are there, but the run goes on from step 2, so they are written again, whatever stands there."""
-
-    def kill() -> None:
-        raise KeyboardInterrupt
-
-    whole, killed = Distilling(tmp_path / "a", every=3), Distilling(tmp_path / "b", every=3)
-    weights = whole.train()
-    killed.recorder.actions[4] = kill
-    with pytest.raises(KeyboardInterrupt):
-        killed.train()
-    killed.recorder.actions.clear()
-    (tmp_path / "b" / "generated" / "after-00000003-process-0-of-1.jsonl").write_text("spoilt")
-    assert same(killed.train(), weights) and killed.recorder.losses == whole.recorder.losses

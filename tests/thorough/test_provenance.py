@@ -16,12 +16,8 @@ from fake_hub import FakeHub, folder_on
 from fake_hub import hub as hub
 from rich.console import Console
 from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_target
-from torch import nn
 
-from decoding.model.causal_lm import CausalLM
-from decoding.model.fingerprint import fingerprint, stored_fingerprint
-from decoding.model.heads import MedusaHeads
-from decoding.model.loading import load_heads, load_model
+from decoding.model.fingerprint import stored_fingerprint
 from trainer.data.batch import Example
 from trainer.export import export
 from trainer.export.companions import target_of
@@ -56,27 +52,6 @@ def run(folder: Path, kind: str, **changes: Any) -> tuple[Path, str]:
     return run_recipe(recipe, Console(file=said, width=200)), said.getvalue()
 
 
-def test_a_fingerprint_changes_with_any_weight_of_a_small_model() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    before = fingerprint(model)
-    assert len(before) == 16 and fingerprint(model) == before
-    for parameter in model.parameters():
-        for index in range(parameter.numel()):
-            with torch.no_grad():
-                parameter.view(-1)[index] += 1e-3
-                changed = fingerprint(model)
-                parameter.view(-1)[index] -= 1e-3
-            assert changed != before
-
-
-def test_a_fingerprint_is_the_same_wherever_the_model_is_read_from(tmp_path: Path) -> None:
-    prints = set()
-    for name in ("here", "there"):
-        write_target(tmp_path / name)
-        prints.add(fingerprint(load_model(str(tmp_path / name), torch.float32)))
-    assert len(prints) == 1 and fingerprint(load_model(str(tmp_path / "here"), torch.bfloat16)) not in prints
-
-
 def assembled(recipe: AnyRecipe) -> Any:
     return assemble(recipe, torch.device("cpu"), Process(console=Console(file=io.StringIO())))
 
@@ -107,17 +82,6 @@ def test_which_tokens_are_trained_is_part_of_the_training_data(run_folder: Path)
     changed = replace(job.dataset, examples=(untrained, *others))
     other = shared_identity(recipe, job.target, changed, job.heldout)
     assert other["training data"] != job.identity["training data"]
-
-
-@pytest.mark.parametrize("name", ["output", "features.folder"])
-def test_a_file_where_a_folder_is_to_be_written_is_said_in_a_sentence(run_folder: Path, name: str) -> None:
-    (run_folder / "taken").write_text("mine")
-    content = recipe_content(run_folder, "medusa")
-    for process in (run_folder / "taken", run_folder / "taken" / "inside"):
-        content |= {"output": str(process)} if name == "output" else {"features": {"folder": str(process)}}
-        with pytest.raises(ValueError, match=rf"^{name} is {process}, but {run_folder}/taken is a file: give another"):
-            run_recipe(parse_recipe(content), Console(file=io.StringIO()))
-    assert (run_folder / "taken").read_text() == "mine"
 
 
 def test_a_finished_run_says_what_it_was_made_from(run_folder: Path) -> None:
@@ -152,20 +116,6 @@ def test_no_secret_of_the_environment_is_written_anywhere(
     assert {path.name for path in files} >= {FILE_NAME, "metrics.jsonl", "state.json", "weights.safetensors"}
     assert not [path for path in files if MARKER.encode() in path.read_bytes()]
     assert MARKER not in said
-
-
-def test_a_run_announces_itself_logs_every_step_and_ends_with_a_tree_and_its_acceptance(run_folder: Path) -> None:
-    final, said = run(run_folder, "medusa")
-    assert (
-        "tiny medusa: medusa for " in said
-        and "24 rows (24 text), 24 sequences, 480 of 480 tokens trained; 4 steps of 8" in said
-    )
-    assert f"finished: {final}" in said
-    lines = [json.loads(line) for line in (run_folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4]
-    assert lines[-1]["heldout/tokens_per_pass"] >= 1 and "loss" in lines[0]
-    heads = load_heads(final, CausalLM(load_model(str(run_folder / "target"), torch.float32)))
-    assert isinstance(heads, MedusaHeads) and 1 <= len(heads.config.tree) <= 16
 
 
 def test_a_target_and_data_that_were_moved_are_the_same_run(run_folder: Path) -> None:

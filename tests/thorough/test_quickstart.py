@@ -10,8 +10,6 @@ from transformers import AutoTokenizer
 
 from decoding.model.loading import load_model, load_tokenizer
 from trainer import quickstart
-from trainer.commands.inspection import run_inspect
-from trainer.commands.training_options import InspectOptions
 from trainer.recipe.pretrain import PretrainRecipe
 from trainer.run.train import ensure_answered, ensure_built
 
@@ -47,12 +45,6 @@ def test_the_corpus_is_split_by_file_into_disjoint_halves(cache: Path) -> None:
     assert not any(Path(source).is_absolute() for source in sources[0] | sources[1])
 
 
-def test_the_corpus_is_written_once(cache: Path) -> None:
-    corpus = quickstart.build_corpus()
-    before = (corpus / "train.jsonl").stat().st_mtime_ns
-    assert quickstart.build_corpus() == corpus and (corpus / "train.jsonl").stat().st_mtime_ns == before
-
-
 def test_names_are_resolved_to_the_cache_and_others_left_alone(cache: Path) -> None:
     assert quickstart.resolve("quickstart") == str(quickstart.folder())
     assert quickstart.resolve("quickstart/config.json") == str(quickstart.folder() / "config.json")
@@ -86,27 +78,6 @@ def test_prompts_are_windows_of_training_files_and_the_same_every_time(
     assert all(any(prompt.rstrip("\ufffd") in text for text in texts) for prompt in prompts)
     assert all(60 <= len(tokenizer(prompt)["input_ids"]) <= 68 for prompt in prompts)
     assert [row["prompt"] for row in rows(quickstart.write_prompts())] == prompts
-
-
-def test_the_targets_answers_are_named_after_their_number_and_not_written_for_other_data(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert quickstart.resolve("quickstart/answers.jsonl") == str(quickstart.answers())
-    assert quickstart.answers().parent == quickstart.folder().parent
-    ensure_answered("quickstart/train.jsonl")
-    ensure_answered("answers.jsonl")
-    assert not cache.exists()
-    with pytest.raises(ValueError, match=r"answers\.jsonl is written by the first training on it"):
-        run_inspect(InspectOptions(source="recipes/quickstart/medusa1.yaml"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="the quickstart answers are not written yet: train once with one process"):
-        ensure_answered("quickstart/answers.jsonl")
-
-
-def test_several_processes_do_not_build_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="the quickstart target is not built yet: train once with one process"):
-        ensure_built("quickstart")
 
 
 def test_the_target_is_built_once_and_loads_like_any_other(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

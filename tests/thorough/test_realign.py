@@ -176,12 +176,6 @@ def test_every_prompt_serves_one_purpose(tmp_path: Path, rows: int, sizes: list[
     assert [row for part in parts for row in part] == [f"Zoë {i}" for i in range(rows)]
 
 
-def test_prompts_to_measure_with_that_are_learnt_too_are_said(workshop: Path) -> None:
-    said = io.StringIO()
-    run(options(workshop, heldout=str(workshop / "prompts.jsonl"), steps=1), Console(file=said, width=200))
-    assert "warning: --heldout is the same data as --prompts, so held-out figures are of texts" in said.getvalue()
-
-
 def refused(options: RealignOptions) -> str:
     """What a run is refused with, before anything is answered."""
     with pytest.raises(ValueError) as error:

@@ -97,28 +97,6 @@ def test_another_learning_rate_is_announced_and_kept_with_its_steps(workshop: Pa
     ]
 
 
-def test_a_damaged_checkpoint_is_named_where_an_older_one_serves(workshop: Path) -> None:
-    killed_after(5, workshop)
-    checkpoints = workshop / "run" / "checkpoints"
-    weights = checkpoints / "step-00000004" / "weights.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-    said = train(workshop)
-    assert f"{checkpoints}/step-00000004 (weights.safetensors is damaged: its 100 bytes" in said
-    assert "passed over, and kept\ntiny medusa: resuming from step 2 of 6\n" in said
-    assert (checkpoints / "unreadable-step-00000004").is_dir()
-
-
-def test_if_every_checkpoint_is_damaged_the_run_neither_starts_over_nor_changes_anything(workshop: Path) -> None:
-    killed_after(5, workshop)
-    run = workshop / "run"
-    for weights in run.glob("checkpoints/*/weights.safetensors"):
-        weights.write_bytes(b"")
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match=r"none of the 2 checkpoints can be read: .*; to start over, give the recipe"):
-        train(workshop)
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-
-
 def test_weights_too_large_for_the_dtype_they_are_written_in_are_not_finished(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,12 +136,3 @@ def test_a_finished_run_is_refused_a_setting_that_nothing_would_be_trained_by(
     with pytest.raises(ValueError, match=rf"finished, .* training\.{name} \(.*, now {now}\): .*another output"):
         train(workshop, **{"learning_rate": 3e-3, **change})
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-
-
-def test_a_recipe_that_differs_is_told_in_what(workshop: Path) -> None:
-    train(workshop)
-    with pytest.raises(ValueError) as error:
-        train(workshop, steps=8, batch_size=4, micro_batch_size=4)
-    said = str(error.value)
-    assert "was made by a recipe with another training.batch_size (8, now 4), training.steps (6, now 8): " in said
-    assert said.endswith(f"or remove {workshop}/run/checkpoints to start over")

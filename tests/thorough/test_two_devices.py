@@ -29,7 +29,7 @@ from decoding.rules.tree import TokenTree, TreeShape
 from trainer.heads.medusa2 import Medusa2Objective
 from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.recipe.reading import parse_recipe
-from trainer.run.optimizer import build_optimizers
+from trainer.run.distributed import build_optimizers
 from trainer.run.train import run_recipe
 
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9])

@@ -19,7 +19,6 @@ from rich.table import Table
 
 from trainer.commands.inspection import marked_text
 from trainer.export.exporter import NO_PROMPTS, export
-from trainer.files.folders import check_can_be_folder
 from trainer.job import Job
 from trainer.learning.spans import StepTimes, Stopwatch
 from trainer.processes import Process, agreed, build_accelerator, describe, on_first
@@ -73,7 +72,7 @@ class _Times(NamedTuple):
     """How often texts are written in the whole run."""
 
 
-def dry_run(recipe: AnyRecipe, console: Console | None = None) -> Table:
+def dry_run(recipe: AnyRecipe, console: Console | None = None) -> None:
     """Print a row as trained, and the parameters, memory, disk and time of a run; write an untrained artefact.
 
     The last steps of the recipe are measured, which cost the most, under the launcher that runs this program. Nothing
@@ -83,7 +82,6 @@ def dry_run(recipe: AnyRecipe, console: Console | None = None) -> Table:
     ensure_built(recipe.target_name)
     ensure_answered(recipe.data.train)
     agreed(lambda: check_folders(recipe))
-    agreed(lambda: check_can_be_folder(Path(recipe.output) / FOLDER, FOLDER))
     accelerator = build_accelerator(recipe.training.mixed_precision)
     process = Process(accelerator.process_index, accelerator.num_processes, standard_error())
     with tempfile.TemporaryDirectory() as scratch:
@@ -93,50 +91,33 @@ def dry_run(recipe: AnyRecipe, console: Console | None = None) -> Table:
         for name, parameter in job.objective.module.named_parameters():
             if parameter.requires_grad:
                 parameters["adapters" if "lora_" in name else name.partition(".")[0]] += parameter.numel()
-        disk = _disk(recipe, job, sum(parameters.values()))
-        on_first(lambda: disk.update(_artefact(recipe, job, accelerator, Path(scratch))))
-        seconds_of_evaluation = _evaluation_seconds(job, accelerator)
-        times = _step_times(job, accelerator, process)
-        table = _table(recipe, job, parameters, disk, times, seconds_of_evaluation, _peak_memory(accelerator))
+        on_first(lambda: _write_artefact(recipe, job, accelerator, Path(scratch), console))
+        start, evaluator = time.perf_counter(), evaluator_of(job, accelerator)
+        if evaluator is not None:
+            evaluator.evaluate(job.objective)
+        evaluation = time.perf_counter() - start
+        table = _table(recipe, job, parameters, _times(job, accelerator, process), evaluation)
+        table.add_row("memory", "most that one process held", _size(_peak_memory(accelerator)))
     if process.is_first:
-        example = job.dataset.examples[0]
-        say(console, marked_text(example, job.tokenizer, console.is_terminal and not console.no_color))
+        say(console, marked_text(job.dataset.examples[0], job.tokenizer, console.is_terminal and not console.no_color))
         console.print(table)
-    return table
 
 
-def _artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scratch: Path) -> dict[str, int]:
-    """Write the untrained artefact in the format that servers load, else in our own; return its bytes."""
+def _write_artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scratch: Path, console: Console) -> None:
+    """Write the untrained artefact in the format that servers load, else in our own, and print what loads it."""
     made, folder = scratch / "final", Path(recipe.output) / FOLDER
     finish(job, made, Progress(0, 0), [], describe(accelerator))
-    written = made
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier dry run
-    for format in ("vllm", "headstart") if recipe.kind == "medusa" else ("draft",) if recipe.kind == "draft" else ():
-        with suppress(ValueError):  # not every head fits a server
-            written = export(made, folder, format, prompts=NO_PROMPTS).folder
+    if (folder / "provenance.json").is_file():  # of an earlier dry run
+        shutil.rmtree(folder)
+    for format in {"medusa": ("vllm", "headstart"), "draft": ("draft",)}.get(recipe.kind, ()):
+        try:
+            say(console, str(export(made, folder, format, prompts=NO_PROMPTS)))
             break
-    return {"the finished artefact": sum(path.stat().st_size for path in written.rglob("*") if path.is_file())}
+        except ValueError as error:  # not every head fits a server
+            say(console, f"the untrained artefact is not written as {format}: {error}")
 
 
-def _disk(recipe: AnyRecipe, job: Job, trained: int) -> dict[str, int]:
-    """Return the bytes of all else that a run writes: AdamW keeps two moments of each parameter, Muon at least one."""
-    keep, checkpoint = recipe.checkpoint.keep + 1, 12 * trained
-    disk = {f"checkpoints, {keep - 1} and one being written": keep * checkpoint}
-    if recipe.evaluation.keep == "best":
-        disk[f"the best weights, {keep} times"] = keep * 4 * trained
-    return disk
-
-
-def _evaluation_seconds(job: Job, accelerator: Accelerator) -> float:
-    """Return the seconds of one evaluation of the untrained weights; trained ones take fewer."""
-    evaluator = evaluator_of(job, accelerator)
-    start = time.perf_counter()
-    if evaluator is not None:
-        evaluator.evaluate(job.objective)
-    return time.perf_counter() - start
-
-
-def _step_times(job: Job, accelerator: Accelerator, process: Process) -> _Times:
+def _times(job: Job, accelerator: Accelerator, process: Process) -> _Times:
     """Do the last steps of the run, from where texts are written if any are; return the medians."""
     section, source = job.recipe.training, agreed(lambda: job.source(process))
     last = max(0, section.steps - STEPS)
@@ -156,8 +137,10 @@ def _step_times(job: Job, accelerator: Accelerator, process: Process) -> _Times:
 
         hooks = Hooks(on_step, lambda progress: None)
         train(job.objective, source, section, accelerator, _BegunAt(job, begin), 1 << 30, 1 << 30, hooks)
-    step = statistics.median(each.seconds for each in times) if times else 0.0
-    target = statistics.median(each.spans.get("target", 0.0) for each in times) if times else 0.0
+    step, target = (
+        statistics.median(each) if each else 0.0
+        for each in ([each.seconds for each in times], [each.spans.get("target", 0.0) for each in times])
+    )
     return _Times(step, target, max(written), len(writing_steps))
 
 
@@ -170,47 +153,32 @@ def _peak_memory(accelerator: Accelerator) -> int:
     return int(accelerator.gather(torch.tensor([peak], device=accelerator.device)).max())
 
 
-def _table(
-    recipe: AnyRecipe,
-    job: Job,
-    parameters: Mapping[str, int],
-    disk: Mapping[str, int],
-    times: _Times,
-    evaluation: float,
-    peak: int,
-) -> Table:
-    section, examples = recipe.training, job.dataset.examples
-    sequences = section.steps * section.batch_size
-    share, trained = sequences / len(examples), sum(int(example.trained.sum()) for example in examples)
-    evaluations = 0
-    if job.target is not None and recipe.evaluation.prompts:
-        evaluations = (section.steps - 1) // recipe.evaluation.every + 1
-    seconds, stored = {"a step": (times.step, section.steps)}, 0.0
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.3f} GB"
+
+
+def _table(recipe: AnyRecipe, job: Job, parameters: Mapping[str, int], times: _Times, evaluation: float) -> Table:
+    section, examples, trained = recipe.training, job.dataset.examples, sum(parameters.values())
+    sequences, tokens = section.steps * section.batch_size, sum(int(example.trained.sum()) for example in examples)
+    share, keep = sequences / len(examples), recipe.checkpoint.keep + 1
+    evaluations = (section.steps - 1) // recipe.evaluation.every + 1 if job.target and recipe.evaluation.prompts else 0
+    seconds = {"a step": (times.step, section.steps), "writing texts": (times.writing, times.writings)}
     if recipe.store is not None:  # the target ran in the measured steps, and will run once for each sequence
-        stored = times.target * len(examples) / section.batch_size
-        seconds = {"a step": (times.step - times.target, section.steps), f"writing {recipe.store[1]}": (stored, 1)}
-    seconds["writing texts"] = times.writing, times.writings
+        seconds["a step"] = times.step - times.target, section.steps
+        seconds[f"writing {recipe.store[1]}"] = times.target * len(examples) / section.batch_size, 1
     seconds["an evaluation, of untrained weights"] = evaluation, evaluations
-    hours = sum(each * count for each, count in seconds.values()) / 3600
     output = Path(recipe.output).absolute()
     free = shutil.disk_usage(next(path for path in (output, *output.parents) if path.exists())).free
+    rows = [("trained parameters", part, f"{count:,}") for part, count in parameters.items()]
+    many = f"{section.steps:,} x {section.batch_size} = {sequences:,}, {share:.2f} times all rows"
+    rows += [("data", "sequences", many), ("data", "tokens trained", f"about {share * tokens:,.0f}")]
+    rows.append(("disk", f"{keep} checkpoints, one being written", _size(keep * 12 * trained)))  # two moments each
+    if recipe.evaluation.keep == "best":
+        rows.append(("disk", "the best weights of each", _size(keep * 4 * trained)))
+    rows.append(("disk", "free now", _size(free)))
+    rows += [("time", part, f"{each:.2f} s x {count:,}") for part, (each, count) in seconds.items() if count]
+    rows.append(("time", "together", f"{sum(each * count for each, count in seconds.values()) / 3600:.2f} h"))
     table = Table("what", "part", "amount", title=title(f"{recipe.name}: what it will take"))
-    parts = {
-        "trained parameters": {part: f"{count:,}" for part, count in parameters.items()},
-        "data": {
-            "sequences": f"{section.steps:,} x {section.batch_size} = {sequences:,}, {share:.2f} times all rows",
-            "tokens trained": f"about {share * trained:,.0f}",
-        },
-        "memory of one process": {"most that was held": f"{peak / 1e9:,.3f} GB"},
-        "disk": {part: f"{size / 1e9:,.3f} GB" for part, size in {**disk, "free now": free}.items()},
-        "time, by what was measured": {
-            part: f"{each:.2f} s x {count:,}" for part, (each, count) in seconds.items() if count
-        },
-        "time": {"together": f"{hours:.2f} h"},
-    }
-    for what, amounts in parts.items():
-        for part, amount in amounts.items():
-            table.add_row(what, part, amount)
-            what = ""
-        table.add_section()
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -1,6 +1,6 @@
 """`headstart data inspect`: rows as sequences with the trained tokens marked, and counts over the whole source."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby, islice
 from typing import NamedTuple
 
@@ -23,8 +23,6 @@ from trainer.recipe.common import DataSection
 from trainer.recipe.reading import load_recipe, overridden
 from trainer.terminal.console import say, standard_output, title
 
-_STYLES = {(True, False): "green", (True, True): "bold green", (False, False): None, (False, True): "bold magenta"}
-"""Styles by (trained, special)."""
 _BEGIN, _END = "⟦", "⟧"
 
 
@@ -105,29 +103,15 @@ def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | Value
 
 def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text:
     """Return a sequence as text with its special tokens; trained tokens are green, without colour in brackets."""
-    text = Text()
-    for trained, pieces in groupby(_pieces(example, tokenizer), key=lambda piece: piece[1]):
-        text.append(_BEGIN if trained and not colour else "")
-        for piece, _, special in pieces:
-            text.append(piece, style=_STYLES[trained, special] if colour else None)
-        text.append(_END if trained and not colour else "")
-    return text
-
-
-def _pieces(example: Example, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool, bool]]:
-    """Yield runs of tokens as (text, trained, special): each text is the addition to that of all earlier tokens."""
-    specials = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    kinds = [
-        (trained, token in specials)
-        for token, trained in zip(example.tokens.tolist(), example.trained.tolist(), strict=True)
-    ]
-    begin, before = 0, ""
-    for (trained, special), run in groupby(kinds):
-        end = begin + len(list(run))
+    text, end, before = Text(), 0, ""
+    for trained, run in groupby(example.trained.tolist()):
+        end += len(list(run))
         tokens = example.tokens[:end].tolist()
-        text = str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        yield text[len(before) :], trained, special
-        begin, before = end, text
+        whole = str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        piece = whole[len(before) :]  # a run is what it adds to the text of all earlier tokens
+        text.append(f"{_BEGIN}{piece}{_END}" if trained and not colour else piece, "green" if trained else None)
+        before = whole
+    return text
 
 
 def _table(dataset: Dataset) -> Table:

@@ -1,16 +1,17 @@
-"""Targets and drafters of the commands that decode, read by the options that these commands share."""
+"""Targets, drafters and endpoints of the commands that decode, read by the options that these commands share."""
 
+import importlib.util
 from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.drafters.spec import DrafterSpec
-from decoding.errors import check_once
+from decoding.errors import UserError, check_once
 from decoding.measure.markdown import one_line
 from decoding.measure.redact import published_name, without_local_paths
 from decoding.model.architecture import check_static, static_of
@@ -21,6 +22,9 @@ from trainer.commands.shared_options import LoadingOptions, ModelOptions
 from trainer.export.companions import read_provenance
 from trainer.quickstart import resolve
 from trainer.run.train import prepare_target
+
+if TYPE_CHECKING:
+    from trainer.servers.client import ServedModel
 
 
 def read_target(name: str, options: LoadingOptions, static: str = "auto") -> CausalLM:
@@ -83,3 +87,23 @@ def _distinct(names: Sequence[str]) -> list[str]:
         tried = chain([name], (f"{name} ({number})" for number in count(2)))
         found.append(next(each for each in tried if each not in found))
     return found
+
+
+def check_endpoint(endpoint: str | Sequence[str] | None, model: str | None) -> None:
+    """Raise UserError for an address without a model's name, a name without an address, and a missing `openai`."""
+    if endpoint is None:
+        if model is not None:
+            raise UserError(f"--model {model} names a model of an --endpoint", "give both, or neither")
+        return
+    if model is None:
+        raise UserError("--endpoint serves models by name", "say which with --model")
+    if importlib.util.find_spec("openai") is None:
+        raise UserError("an --endpoint is asked by the openai package", "pip install 'headstart[endpoint]'")
+
+
+def connect(endpoint: str, model: str) -> "ServedModel":
+    """Return the connection to the server, which sends nothing yet; ValueError for an address that cannot work."""
+    from trainer.servers.client import ServedModel
+    from trainer.servers.connection import Endpoint
+
+    return ServedModel(Endpoint(address=endpoint, model=model))

@@ -19,8 +19,7 @@ from decoding.measure.machine import commit, versions
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
-from trainer.commands.models import read_target
-from trainer.commands.served import check_endpoint, endpoint_at
+from trainer.commands.models import check_endpoint, read_target
 from trainer.commands.training_options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend
 from trainer.data.conversations import OpenConversation, read_conversations
@@ -108,14 +107,17 @@ def _backend(
         raise ValueError("--drafter speeds up a --target in this process; an --endpoint decodes as it likes")
     if options.n > 1 and sampling.greedy:
         raise ValueError(f"n is {options.n} at temperature 0, where all answers are the same: give a temperature")
-    check_endpoint(options)
+    check_endpoint(options.endpoint, options.model)
     config = DecodingConfig(options.max_new_tokens, sampling, seed=options.seed)
     if options.target is not None:
         return _target(options, options.target, config, spec)
+    from trainer.servers.connection import Endpoint
     from trainer.servers.endpoint import EndpointBackend
 
+    assert options.model is not None, "checked by check_endpoint"
     addresses = [address.strip() for given in options.endpoint or () for address in given.split(",")]
-    backend = EndpointBackend([endpoint_at(address, options) for address in addresses], config)
+    settings: dict[str, Any] = {name: getattr(options, name) for name in ("model", "concurrency", "timeout")}
+    backend = EndpointBackend([Endpoint(address=address, **settings) for address in addresses], config)
     return backend, {"chat": True, "model": options.model}  # without the addresses, which may move or hold a secret
 
 

@@ -109,10 +109,6 @@ class Batch:
         """
         return self.labelled(ahead).flatten().nonzero()[:, 0]
 
-    def shifted(self, ahead: int) -> Int[Tensor, "batch positions"]:
-        """Return token t + ``ahead`` at each position t; 0 behind the end, where no position is labelled."""
-        return torch.nn.functional.pad(self.tokens[:, ahead:], (0, min(ahead, self.tokens.shape[1])))
-
     def model_inputs(self) -> dict[str, Any]:
         """Return the arguments for a transformers model, to be called with ``use_cache=False``.
 

@@ -19,7 +19,7 @@ from trainer.job import Job, shared_identity
 from trainer.processes import Process, from_first
 from trainer.recipe.draft import DraftRecipe
 from trainer.target.loading import Target, load_target
-from trainer.target.teacher_cache import ensure_teacher_cache, teacher_writer
+from trainer.target.teacher_cache import ensure_teacher_cache
 
 
 def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, check_costs: bool = False) -> Job:
@@ -58,8 +58,7 @@ def _teacher(recipe: DraftRecipe, target: Target, dataset: Dataset, process: Pro
     section = recipe.draft.teacher
     if section is None:
         return OnlineTeacher(target.model)
-    writer = teacher_writer(target, dataset.examples, section, recipe.draft.loss.temperature)
-    return ensure_teacher_cache(writer, dataset.examples, section, process)
+    return ensure_teacher_cache(target, dataset.examples, section, recipe.draft.loss.temperature, process)
 
 
 def _identity(

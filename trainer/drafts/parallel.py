@@ -46,13 +46,15 @@ from trainer.drafts.distill import (
 )
 from trainer.drafts.mask_token import even_out_mask_row
 from trainer.drafts.start import InitialDraft, write_draft
+from trainer.learning.losses import Teacher
 from trainer.learning.objective import GreedyTexts
-from trainer.learning.teachers import Teacher
 from trainer.recipe.draft import DraftSection, ParallelSection
 
 
 class ParallelObjective(DistillObjective):
     """A parallel draft, its teacher, and the losses between them."""
+
+    terms = ("logits", "masked")
 
     def __init__(
         self,
@@ -70,18 +72,14 @@ class ParallelObjective(DistillObjective):
         self._parts, self._seed, self._vocab_size = initial.parts, seed, target.vocab_size
         self._windows: Mapping[str, int | None] = windows(initial.model.config.get_text_config(decoder=True))
 
-    @staticmethod
-    def _weighted(section: DraftSection) -> dict[str, float]:
-        assert section.parallel is not None
-        hidden = {"hidden": section.loss.hidden} if section.loss.hidden else {}
-        return {"logits": 1.0, "masked": section.parallel.weight, **hidden}
+    def weights(self, step: int) -> tuple[float, ...]:
+        return 1.0, self._parallel.weight
 
     def _blocks(self, batch: Batch, step: int) -> Blocks:
         return sample_blocks(batch, self._parallel.anchors, self._parallel.tokens - 1, self._seed, step)
 
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
-        text, masks = batch.labelled(1).sum(), self._blocks(batch, step).trained.sum()
-        return torch.stack([masks if term == "masked" else text for term in self.terms])
+        return torch.stack([batch.labelled(1).sum(), self._blocks(batch, step).trained.sum()])
 
     def ahead(self, batch: Batch, step: int) -> DraftAhead:
         return super().ahead(batch, step)._replace(blocks=self._blocks(batch, step))
@@ -103,11 +101,11 @@ class ParallelObjective(DistillObjective):
     ) -> tuple[Teacher | None, Float[Tensor, "batch positions hidden"] | None]:
         """Return the teacher of the labelled positions, and the states that the draft reads, by one forward."""
         if not self._parallel.reads_target:
-            taught = self._teacher.for_batch(batch, ahead.places, ahead.stored) if self._needs_teacher else None
+            taught = self._teacher.for_batch(batch, ahead.places, ahead.stored) if self._soft else None
             return taught, None
         assert isinstance(self._teacher, OnlineTeacher), "the recipe refuses a draft that reads a cache's target"
         states = self._teacher.states(batch)
-        teacher = self._teacher.of_states(ahead.places, states) if self._needs_teacher else None
+        teacher = self._teacher.of_states(ahead.places, states) if self._soft else None
         return teacher, written_from(batch, states)
 
     def writing_draft(self) -> ParallelDraft:

@@ -6,7 +6,6 @@ Cards are published, so they hold no local path. Every text from a recipe, a rep
 
 import json
 import math
-import re
 import shlex
 from collections.abc import Sequence
 from functools import cache
@@ -14,9 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub import ModelCardData, try_to_load_from_cache
 from jinja2 import Environment, StrictUndefined, Template
-from yaml import YAMLError
 
 from decoding.measure.figures import greedy_sentence
 from decoding.measure.markdown import code, fenced, one_line, text
@@ -35,13 +33,12 @@ from trainer.export.companions import (
 )
 from trainer.export.serve import ServerCommand
 from trainer.export.task import FORMATS, HEADS, Artefact, kind_held_in
+from trainer.export.upload import CARD_NAME, TAG, card_data
 
-CARD_NAME = "README.md"
 FOLDER_NAME = "DIR"
 """The artefact's folder in the card's commands."""
-TAG = "headstart"
-"""A tag of every card, by which `push` recognises an export."""
 _LABELS = ("lossy", "lossless")
+_SETTINGS = ("prompts", "prompts_from", "max_new_tokens", "dtype", "commit")
 _REMEDY = "measure this one with `headstart evaluate`, or export without a report"
 
 
@@ -71,27 +68,19 @@ def read_report(path: Path) -> dict[str, Any]:
     return report
 
 
-def drafters_of(report: dict[str, Any], source: Path) -> frozenset[str]:
-    """Return the drafters, by their names in the report's rows, that drafted with the weights in ``source``."""
-    mine, found, specs = stored_fingerprint(source), report.get("fingerprints"), report.get("drafters")
-    if not isinstance(found, dict) or not isinstance(specs, dict):
-        return frozenset()
-    return frozenset(name for name, spec in specs.items() if found.get(spec) == mine)
-
-
 def read_own_report(path: Path, source: Path) -> dict[str, Any]:
     """Read a report with the rows of the weights in ``source``, and those of methods without weights.
 
     `ValueError` unless the report measured these weights, on their own target.
     """
     report, kind = read_report(path), "heads" if kind_held_in(source) == HEADS else "draft"
-    found = report.get("fingerprints")
-    if not isinstance(found, dict):
+    found, specs, mine = report.get("fingerprints"), report.get("drafters"), stored_fingerprint(source)
+    if not isinstance(found, dict) or not isinstance(specs, dict):
         raise ValueError(f"{path} does not record by fingerprints what it measured: {_REMEDY}")
-    names = drafters_of(report, source)
+    names = {name for name, spec in specs.items() if found.get(spec) == mine}
     own = [row for row in report["rows"] if row.get("artefact") == kind and row.get("drafter") in names]
     if not own:
-        raise ValueError(f"{path} measured other {kind} than {source} holds ({stored_fingerprint(source)}): {_REMEDY}")
+        raise ValueError(f"{path} measured other {kind} than {source} holds ({mine}): {_REMEDY}")
     wanted, target = trained_for(source), found.get("target")
     if wanted is not None and target != wanted:
         raise ValueError(f"{path} measured the target {target}, but {source} was trained for {wanted}: {_REMEDY}")
@@ -123,10 +112,11 @@ def card_figures(report: dict[str, Any], chains: bool) -> CardFigures:
         limits.append("The figures are of a tree. Servers draft one chain, of which fewer tokens are accepted.")
     hardware = report.get("hardware") or {}
     machine = ", ".join(str(hardware[key]) for key in ("gpu", "processor") if hardware.get(key)) or "unknown hardware"
+    held = {key: "–" if report.get(key) is None else report[key] for key in _SETTINGS}
     about = (
-        f"Measured on {report.get('prompts')} prompts of {report.get('prompts_from') or 'a file'}, "
-        f"{report['rows'][0].get('batch_size') or 1} at a time, up to {report.get('max_new_tokens')} new tokens each, "
-        f"on {machine} in {report.get('dtype')}, by Headstart's own loop at commit {report.get('commit')}."
+        f"Measured on {held['prompts']} prompts of {held['prompts_from']}, "
+        f"{report['rows'][0].get('batch_size') or 1} at a time, up to {held['max_new_tokens']} new tokens each, "
+        f"on {machine} in {held['dtype']}, by Headstart's own loop at commit {held['commit']}."
     )
     try:
         short, table = (markdown_table({**report, "rows": rows}) for rows in (best, report["rows"]))
@@ -144,15 +134,6 @@ def _speed(row: dict[str, Any], key: str) -> float:
 # --- licences ---------------------------------------------------------------------------------------------------------
 
 
-def check_license(license: str | None) -> None:
-    """Reject a licence that is no identifier of the Hub, which checks it against its own list at the upload."""
-    if license is not None and re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license) is None:
-        raise ValueError(
-            f"the license is {license!r}: give the Hub's identifier, such as apache-2.0, mit or llama3.1; "
-            "'other' if it has none"
-        )
-
-
 def target_license(target: str | None) -> str | None:
     """Return the licence that a model's own card names: the folder's README.md, or the Hub's in the cache.
 
@@ -162,22 +143,9 @@ def target_license(target: str | None) -> str | None:
     card: Any = Path(target or UNKNOWN_TARGET) / CARD_NAME
     if is_hub_id(repository):
         card = try_to_load_from_cache(repository, CARD_NAME, revision=revision or None)
-    data = _card_data(Path(card)) if isinstance(card, str | Path) else {}
+    data = card_data(Path(card)) if isinstance(card, str | Path) else {}
     license = (data.get("license_name") if data.get("license") == "other" else None) or data.get("license")
     return one_line(without_local_paths(license))[:200] if isinstance(license, str) else None
-
-
-def is_own_card(path: Path) -> bool:
-    """Return True for a card that `render_card` wrote, also after somebody edited it."""
-    return TAG in (_card_data(path).get("tags") or ())
-
-
-def _card_data(path: Path) -> Any:
-    """Return a card's metadata; an empty object if there is none."""
-    try:
-        return ModelCard(path.read_text(encoding="utf-8", errors="replace"), ignore_metadata_errors=True).data
-    except (ValueError, YAMLError, OSError):
-        return {}
 
 
 # --- the card ---------------------------------------------------------------------------------------------------------
@@ -224,8 +192,6 @@ def render_card(
         means = "the adapted target's folder, `final/target` of the training run"
     drafter = "heads" if artefact.heads else "parallel" if artefact.at_once else "draft"
     headstart = f"headstart generate --target {argument} --drafter {drafter}:{FOLDER_NAME} --prompt TEXT"
-    if artefact.format in ("vllm", "gguf"):
-        headstart = commands[0].shell if commands else f"hf download ORG/NAME --local-dir {FOLDER_NAME}"
     return _template().render(
         front_matter=metadata.to_yaml(),
         artefact=artefact,

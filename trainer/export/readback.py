@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.medusa import MedusaDrafter
-from decoding.measure.evaluate import margin_of
+from decoding.measure.proof.greedy import is_near_tie, margin_of
 from decoding.measure.redact import basename
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import default_device
@@ -29,6 +29,7 @@ from decoding.model.hub import only_cached
 from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
 from decoding.model.stored import stored_weights
+from decoding.rules.tree import common_length
 from trainer.data.dataset import heldout_prompts, load_heldout_data
 from trainer.export.companions import read_provenance
 from trainer.export.decoded import Decoded, decode_greedily
@@ -46,8 +47,6 @@ _NEW_TOKENS = 64
 """Tokens of a text after a prompt of the user's; a run's own prompts are answered as its evaluations answered them."""
 _ROWS_PER_PROMPT = 16
 """Rows that are read of a run's held-out data for each prompt: some are too long, or hold none."""
-_NEAR_TIE = 1e-3
-"""Difference of two logits in fp32 below which a pass over several tokens may write the other token."""
 _POSITIONS = 32
 """Positions of the first text at which the logits of heads are compared."""
 
@@ -197,7 +196,7 @@ def _compared(
     count, plain = len(asked.tokens), _equal(theirs.decoded, theirs.plain)
     parts = [f"texts equal {_equal(ours.decoded, theirs.decoded)}/{count}, to plain decoding's {plain}/{count}"]
     if plain < count:
-        parts[0] += f" (the others differ after two logits within {_NEAR_TIE})"
+        parts[0] += " (the others differ after near-ties)"
     if rounded:
         parts += [f"trained: {_counts(ours.decoded)}", f"exported: {_counts(theirs.decoded)}"]
     else:
@@ -215,8 +214,7 @@ def _read_with(model: CausalLM, tokenizer: PreTrainedTokenizerBase, drafter: Dra
         for each in (None, drafter)
     )
     for index, (text, own) in enumerate(zip(decoded.texts, plain.texts, strict=True)):
-        margin = margin_of(model, prompts.tokens[index], text, own)
-        if margin is not None and (isinstance(margin, str) or margin > _NEAR_TIE):
+        if not is_near_tie(margin_of(model, prompts.tokens[index], text, own), torch.float32):
             raise ValueError(
                 f"with the {drafter.label} {_first_difference(prompts, index, text, own)} is not the target's own "
                 "text: please report this, with the model's name"
@@ -245,8 +243,7 @@ def _check_equal(folder: Path, prompts: _Prompts, ours: _Reading, theirs: _Readi
 
 def _first_difference(prompts: _Prompts, index: int, text: Sequence[int], other: Sequence[int]) -> str:
     """Name the first token, from 1, at which two texts of a prompt differ."""
-    ends = min(len(text), len(other))
-    token = next((at for at in range(ends) if text[at] != other[at]), ends)
+    token = common_length(text, other)
     return f"token {token + 1} after prompt {index + 1} of {prompts.name}"
 
 

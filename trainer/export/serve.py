@@ -18,7 +18,7 @@ from decoding.model.hub import hub_name
 from decoding.model.loading import UNREADABLE
 from decoding.model.stored import read_object
 from trainer import quickstart
-from trainer.export.companions import UNKNOWN_TARGET, USUAL_DRAFT_TOKENS, ServingPlan
+from trainer.export.companions import UNKNOWN_TARGET, ServingPlan, chain_length
 from trainer.export.task import Artefact
 from trainer.files import server_traps as traps
 
@@ -84,7 +84,7 @@ class Serving:
     @property
     def target_config(self) -> Mapping[str, Any]:
         """The config.json of a target in a local folder; empty for any other."""
-        folder = Path(quickstart.resolve(self.target or UNKNOWN_TARGET))
+        folder = Path(self.target or UNKNOWN_TARGET)
         if not (folder / "config.json").is_file():
             return {}
         config = read_object(folder / "config.json", "give another target")
@@ -93,10 +93,10 @@ class Serving:
 
     @property
     def tokens(self) -> int:
-        """The tokens to draft at a time: a plan's at batch size 1, else as many as there are, else the usual depth."""
+        """The tokens to draft at a time: a plan's at batch size 1, else as many as there are, else as trained."""
         if self.plan is not None and self.plan.deepest:
             return self.plan.schedule[0][2] or self.plan.deepest
-        return self.artefact.heads or self.artefact.at_once or USUAL_DRAFT_TOKENS
+        return self.artefact.heads or self.artefact.at_once or chain_length(self.folder)
 
     @property
     def drawn(self) -> bool:
@@ -237,7 +237,8 @@ def _depth(serving: Serving) -> str:
         why = f"the plan's best chain at batch size 1, by the costs of headstart's own loop on {serving.plan.machine}"
     else:
         most = serving.artefact.heads or serving.artefact.at_once
-        why = f"{'as many as it drafts at once' if most else 'a usual depth'}; 'headstart plan' finds the best depth"
+        why = "as many as it drafts at once" if most else "as it was trained, or a usual depth"
+        why += "; 'headstart plan' finds the best depth"
     return f"{serving.tokens} tokens at a time: {why}"
 
 

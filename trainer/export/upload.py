@@ -2,23 +2,29 @@
 
 The token goes into the request header and nowhere else, neither into messages nor into exceptions. A folder whose files
 hold the token is rejected. ``huggingface_hub`` repeats what failed, and sends nothing that the Hub has.
+
+Nothing here waits for transformers.
 """
 
+import json
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.errors import HTTPError as ClientError  # type: ignore[attr-defined]  # whichever client it uses
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
+from yaml import YAMLError
 
 from decoding.measure.redact import is_hub_id
 from decoding.model.hub import LOG_IN, shortened, without_login
-from decoding.model.stored import read_object
-from trainer.export.card import CARD_NAME, is_own_card
 from trainer.files.folders import check_links
 
+CARD_NAME = "README.md"
+TAG = "headstart"
+"""A tag of every card, by which an export is recognised."""
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _REMEDIES = {
     401: f"{LOG_IN} to a valid token",
@@ -63,7 +69,7 @@ def push(
     folder = Path(folder)
     if pull_request and revision is not None:
         raise ValueError(f"a pull request goes to main, but revision is {revision!r}: give one of the two")
-    if not is_own_card(folder / CARD_NAME):
+    if TAG not in (card_data(folder / CARD_NAME).get("tags") or ()):
         raise ValueError(f"{folder} is not a folder that headstart export wrote: export first, then push its folder")
     token = _check_access(repository)
     _check_folder(folder, token)
@@ -88,6 +94,14 @@ def push(
         problem = f"the upload to {address} failed ({type(error).__name__}: {shortened(error)}): push again"
     # Raised here, outside the handlers: an exception's context would hold the request and its header.
     raise ValueError(problem.replace(token, "(token)"))
+
+
+def card_data(path: Path) -> Any:
+    """Return a card's metadata; an empty object if there is none."""
+    try:
+        return ModelCard(path.read_text(encoding="utf-8", errors="replace"), ignore_metadata_errors=True).data
+    except (ValueError, YAMLError, OSError):
+        return {}
 
 
 def _check_visibility(api: HfApi, repository: str, public: bool) -> None:
@@ -121,7 +135,7 @@ def _check_folder(folder: Path, token: str) -> None:
         if path.suffix.lower() in _PICKLES:
             raise ValueError(f"{path} may be a pickle, which runs code when it is loaded: remove it, then push again")
         if path.name == "adapter_config.json":
-            base = read_object(path, "export again").get("base_model_name_or_path")
+            base = json.loads(path.read_bytes()).get("base_model_name_or_path")
             if not is_hub_id(str(base)):
                 raise ValueError(f"{path} names {base}, a folder of this machine: export with --merge")
         if path.stat().st_size == 0:

@@ -7,6 +7,7 @@ Heads that share the target's lm_head carry a copy of it (``original_lm_head``):
 """
 
 import json
+import re
 import reprlib
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,22 @@ from decoding.rules.tree import MOST_NODES
 from trainer.export.headstart import describe_heads
 from trainer.export.readback import Readers, check_stored
 from trainer.export.task import Artefact, ExportTask
-from trainer.files.head_names import vllm_name
 from trainer.target.stored_lm_head import read_lm_head
 
 SHARED_LM_HEAD = "lm_heads.0.weight"
 """Name of the one output layer of heads that share it."""
 _REMEDY = "export the heads again"
+_LAYER = re.compile(r"heads\.(\d+)\.blocks\.(\d+)\.linear\.(weight|bias)")
+_OUTPUT = re.compile(r"heads\.(\d+)\.lm_head\.weight")
+
+
+def vllm_name(name: str) -> str:
+    """Translate our name of a tensor into that of vLLM's ``MedusaModel``, which ignores every other name in silence."""
+    if layer := _LAYER.fullmatch(name):
+        return "blocks.{}.layers.{}.{}".format(*layer.groups())
+    output = _OUTPUT.fullmatch(name)
+    assert output is not None, f"{name} is of heads that vLLM has no place for"
+    return f"lm_heads.{output[1]}.weight"
 
 
 def vllm_config(config: MedusaConfig) -> dict[str, Any]:

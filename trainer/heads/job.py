@@ -12,7 +12,7 @@ from trainer.heads.medusa2 import Medusa2Objective
 from trainer.job import Job, shared_identity
 from trainer.processes import Process
 from trainer.recipe.heads import MedusaRecipe
-from trainer.target.features import FeatureStore, StoredFeatures, ensure_features, feature_writer
+from trainer.target.features import FeatureStore, StoredFeatures, ensure_features
 from trainer.target.hidden import OnlineTarget
 from trainer.target.loading import StoredTarget, load_target
 
@@ -29,8 +29,7 @@ def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process)
     objective: MedusaObjective | Medusa2Objective
     steps, features = recipe.training.steps, recipe.features
     if features is not None:
-        writer = feature_writer(target, dataset.examples, features)
-        store = ensure_features(writer, dataset.examples, features, process)
+        store = ensure_features(target, dataset.examples, features, process)
         objective = _objective_from(recipe, target, store, device)
         kept = target if features.keep_target else target.let_go()
     elif recipe.adapters is not None:

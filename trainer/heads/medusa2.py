@@ -30,12 +30,11 @@ from trainer.heads.medusa import (
     initial_heads,
 )
 from trainer.learning.fused import fused_loss
-from trainer.learning.losses import LossMix
+from trainer.learning.losses import HiddenTeacher, LossMix
 from trainer.learning.objective import GreedyTexts, TermSums
 from trainer.learning.spans import span
-from trainer.learning.teachers import HiddenTeacher
 from trainer.recipe.heads import AdaptersSection, HeadsSection
-from trainer.target.logits import check_logits, logit_scale, logit_transform
+from trainer.target.hidden import check_logits, logit_scale, logit_transform
 
 if TYPE_CHECKING:  # slow to import, and of use to this objective alone
     from peft import PeftModel
@@ -89,7 +88,7 @@ class JointTraining(nn.Module):
         self, batch: Batch, places: Sequence[Tensor], teacher: Tensor | None, hidden: Tensor, lm_head: Tensor
     ) -> TermSums:
         *of_heads, at = places
-        inputs = HeadInputs(batch, hidden, lm_head, transform=self._transform, places=tuple(of_heads))
+        inputs = HeadInputs(batch, hidden, tuple(of_heads), lm_head, self._transform)
         losses, hits = self.heads(inputs)
         was = None if teacher is None else HiddenTeacher(flat_rows(teacher, at), lm_head, self._transform)
         mix = LossMix({"cross_entropy": 1.0} if was is None else {"forward_kl": 1.0})

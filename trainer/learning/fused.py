@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trainer.learning.losses import LossMix, TokenDivergences
+from trainer.learning.losses import KnownLogits, LossMix, Teacher, TokenDivergences
 from trainer.learning.products import Product, blocks, chunks, product_dtype, scale, wide_dtype
-from trainer.learning.teachers import KnownLogits, Teacher
 
 
 class Bias(NamedTuple):

@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.recipe.common import Section, TargetRecipe
-from trainer.recipe.loss import LossSection, Weight, default_term
+from trainer.recipe.common import LossSection, Section, TargetRecipe, Weight, default_term
 
 LoopTrains = Literal["rejected", "all"]
 Share = Weight | tuple[Weight, Weight]
@@ -177,11 +176,6 @@ class DraftSection(Section):
                 "draft.loss.reverse_kl cannot be learnt from draft.teacher: by a sample of the target's tail its "
                 "gradient is more noise than signal; set one of them to 0 or null"
             )
-        if self.teacher is not None and self.loss.hidden:
-            raise ValueError(
-                "draft.loss.hidden needs the target's hidden states, which draft.teacher does not hold: set one of "
-                "them to null or 0"
-            )
         return self
 
     @model_validator(mode="after")
@@ -193,11 +187,6 @@ class DraftSection(Section):
             raise ValueError(
                 "draft.parallel.reads_target needs the target's hidden states, which draft.teacher does not hold: set "
                 "draft.teacher=null or draft.parallel.reads_target=false"
-            )
-        if not self.loss.mix:
-            raise ValueError(
-                "draft.parallel needs a loss on the logits, which draft.loss.hidden alone is not: give one beside it, "
-                "such as forward_kl=1"
             )
         if _most(self.policy.draft) > 0:
             raise ValueError(

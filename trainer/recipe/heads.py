@@ -4,8 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.recipe.common import Section, TargetRecipe
-from trainer.recipe.loss import LossSection, default_term
+from trainer.recipe.common import LossSection, Section, TargetRecipe, default_term
 
 
 class HeadsSection(Section):
@@ -28,12 +27,6 @@ class HeadsSection(Section):
     tree_nodes: Annotated[int, Field(ge=1, le=4096)] = 16
     """Drafted nodes of the tree chosen at the end from the heads' measured accuracies; 4096 is the most that a heads
     file may hold."""
-
-    @model_validator(mode="after")
-    def _the_loss_is_on_logits(self) -> "HeadsSection":
-        if self.loss.hidden:
-            raise ValueError("heads.loss.hidden compares a draft's last hidden state: heads have none, leave it out")
-        return self
 
 
 class AdaptersSection(Section):

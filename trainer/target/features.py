@@ -22,8 +22,8 @@ from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
 from trainer.processes import Process
 from trainer.recipe.heads import FeaturesSection, StatesDtype
+from trainer.target.hidden import logit_transform
 from trainer.target.loading import Target
-from trainer.target.logits import logit_transform
 from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store
 
 
@@ -85,7 +85,7 @@ class FeatureWriter:
         """Return the lm_head's weight; ValueError for an lm_head with a bias."""
         lm_head = self.target.model.get_output_embeddings()
         if getattr(lm_head, "bias", None) is not None:
-            raise ValueError("the target's lm_head has a bias, which heads have no process for")
+            raise ValueError("the target's lm_head has a bias, which heads have no place for")
         return {"lm_head": lm_head.weight.detach().cpu().contiguous()}
 
     @torch.inference_mode()
@@ -132,8 +132,8 @@ class FeatureStore(Store[FeatureIdentity]):
         rows = self._column(name, batch)
         shape = (*batch.tokens.shape, *rows[0].shape[1:])
         padded = torch.zeros(shape, dtype=rows[0].dtype)
-        for process, row in zip(padded, rows, strict=True):
-            process[: len(row)] = row
+        for into, row in zip(padded, rows, strict=True):
+            into[: len(row)] = row
         return padded.to(batch.tokens.device)
 
 
@@ -158,18 +158,13 @@ class StoredFeatures:
 
 
 def ensure_features(
-    writer: FeatureWriter, examples: Sequence[Example], section: FeaturesSection, process: Process
+    target: Target, examples: Sequence[Example], section: FeaturesSection, process: Process
 ) -> FeatureStore:
     """Write the missing features of these examples; return all of them.
 
     Every process calls this, and waits for the others at the end.
     """
-    folder = Path(section.folder)
-    ensure_store(writer, examples, folder, section.shard_tokens, process)
-    return FeatureStore.open(folder, writer.identity, verify=False)  # each process has verified its share
-
-
-def feature_writer(target: Target, examples: Sequence[Example], section: FeaturesSection) -> FeatureWriter:
-    """Return the writer of these examples' features, whose identity stored features must have to be used."""
     identity = FeatureIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section)
-    return FeatureWriter(target.model, identity)
+    folder = Path(section.folder)
+    ensure_store(FeatureWriter(target.model, identity), examples, folder, section.shard_tokens, process)
+    return FeatureStore.open(folder, identity, verify=False)  # each process has verified its share

@@ -3,7 +3,7 @@
 A row is a position whose next token is trained (`Batch.labelled`): prompts take no room. A row holds the ids and logits
 of the ``top_k`` best tokens, those of ``tail`` tokens drawn with replacement from the target's distribution over all
 others, and the logsumexp over all tokens. The sample keeps losses and gradients unbiased (see
-`trainer.learning.teachers.SampledTailTeacher`; Sparse Logit Sampling, 2503.16870).
+`trainer.learning.losses.SampledTailTeacher`; Sparse Logit Sampling, 2503.16870).
 
 Logits are stored as the model computes them, in its dtype, and divided by the temperature when they are read: a
 quotient in bf16 would be rounded once more. The total and the sample are at the temperature. Ids take two bytes, or
@@ -25,7 +25,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
-from trainer.learning.teachers import SampledTailTeacher
+from trainer.learning.losses import SampledTailTeacher
 from trainer.processes import Process
 from trainer.recipe.draft import TeacherSection
 from trainer.target.loading import Target
@@ -183,23 +183,13 @@ class TeacherStore(Store[TeacherIdentity]):
 
 
 def ensure_teacher_cache(
-    writer: TeacherWriter, examples: Sequence[Example], section: TeacherSection, process: Process
+    target: Target, examples: Sequence[Example], section: TeacherSection, temperature: float, process: Process
 ) -> TeacherStore:
-    """Write the missing rows of these examples' cache; return the whole cache.
+    """Write the missing rows of these examples' cache at the loss's temperature; return the whole cache.
 
     Every process calls this, and waits for the others at the end.
     """
-    folder = Path(section.folder)
-    ensure_store(writer, examples, folder, section.shard_tokens, process)
-    return TeacherStore.open(folder, writer.identity, verify=False)  # each process has verified its share
-
-
-def teacher_writer(
-    target: Target, examples: Sequence[Example], section: TeacherSection, temperature: float
-) -> TeacherWriter:
-    """Return the writer of these examples' cache, whose identity a stored cache must have to be used.
-
-    ``temperature`` is the loss's.
-    """
     identity = TeacherIdentity.of(target.model, target.weights, target.tokenizer, examples, section, temperature)
-    return TeacherWriter(target.model, identity)
+    folder = Path(section.folder)
+    ensure_store(TeacherWriter(target.model, identity), examples, folder, section.shard_tokens, process)
+    return TeacherStore.open(folder, identity, verify=False)  # each process has verified its share

@@ -18,7 +18,6 @@ from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextS
 from decoding.drafters.draft_state import DraftState, check_draft
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig, adjusted_logits, probabilities
 from decoding.rules.tree import TokenTree, TreeShape, common_length
@@ -41,18 +40,9 @@ class CascadeDrafter(TextDrafter):
         self.draft = draft.with_static(None)  # a static model has one cache
         self.lookup = lookup
         self.tokens = tokens
-
-    @property
-    def label(self) -> str:
-        return f"{self.name}, {self.tokens} tokens"
-
-    @property
-    def max_positions(self) -> int | None:
-        return self.draft.max_text
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
-        return chain_budgets(self.tokens)
+        self.budgets = chain_budgets(tokens)
+        self.max_positions = draft.max_text
+        self.label_with_size = f"{self.name}, {tokens} tokens"
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         return frozenset({ProposalKind.DETERMINISTIC if sampling.greedy else ProposalKind.SAMPLED})
@@ -68,7 +58,7 @@ class CascadeDrafter(TextDrafter):
         return CascadeSession(self, state, start)
 
 
-class CascadeSession:
+class CascadeSession(TextSession):
     """A session on one text."""
 
     def __init__(self, drafter: CascadeDrafter, state: DraftState, start: TextStart) -> None:
@@ -82,9 +72,6 @@ class CascadeSession:
     def _new_lookup(self) -> TextSession:
         sampling, length = self._state.rows.sampling, 0
         return self._drafter.lookup.open_text(self._drafter.draft, sampling, self._start, length)
-
-    def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """Do nothing: the text holds everything that the session needs."""
 
     @torch.inference_mode()
     def propose(self, request: DraftRequest) -> Proposal:

@@ -49,11 +49,8 @@ class LookaheadDrafter(TextDrafter):
         self.guesses = guesses
         self.window_size = Budget(window + ngram - 3, window * (ngram - 1))
         """The window alone, the root included."""
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
         depth, nodes = self.window_size
-        return (Budget(max(self.ngram - 1, depth), nodes + self.guesses * (self.ngram - 1)),)
+        self.budgets = (Budget(max(ngram - 1, depth), nodes + guesses * (ngram - 1)),)
 
     def open_text(
         self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int

@@ -12,9 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafters.base import DraftRequest, TextDrafter, TextStart, chain_budgets
+from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart, chain_budgets
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, common_length
@@ -53,6 +52,8 @@ class OtherTokenizerDrafter(TextDrafter):
         self.draft_tokenizer = draft_tokenizer
         self.target_tokenizer = target_tokenizer
         self.tokens = tokens
+        self.budgets = chain_budgets(tokens)
+        self.label_with_size = f"{self.name}, {tokens} tokens"
         self.special_tokens = frozenset(draft_tokenizer.all_special_ids)
         """Special tokens of the draft; its tokens after one of them are no continuation."""
         self.prefix = _prefix(draft_tokenizer)
@@ -62,21 +63,13 @@ class OtherTokenizerDrafter(TextDrafter):
         self.unreadable = frozenset(token for text, token in specials if text not in known)
         """Special tokens of the target that the draft's tokenizer would read as ordinary text."""
 
-    @property
-    def label(self) -> str:
-        return f"{self.name}, {self.tokens} tokens"
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
-        return chain_budgets(self.tokens)
-
     def open_text(
         self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int
     ) -> "OtherTokenizerSession":
         return OtherTokenizerSession(self, target, max_length)
 
 
-class OtherTokenizerSession:
+class OtherTokenizerSession(TextSession):
     """A session on one text. The draft's cache holds the keys of ``_held``, tokens of the draft's own vocabulary."""
 
     def __init__(self, drafter: OtherTokenizerDrafter, target: CausalLM, max_length: int) -> None:
@@ -85,9 +78,6 @@ class OtherTokenizerSession:
         self._target = target
         self._cache = drafter.draft.new_cache(max_length)
         self._held: list[int] = []
-
-    def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """Do nothing: the text holds everything that the session needs."""
 
     @torch.inference_mode()
     def propose(self, request: DraftRequest) -> Proposal:

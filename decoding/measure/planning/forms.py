@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from decoding.drafters.base import Drafter
@@ -16,7 +16,6 @@ from decoding.rules.tree import TokenTree
 
 Load = Callable[[DrafterSpec], Drafter]
 """Function that makes a drafter of a spec; `decoding.drafters.registry.DrafterLoader.load` is one."""
-Path = tuple[int, ...]
 
 _PRIOR_TRIALS = 2.0
 _FALL = 0.5
@@ -94,35 +93,22 @@ def first_tree(depth: int, ranks: int, nodes: int) -> Paths:
     return tuple(sorted(largest, key=lambda path: (len(path), path)))
 
 
-@dataclass
-class PathRecord:
-    """Accepted paths of a drafter's trees. A path holds, for each of its nodes, the rank among its siblings (from 0).
+class RankCounts:
+    """Accepted children of a drafter's trees by their rank among their siblings (from 0), over all passes."""
 
-    Only passes with room for the whole tree are recorded.
-    """
-
-    passes: int = 0
-    paths: Counter[Path] = field(default_factory=Counter)
-    trials: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Reached nodes by their depth (the root's is 0) and by the rank of a child that they have."""
-    hits: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Reached nodes whose child of this rank was accepted, by the same keys."""
-    drafted: set[Path] = field(default_factory=set)
-    """Paths of all nodes that were drafted."""
+    def __init__(self) -> None:
+        self.trials: Counter[tuple[int, int]] = Counter()
+        """Reached nodes by their depth (the root's is 0) and by the rank of a child that they have."""
+        self.hits: Counter[tuple[int, int]] = Counter()
+        """Reached nodes whose child of this rank was accepted, by the same keys."""
 
     def add(self, tree: TokenTree, accepted: Sequence[int]) -> None:
         """Count one pass over ``tree`` whose nodes ``accepted``, from the root down, were accepted."""
-        shape = tree.shape
-        rank_of = {child: rank for children in shape.children for rank, child in enumerate(children)}
-        path = tuple(rank_of[node] for node in accepted)
-        self.passes += 1
-        self.paths[path] += 1
-        for depth, node in enumerate((0, *accepted)):
-            for rank, _ in enumerate(shape.children[node]):
+        path = (0, *accepted)
+        for depth, node in enumerate(path):
+            for rank, child in enumerate(tree.shape.children[node]):
                 self.trials[depth, rank] += 1
-                self.hits[depth, rank] += depth < len(path) and path[depth] == rank
-        if len(self.drafted) < len(shape) - 1:
-            self.drafted |= {tuple(rank_of[step] for step in shape.path(node)) for node in range(1, len(shape))}
+                self.hits[depth, rank] += child in path[depth + 1 : depth + 2]
 
     def shares(self) -> list[list[float]]:
         """Return at ``[d][b]`` the share of reached nodes at depth d whose child b was the accepted one.
@@ -140,23 +126,3 @@ class PathRecord:
                 prior = _FALL * found[-1]
             shares.append(found)
         return shares
-
-    def expected_accepted(self, tree: Sequence[Path]) -> float:
-        """Return the accepted tokens per pass that a tree of these paths would have had on the recorded texts.
-
-        Drafted nodes use their observed acceptance, so positions need not be independent; any other node counts with
-        its parent's value times the share of its depth and rank.
-        """
-        reached: Counter[Path] = Counter()
-        for path, count in self.paths.items():
-            for length in range(1, len(path) + 1):
-                reached[path[:length]] += count
-        shares, values = self.shares(), dict[Path, float]({(): 1.0})
-        for path in sorted(map(tuple, tree), key=len):
-            if path in self.drafted:
-                values[path] = reached[path] / max(self.passes, 1)
-            else:
-                depth, rank = len(path) - 1, path[-1]
-                known = depth < len(shares) and rank < len(shares[depth])
-                values[path] = values[path[:-1]] * shares[depth][rank] if known else 0.0
-        return sum(values.values()) - 1.0

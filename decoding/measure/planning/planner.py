@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.planning.forms import DEEPEST_CHAIN, Family, Load, PathRecord, family_of
+from decoding.measure.planning.forms import DEEPEST_CHAIN, Family, Load, RankCounts, family_of
 from decoding.measure.planning.step_costs import (
     Candidate,
     Prediction,
@@ -23,7 +23,7 @@ from decoding.metrics import StepCount, tokens_per_pass
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_costs
 from decoding.policies import Budget
-from decoding.rules.best_tree import Paths, best_tree, grows, ordered_tree
+from decoding.rules.best_tree import Paths, best_tree, expected_accepted
 from decoding.rules.sampling import SamplingConfig
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -156,28 +156,28 @@ class Planner:
 
     # --- acceptance ---------------------------------------------------------------------------------------------------
 
-    def decode(self, family: Family, prompts: Sequence[Sequence[int]]) -> tuple[list[StepCount], PathRecord]:
-        """Decode the prompts; return the counts of their steps without prefills, and the accepted paths of trees.
+    def decode(self, family: Family, prompts: Sequence[Sequence[int]]) -> tuple[list[StepCount], RankCounts]:
+        """Decode the prompts; return the counts of their steps without prefills, and of accepted children of trees.
 
         ValueError if every text ended with its first token.
         """
         config = self.config.decoding
-        rows, counts, record = min(max(self.config.batch_sizes), 8), [], PathRecord()
+        rows, counts, children = min(max(self.config.batch_sizes), 8), [], RankCounts()
         trees = DecodingConfig(config.max_new_tokens, config.sampling, eos_token_ids=config.eos_token_ids, trees=True)
         for _, step in Engine(self.target, family.drafter).steps(prompts, trees, batch_size=rows):
             if not step.is_prefill:
                 counts.append(step.counts)
             if step.tree is not None and step.room >= family.drafter.max_depth:
-                record.add(step.tree, step.path)
+                children.add(step.tree, step.path)
         if not counts:
             raise ValueError("every text ended with its first token: give held-out prompts that are answered at length")
-        return counts, record
+        return counts, children
 
     def measure(self, family: Family) -> MeasuredFamily:
         """Return the family with its acceptance and candidates, its costs still empty."""
         if family.kind == "tree":
-            _, record = self.decode(family, self._halves[0])
-            return MeasuredFamily(family, self._trees(family, record))
+            _, children = self.decode(family, self._halves[0])
+            return MeasuredFamily(family, self._trees(family, children))
         steps, _ = self.decode(family, self.prompts)
         if family.kind == "fixed":
             candidates = [Candidate(family.spec, family.drafter.budgets[-1], tokens_per_pass(steps))]
@@ -188,22 +188,20 @@ class Planner:
             ]
         return MeasuredFamily(family, candidates)
 
-    def _trees(self, family: Family, record: PathRecord) -> list[Candidate]:
-        """Return the best tree of every depth and size, and the chains."""
-        shares = record.shares()
+    def _trees(self, family: Family, counts: RankCounts) -> list[Candidate]:
+        """Return the best tree of every depth and size, and the chains, as if acceptance were independent by depth."""
+        shares = counts.shares()
         if not shares:  # every text ended at once
             raise ValueError("no text had room for a whole tree: raise --max-new-tokens, or give other prompts")
-        drawn = any(kind.has_q for kind in family.drafter.kinds(self.config.decoding.sampling))
-        choose = ordered_tree if drawn and grows(shares) else best_tree
         found: dict[Paths, Candidate] = {}
         most = self.config.most_nodes
         tried = [size for size in sorted({*self.config.sizes, most}) if size <= most]
         for depth in range(1, len(shares) + 1):
             straight = tuple((0,) * length for length in range(1, depth + 1))
             sizes = [size - 1 for size in tried if size > depth]
-            for paths in (straight, *(choose(shares[:depth], nodes) for nodes in sizes)):
+            for paths in (straight, *(best_tree(shares[:depth], nodes) for nodes in sizes)):
                 if paths and max(map(len, paths)) == depth:
-                    tokens = 1 + record.expected_accepted(paths)
+                    tokens = 1 + expected_accepted(paths, shares)
                     found[paths] = Candidate(family.of_tree(paths), Budget(depth, 1 + len(paths)), tokens, paths)
         return list(found.values())
 

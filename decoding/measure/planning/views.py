@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 from rich.text import Text
@@ -89,12 +88,12 @@ def basis(plan: Mapping[str, Any]) -> str:
 
 @styled
 def write_picture(plan: Mapping[str, Any], path: Path) -> None:
-    """Draw the predicted speed-up of each drafter over the batch size, one picture per context, with v(n), as SVG."""
+    """Draw the predicted speed-up of each drafter over the batch size, a panel for each context, as SVG."""
     contexts = list(dict.fromkeys(cell["context"] for cell in plan["cells"]))
-    figure = Figure(figsize=(3.4 * (len(contexts) + 1), 3.2), layout="constrained")
-    panels = figure.subplots(1, len(contexts) + 1)
+    figure = Figure(figsize=(0.6 + 3.4 * len(contexts), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(contexts), sharey=True, squeeze=False)[0]
     top = 1.1 * max(1.2, *(choice["best"]["speedup"] for cell in plan["cells"] for choice in cell["choices"]))
-    for axes, context in zip(panels, contexts, strict=False):
+    for axes, context in zip(panels, contexts, strict=True):
         cells = [cell for cell in plan["cells"] if cell["context"] == context]
         sizes = [cell["batch_size"] for cell in cells]
         for index, drafter in enumerate(plan["drafters"]):
@@ -107,16 +106,5 @@ def write_picture(plan: Mapping[str, Any], path: Path) -> None:
         shade_below_one(axes)
         axes.set_title("prompts at their own lengths" if context is None else f"context of {context:,} tokens")
     panels[0].set_ylabel("predicted speed-up over plain decoding")
-    _draw_curves(panels[-1], [curve for curve in plan["curves"] if curve["context"] is None])
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None})
-
-
-def _draw_curves(axes: Axes, curves: Sequence[Mapping[str, Any]]) -> None:
-    """Draw v(n) for each batch size."""
-    for index, curve in enumerate(curves):
-        seconds = {int(size): value / curve["seconds"]["1"] for size, value in curve["seconds"].items()}
-        axes.plot(list(seconds), list(seconds.values()), label=str(curve["batch_size"]), **series(index))
-    over_sizes(axes, [size for size in seconds if size & (size - 1) == 0], "new tokens of each row, n")
-    axes.set_title("v(n): a pass over n, in passes over one")
-    axes.legend(title="batch size", frameon=False)

@@ -22,7 +22,7 @@ from decoding.measure.figures import (
 from decoding.measure.markdown import one_line, visible
 from decoding.measure.report.curves import acceptance_curves, cost_curve, speedup_curves
 from decoding.measure.report.style import css
-from decoding.measure.report.tables import page_tables, task_matrices
+from decoding.measure.report.tables import page_tables
 
 
 def write_html(report: Report, path: Path) -> None:
@@ -46,7 +46,6 @@ def write_html(report: Report, path: Path) -> None:
         caption=caption(report),
         sentence=greedy_sentence(report),
         speedups=bar_charts(report),
-        tasks=task_matrices(report),
         over_batch=speedup_curves(report, "batch_size"),
         over_context=speedup_curves(report, "context"),
         acceptance=acceptance_curves(report),

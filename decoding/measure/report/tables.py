@@ -1,6 +1,5 @@
 """Tables of a report: the main one in Markdown and in a terminal, and those that the page folds away."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,13 +18,10 @@ from decoding.measure.figures import (
     caption,
     estimate,
     greedy_sentence,
-    is_peer,
-    methods,
     named,
     number,
     settings,
     shares,
-    speed_of,
     speedup,
     times,
 )
@@ -41,8 +37,6 @@ COLUMNS = (
     "speed-up",
     "over transformers",
 )
-_FULL_COLOUR = math.log(3)
-"""|log speed-up| from which a cell has its full colour."""
 _NOTES = (
     "Same: greedy texts identical to plain decoding's. Speed-up: all tokens over all seconds, divided by plain "
     "decoding's, prefill left out, 95% interval over prompts or batches. Median: of the ratios of paired runs."
@@ -128,52 +122,6 @@ def terminal_table(report: Report) -> Table:
             )
             table.add_row(*map(Text, cells), style="yellow" if lossy else None)
     return table
-
-
-# --- tasks ------------------------------------------------------------------------------------------------------------
-
-
-class SpeedCell(NamedTuple):
-    """A speed-up in a matrix: its text, whether it is a gain, and the strength of its colour in percent."""
-
-    shown: str
-    kind: str
-    strength: int
-
-
-class TaskMatrix(NamedTuple):
-    """Speed-ups of one setting: a row of cells for each task, in the order of the methods."""
-
-    setting: str
-    methods: list[str]
-    rows: list[tuple[str, str, list[SpeedCell]]]
-    """(task, number of prompts, cells)"""
-
-
-def task_matrices(report: Report) -> list[TaskMatrix]:
-    """Return a matrix of tasks and methods, peers last, for each setting; none if the prompts have no tasks."""
-    found = report.get("tasks") or []
-    matrices = []
-    for setting in dict.fromkeys(row["setting"] for row in found):
-        rows = [row for row in named(found, setting) if speed_of(row) is not None and row["method"] != PLAIN]
-        peers = {row["method"]: is_peer(row) for row in rows}
-        names = sorted((name for name in methods(report) if name in peers), key=lambda name: peers[name])
-        lines = []
-        for task in dict.fromkeys(row["task"] for row in rows):
-            mine = {row["method"]: row for row in rows if row["task"] == task}
-            prompts = next((f"{row['prompts']:,}" for row in mine.values() if row.get("prompts")), NONE)
-            lines.append((one_line(task), prompts, [_speed_cell(mine.get(name)) for name in names]))
-        if lines:
-            matrices.append(TaskMatrix(one_line(setting), [one_line(name) for name in names], lines))
-    return matrices
-
-
-def _speed_cell(row: Report | None) -> SpeedCell:
-    speed = None if row is None else speed_of(row)
-    if not speed:
-        return SpeedCell(NONE, "", 0)
-    strength = min(abs(math.log(speed)) / _FULL_COLOUR, 1)
-    return SpeedCell(times(speed), "gain" if speed >= 1 else "loss", round(8 + 42 * strength))
 
 
 # --- tables of the page -----------------------------------------------------------------------------------------------
