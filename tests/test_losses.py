@@ -8,7 +8,6 @@ from hypothesis import given
 from loss_references import KINDS, SEEDS, VOCAB, divergence, gradients
 from torch import Tensor
 
-from trainer.learning.losses import LossMix
 from trainer.recipe.common import Divergence
 
 # Two tokens whose distributions can be told by hand, and one on which both agree.
@@ -91,15 +90,3 @@ def test_no_labelled_token_is_no_loss_and_can_be_differentiated(kind: Divergence
     draft = torch.randn(0, VOCAB, requires_grad=True)
     loss = divergence(draft, torch.randn(0, VOCAB), kind)
     assert loss.item() == 0 and gradients(loss, draft)[0].shape == (0, VOCAB)
-
-
-def test_what_cannot_be_mixed_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"mixed of \['hinge'\]: give one or more of cross_entropy, forward_kl"):
-        LossMix({"hinge": 1.0})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="give one or more"):
-        LossMix({})
-    with pytest.raises(ValueError, match="temperature 0: give one above 0"):
-        LossMix({"jsd": 1.0}, temperature=0.0)
-    for beta in (0.0, 1.0, math.nan):
-        with pytest.raises(ValueError, match=r"jsd has beta (0|1|nan): give one between 0 and 1, or use a KL"):
-            LossMix({"jsd": 1.0}, beta=beta)

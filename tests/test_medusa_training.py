@@ -16,7 +16,7 @@ from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from trainer.data.batch import Batch, Example, collate
-from trainer.heads.medusa import HeadInputs, MedusaObjective, head_weights, rank_accuracies
+from trainer.heads.medusa import HeadInputs, MedusaObjective, head_places, head_weights, rank_accuracies
 from trainer.recipe.common import LossSection
 from trainer.recipe.heads import HeadsSection
 
@@ -66,7 +66,7 @@ def test_tokens_that_are_not_trained_are_no_labels(counting: CausalLM) -> None:
     batch = collate([Example(tuple(range(10)), (False,) * 6 + (True,) * 4, 6)])
 
     def losses(tokens: torch.Tensor) -> torch.Tensor:
-        return module(HeadInputs(replace(batch, tokens=tokens), hidden)).losses
+        return module(HeadInputs(replace(batch, tokens=tokens), hidden, head_places(batch, HEADS.num_heads))).losses
 
     other_prompt = torch.where(batch.trained, batch.tokens, 15)
     assert torch.equal(losses(other_prompt), losses(batch.tokens))

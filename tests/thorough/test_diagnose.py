@@ -151,20 +151,9 @@ def not_thinking(desk: Desk) -> SpeculatingServer:
     return desk.server(render=lambda asked: desk.render(asked, enable_thinking=False))
 
 
-def twice_begun(desk: Desk) -> SpeculatingServer:
-    return desk.server(render=lambda asked: [1, *desk.render(asked)])
-
-
 SERVERS: dict[str, tuple[Plant, str, str, str]] = {
     "a system prompt": (system_prompt, TEMPLATE, r"puts 16 tokens .*'system\]Be kind.\['", "system prompt"),
-    "no generation prompt": (
-        no_generation_prompt,
-        TEMPLATE,
-        "lacks the generation prompt",
-        "add_generation_prompt true",
-    ),
     "thinking switched off": (not_thinking, TEMPLATE, "has the thinking mode off", "'enable_thinking': true"),
-    "a token before the prompt": (twice_begun, TEMPLATE, r"token 0 is 1 \(", "chat template|system prompt"),
     "another target": (other_target, TEXT, r"is the target's best", "the same revision"),
     "a worse draft": (bad_draft, ACCEPTANCE, r"a real difference from position 1 on", "number of drafted tokens"),
     "argmax drafts": (by_argmax, SAMPLING, "the server drafts by argmax", '"draft_sample_method": "probabilistic"'),

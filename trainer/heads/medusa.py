@@ -37,15 +37,11 @@ class HeadInputs:
 
     batch: Batch
     hidden: Float[Tensor, "batch positions hidden"]
+    places: tuple[Int[Tensor, " labels"], ...]
+    """Places of each head's labels, as by `head_places`."""
     lm_head: Float[Tensor, "vocab hidden"] | None = None
     """The target's lm_head, for heads that share it and for soft targets."""
     transform: LogitTransform | None = None
-    places: tuple[Int[Tensor, " labels"], ...] | None = None
-    """Places of each head's labels, as by `head_places`; None: they are found here."""
-
-    def places_of(self, k: int) -> Int[Tensor, " labels"]:
-        """Return the places of head k's labels in the flattened batch."""
-        return self.batch.label_places(k + 2) if self.places is None else self.places[k]
 
 
 class HeadsAhead(NamedTuple):
@@ -95,7 +91,7 @@ class MedusaTraining(nn.Module):
         A label stands in its state's row: in the flattened batch too, it is ``k + 2`` places behind its state.
         """
         head: MedusaHead = self.heads.heads[k]  # type: ignore[assignment]  # ModuleList's items
-        places = inputs.places_of(k)
+        places = inputs.places[k]
         dtype = head.blocks[0].linear.weight.dtype  # type: ignore[union-attr]
         x = head.features(flat_rows(inputs.hidden, places).to(dtype))  # type: ignore[arg-type]
         loss = partial(
@@ -178,16 +174,10 @@ class MedusaObjective:
     def inputs(self, batch: Batch, step: int, ahead: HeadsAhead | None = None) -> tuple[Any, ...]:
         states, section = self._states, self._section
         places, stored = ahead or self.ahead(batch, step)
+        hidden = states.hidden(batch) if stored is None else stored
         uses_lm_head = section.shared_lm_head or section.loss.soft
-        return (
-            HeadInputs(
-                batch,
-                states.hidden(batch) if stored is None else stored,
-                self._lm_head_on(batch.tokens.device) if uses_lm_head else None,
-                states.transform,
-                places,
-            ),
-        )
+        lm_head = self._lm_head_on(batch.tokens.device) if uses_lm_head else None
+        return (HeadInputs(batch, hidden, places, lm_head, states.transform),)
 
     def _lm_head_on(self, device: torch.device) -> Float[Tensor, "vocab hidden"]:
         """Return the target's lm_head on the heads' device; a target spread over several may hold it on another."""

@@ -88,7 +88,7 @@ class JointTraining(nn.Module):
         self, batch: Batch, places: Sequence[Tensor], teacher: Tensor | None, hidden: Tensor, lm_head: Tensor
     ) -> TermSums:
         *of_heads, at = places
-        inputs = HeadInputs(batch, hidden, lm_head, transform=self._transform, places=tuple(of_heads))
+        inputs = HeadInputs(batch, hidden, tuple(of_heads), lm_head, self._transform)
         losses, hits = self.heads(inputs)
         was = None if teacher is None else HiddenTeacher(flat_rows(teacher, at), lm_head, self._transform)
         mix = LossMix({"cross_entropy": 1.0} if was is None else {"forward_kl": 1.0})

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, get_args
+from typing import NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -28,10 +28,7 @@ from trainer.recipe.common import Divergence, LossSection, Term
 
 @dataclass(frozen=True)
 class LossMix:
-    """Weights of a loss's terms on the logits, and the settings of these terms.
-
-    Raises ValueError for no term, an unknown term, or a setting out of its range.
-    """
+    """Weights of a loss's terms on the logits, and the settings of these terms, which the recipe has checked."""
 
     weights: Mapping[Term, float]
     temperature: float = 1.0
@@ -39,19 +36,9 @@ class LossMix:
     beta: float = 0.5
     """Weight of the target in ``jsd``'s mixture, between 0 and 1."""
 
-    def __post_init__(self) -> None:
-        if not self.weights or not self.weights.keys() <= set(get_args(Term)):
-            raise ValueError(
-                f"the loss is mixed of {list(self.weights)}: give one or more of {', '.join(get_args(Term))}"
-            )
-        if not self.temperature > 0:
-            raise ValueError(f"the loss has temperature {self.temperature:g}: give one above 0")
-        if not 0 < self.beta < 1:
-            raise ValueError(f"jsd has beta {self.beta:g}: give one between 0 and 1, or use a KL divergence")
-
     @staticmethod
     def of(section: LossSection) -> "LossMix":
-        """Return the mix of a recipe's terms on the logits; ValueError if it has none."""
+        """Return the mix of a recipe's terms."""
         return LossMix(section.mix, section.temperature, section.jsd_beta)
 
     @property

@@ -211,11 +211,8 @@ class Checkpoints:
         """Rename the checkpoints that were passed over, and those of later steps than the run has reached."""
         for folder in self._all():
             if folder > newest or folder in self.unreadable:
-                aside, count = folder.with_name(_ASIDE + folder.name), 1
-                while aside.exists():
-                    count += 1
-                    aside = folder.with_name(f"{_ASIDE}{folder.name}-{count}")
-                folder.rename(aside)
+                others = len([*folder.parent.glob(f"{_ASIDE}{folder.name}*")])
+                folder.rename(folder.with_name(f"{_ASIDE}{folder.name}{f'-{others + 1}' if others else ''}"))
         self.unreadable = {}
 
     def read(self, step: int) -> Saved:

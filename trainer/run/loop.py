@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from trainer.data.source import BatchSource
 from trainer.learning.objective import Objective
-from trainer.learning.spans import span
 from trainer.processes import agreed, any_process, from_first, on_first
 from trainer.recipe.common import TrainingSection
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
@@ -156,8 +155,7 @@ def _step(
     (loss,), terms, (tokens, *_), said, norms = on_host
     _check_finite("loss", [loss], progress, checkpoints)
     _check_finite("gradient's norm", norms, progress, checkpoints)
-    with span("optimizer"):
-        norms += runner.step()
+    norms += runner.step()
     _check_finite("gradient's norm", norms, progress, checkpoints)
     said_by_name = dict(zip(notes, said, strict=True))
     stop = said_by_name.pop(_STOP) > 0
@@ -178,18 +176,15 @@ def _accumulate(
     for batch, ahead, last in micro_batches:
         with runner.accumulating(last):
             inputs = objective.inputs(batch, step, ahead)
-            with span("forward"):
-                losses, hits = runner.module(*inputs)
-            with span("backward"):
-                # Data parallelism averages gradients over processes; the counts are of all, so the sum is wanted.
-                runner.backward((losses * scale).sum() * accelerator.num_processes)
+            losses, hits = runner.module(*inputs)
+            # Data parallelism averages gradients over processes; the counts are of all, so the sum is wanted.
+            runner.backward((losses * scale).sum() * accelerator.num_processes)
         sums += torch.stack([losses.detach(), hits.detach()])
     return sums
 
 
 def _summed(accelerator: Accelerator, values: Tensor) -> Tensor:
-    with span("communication"):
-        summed: Tensor = accelerator.reduce(values, "sum")
+    summed: Tensor = accelerator.reduce(values, "sum")
     return summed
 
 
@@ -197,8 +192,7 @@ def _on_host(*values: Tensor) -> list[list[float]]:
     """Copy tensors to the host as flat lists of numbers, in one transfer: the only one of a step."""
     wide, device = _widest(values[0].device), values[0].device
     flat = torch.cat([value.detach().flatten().to(device, wide) for value in values])
-    with span("transfer"):
-        numbers = iter(flat.tolist())
+    numbers = iter(flat.tolist())
     return [list(islice(numbers, value.numel())) for value in values]
 
 

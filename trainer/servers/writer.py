@@ -33,7 +33,7 @@ class ServedWriter:
         self.on_answer = on_answer
         self.takes_ids = served.check_ids(prompt)
         wanted = self._controls(greedy=True)
-        taken = served.taken_controls(self._asked(prompt), wanted)
+        taken = served.taken_controls(self._prompt_to_send(prompt), wanted)
         self.refused_controls = tuple(name for name in wanted if name not in taken)
         if "top_k" in self.refused_controls and reference.sampling.top_k:
             raise UserError("the server takes no top_k", "leave --top-k out")
@@ -59,7 +59,7 @@ class ServedWriter:
         controls = {name: at for name, at in self._controls(greedy).items() if name not in self.refused_controls}
         requests = [
             CompletionRequest(
-                self._asked(prompt), max_new_tokens, temperature, top_p, seed + index, self._logprobs, controls
+                self._prompt_to_send(prompt), max_new_tokens, temperature, top_p, seed + index, self._logprobs, controls
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -75,9 +75,9 @@ class ServedWriter:
         return {"top_k": top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
     def _answer(self, prompt: tuple[int, ...], logprobs: int | None) -> Completion:
-        return self._served.many([CompletionRequest(self._asked(prompt), 2, logprobs=logprobs)])[0]
+        return self._served.many([CompletionRequest(self._prompt_to_send(prompt), 2, logprobs=logprobs)])[0]
 
-    def _asked(self, prompt: tuple[int, ...]) -> str | tuple[int, ...]:
+    def _prompt_to_send(self, prompt: tuple[int, ...]) -> str | tuple[int, ...]:
         return prompt if self.takes_ids else str(self._text_tokenizer.decode(list(prompt)))
 
     @property
