@@ -125,16 +125,6 @@ def test_an_answer_without_an_end_of_turn_is_trained_to_its_last_character() -> 
     assert trained_texts(tokenizer, sequence) == ["So.\n"]
 
 
-def test_a_token_half_of_the_answers_is_trained() -> None:
-    words = ("<unk>", "<eos>", "user:a", "assistant:b", "c")
-    template = (
-        "{% for m in messages %}{{ m.role }}:{{ m.content }} {% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    (sequence,) = ChatTemplate(tiny_tokenizer(template, words), template).encode(turns("a", "b c"), "row")
-    assert sequence == Marked((2, 3, 4), (False, True, True))
-
-
 def test_a_prompt_that_the_template_rewrites_once_answered_is_refused() -> None:
     template = (
         "{% for m in messages %}{{ 'asked' if loop.last and m.role == 'user' else m.role }}:{{ m.content }}{% endfor %}"

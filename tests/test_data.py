@@ -67,13 +67,6 @@ def test_the_usual_fields_of_prompts_and_answers_are_found_by_their_names(
     assert dataset.account.fields == {fields: 1} and f"(1 prompt_answer: {fields})" in dataset.describe()
 
 
-def test_a_row_with_a_conversation_and_a_prompt_is_the_conversation(tmp_path: Path) -> None:
-    row = chat("a b", "c") | {"question": "d", "answer": "e"}
-    dataset = load_all(tmp_path, [row], CHAT_TEMPLATE)
-    assert dataset.account.formats == {"messages": 1} and dataset.account.fields == {}
-    assert dataset.examples[0].tokens.tolist() == [2, 4, 5, 3, 6, 1]
-
-
 def test_a_template_that_marks_everything_is_refused_naming_the_line(tmp_path: Path) -> None:
     everything = "{% for message in messages %}{% generation %}{{ message['content'] }} {% endgeneration %}{% endfor %}"
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: the chat template marks all of 3 tokens .*alone"):
@@ -176,14 +169,6 @@ def test_a_prompt_is_never_a_label(tmp_path: Path) -> None:
     batch = collate(dataset.examples)
     labels = [batch.tokens.roll(-ahead, 1)[batch.labelled(ahead)].tolist() for ahead in (1, 2)]
     assert labels == [[6, 1, 8, 1], [6, 1, 8, 1]]  # c <eos> e <eos>, and nothing of a b d or the user's marks
-
-
-def test_a_conversation_keeps_its_case(tmp_path: Path) -> None:
-    """A published trainer lower-cased every conversation."""
-    words = ("<unk>", "<eos>", "<user>", "<assistant>", "Yes", "yes", "NO")
-    path = write_rows(tmp_path / "rows.jsonl", [chat("Yes yes", "NO Yes")])
-    (example,) = load_dataset(path, section(), tiny_tokenizer(CHAT_TEMPLATE, words)).examples
-    assert example.tokens.tolist() == [2, 4, 5, 3, 6, 4, 1]
 
 
 def test_a_bad_row_stops_the_run_unless_it_is_to_be_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
