@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import NamedTuple
 
-import numpy as np
-from scipy.optimize import nnls
+import torch
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.spec import DrafterSpec
@@ -176,13 +175,26 @@ class StepCosts:
 
 
 def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]) -> float:
-    """Return the value ``at`` a place by least squares of relative errors; no offset and no slope is negative."""
-    values = np.array([value for _, value in points])
-    weights = 1 / values.clip(min=max(1e-9, values.max() / 20))
-    design = np.array([[1.0, *place] for place, _ in points])
-    scale = np.maximum(design.max(axis=0), 1e-12)  # seconds and node counts
-    solved, _ = nnls(design / scale * weights[:, None], values * weights)
-    return float(np.array([1.0, *at]) / scale @ solved)
+    """Return the value ``at`` a place by least squares of relative errors, with an offset and no negative slope.
+
+    A slope that comes out negative, or cannot be told by these points, is 0. The value is never negative.
+    """
+    used = [axis for axis in range(len(at)) if len({place[axis] for place, _ in points}) > 1]
+    values = torch.tensor([value for _, value in points], dtype=torch.float64)
+    weights = 1 / values.clamp(min=max(1e-9, float(values.max()) / 20))
+    while True:
+        rows = [[1.0, *(place[axis] for axis in used)] for place, _ in points]
+        design = torch.tensor(rows, dtype=torch.float64)
+        scale = design.abs().amax(0)  # seconds beside node counts
+        solved = (
+            torch.linalg.lstsq(design / scale * weights[:, None], values * weights, driver="gelsd").solution / scale
+        )
+        if all(slope >= 0 for slope in solved[1:]):
+            break
+        used.pop(int(solved[1:].argmin()))
+    return max(
+        0.0, float(solved[0]) + sum(float(slope) * at[axis] for slope, axis in zip(solved[1:], used, strict=True))
+    )
 
 
 # --- chosen -----------------------------------------------------------------------------------------------------------
