@@ -69,11 +69,11 @@ class HeadstartModel:
 
         ``drafter``: a name of the registry with its path and options, as ``--drafter`` takes it (``"lookup"``,
         ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``); or the folder or Hub id of heads or of
-        a draft alone; or None for plain decoding. ``draft_options`` are further options (``tokens=4``), listed by
-        ``headstart drafters``. A draft's tokenizer must match ``tokenizer``, by default the tokenizer of a target given
-        by name. ``dtype`` (or ``torch_dtype``) and ``device`` (default: the first GPU if there is one, or all of
-        them for weights that do not fit the first) apply to a target given by name; heads and drafts follow their
-        target.
+        a draft alone; or None for plain decoding. ``draft_options`` are further options (``tokens=4``), those of
+        `decoding.drafters.registry.REGISTRY`. A draft's tokenizer must match ``tokenizer``, by default the tokenizer of
+        a target given by name. ``dtype`` (or ``torch_dtype``) and ``device`` (default: the first GPU if there is one,
+        or all of them for weights that do not fit the first) apply to a target given by name; heads and drafts follow
+        their target.
 
         ``static`` runs the steps of target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"eager"``
         without, ``"off"`` as they come. ``"auto"`` means graphs on a CUDA device, where the target allows them, and

@@ -167,17 +167,3 @@ def test_the_heads_of_the_best_step_are_finished_with_a_tree_of_their_own(
     assert re.search(rf"of step 4, held out, T=0\.7 \(medusa, \w+ of {nodes[5] - 1}\): ", said)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert (lines[-1]["step"], lines[-1]["heldout/step"], lines[-1]["heldout/tokens_per_pass"]) == (10, 4, 3.5)
-
-
-@pytest.mark.parametrize("change", [{"keep": "last"}, {"every": 5}, {"max_new_tokens": 6}])
-def test_a_finished_run_whose_weights_were_chosen_is_refused_another_choice_and_stays(
-    tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]], change: dict[str, Any]
-) -> None:
-    content = workshop(tmp_path, "medusa")
-    scripted(SCRIPT)
-    run(content)
-    ((name, now),) = change.items()
-    content["evaluation"] |= change
-    with pytest.raises(ValueError, match=rf"evaluation\.{name} \(\w+, now {now}\).* another output"):
-        run(content)
-    assert finished(content)[0]["steps"] == 4 and steps_kept(tmp_path / "run" / "best")

@@ -55,13 +55,6 @@ def test_fsdp_on_a_cpu_is_refused_and_not_quietly_something_else(monkeypatch: py
         build_accelerator()
 
 
-def test_deepspeed_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"DeepSpeed, which is not installed: pip install 'headstart\[deepspeed\]'"):
-        build_accelerator()
-
-
 def test_deepspeed_is_not_passed_over_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

@@ -7,7 +7,6 @@ import pytest
 import yaml
 from tiny_training import recipe_content
 
-from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import MedusaRecipe
 from trainer.recipe.reading import load_recipe, parse_recipe, read_yaml
 
@@ -109,11 +108,11 @@ def test_mixed_precision_no_is_understood_though_yaml_reads_no_as_false(tmp_path
         ("training.steps=x", "training.steps: "),
         ("training=3", "training: "),
         ("training.steps=[", "is not a readable recipe: "),
-        ("draft.policy.loop.0=1", "is not a readable recipe: "),
+        ("draft.init.from_target.layers.0=1", "is not a readable recipe: "),
     ],
 )
 def test_a_bad_override_is_refused(tmp_path: Path, override: str, message: str) -> None:
-    path = write(tmp_path, {**DRAFT, "draft": {"policy": {"loop": [0, 1]}}})
+    path = write(tmp_path, {**DRAFT, "draft": {"init": {"from_target": {"layers": [0, 1]}}}})
     with pytest.raises(ValueError) as error:
         load_recipe(path, [override])
     assert message in str(error.value) and "\n" not in str(error.value)
@@ -143,7 +142,6 @@ def drafts(**section: Any) -> dict[str, Any]:
     ("section", "message"),
     [
         ({"init": {"from_model": "m", "from_config": {}}}, "draft.init gives from_model and from_config: give one of"),
-        ({"policy": {"loop": [1, 0]}}, "draft.policy gives every source the share 0 at the first or the last step"),
         (
             {"teacher": {"folder": "t"}, "policy": {"draft": 1}},
             "draft.teacher holds the target's logits on the data's own answers, but draft.policy writes others",
@@ -158,14 +156,6 @@ def test_a_draft_section_that_contradicts_itself_is_refused(
     with pytest.raises(ValueError) as error:
         load_recipe(write(tmp_path, drafts(**section)))
     assert message in str(error.value)
-
-
-def test_shares_are_of_their_sum_and_move_on_a_line_between_first_and_last_step(tmp_path: Path) -> None:
-    recipe = load_recipe(write(tmp_path, drafts(policy={"offline": [3, 0], "loop": [0, 1], "draft": 1})))
-    assert isinstance(recipe, DraftRecipe)
-    shares = [recipe.draft.policy.shares(progress) for progress in (0.0, 0.5, 1.0)]
-    assert [share["offline"] for share in shares] == pytest.approx([3 / 4, 1.5 / 3, 0])
-    assert [share["loop"] for share in shares] == pytest.approx([0, 0.5 / 3, 1 / 2])
 
 
 def test_a_drafts_recipe_says_what_it_comes_down_to_where_nothing_is_said(tmp_path: Path) -> None:

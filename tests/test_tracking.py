@@ -59,12 +59,6 @@ def test_a_login_and_a_mode_of_the_users_own_are_respected(
     assert tracker_of("wandb") == "wandb" and environment["WANDB_MODE"] == "shared"
 
 
-def test_without_the_library_nothing_is_tracked(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, there=False)
-    environment["WANDB_API_KEY"] = KEY
-    assert tracker_of("wandb") is None and tracker_of(None) is None
-
-
 def test_wandbs_own_login_is_found_without_asking_anybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the tracker is an optional extra")
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_SILENT", "NETRC"):

@@ -10,7 +10,6 @@ from tiny_models import naive_greedy
 from tiny_policies import PROMPTS, draft, orders_of, policy_of, target, writer_of
 from tiny_training import tiny_tokenizer
 
-from decoding.model.vocabulary import trimmed_vocabulary
 from trainer.data.batch import Example
 from trainer.drafts.on_policy import GeneratedText, Origin, WindowFiles, is_collapsed
 from trainer.processes import Process
@@ -68,13 +67,6 @@ def test_at_temperature_0_the_draft_writes_what_it_writes_greedily() -> None:
         assert text.answer == naive_greedy(draft().model, PROMPTS[text.position], 12) and not text.rejected
 
 
-def test_a_text_goes_up_to_the_token_that_ends_it() -> None:
-    own = plain(0)
-    writer = writer_of(policy_of(target=1, temperature=0), ends=(own[4],))
-    (text,) = writer.write(orders_of("target", 1), draft())
-    assert text.answer == own[: own.index(own[4]) + 1]
-
-
 def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains of three: right, wrong, right · wrong at once · all right · of two, the second wrong · nothing.
 
@@ -113,14 +105,6 @@ def test_what_a_text_says_does_not_depend_on_those_beside_it(kind: Origin) -> No
     for order, text in zip(orders, together, strict=True):
         assert writer_of(policy_of(loop=1)).write([order], draft()) == [text]
     assert len({text.answer for text in together}) > 4
-
-
-def test_a_draft_of_a_few_tokens_writes_only_those() -> None:
-    trimmed = trimmed_vocabulary(draft().model, [1, 4, 7, 9])
-    texts = writer_of(policy_of(draft=1)).write(orders_of("draft"), trimmed)
-    assert {token for text in texts for token in text.answer} == {1, 4, 7, 9}
-    for text in writer_of(policy_of(loop=1, temperature=0), ends=()).write(orders_of("loop"), trimmed):
-        assert text.answer == plain(text.position)
 
 
 TEXT = GeneratedText(4, 2, 7, "loop", 2, (14, 15, 4, 5, 6), (3,), False)

@@ -58,7 +58,7 @@ def test_a_policy_of_offline_alone_gives_the_batches_of_the_data_and_never_write
 def test_a_step_has_as_many_rows_of_a_kind_as_its_share_says_give_or_take_one(tmp_path: Path) -> None:
     policy = policy_of(offline=1, target=2, draft=3, loop=1.5)
     counts = kinds_at(tmp_path, policy, steps=400)
-    shares = policy.shares(0)
+    shares = policy.shares
     for kind, share in shares.items():
         assert all(abs(step[kind] - 8 * share) < 1 for step in counts)
         assert sum(step[kind] for step in counts) / 400 == pytest.approx(8 * share, abs=0.05)

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from fake_hub import FakeHub, folder_on
 from fake_hub import hub as hub
 from rich.console import Console
-from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_target
+from tiny_training import recipe_content, write_corpus, write_target
 
 from decoding.model.fingerprint import stored_fingerprint
 from trainer.data.batch import Example
@@ -64,13 +64,6 @@ def identity_of(folder: Path, **sections: Any) -> dict[str, Any]:
 def refused(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The settings by which it is another run."""
     return [change.name for change in compare(before, now).refused]
-
-
-def test_the_same_file_read_by_another_tokenizer_is_other_training_data(run_folder: Path) -> None:
-    before = identity_of(run_folder)
-    words = ("<unk>", "<eos>", "<user>", "<assistant>", *"bacdefghijkl")
-    tiny_tokenizer(words=words).save_pretrained(run_folder / "target")
-    assert refused(before, identity_of(run_folder)) == ["training data"]
 
 
 def test_which_tokens_are_trained_is_part_of_the_training_data(run_folder: Path) -> None:

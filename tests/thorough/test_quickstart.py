@@ -54,18 +54,6 @@ def test_names_are_resolved_to_the_cache_and_others_left_alone(cache: Path) -> N
         assert quickstart.resolve(other) == other
 
 
-def test_the_cache_is_where_the_environment_says_and_depends_on_the_library(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert quickstart.cache().parent == cache and quickstart.folder().is_relative_to(cache)
-    before = quickstart.cache()
-    fewer = quickstart._library_files()[1:]
-    monkeypatch.setattr(quickstart, "_library_files", lambda: fewer)
-    assert quickstart.cache() != before
-    monkeypatch.delenv("HEADSTART_CACHE")
-    assert not quickstart.cache().is_relative_to(cache) and "headstart" in str(quickstart.cache().parent)
-
-
 def test_prompts_are_windows_of_training_files_and_the_same_every_time(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,12 +64,6 @@ def rows(file: Path) -> list[tuple[int, str]]:
     return [(row["step"], "loss" if "loss" in row else "heldout") for row in content]
 
 
-def test_a_run_that_goes_on_says_from_which_step(workshop: Path) -> None:
-    killed_after(3, workshop)
-    assert "tiny medusa: resuming from step 2 of 6\n" in train(workshop)
-    assert "tiny medusa: resuming from step 6 of 6\n" in train(workshop)
-
-
 def test_each_step_stands_once_in_the_metrics_and_what_was_repeated_beside_them(workshop: Path) -> None:
     killed_after(5, workshop)
     run = workshop / "run"

@@ -326,8 +326,7 @@ class PolicySource:
 
     def _kinds(self, step: int) -> list[Origin]:
         """Return the origin of each position of a step's batch; each share is met to within one, on average exactly."""
-        shares = self._policy.shares(step / max(1, self._training.steps - 1))
-        kinds = get_args(Origin)
+        kinds, shares = get_args(Origin), self._policy.shares
         bounds = list(accumulate(shares[kind] for kind in kinds))
         # A multiple of 1/1024: the last position stays clear of 1, where the bounds end but for rounding.
         size, offset = self._training.batch_size, random.Random(f"{self._training.seed} {step}").randrange(1024) / 1024

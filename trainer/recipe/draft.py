@@ -7,8 +7,6 @@ from pydantic import Field, model_validator
 from trainer.recipe.common import LossSection, Section, TargetRecipe, Weight, default_term
 
 LoopTrains = Literal["rejected", "all"]
-Share = Weight | tuple[Weight, Weight]
-"""Constant, or [at the first step, at the last] with a line between them."""
 
 
 class FromTargetSection(Section):
@@ -52,10 +50,10 @@ class PolicySection(Section):
     own answer is trained on instead.
     """
 
-    offline: Share = 0.0
-    target: Share = 0.0
-    draft: Share = 0.0
-    loop: Share = 0.0
+    offline: Weight = 0.0
+    target: Weight = 0.0
+    draft: Weight = 0.0
+    loop: Weight = 0.0
     loop_trains: LoopTrains = "rejected"
     """``rejected``: the places at which the target replaced a drafted token · ``all``: the whole answer, which suits a
     parallel draft, because its masks predict trained tokens in a row."""
@@ -67,12 +65,11 @@ class PolicySection(Section):
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Texts that each process decodes together."""
 
-    def shares(self, progress: float) -> dict[str, float]:
-        """Return each source's share, together 1, at ``progress`` 0 (the first step) to 1 (the last)."""
-        given = {name: getattr(self, name) for name in _SOURCES}
-        now = {name: _between(share, progress) for name, share in given.items()}
-        total = sum(now.values())
-        return {name: share / total for name, share in now.items()}
+    @property
+    def shares(self) -> dict[str, float]:
+        """Each source's share, together 1."""
+        given = {name: float(getattr(self, name)) for name in _SOURCES}
+        return {name: share / sum(given.values()) for name, share in given.items()}
 
     @model_validator(mode="before")
     @classmethod
@@ -84,26 +81,10 @@ class PolicySection(Section):
     @property
     def generates(self) -> bool:
         """True if texts are generated during the training."""
-        return any(_most(share) > 0 for share in (self.target, self.draft, self.loop))
-
-    @model_validator(mode="after")
-    def _never_nothing(self) -> "PolicySection":
-        if self.generates and not all(sum(_between(getattr(self, n), p) for n in _SOURCES) for p in (0.0, 1.0)):
-            raise ValueError("draft.policy gives every source the share 0 at the first or the last step")
-        return self
+        return any((self.target, self.draft, self.loop))
 
 
 _SOURCES = ("offline", "target", "draft", "loop")
-
-
-def _between(share: Share, progress: float) -> float:
-    if isinstance(share, tuple):
-        return share[0] + (share[1] - share[0]) * progress
-    return share
-
-
-def _most(share: Share) -> float:
-    return max(share) if isinstance(share, tuple) else share
 
 
 class TeacherSection(Section):
@@ -188,7 +169,7 @@ class DraftSection(Section):
                 "draft.parallel.reads_target needs the target's hidden states, which draft.teacher does not hold: set "
                 "draft.teacher=null or draft.parallel.reads_target=false"
             )
-        if _most(self.policy.draft) > 0:
+        if self.policy.draft:
             raise ValueError(
                 "draft.policy.draft lets the draft answer alone, token by token, which a parallel draft is not trained "
                 "for: set draft.policy.draft=0, and use target or loop"
