@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import counting_model, tiny_model
-from tiny_training import Recorder, medusa_on, toy_examples, train_toy
+from tiny_models import tiny_model
+from tiny_training import medusa_on, toy_examples, train_toy
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
-from trainer.data.batch import Example, collate
 from trainer.export import export
-from trainer.heads.medusa import rank_accuracies
 from trainer.recipe.heads import HeadsSection
 
 CONFIG = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=3, tree=((0,), (1,), (0, 0), (0, 0, 2)))
@@ -152,29 +150,6 @@ def test_two_steps_of_training_change_the_blocks_alone(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "final" / WEIGHTS_NAME)
     assert stored.keys() == trained.keys() and not any("lm_head" in name for name in stored)
     assert MedusaHeads.from_pretrained(tmp_path / "final").config.shared_lm_head
-
-
-def test_a_shared_and_a_copied_lm_head_train_their_blocks_alike() -> None:
-    """At the start both write the same logits, so a block's first gradient is the same."""
-    gradients = []
-    for shared in (False, True):
-        objective = medusa_on(CausalLM(tiny_model("llama")), HeadsSection(num_heads=2, shared_lm_head=shared))
-        (inputs,) = objective.inputs(collate([Example(tuple(range(12)), (True,) * 12, 0)]), step=0)
-        objective.module(replace(inputs, hidden=torch.ones(1, 12, 16).cumsum(1))).losses.sum().backward()
-        gradients.append([head.blocks[0].linear.weight.grad for head in objective.module.heads.heads])
-    for own, with_shared in zip(*gradients, strict=True):
-        assert own.abs().max() > 0 and torch.equal(own, with_shared)
-
-
-def test_training_learns_through_a_shared_lm_head(tmp_path: Path) -> None:
-    model = CausalLM(counting_model())
-    objective = medusa_on(model, HeadsSection(num_heads=2, shared_lm_head=True))
-    texts = [Example(tuple((start + i) % 16 for i in range(20)), (True,) * 20, 0) for start in range(16)]
-    recorder = Recorder()
-    train_toy(tmp_path, objective, recorder, texts, steps=60, learning_rate=3e-2, checkpoint_every=100)
-    assert [recorder.figures[step]["top1/head_0"] for step in (1, 60)] == [0, 1]
-    shares = rank_accuracies(model, objective.module.heads, [(tuple(range(10)), 2)])
-    assert shares[0][0] == shares[1][0] == 1
 
 
 def test_shared_heads_are_exported_in_our_format_and_in_vllms_only_with_their_target(tmp_path: Path) -> None:
