@@ -1,7 +1,7 @@
 """Everything worth measuring on one GPU, in one process of nine minutes at most: tests, speed, launches, training.
 
 It needs this folder's repository, torch and transformers; what it lacks besides, it does without and says so. Every
-part has an allowance of time and is cut there, and what is missing is named; suite.json and suite.html are written anew
+part has an allowance of time and is cut there, and what is missing is named; suite.json and suite.md are written anew
 after every measurement, so that whatever ends the run, nothing measured is lost.
 
     python benchmarks/gpu_suite.py --target FOLDER --draft FOLDER --heads FOLDER --prompts FILE.jsonl \
@@ -14,7 +14,9 @@ that shows that everything works: its figures mean nothing.
 import argparse
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -39,17 +41,23 @@ import transformers  # noqa: E402, F401  # while what it looks for is not there,
 from suite_packages import stand_ins  # noqa: E402
 
 with stand_ins() as MISSING:
-    from suite_decoding import GRAPHS, PLAIN, copy_bandwidth, measure_group
+    from suite_measurements import METHODS, copy_bandwidth, measure_group, measure_training, profile_steps
     from suite_models import Models, Stages, read_models
-    from suite_page import page
-    from suite_profile import profile_items, profile_steps
-    from suite_training import measure_training
 
     from decoding.measure.machine import commit, hardware, versions
+    from decoding.model.dtypes import parse_dtype
 
-SCHEMA = "headstart-gpu-suite/1"
+SCHEMA = "headstart-gpu-suite/2"
 SETTINGS = (("greedy", 0.0), ("T=1", 1.0))
-SHARE_WANTED = 0.85
+GPU_TESTS = ROOT / "tests" / "gpu"
+_RUN_TESTS = """
+import sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests", {root!r} + "/benchmarks"]
+import pytest, torch, transformers
+from suite_packages import stand_ins
+with stand_ins():
+    sys.exit(pytest.main(sys.argv[1:]))
+"""
 
 
 class OutOfTime(BaseException):  # nothing on the way may take it for an error of its own
@@ -74,76 +82,51 @@ class Part:
     items: list[Item]
 
 
-@dataclass
-class Suite:
-    """A run of the suite, as all its measurements see it."""
+def parts_of(models: Models, stages: Stages, device: torch.device, short: bool) -> list[Part]:
+    """List what is measured, by what would be missed most."""
+    names, new_tokens, batches = stages.names, 8 if short else 64, (1, 2) if short else (1, 8, 32)
+    middle, bandwidth = names[len(names) // 2], list[float]()
 
-    models: Models
-    stages: Stages
-    device: torch.device
-    short: bool
-    bandwidth: float | None = None
+    def copying(seconds: float) -> Any:
+        bandwidth.append(copy_bandwidth(1 << (24 if short else 31), device))
+        return {"bytes_per_second": bandwidth[0]}
 
-    @property
-    def batches(self) -> tuple[int, ...]:
-        return (1, 2) if self.short else (1, 8, 32)
-
-    @property
-    def new_tokens(self) -> int:
-        return 8 if self.short else 64
-
-    def parts(self) -> list[Part]:
-        """In this order, by what would be missed most."""
-        names = self.stages.names
-        middle = names[len(names) // 2]
-        profiled = names[0] if self.short else middle
-        decoding = [
-            Part(f"decoding, {name}", seconds, self._decoding_items(name))
-            for name, seconds in zip(names, (50, 80, 105), strict=False)
-        ]
-        return [
-            Part("tests", 75, [Item("tests/gpu", run_gpu_tests)]),
-            Part("bandwidth", 5, [Item("copy", self._measure_bandwidth)]),
-            *decoding,
-            Part("launches", 35, self._profile_items(profiled)),
-            Part("training", 50, [Item(kind, self._training(kind, middle)) for kind in ("medusa", "draft")]),
-        ]
-
-    def _measure_bandwidth(self, seconds: float) -> dict[str, float]:
-        self.bandwidth = copy_bandwidth(1 << (24 if self.short else 31), self.device)
-        return {"bytes_per_second": self.bandwidth}
-
-    def _decoding_items(self, name: str) -> list[Item]:
-        def item(setting: str, temperature: float, batch: int) -> Item:
-            def run(seconds: float) -> Any:
-                stage, rounds = self.stages.get(name), 1 if self.short else 3
-                group = measure_group(
-                    stage, self.models.prompts, temperature, batch, self.new_tokens, rounds, self.bandwidth, seconds
-                )
-                return {"parameters": stage.parameters, "stand_in": stage.stand_in, "setting": setting, **group}
-
-            # Batch 1 has the eager runs in it, and the model is made on the way to the first.
-            return Item(f"{setting}, batch {batch}", run, 3.0 if batch == 1 else 1.0)
-
-        return [item(setting, t, batch) for batch in self.batches for setting, t in SETTINGS]
-
-    def _profile_items(self, name: str) -> list[Item]:
-        def item(method: str, static: str | None) -> Item:
-            prompts = self.models.prompts[:1]
-            return Item(
-                f"{method}, {static or 'eager'}",
-                lambda seconds: profile_steps(self.stages.get(name), method, static, prompts, self.new_tokens // 2),
-            )
-
-        return [item(method, static) for method, static in profile_items(self.short)]
-
-    def _training(self, kind: str, name: str) -> Callable[[float], Any]:
-        batch_size, steps = (2, 2) if self.short else (16, 20)
-
+    def decoding(name: str, setting: str, temperature: float, batch: int) -> Item:
         def run(seconds: float) -> Any:
-            return measure_training(kind, self.stages.get(name), self.models.examples, batch_size, steps, seconds)
+            stage, rounds = stages.get(name), 1 if short else 3
+            group = measure_group(
+                stage, models.prompts, temperature, batch, new_tokens, rounds, next(iter(bandwidth), None), seconds
+            )
+            return {"parameters": stage.parameters, "stand_in": stage.stand_in, "setting": setting, **group}
 
-        return run
+        # Batch 1 has the eager runs in it, and the model is made on the way to the first.
+        return Item(f"{setting}, batch {batch}", run, 3.0 if batch == 1 else 1.0)
+
+    def launches(method: str, static: str | None) -> Item:
+        stage, prompts = names[0] if short else middle, models.prompts[:1]
+        return Item(
+            f"{method}, {static or 'eager'}",
+            lambda seconds: profile_steps(stages.get(stage), method, static, prompts, new_tokens // 2),
+        )
+
+    def training(kind: str) -> Item:
+        batch_size, steps = (2, 2) if short else (16, 20)
+        return Item(
+            kind,
+            lambda seconds: measure_training(kind, stages.get(middle), models.examples, batch_size, steps, seconds),
+        )
+
+    profiled = METHODS[:2] if short else METHODS
+    return [
+        Part("tests", 75, [Item("tests/gpu", run_gpu_tests)]),
+        Part("bandwidth", 5, [Item("copy", copying)]),
+        *(
+            Part(f"decoding, {name}", seconds, [decoding(name, *each, batch) for batch in batches for each in SETTINGS])
+            for name, seconds in zip(names, (50, 80, 105), strict=False)
+        ),
+        Part("launches", 35, [launches(method, static) for static in ("graphs", None) for method in profiled]),
+        Part("training", 50, [training(kind) for kind in ("medusa", "draft")]),
+    ]
 
 
 @contextmanager
@@ -162,61 +145,37 @@ def cut_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def _is_out_of_time(error: BaseException | None) -> bool:
-    """True where the alarm rang, also where a capture put an error of its own in the place of ours."""
-    while error is not None and not isinstance(error, OutOfTime):
-        error = error.__cause__ or error.__context__
-    return error is not None
+def run_gpu_tests(seconds: float, folder: Path = GPU_TESTS) -> dict[str, Any]:
+    """Run the tests marked ``gpu`` in a process of their own, without the other tests' conftest and plugins.
 
-
-def run_gpu_tests(seconds: float, folder: Path = ROOT / "tests" / "gpu") -> dict[str, Any]:
-    """The tests marked ``gpu``, in this process; ``cut`` names the one that time was up in, if there is one.
-
-    Those there is no time for are skipped.
+    ``cut`` is true if time was up before the last test.
     """
-    import pytest  # which not every machine has
+    import pytest  # noqa: F401  # which not every machine has
 
-    outcomes: dict[str, int] = {"passed": 0, "failed": 0, "skipped": 0}
-    failures: list[str] = []
-    cut: list[str] = []
-    end = time.perf_counter() + 0.9 * seconds
-
-    class Recorder:
-        def pytest_runtest_setup(self, item: Any) -> None:
-            if time.perf_counter() > end:
-                pytest.skip("no time is left for it")
-
-        @pytest.hookimpl(wrapper=True)
-        def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
-            # pytest takes whatever ends a test for its failure, and would run the others without an alarm.
-            if call.excinfo is not None and _is_out_of_time(call.excinfo.value):
-                cut.append(item.nodeid)
-                pytest.exit("time is up", returncode=int(pytest.ExitCode.INTERRUPTED))
-            return (yield)
-
-        def pytest_internalerror(self, excinfo: Any) -> None:
-            if _is_out_of_time(excinfo.value):
-                cut.append("between two tests")
-
-        def pytest_runtest_logreport(self, report: Any) -> None:
-            if report.when == "call" or report.outcome != "passed":
-                outcomes[report.outcome] += 1
-            if report.failed:
-                failures.append(f"{report.nodeid}: {str(report.longrepr)[-2000:]}")
-
-    # Neither the other tests' conftest nor plugins: they need more than is here.
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    with stand_ins():  # for what the tests import that was not imported yet
-        code = pytest.main(
-            [str(folder), f"--confcutdir={folder}", "-q", "-m", "gpu", "-p", "no:cacheprovider"], plugins=[Recorder()]
-        )
-    return {**outcomes, "exit_code": int(code), "failures": failures, "cut": cut}
+    command = [sys.executable, "-c", _RUN_TESTS.format(root=str(ROOT)), str(folder), f"--confcutdir={folder}"]
+    command += ["-m", "gpu", "-p", "no:cacheprovider", "-v", "--tb=short"]
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        try:
+            output, cut = run.communicate(timeout=0.9 * seconds)[0], False
+        except subprocess.TimeoutExpired:
+            run.kill()
+            output, cut = run.communicate()[0], True
+        except BaseException:
+            run.kill()
+            raise
+    counts = {each: len(re.findall(rf"::\S+ {each.upper()}\b", output)) for each in ("passed", "failed", "skipped")}
+    return {**counts, "cut": cut, "exit_code": run.returncode, "output": output[-4000:]}
 
 
 def run_part(part: Part, seconds: float, report: dict[str, Any], write: Callable[[], None]) -> None:
     """Run what there is time for; name what was left out, and why."""
     began = time.perf_counter()
     results = report["parts"].setdefault(part.name, {})
+
+    def missing(kind: str, why: str) -> None:
+        report[kind].append({"part": part.name, "item": item.name, "why": why})
+
     for index, item in enumerate(part.items):
         left = seconds - (time.perf_counter() - began)
         share = left * item.weight / sum(other.weight for other in part.items[index:])
@@ -225,60 +184,80 @@ def run_part(part: Part, seconds: float, report: dict[str, Any], write: Callable
                 raise OutOfTime
             with cut_after(left):
                 results[item.name] = found = item.run(share)
-            for name in found.get("cut", ()) if isinstance(found, dict) else ():
-                report["skipped"].append({"part": part.name, "item": name, "why": "time was up while it ran"})
+            if isinstance(found, dict) and found.get("cut"):
+                missing("skipped", "time was up while it ran")
         except OutOfTime:
-            report["skipped"].append({"part": part.name, "item": item.name, "why": f"no time left of {seconds:.0f} s"})
+            missing("skipped", f"no time left of {seconds:.0f} s")
         except ImportError as error:
-            report["skipped"].append({"part": part.name, "item": item.name, "why": f"not installed: {error.name}"})
+            missing("skipped", f"not installed: {error.name}")
         except Exception as error:  # noqa: BLE001  # one that fails must not take the others' figures along
             traceback.print_exc()
-            what = f"{type(error).__name__}: {error}"[:500]
             # A capture that is interrupted may put an error of its own in the place of ours.
             cut = time.perf_counter() - began >= seconds
-            report["skipped" if cut else "failed"].append({"part": part.name, "item": item.name, "why": what})
+            missing("skipped" if cut else "failed", f"{type(error).__name__}: {error}"[:500])
         report["seconds"][part.name] = time.perf_counter() - began
         write()
 
 
-def goals(report: dict[str, Any], largest: str) -> list[dict[str, Any]]:
-    """Compare each figure with its goal."""
-    parts, found = report["parts"], []
-
-    def add(goal: str, wanted: float, measured: float | None) -> None:
-        found.append(
-            {"goal": goal, "wanted": wanted, "measured": measured, "met": bool(measured and measured >= wanted)}
-        )
-
-    group = parts.get(f"decoding, {largest}", {}).get("greedy, batch 1", {"rows": []})
-    shares = {row["mode"]: row.get("bandwidth") for row in group["rows"] if row["method"] == PLAIN}
-    share = shares.get(GRAPHS)
-    add(f"{largest}: plain pass, share of the memory's bandwidth", SHARE_WANTED, share and share["share_of_pass"])
-    for part, groups in parts.items():
-        if part.startswith("decoding"):
-            for row in groups.get("greedy, batch 1", {"rows": []})["rows"]:
-                if (row["method"], row["mode"]) == (PLAIN, GRAPHS):
-                    add(
-                        f"{part}: plain with graphs over transformers generate", 1.0, row["over_transformers"]["median"]
-                    )
-    return found
-
-
 def write_report(report: dict[str, Any], output: Path) -> None:
-    """suite.json and suite.html, each whole or as it was before."""
+    """Write suite.json and suite.md, each whole or as it was before."""
     output.mkdir(parents=True, exist_ok=True)
-    for name, text in (("suite.json", json.dumps(without_nan(report), indent=1) + "\n"), ("suite.html", page(report))):
+    for name, text in (("suite.json", json.dumps(without_nan(report), indent=1) + "\n"), ("suite.md", page(report))):
         (output / f".{name}").write_text(text, encoding="utf-8")
         (output / f".{name}").replace(output / name)
 
 
 def without_nan(value: Any) -> Any:
-    """JSON has neither NaN nor infinity: what could not be measured is null."""
+    """Return JSON values: what could not be measured (NaN or infinity) is null."""
     if isinstance(value, dict):
         return {key: without_nan(held) for key, held in value.items()}
     if isinstance(value, list | tuple):
         return [without_nan(held) for held in value]
     return None if isinstance(value, float) and not -1e300 < value < 1e300 else value
+
+
+def page(report: dict[str, Any]) -> str:
+    """Return tables in Markdown of whatever is in the report so far."""
+    lines = [
+        f"# Headstart on {report['hardware'].get('gpu', report['hardware']['processor'])}",
+        f"commit {report['commit']} · {report['dtype']} · {report['source']}",
+        *(["**A short run of tiny models: its figures mean nothing.**"] if report["short"] else []),
+    ]
+    for name, results in report["parts"].items():
+        lines.append(f"## {name.capitalize()}")
+        if name.startswith("decoding"):
+            for group, found in results.items():
+                lines += [f"### {group}", table(map(_flat, found["rows"]))]
+        else:
+            lines.append(table({"": item, **_flat(found)} for item, found in results.items()))
+    lines += ["## Missing", table([*report["skipped"], *report["failed"]])]
+    lines += ["## Seconds", table([report["seconds"]])]
+    return "\n\n".join(line for line in lines if line) + "\n"
+
+
+def table(rows: Any) -> str:
+    """Return a table in Markdown of these dicts, with a column for every key."""
+    rows = list(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[_text(row.get(name)) for name in names] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names), *cells)) if rows else ""
+
+
+def _flat(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a result, those of a dict in it by joined names, and of a spread its median."""
+    flat: dict[str, Any] = {}
+    for name, value in found.items():
+        if isinstance(value, dict):
+            flat |= {name: value["median"]} if "median" in value else {f"{name}: {key}": value[key] for key in value}
+        elif not isinstance(value, list) and name != "output":
+            flat[name] = value
+    return flat
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "–" if value is None else str(value)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -298,27 +277,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def elapsed() -> float:
-    """Seconds since this process began to import."""
+    """Return the seconds since this process began to import."""
     return time.perf_counter() - _BEGAN
-
-
-def empty_report(at: str, models: Models, short: bool) -> dict[str, Any]:
-    """Return the report of a run at commit ``at`` before its first part."""
-    return {
-        "schema": SCHEMA,
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": at,
-        "short": short,
-        "dtype": str(models.target.dtype).removeprefix("torch."),
-        "source": models.source,
-        "not_installed": MISSING,
-        "seconds": {},
-        "parts": {},
-        "skipped": [],
-        "failed": [],
-        "goals": [],
-    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -326,47 +286,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     short = options.short or not torch.cuda.is_available()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[options.dtype]
     if short:
         torch.set_num_threads(1)  # tiny models: more would get in each other's way
     inputs = [options.target, options.draft, options.heads, options.prompts, options.train]
-    models = read_models(*inputs, device, torch.float32 if short else dtype, short)
-    suite = Suite(models, Stages(models, short), device, short)
-    report = empty_report(options.commit or commit(), models, short)
+    models = read_models(*inputs, device, torch.float32 if short else parse_dtype(options.dtype), short)
+    stages = Stages(models, short)
+    every = parts_of(models, stages, device, short)
+    parts = [part for part in every if part.name.startswith(tuple(options.parts.split(",")))]
+    if not parts:
+        raise ValueError(f"no part begins with {options.parts}: choose of {', '.join(part.name for part in every)}")
+    report: dict[str, Any] = {"schema": SCHEMA, "hardware": hardware(), "versions": versions()}
+    report |= {"commit": options.commit or commit(), "short": short, "source": models.source}
+    report |= {"dtype": str(models.target.dtype).removeprefix("torch."), "not_installed": MISSING}
+    report |= {"seconds": {}, "parts": {}, "skipped": [], "failed": []}
 
     def write() -> None:
         report["seconds"]["total"] = elapsed()
-        report["goals"] = [] if short else goals(report, suite.stages.names[-1])
         write_report(report, options.output)
 
     def give_up() -> None:
-        """For what no signal reaches: a call into a library that does not come back."""
+        """Write the report when no signal helps: a call into a library does not come back."""
         report["skipped"].append({"part": part.name, "item": "the rest", "why": "the time of the whole run is over"})
         write()
         os._exit(1)
 
-    write()
+    part, allowed = parts[0], elapsed()
     watch = threading.Timer(60 * options.minutes - elapsed(), give_up)
     watch.daemon = True
-    # A part may use what was allowed up to its end and not used; all end half a minute before the time is over.
-    wanted = tuple(options.parts.split(","))
-    parts, allowed = [part for part in suite.parts() if part.name.startswith(wanted)], elapsed()
-    if not parts:
-        raise ValueError(f"no part begins with {options.parts}: choose of {', '.join(p.name for p in suite.parts())}")
-    scale = (60 * options.minutes - 30 - allowed) / sum(part.seconds for part in parts)
-    part = parts[0]
     watch.start()
+    # A part may use what was allowed up to its end and not used; all end half a minute before the time is over.
+    scale = (60 * options.minutes - 30 - allowed) / sum(part.seconds for part in parts)
     for part in parts:
         allowed += scale * part.seconds
         print(f"{elapsed():6.1f} s  {part.name}", flush=True)
         run_part(part, allowed - elapsed(), report, write)
     watch.cancel()
-    suite.stages.drop()
+    stages.drop()
     write()
-    for missing in (*report["skipped"], *report["failed"]):
-        print("missing:", ", ".join(map(str, missing.values())))
+    print(page(report))
     failed_tests = report["parts"].get("tests", {}).get("tests/gpu", {}).get("failed", 0)
-    print(f"{report['seconds']['total']:6.1f} s  written: {options.output / 'suite.json'}, suite.html")
     return int(bool(report["failed"] or failed_tests))
 
 

@@ -19,9 +19,8 @@ from decoding.threads import spin_briefly
 
 spin_briefly()  # before torch is imported
 
-import llama_cpp_engine
+import engines
 import torch
-import vllm_engine
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
@@ -31,7 +30,6 @@ from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.questions import read_prompts
 from decoding.measure.redact import basename
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import MedusaHeads
 from decoding.model.loading import (
     eos_token_ids,
     load_draft,
@@ -40,12 +38,13 @@ from decoding.model.loading import (
     load_parallel_draft,
     load_tokenizer,
 )
-from trainer.export import export
-from trainer.export.source import artefact_folder
+from trainer.export.companions import chain_length
+from trainer.export.exporter import NO_PROMPTS, ExportSummary, export
+from trainer.export.task import artefact_folder
 from trainer.terminal.console import quiet_libraries, standard_output
 
-DRAFT_TOKENS = 4
-ARTEFACTS = ("draft", "heads", "shared-heads", "parallel")
+ARTEFACTS = {"draft": "draft", "heads": "vllm", "shared-heads": "vllm", "parallel": "draft"}
+"""Names -> the formats in which vLLM takes them."""
 
 
 class Bench(NamedTuple):
@@ -57,74 +56,53 @@ class Bench(NamedTuple):
     trained: dict[str, Path]
     exported: Path
 
-    def export(self, name: str, format: str, **options: Any) -> Path:
-        """Return the folder of an export; it is decoded with here, not once more at the export."""
-        folder = self.exported / f"{name}-{format}"
+    def export(self, name: str, format: str, **options: Any) -> ExportSummary:
+        """Export without decoding, which follows here."""
         source = Path(self.folder) if name == "target" else self.trained[name]
-        export(source, folder, format, target=self.folder, check_prompts=0, **options)
-        return folder
+        folder = self.exported / f"{name}-{format}"
+        return export(source, folder, format, target=self.folder, prompts=NO_PROMPTS, **options)
+
+    def chain(self, name: str, folder: str, tokens: int) -> Drafter:
+        """Return the drafter that a server is: one chain."""
+        if name == "draft":
+            return DraftModelDrafter(load_draft(folder, self.target, self.tokenizer), tokens)
+        if name == "parallel":
+            return ParallelDrafter(load_parallel_draft(folder, self.target, self.tokenizer), tokens=tokens)
+        chain = tuple((0,) * depth for depth in range(1, tokens + 1))
+        return MedusaDrafter(load_heads(self.trained[name], self.target), chain)
 
 
-def vllm_cases(bench: Bench) -> list[vllm_engine.Case]:
-    """Return a start of vLLM for plain decoding and for each artefact; heads also with fewer drafted than there are."""
-    cases = [vllm_engine.Case("plain decoding")]
-
-    def case(artefact: str, drafter: Drafter, **speculation: Any) -> None:
-        cases.append(vllm_engine.Case(artefact, speculation, drafter))
-
-    if "draft" in bench.trained:
-        folder = str(bench.export("draft", "draft"))
-        chain = DraftModelDrafter(load_draft(folder, bench.target, bench.tokenizer), (1,) * DRAFT_TOKENS)
-        case("draft", chain, method="draft_model", model=folder, num_speculative_tokens=DRAFT_TOKENS)
-    for name, told in (("heads", "Medusa heads"), ("shared-heads", "heads that share the lm_head")):
-        if name not in bench.trained:
-            continue
-        folder, heads = str(bench.export(name, "vllm")), load_heads(bench.trained[name], bench.target)
-        most = heads.config.num_heads
-        for tokens in (most, most - 1) if name == "heads" and most > 1 else (most,):
-            case(told, _chain(heads, tokens), method="medusa", model=folder, num_speculative_tokens=tokens)
-    if "parallel" in bench.trained:
-        folder = str(bench.export("parallel", "draft"))
-        parallel = load_parallel_draft(folder, bench.target, bench.tokenizer)
-        at_once = {
-            "parallel_drafting": True,
-            "use_heterogeneous_vocab": True,
-            "num_speculative_tokens": parallel.tokens,
-        }
-        case(
-            "parallel draft",
-            ParallelDrafter(parallel, tokens=parallel.tokens),
-            method="draft_model",
-            model=folder,
-            **at_once,
-        )
+def vllm_cases(bench: Bench) -> list[engines.VllmCase]:
+    """Return a start of vLLM for plain decoding and for each artefact, by the command that its export prints."""
+    cases = [engines.VllmCase("plain decoding")]
+    for name in bench.trained:
+        summary = bench.export(name, ARTEFACTS[name])
+        speculation = json.loads(summary.commands[0].argv[-1])
+        drafter = bench.chain(name, str(summary.folder), speculation["num_speculative_tokens"])
+        cases.append(engines.VllmCase(name, speculation, drafter))
     return cases
 
 
-def _chain(heads: MedusaHeads, tokens: int) -> Drafter:
-    return MedusaDrafter(heads, tuple((0,) * depth for depth in range(1, tokens + 1)))
-
-
-def llama_cpp_cases(bench: Bench) -> list[llama_cpp_engine.Case]:
+def llama_cpp_cases(bench: Bench) -> list[engines.LlamaCppCase]:
     """Return a start of llama.cpp for plain decoding and one with the draft, by files in fp32."""
-    target = bench.export("target", "gguf", type="f32") / "model.gguf"
-    cases = [llama_cpp_engine.Case("plain decoding", target)]
+    target = bench.export("target", "gguf", type="f32").folder / "model.gguf"
+    cases = [engines.LlamaCppCase("plain decoding", target)]
     if "draft" in bench.trained:
-        draft = bench.export("draft", "gguf", type="f32") / "model.gguf"
-        own = load_draft(str(bench.trained["draft"]), bench.target, bench.tokenizer)
-        drafter = DraftModelDrafter(own, (1,) * DRAFT_TOKENS)
-        cases.append(llama_cpp_engine.Case("draft", target, draft, DRAFT_TOKENS, drafter))
+        draft = bench.export("draft", "gguf", type="f32").folder / "model.gguf"
+        tokens = chain_length(bench.trained["draft"])
+        drafter = bench.chain("draft", str(bench.trained["draft"]), tokens)
+        cases.append(engines.LlamaCppCase("draft", target, draft, tokens, drafter))
     return cases
 
 
 def measure(bench: Bench, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[dict[str, Any]]:
     """Return the rows of every engine whose environment is there."""
     rows = []
-    if llama_cpp_engine.PYTHON.is_file():
+    if engines.LLAMA_CPP.is_file():
         ends = eos_token_ids(bench.target.model, bench.tokenizer)
-        rows += llama_cpp_engine.serve(bench.target, llama_cpp_cases(bench), prompts, max_new_tokens, ends)
-    if vllm_engine.python() is not None:
-        rows += vllm_engine.serve(Path(bench.folder), bench.target, vllm_cases(bench), prompts, max_new_tokens)
+        rows += engines.serve_llama_cpp(bench.target, llama_cpp_cases(bench), prompts, max_new_tokens, ends)
+    if engines.vllm_python() is not None:
+        rows += engines.serve_vllm(Path(bench.folder), bench.target, vllm_cases(bench), prompts, max_new_tokens)
     if not rows:
         raise SystemExit("no engine is here: make engines, or make vllm")
     return [{key: value for key, value in row.items() if key not in _LEFT_OUT} for row in rows]

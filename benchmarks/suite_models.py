@@ -59,7 +59,7 @@ def read_models(
     texts = _random_texts(wrapped.vocab_size, 32, prompt_tokens // 2)
     if prompts is not None:
         chat = find_spec("jinja2") is not None  # which chat templates are written in
-        texts = read_prompts(prompts, tokenizer, 32, prompt_tokens=prompt_tokens, chat=chat)
+        texts = [text[:prompt_tokens] for text in read_prompts(prompts, tokenizer, 32, chat=chat)]
     examples = _examples(wrapped.vocab_size, example_tokens)
     if train is not None:
         section = DataSection(train=train, heldout=train, max_length=example_tokens, max_rows=256)
@@ -157,7 +157,7 @@ class Stage:
         if method == "medusa":
             return MedusaDrafter(self.heads)
         draft = CausalLM(self.draft.model, self.draft.output_tokens, static=static)
-        return DraftModelDrafter(draft, (1,) * DRAFT_TOKENS)
+        return DraftModelDrafter(draft, DRAFT_TOKENS)
 
     @property
     def parameters(self) -> int:

@@ -1,17 +1,18 @@
 """Stand-ins for packages that `decoding` and `trainer` import but the suite can do without.
 
-A machine with a GPU may have torch and transformers and nothing else. The suite uses these packages' names
-in annotations only, and settings that are plain values.
+A machine with a GPU may have torch and transformers and nothing else. The suite uses these packages' names in
+annotations only, and settings that are plain values.
 """
 
-import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-PACKAGES = ("jaxtyping", "pydantic", "jinja2")
+PACKAGES = ("accelerate", "datasets", "jaxtyping", "jinja2", "omegaconf", "pydantic", "rich", "scipy", "yaml")
 
 
 class Nothing(Exception):  # an exception so that it may stand in an except clause too
@@ -35,18 +36,31 @@ class _Package(ModuleType):
         return Nothing
 
 
+class _Finder:
+    """A finder and loader of the missing packages and of all that is imported from them."""
+
+    def __init__(self, missing: Sequence[str]) -> None:
+        self._missing = missing
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        known = name.partition(".")[0] in self._missing
+        return ModuleSpec(name, self, is_package=True) if known else None  # type: ignore[arg-type]  # a loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Package(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
 @contextmanager
 def stand_ins(packages: Sequence[str] = PACKAGES) -> Iterator[list[str]]:
     """While this context lasts, what is not installed can be imported all the same; yields the names of that."""
-    missing = []
-    for name in packages:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            missing.append(name)
-            sys.modules[name] = _Package(name)
+    missing = [name for name in packages if name not in sys.modules and find_spec(name) is None]
+    finder = _Finder(missing)
+    sys.meta_path.append(finder)  # type: ignore[arg-type]  # a finder needs no more
     try:
         yield missing
     finally:
-        for name in missing:  # others look here to learn what is installed
-            del sys.modules[name]
+        sys.meta_path.remove(finder)  # type: ignore[arg-type]
+        for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
+            del sys.modules[name]  # others look here to learn what is installed

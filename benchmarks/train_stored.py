@@ -43,7 +43,7 @@ from trainer.recipe.draft import DraftSection, InitSection, TeacherSection
 from trainer.recipe.heads import FeaturesSection, HeadsSection
 from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter, StoredFeatures
 from trainer.target.hidden import OnlineTarget
-from trainer.target.store import write_store
+from trainer.target.store import ensure_store
 from trainer.target.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter
 
 DRAFT = {"num_hidden_layers": 1, "hidden_size": 192, "intermediate_size": 520}
@@ -58,7 +58,7 @@ def drafts(
     section = DraftSection(init=InitSection(from_config=DRAFT), teacher=TeacherSection(folder=str(folder), **kept))
     assert section.teacher is not None
     identity = TeacherIdentity.of(target, "benchmark", tokenizer, examples, section.teacher, 1.0)
-    write_store(TeacherWriter(target, identity), examples, folder, shard_rows=1 << 20)
+    ensure_store(TeacherWriter(target, identity), examples, folder, shard_rows=1 << 20)
     ways: dict[str, TeacherSource] = {
         "stored": TeacherStore.open(folder, identity, verify=False),
         "online": OnlineTeacher(target),
@@ -76,7 +76,7 @@ def heads(
 ) -> dict[str, Objective]:
     """Return the heads' objective on each way to the hidden states."""
     identity = FeatureIdentity.of(target, "benchmark", tokenizer, examples, FeaturesSection(folder=str(folder)))
-    write_store(FeatureWriter(target, identity), examples, folder, shard_rows=1 << 20)
+    ensure_store(FeatureWriter(target, identity), examples, folder, shard_rows=1 << 20)
     store = FeatureStore.open(folder, identity, verify=False)
     states = {"stored": StoredFeatures(store, target.model.config, target.device), "online": OnlineTarget(target)}
     return {name: MedusaObjective(each, HeadsSection(), 100, target.dtype) for name, each in states.items()}

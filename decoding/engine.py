@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from decoding.drafters.base import Drafter
-from decoding.generate import Batch, DecodingConfig, Generation, Step
+from decoding.generate import DecodingBatch, DecodingConfig, Generation, Step
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import FixedPolicy, Policy
-from decoding.stopping import StopCheck, TextDecoder
+from decoding.text import StopCheck, TextDecoder
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Engine:
     ) -> Iterator[Any]:
         """Decode a prompt of token ids, or many with ``batch_size``; yield each step when its target pass is done.
 
-        One prompt yields its steps; many yield (place of the prompt from 0, its next step). Rows accept different
+        One prompt yields its steps; many yield (index of the prompt from 0, its next step). Rows accept different
         lengths and end at different times; the next prompt takes the row of a finished text. ``seeds`` are the seeds of
         a batch's texts, in place of those that follow from the config.
 
@@ -70,7 +70,7 @@ class Engine:
         prompts = [prompt] if batch_size is None else prompt
         rows = min(batch_size or 1, len(prompts))
         stop = StopCheck(config.eos_token_ids, config.stop_strings, self.tokenizer)
-        batch = Batch(self.target, self.drafter, self.policy, stop, prompts, config, rows, seeds, cache)
+        batch = DecodingBatch(self.target, self.drafter, self.policy, stop, prompts, config, rows, seeds, cache)
         return (step for _, step in batch.run()) if batch_size is None else batch.run()
 
     @overload
@@ -86,6 +86,6 @@ class Engine:
         if batch_size is None:
             return Generation.of(tuple(self.steps(prompt, config)))
         steps: list[list[Step]] = [[] for _ in prompt]
-        for place, step in self.steps(prompt, config, batch_size=batch_size):
-            steps[place].append(step)
+        for index, step in self.steps(prompt, config, batch_size=batch_size):
+            steps[index].append(step)
         return [Generation.of(of_one) for of_one in steps]

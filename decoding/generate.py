@@ -20,21 +20,18 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.static import nodes_at
 from decoding.policies import PLAIN, Budget, Policy
 from decoding.rules.decide import decide
-from decoding.rules.history import History
 from decoding.rules.proposal import Proposal
-from decoding.rules.sampling import HistoryRows, SamplingConfig
+from decoding.rules.sampling import History, HistoryRows, SamplingConfig
 from decoding.rules.tree import TokenTree, fetch_tokens
 from decoding.rules.verify import GREEDY, Rule, Verdict
-from decoding.stopping import StopCheck
-from decoding.text import Text
-from decoding.token_ids import check_ids
+from decoding.text import StopCheck, Text, check_ids
 
 
 @dataclass(frozen=True)
 class DecodingConfig:
     """Settings of decoding. ``rule`` None is the greedy rule at temperature 0, else the lossless rule that fits.
 
-    The text at place i (from 0) of a batch is decoded with the seed ``seed + i``, whatever texts are beside it.
+    Text i (from 0) of a batch is decoded with the seed ``seed + i``, whatever texts are next to it.
     ``logprobs`` asks for the log-probability of each new token under the target itself, before any sampling control,
     ``trees`` for each step's drafted tree.
     """
@@ -110,7 +107,7 @@ class Generation:
         return Generation(tuple(token for step in steps for token in step.tokens), tuple(steps))
 
 
-class Batch:
+class DecodingBatch:
     """The texts being decoded, row i being ``texts[i]``, and the prompts that wait for a row."""
 
     def __init__(
@@ -157,7 +154,7 @@ class Batch:
             self.cache = target.new_cache(self.longest + self._nodes, self.rows, self) if cache is None else cache
 
     def run(self) -> Iterator[tuple[int, Step]]:
-        """Decode until every prompt is done; yield (place of the prompt, its next step)."""
+        """Decode until every prompt is done; yield (index of the prompt, its next step)."""
         try:
             if self.target.is_static:  # others have used its caches since they were made
                 self._open(self.cache if self.serves_calls else None)
@@ -169,7 +166,7 @@ class Batch:
                 yield from steps
                 while self.texts and not any(text.finished for text in self.texts):
                     with self._turn(lease):
-                        steps = [(text.place, step) for text, step in zip(self.texts, self._step(), strict=True)]
+                        steps = [(text.index, step) for text, step in zip(self.texts, self._step(), strict=True)]
                     yield from steps
         finally:
             self.target.turns.give_back(self)
@@ -224,9 +221,7 @@ class Batch:
             return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]
         return self.session.propose(
             [
-                DraftRequest(
-                    text.tokens, text.hidden, depth, budget.nodes, text.hand_over_states(), text.asked_before()
-                )
+                DraftRequest(text.tokens, text.hidden, depth, budget.nodes, text.hand_over_states())
                 for text, depth in zip(self.texts, depths, strict=True)
             ]
         )
@@ -280,9 +275,9 @@ class Batch:
             if row < len(self.texts):
                 self._close_gap(row)
         for row in taken:
-            place, prompt, seed = self.waiting.popleft()
+            index, prompt, seed = self.waiting.popleft()
             history = History(self.config.sampling, len(prompt), self.target.vocab_size, self.target.device)
-            text = Text(place, prompt, seed, self.config.max_new_tokens, history)
+            text = Text(index, prompt, seed, self.config.max_new_tokens, history)
             self.texts[row : row + 1] = [text]
             if self.session:
                 self.session.admit(row, TextStart(text.prompt_length, text.draft_source))
@@ -328,7 +323,7 @@ class Batch:
             logprobs = self._logprobs(proposals[index].tree, verdict, output.logits[index, None])
             emitted = text.emit((verdict.token,), self.stop)
             step = Step(emitted, 0, 0, 0, is_prefill=True, logprobs=logprobs)
-            steps.append((text.place, step.timed(0.0, verify_seconds * share, clock.total() * share)))
+            steps.append((text.index, step.timed(0.0, verify_seconds * share, clock.total() * share)))
         return steps
 
     def _keep_states(self, text: Text, states: Tensor) -> None:

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig
 from decoding.model.architecture import check_static, static_of
 from decoding.model.causal_lm import CausalLM
@@ -24,8 +25,7 @@ from decoding.policies import Policy, named_policy
 from decoding.rules.controls import Processor, sampling_from_generation_config
 from decoding.rules.verify import Rule
 from decoding.speculation import Prompts, SpeculativeOutput, decode_prompts, named_rule, padding_token
-from decoding.stopping import TextDecoder
-from decoding.token_ids import check_tensor_of_ids
+from decoding.text import TextDecoder, check_tensor_of_ids
 
 
 class HeadstartModel:
@@ -69,11 +69,11 @@ class HeadstartModel:
 
         ``drafter``: a name of the registry with its path and options, as ``--drafter`` takes it (``"lookup"``,
         ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``); or the folder or Hub id of heads or of
-        a draft alone; or None for plain decoding. ``draft_options`` are further options (``tokens=4``), listed by
-        ``headstart drafters``. A draft's tokenizer must match ``tokenizer``, by default the tokenizer of a target given
-        by name. ``dtype`` (or ``torch_dtype``) and ``device`` (default: the first GPU if there is one, or all of
-        them for weights that do not fit the first) apply to a target given by name; heads and drafts follow their
-        target.
+        a draft alone; or None for plain decoding. ``draft_options`` are further options (``tokens=4``), those of
+        `decoding.drafters.registry.REGISTRY`. A draft's tokenizer must match ``tokenizer``, by default the tokenizer of
+        a target given by name. ``dtype`` (or ``torch_dtype``) and ``device`` (default: the first GPU if there is one,
+        or all of them for weights that do not fit the first) apply to a target given by name; heads and drafts follow
+        their target.
 
         ``static`` runs the steps of target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"eager"``
         without, ``"off"`` as they come. ``"auto"`` means graphs on a CUDA device, where the target allows them, and
@@ -134,16 +134,21 @@ class HeadstartModel:
         padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. ValueError names an option that
         is not supported.
         """
-        input_ids = _one_of(input_ids, options.pop("inputs", None))
+        inputs = options.pop("inputs", None)
+        if input_ids is not None and inputs is not None:
+            raise UserError("both inputs and input_ids are given", "give one of them")
+        input_ids = inputs if input_ids is None else input_ids
         if input_ids is not None:
             check_tensor_of_ids(input_ids)
         _refuse_arguments(options)
         config = _resolve(self.generation_config, generation_config, options)
         eos = _token_list(config.eos_token_id)
         if input_ids is None:
-            input_ids = _bos_prompt(config, self.device)
-        elif attention_mask is None:
-            attention_mask = _mask_as_generate(input_ids, config.pad_token_id, eos)
+            if config.bos_token_id is None:
+                raise UserError("there is neither input_ids nor a bos_token_id to begin with", "give one of them")
+            input_ids = torch.tensor([[config.bos_token_id]], device=self.device)
+        elif attention_mask is None and config.pad_token_id is not None and config.pad_token_id not in eos:
+            attention_mask = input_ids.ne(config.pad_token_id)  # as `generate`; else padding may be the end of a text
         prompts = Prompts.of_tensor(input_ids, attention_mask).repeated(config.num_return_sequences or 1)
         if streamer is not None and len(prompts.rows) > 1:
             raise ValueError(f"a streamer takes one text, not {len(prompts.rows)}: call generate for each prompt")
@@ -152,12 +157,13 @@ class HeadstartModel:
         sampling = sampling_from_generation_config(config, tuple(logits_processor or ()), self.device)
         if seed is None:
             seed = 0 if sampling.greedy else int(torch.randint(2**62, ()))
+        stops = config.stop_strings
         decoding = DecodingConfig(
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             rule=named_rule(rule) if isinstance(rule, str) else rule,
             eos_token_ids=tuple(eos),
-            stop_strings=_strings(config.stop_strings),
+            stop_strings=(stops,) if isinstance(stops, str) else tuple(stops or ()),
             seed=seed,
         )
         padding = padding_token(config, None, decoding.eos_token_ids)
@@ -168,36 +174,22 @@ class HeadstartModel:
 
 # --- the options of generate ----------------------------------------------------------------------------------------
 
-_REFUSED_ARGUMENTS = {
-    "stopping_criteria": "say where texts end by eos_token_id, stop_strings or max_new_tokens",
-    "prefix_allowed_tokens_fn": "forbid tokens in a logits_processor",
-    "assistant_model": "give the draft to HeadstartModel",
-    "assistant_tokenizer": "give a draft with the target's tokenizer to HeadstartModel",
-    "negative_prompt_ids": "guidance needs a second pass of the target for every token",
-    "negative_prompt_attention_mask": "guidance needs a second pass of the target for every token",
-    "custom_generate": "call the target's own generate",
-    "synced_gpus": "the target has to be whole on one device",
-    "inputs_embeds": "give input_ids",
-    "position_ids": "they follow from the attention_mask",
-    "token_type_ids": "call the target's own generate",
-    "past_key_values": "every call reads its prompts anew",
-}
-_REFUSED_SETTINGS = {
-    "output_scores": "speculate(..., logprobs=True) gives the log-probabilities of what is written",
-    "output_logits": "speculate(..., logprobs=True) gives the log-probabilities of what is written",
-    "output_attentions": "run the target on the finished text",
-    "output_hidden_states": "run the target on the finished text",
-    "max_time": "bound the text by max_new_tokens",
-}
+_REFUSED_ARGUMENTS = (
+    *("stopping_criteria", "prefix_allowed_tokens_fn", "assistant_model", "assistant_tokenizer", "custom_generate"),
+    *("negative_prompt_ids", "negative_prompt_attention_mask", "synced_gpus", "inputs_embeds", "position_ids"),
+    *("token_type_ids", "past_key_values"),
+)
+_REFUSED_SETTINGS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "max_time")
+_REMEDY = "leave it out, or call the target's own generate"
 _DEFAULT_NEW_TOKENS = 20  # transformers' default
 
 
 def _refuse_arguments(options: dict[str, Any]) -> None:
     """Refuse arguments of `generate` that are not supported; remove those among them that are switched off."""
-    for name, remedy in _REFUSED_ARGUMENTS.items():
+    for name in _REFUSED_ARGUMENTS:
         value = options.pop(name, None)
         if value is not None and value is not False and not (isinstance(value, list) and not value):
-            raise ValueError(f"{name} is given, which is not supported: {remedy}")
+            raise UserError(f"{name} is given, which is not supported", _REMEDY)
 
 
 def _resolve(
@@ -209,9 +201,9 @@ def _resolve(
     unknown = [name for name, value in config.update(**options).items() if value is not None]
     if unknown:
         raise ValueError(f"generate has no option {' or '.join(unknown)}: is the name misspelt?")
-    for name, remedy in _REFUSED_SETTINGS.items():
+    for name in _REFUSED_SETTINGS:
         if getattr(config, name, None):
-            raise ValueError(f"{name} is {getattr(config, name)}, which is not supported: {remedy}; unset it")
+            raise UserError(f"{name} is {getattr(config, name)}, which is not supported", _REMEDY)
     return config
 
 
@@ -233,26 +225,5 @@ def _resolve_lengths(config: GenerationConfig, width: int, max_positions: int | 
     return int(config.max_length - width)
 
 
-def _bos_prompt(config: GenerationConfig, device: torch.device) -> Tensor:
-    if config.bos_token_id is None:
-        raise ValueError("there is neither input_ids nor a bos_token_id to begin with: give one of them")
-    return torch.tensor([[config.bos_token_id]], device=device)
-
-
-def _mask_as_generate(input_ids: Tensor, padding: int | None, eos: Sequence[int]) -> Tensor | None:
-    """Return a mask that hides padding tokens; None if they may be the end of a text."""
-    return None if padding is None or padding in eos else input_ids.ne(padding)
-
-
-def _one_of(input_ids: Tensor | None, inputs: Tensor | None) -> Tensor | None:
-    if input_ids is not None and inputs is not None:
-        raise ValueError("both inputs and input_ids are given: give one of them")
-    return inputs if input_ids is None else input_ids
-
-
 def _token_list(value: Any) -> list[int]:
     return [] if value is None else [int(token) for token in torch.as_tensor(value).flatten()]
-
-
-def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    return () if value is None else (value,) if isinstance(value, str) else tuple(value)

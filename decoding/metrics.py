@@ -93,20 +93,6 @@ def _resampled(values: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int
     return Estimate(value, min(low, value), max(high, value), texts)
 
 
-_POWER80 = 0.841621
-
-
-def required_pairs(differences: Sequence[float]) -> int | None:
-    """Return the number of pairs that tell their mean difference from 0 at 95% with 80% power; None if unknown.
-
-    The normal approximation: ((z of 97.5% + z of 80%) x standard deviation / mean) squared.
-    """
-    values = torch.tensor(differences, dtype=torch.float64)
-    if len(values) < 2 or (mean := abs(float(values.mean()))) == 0:
-        return None
-    return max(2, math.ceil(((_Z95 + _POWER80) * float(values.std()) / mean) ** 2))
-
-
 class Spread(NamedTuple):
     """Median and quartiles of paired observations."""
 
@@ -191,6 +177,14 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
         emitted = sum(step.emitted for step in steps)
         assert emitted == len(steps) + accepted_tokens - found.ended_in_draft, found
     return found
+
+
+def tokens_per_pass(steps: Sequence[StepCount], depth: int | None = None) -> float:
+    """Return the tokens of a pass, the ends of texts included, as if chains had been cut to ``depth``.
+
+    A pass that emits e tokens emits min(e, depth + 1) of the shorter chain.
+    """
+    return sum(step.emitted if depth is None else min(step.emitted, depth + 1) for step in steps) / len(steps)
 
 
 def expected_tokens(acceptance_rate: float, depth: int) -> float:

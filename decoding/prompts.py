@@ -1,11 +1,11 @@
-"""Prompts: taken from the rows of a file, and encoded as token ids."""
+"""Prompts as token ids."""
 
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from decoding.fields import Tools, check_messages
+from decoding.fields import Tools
 
 
 def encode_prompt(
@@ -40,15 +40,3 @@ def encode_prompt(
     if not tokens and tokenizer.bos_token_id is not None:
         tokens = [int(tokenizer.bos_token_id)]
     return tuple(tokens)
-
-
-def before_the_answer(value: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return a text, the first of several turns, or the messages before the first answer."""
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        messages = check_messages(value, where)
-        roles = [message["role"] for message in messages]
-        return messages[: roles.index("assistant") if "assistant" in roles else len(messages)]
-    first = value[0] if isinstance(value, list) and value else value
-    if not isinstance(first, str):
-        raise ValueError(f"{where}: the prompt is {type(first).__name__}, not text")
-    return first

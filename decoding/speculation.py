@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from decoding.drafters import Drafter
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig, Generation, Step
 from decoding.metrics import Acceptance, acceptance
 from decoding.model import loading
@@ -20,8 +21,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.policies import Policy, named_policy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import RULES, Rule
-from decoding.stopping import TextDecoder
-from decoding.token_ids import check_ids, check_tensor_of_ids
+from decoding.text import TextDecoder, check_ids, check_tensor_of_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,11 +74,11 @@ def speculate(
     """Decode prompts with a drafter (None: plainly), ``batch_size`` at a time (None: all at once).
 
     ``input_ids``: (batch, length), or a list of prompts of any lengths. Shorter rows of a tensor are padded on the
-    left: ``attention_mask`` marks the padding, or else ``pad_token_id`` does (ValueError if it may be a prompt's own
-    BOS or EOS). The sampling controls are a `SamplingConfig`, or its fields by name (``temperature=0.7``); the default
-    is greedy decoding. ``rule`` may be a name in `RULES`, ``policy`` a name as on the command line. Texts end at
-    ``eos_token_ids``, by default those of the model's generation config, or at ``stop_strings``, which need the
-    ``tokenizer``. The text of prompt i is decoded with the seed ``seed + i``, whatever texts are beside it.
+    left, which ``attention_mask`` marks. The sampling controls are a `SamplingConfig`, or its fields by name
+    (``temperature=0.7``); the default is greedy decoding. ``rule`` may be a name in `RULES`, ``policy`` a name as on
+    the command line. Texts end at ``eos_token_ids``, by default those of the model's generation config, or at
+    ``stop_strings``, which need the ``tokenizer``. The text of prompt i is decoded with the seed ``seed + i``, whatever
+    texts are next to it.
     """
     if sampling is not None and controls:
         raise ValueError(f"both sampling and {', '.join(controls)} are given: give one or the other")
@@ -94,25 +94,14 @@ def speculate(
     )
     padding = padding_token(target.model.generation_config, pad_token_id, config.eos_token_ids)
     if isinstance(input_ids, Tensor):
-        if attention_mask is None and pad_token_id is not None:
-            attention_mask = _mask_of_padding(input_ids, pad_token_id, target.model, config.eos_token_ids)
+        if attention_mask is None and pad_token_id is not None and bool((input_ids[:, :1] == pad_token_id).any()):
+            raise UserError(f"a prompt begins with the pad token {pad_token_id}", "give the attention_mask")
         prompts = Prompts.of_tensor(input_ids, attention_mask)
     else:
         prompts = Prompts.of_lists(input_ids, padding, target.device)
     named = named_policy(policy) if isinstance(policy, str) else policy
     engine = Engine(target, drafter, named, tokenizer)
     return decode_prompts(engine, prompts, config, batch_size, padding)
-
-
-def _mask_of_padding(input_ids: Tensor, padding: int, model: PreTrainedModel, eos: Sequence[int]) -> Tensor:
-    """Return a mask that hides leading padding tokens; ValueError if they may be a prompt's own beginning."""
-    bos = model.generation_config.bos_token_id if model.generation_config else None
-    if padding in (*eos, bos) and bool((input_ids[:, :1] == padding).any()):
-        raise ValueError(
-            f"a prompt begins with the pad token {padding}, which is also a BOS or EOS token and may belong to it: "
-            "give the attention_mask"
-        )
-    return input_ids.ne(padding).cumsum(1).bool()
 
 
 def named_rule(name: str) -> Rule:
@@ -184,8 +173,8 @@ def decode_prompts(
         streamer.put(prompts.padded.cpu())
     steps: list[list[Step]] = [[] for _ in rows]
     batch_size = len(rows) if batch_size is None else batch_size
-    for place, step in engine.steps(rows, config, batch_size=batch_size):
-        steps[place].append(step)
+    for index, step in engine.steps(rows, config, batch_size=batch_size):
+        steps[index].append(step)
         if streamer is not None:
             for token in step.tokens:  # `generate` puts one token at a time
                 streamer.put(torch.tensor([token]))
@@ -195,17 +184,11 @@ def decode_prompts(
     device = prompts.padded.device
     new = [torch.tensor(generation.tokens, dtype=torch.long, device=device) for generation in generations]
     new_padded = pad_sequence(new, batch_first=True, padding_value=padding or 0)
-    return SpeculativeOutput(
-        torch.cat([prompts.padded, new_padded], dim=1),
-        generations,
-        config.label,
-        _logprobs(generations, device) if config.logprobs else None,
-    )
-
-
-def _logprobs(generations: Sequence[Generation], device: torch.device) -> Float[Tensor, "batch new"]:
-    values = [[value for step in generation.steps for value in step.logprobs] for generation in generations]
-    return pad_sequence([torch.tensor(row, device=device) for row in values], batch_first=True)
+    logprobs = None
+    if config.logprobs:
+        values = [[value for step in generation.steps for value in step.logprobs] for generation in generations]
+        logprobs = pad_sequence([torch.tensor(row, device=device) for row in values], batch_first=True)
+    return SpeculativeOutput(torch.cat([prompts.padded, new_padded], dim=1), generations, config.label, logprobs)
 
 
 def padding_token(config: GenerationConfig | None, given: int | None, eos: Sequence[int]) -> int | None:

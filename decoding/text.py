@@ -1,28 +1,66 @@
-"""A text while it is decoded: its tokens, its two streams of random numbers, its history."""
+"""A text while it is decoded: its tokens, its random numbers, and its end. And checks of prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
+from numbers import Integral
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from decoding.rules.drawing import GeneratorSource
-from decoding.rules.history import GrowingText, History
-from decoding.stopping import StopCheck
+from decoding.rules.sampling import History
+
+
+class TextDecoder(Protocol):
+    """Part of a tokenizer that stop strings need."""
+
+    def decode(self, token_ids: list[int]) -> Any: ...
+
+
+class StopCheck:
+    """Finder of the end of a text inside a block of new tokens."""
+
+    def __init__(
+        self, eos_token_ids: tuple[int, ...], stop_strings: tuple[str, ...], tokenizer: TextDecoder | None
+    ) -> None:
+        if stop_strings and tokenizer is None:
+            raise ValueError("stop strings need the tokenizer: pass it along")
+        self._eos = frozenset(eos_token_ids)
+        self._strings = stop_strings
+        self._tokenizer = tokenizer
+        # A character takes at most four byte tokens; four more, as the first character may be incomplete.
+        self.reach = 4 * max(map(len, stop_strings)) + 4 if stop_strings else 0
+        """Number of tokens, up to the one that ends the text, that the decision reads."""
+
+    def cut(self, text: list[int], tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+        """Return ``tokens`` up to and including the one that ends the text, and True if one does.
+
+        ``text``: the new tokens before them, the last `reach` at least, without the prompt; no text ends in them.
+        """
+        read = text[max(0, len(text) - self.reach) :]
+        for index, token in enumerate(tokens):
+            read.append(token)
+            if token in self._eos:
+                return tokens[: index + 1], True
+            if self._strings and self._tokenizer is not None:
+                tail = self._tokenizer.decode(read[-self.reach :])
+                if any(string in tail for string in self._strings):
+                    return tokens[: index + 1], True
+        return tokens, False
 
 
 class Text:
-    """A prompt and the tokens written after it. ``place`` (from 0) is the prompt's place among all prompts."""
+    """A prompt and the tokens written after it. ``index`` (from 0) is the prompt's among all prompts."""
 
-    def __init__(self, place: int, prompt: Sequence[int], seed: int, max_new_tokens: int, history: History) -> None:
-        self.place = place
-        self.tokens = GrowingText(map(int, prompt))
+    def __init__(self, index: int, prompt: Sequence[int], seed: int, max_new_tokens: int, history: History) -> None:
+        self.index = index
+        self.tokens = list(map(int, prompt))
         self.prompt_length = len(prompt)
         self.finished = False
         self.hidden = torch.empty(0)
         """Input of the lm_head from which the target wrote the last token, (hidden,)."""
         self._states: list[Tensor] = []
-        self._asked = 0
         # Two streams of one seed: draws for the draft do not change the target's draws.
         self.source = GeneratorSource.from_seed(seed, "verify")
         self.draft_source = GeneratorSource.from_seed(seed, "draft")
@@ -43,11 +81,6 @@ class Text:
         states, self._states = self._states, []
         return torch.cat(states) if states else None
 
-    def asked_before(self) -> int | None:
-        """Return the number of tokens at the last call, all of them kept since; None at the first call."""
-        before, self._asked = self._asked, len(self.tokens)
-        return before or None
-
     def emit(self, tokens: tuple[int, ...], stop: StopCheck) -> tuple[int, ...]:
         """Append ``tokens`` up to the end of the text, if it is among them; return the appended ones."""
         room = self._longest - len(self.tokens)
@@ -56,3 +89,43 @@ class Text:
         self.tokens += kept
         self.finished = ended or len(kept) >= room
         return kept
+
+
+_REMEDY = "give tokenizer(text)['input_ids']"
+
+
+def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
+    """Refuse a prompt that is not a list of token ids: a text, a single number, or numbers other than integers.
+
+    Given ``vocab_size`` (None: the target is not known yet), also refuse an empty prompt and ids outside it.
+    """
+    if isinstance(prompt, str | bytes):
+        raise ValueError(f"a prompt is the text {prompt!r:.60}, not token ids: {_REMEDY}")
+    if isinstance(prompt, Tensor):
+        raise ValueError(f"a prompt is a tensor of shape {tuple(prompt.shape)}: give a list of its ids, ids.tolist()")
+    if not isinstance(prompt, Sized) or not isinstance(prompt, Iterable):
+        raise ValueError(f"a prompt is {prompt!r:.60}, not a list of token ids: give such a list for each prompt")
+    if all(type(token) is int for token in prompt) and len(prompt) and vocab_size is not None:
+        low, high = min(prompt), max(prompt)
+        if low >= 0 and high < vocab_size:
+            return  # a fast path: prompts may have many thousand tokens
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            kind = type(token).__name__
+            raise ValueError(f"a prompt holds {token!r:.60}, a {kind}, but token ids are integers: {_REMEDY}")
+        if vocab_size is not None and not 0 <= int(token) < vocab_size:
+            raise ValueError(
+                f"the prompt holds token {token} but the target knows 0 to {vocab_size - 1}: use its own tokenizer"
+            )
+    if vocab_size is not None and not len(prompt):
+        raise ValueError("the prompt is empty: give at least one token (a BOS token will do)")
+
+
+def check_tensor_of_ids(input_ids: Any) -> None:
+    """Refuse anything but a tensor of integers."""
+    if not isinstance(input_ids, Tensor):
+        kind = type(input_ids).__name__
+        raise ValueError(f"input_ids is a {kind}: give a tensor of ids, tokenizer(text, return_tensors='pt').input_ids")
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        kind = str(input_ids.dtype).removeprefix("torch.")
+        raise ValueError(f"input_ids holds {kind} numbers, but token ids are integers: {_REMEDY}")

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from decoding import DecodingConfig, Engine, HeadstartModel, speculate
 from decoding.model.loading import eos_token_ids, load_tokenizer
-from decoding.stream import stream_pieces
-from decoding.tally import Tally
+from decoding.stream import Tally, stream_pieces
 from trainer import prepare_target
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -19,7 +19,6 @@ from decoding import HeadstartModel, SamplingConfig, speculate
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart, chain_budgets
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_tokenizer
-from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.tree import TokenTree
 from trainer import prepare_target
@@ -37,13 +36,10 @@ class NgramDrafter(TextDrafter):
     name = "n-grams"
 
     def __init__(self, corpus: Sequence[int], longest: int = 4, depth: int = 6) -> None:
-        self.longest, self.depth = longest, depth
+        self.longest = longest
+        self.budgets = chain_budgets(depth)  # the sizes of draft that a policy may choose from
         self.followers: dict[tuple[int, ...], int] = {}
         learn(self.followers, corpus, 1, longest)
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:  # the sizes of draft that a policy may choose from
-        return chain_budgets(self.depth)
 
     def open_text(self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int) -> "NgramText":
         return NgramText(self, target.device)

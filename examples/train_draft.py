@@ -15,7 +15,7 @@ import torch
 from decoding import HeadstartModel, speculate
 from decoding.model.loading import load_tokenizer
 from decoding.speculation import SpeculativeOutput
-from decoding.tally import Tally
+from decoding.stream import Tally
 from trainer import load_recipe, prepare_target, run_recipe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart" / "draft.yaml"

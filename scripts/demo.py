@@ -29,8 +29,7 @@ from trainer.commands.guarded import guarded
 from trainer.commands.options import EvaluateOptions
 from trainer.export import export
 from trainer.recipe.reading import load_recipe
-from trainer.run.embedded import ensure_answered
-from trainer.run.train import ensure_built
+from trainer.run.train import ensure_answered, ensure_built
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = Path("runs/quickstart")
@@ -113,13 +112,12 @@ def measure() -> None:
                 "lookup",
             ],
             prompts=f"{quickstart.NAME}/heldout.jsonl",
-            prompt_tokens=128,
+            context=[128],
             limit=3 if SHORT else 10,
             max_new_tokens=24 if SHORT else 64,
             settings=["greedy", "sampling", "typical"],
             output=OUTPUT,
             restart=True,
-            title="Quickstart: a 7M-parameter Llama trained on the standard library, on held-out files of it",
         )
     )
 
@@ -128,7 +126,9 @@ def export_all() -> None:
     """Export the heads and the parallel draft for this project, and the draft for servers, each with its card."""
     report = OUTPUT / "report.json"
     for recipe, form in (("medusa1", "headstart"), ("parallel", "headstart"), ("draft", "draft")):
-        summary = export(Path(artefact(recipe)), OUTPUT / "export" / f"{recipe}-{form}", form, report, overwrite=True)
+        folder = OUTPUT / "export" / f"{recipe}-{form}"
+        shutil.rmtree(folder, ignore_errors=True)
+        summary = export(Path(artefact(recipe)), folder, form, report=report)
         print(summary)
 
 

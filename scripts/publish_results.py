@@ -13,9 +13,9 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from decoding.measure.figures import NONE, estimate, number
+from decoding.measure.figures import NONE, caption, estimate, number
 from decoding.measure.markdown import text
-from decoding.measure.report import caption, crossover_figure
+from decoding.measure.report.curves import crossover_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_DRAFTERS = 4  # rows of the README's table, next to plain decoding and transformers

@@ -32,8 +32,7 @@ from decoding.measure.redact import published_name
 from decoding.model.dtypes import parse_dtype
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import encode_prompt
-from decoding.stream import Detokenizer
-from decoding.tally import Tally
+from decoding.stream import Detokenizer, Tally
 from trainer import prepare_target
 
 

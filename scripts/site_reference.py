@@ -27,7 +27,7 @@ from typer.main import get_command
 
 from decoding.drafters.registry import REGISTRY
 from trainer.cli import app
-from trainer.recipe.recipe import AnyRecipe
+from trainer.recipe.reading import AnyRecipe
 
 PROGRAM = "headstart"
 

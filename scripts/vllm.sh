@@ -3,7 +3,7 @@
 # `make vllm` calls this. Prints the seconds that the installation took, or none if it is there already.
 set -eu
 cd "$(dirname "$0")/.."
-folder=$(.venv/bin/python benchmarks/vllm_engine.py)
+folder=$(.venv/bin/python benchmarks/engines.py)
 [ -e "$folder/.ready" ] && exit 0
 python=${PYTHON:-python3}
 began=$(date +%s)

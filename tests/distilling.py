@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from loss_references import divergence
 from tiny_training import WORDS, tiny_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -11,9 +12,8 @@ from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch, Example
 from trainer.drafts.distill import DistillObjective, OnlineTeacher
 from trainer.drafts.start import initial_draft
-from trainer.learning.losses import divergence
+from trainer.learning.losses import SampledTailTeacher, Teacher
 from trainer.learning.objective import TermSums
-from trainer.learning.teachers import SampledTailTeacher, Teacher
 from trainer.recipe.draft import DraftSection
 
 EXAMPLES = (

@@ -1,31 +1,82 @@
-"""Checks of promises that every drafter keeps; each drafter's tests call them."""
+"""Every drafter of the project on tiny models, and checks of the promises that all of them keep."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from tiny_models import naive_greedy
+from tiny_parallel import states_before, tiny_parallel_draft
 
-from decoding.drafters import Drafter, DraftSession
+from decoding.drafters import (
+    CascadeDrafter,
+    Drafter,
+    DraftModelDrafter,
+    DraftSession,
+    DraftTreeDrafter,
+    HybridDrafter,
+    LookaheadDrafter,
+    MedusaDrafter,
+    ParallelDrafter,
+    PromptLookupDrafter,
+)
 from decoding.drafters.base import DraftRequest, TextStart
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.drawing import GeneratorSource
 from decoding.rules.proposal import Proposal
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree
 from decoding.rules.verify import SAMPLED_VERIFY
 
-NO_HIDDEN = torch.empty(0)
 PROMPTS = ([1, 2, 3, 1, 2], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8], [4, 4])
 ROOM = 96
+TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0))
+
+
+def nudged_heads(target: CausalLM, markov_rank: int = 0, count: int = 2) -> MedusaHeads:
+    """Heads that say nearly what the target's lm_head says, right now and then; a bias hears the token before."""
+    config = MedusaConfig(target.hidden_size, target.vocab_size, count, 1, ((0,),), markov_rank=markov_rank)
+    heads = MedusaHeads.for_target(target.model, config)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for weight in heads.markov.parameters() if heads.markov is not None else ():
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+    return heads
+
+
+def _parallel(target: CausalLM, reads_target: bool = True, **settings: object) -> ParallelDrafter:
+    like = {name: getattr(target.model.config, name) for name in ("hidden_size", "intermediate_size")}
+    draft = tiny_parallel_draft(target, 3, reads_target=reads_target, spread=1.2, seed=5, initializer_range=0.7, **like)
+    return ParallelDrafter(draft, **settings)  # type: ignore[arg-type]
+
+
+DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
+    "chain": lambda target, draft: DraftModelDrafter(draft, 3),
+    "likeliest chain": lambda target, draft: DraftModelDrafter(draft, 3, sampled=False),
+    "draft tree": lambda target, draft: DraftTreeDrafter(draft, 3, 3, 12),
+    "heads": lambda target, draft: MedusaDrafter(nudged_heads(target), TREE),
+    "likeliest heads": lambda target, draft: MedusaDrafter(nudged_heads(target), TREE, sampled=False),
+    "Markov heads": lambda target, draft: MedusaDrafter(nudged_heads(target, 3), TREE),
+    "parallel chain": lambda target, draft: _parallel(target),
+    "parallel tree": lambda target, draft: _parallel(target, tree=TREE),
+    "parallel alone": lambda target, draft: _parallel(target, reads_target=False, sampled=False),
+    "lookup": lambda target, draft: PromptLookupDrafter(4, branches=2),
+    "hybrid": lambda target, draft: HybridDrafter(DraftTreeDrafter(draft, 2, 2, 6), PromptLookupDrafter(3), 0.0),
+    "drawn hybrid": lambda target, draft: HybridDrafter(
+        MedusaDrafter(nudged_heads(target, 3), TREE), PromptLookupDrafter(2, branches=2)
+    ),
+    "lookahead": lambda target, draft: LookaheadDrafter(3, 3, 3),
+    "cascade": lambda target, draft: CascadeDrafter(draft, PromptLookupDrafter(3), 4),
+}
+"""A drafter of each kind, by target and draft."""
+OF_A_DRAFT = ["chain", "likeliest chain", "draft tree", "cascade"]
 
 
 def request(tokens: Sequence[int], depth: int = 99, nodes: int = 999) -> DraftRequest:
-    return DraftRequest(list(tokens), NO_HIDDEN, depth, nodes)
+    return DraftRequest(list(tokens), torch.empty(0), depth, nodes)
 
 
 def opened(
@@ -44,14 +95,38 @@ def opened(
     return session
 
 
+class Follower:
+    """A session that is asked as the loop asks: with the target's states of the tokens since a row's last request."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: CausalLM,
+        sampling: SamplingConfig | None = None,
+        seed: int = 0,
+        rows: int = 1,
+    ) -> None:
+        self.session = opened(drafter, target, sampling, 1, seed, rows)
+        self.target = target
+        self.known = [0] * rows
+
+    def propose(self, *texts: Sequence[int], depths: Sequence[int] = (), nodes: Sequence[int] = ()) -> list[Proposal]:
+        requests = []
+        for row, text in enumerate(texts):
+            states = states_before(self.target, text)
+            bounds = depths[row] if depths else 99, nodes[row] if nodes else 999
+            requests.append(DraftRequest(list(text), states[-1], *bounds, states[self.known[row] :]))
+            self.known[row] = len(text)
+        return self.session.propose(requests)
+
+    def move(self, slot: int, to: int) -> None:
+        self.session.move(slot, to)
+        self.known[to] = self.known[slot]
+
+
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:
     """Return the tree as the set of its paths of tokens from below the root."""
     return {tuple(tree.token_list[at] for at in tree.shape.path(node)) for node in range(1, len(tree))}
-
-
-def every_start(path: Sequence[int]) -> set[tuple[int, ...]]:
-    """Return all beginnings of a path, the path itself included."""
-    return {tuple(path[:length]) for length in range(1, len(path) + 1)}
 
 
 def accept_some(proposal: Proposal, chance: random.Random, vocab: int = 16) -> list[int]:
@@ -63,71 +138,56 @@ def accept_some(proposal: Proposal, chance: random.Random, vocab: int = 16) -> l
     return [*path, chance.choice([*refused, chance.randrange(vocab)])]
 
 
-def check_bounds(
-    drafter: Drafter, target: CausalLM, sampling: SamplingConfig, seed: int, siblings_differ: bool = True
-) -> None:
+def assert_same(proposal: Proposal, wanted: Proposal) -> None:
+    assert proposal.tree.token_list == wanted.tree.token_list and proposal.tree.shape == wanted.tree.shape
+    if len(wanted.tree) == 1:  # nothing drafted: of no kind
+        return
+    assert proposal.kind is wanted.kind
+    if wanted.q is not None:
+        assert proposal.q is not None
+        torch.testing.assert_close(proposal.q, wanted.q, rtol=0, atol=1e-5)
+
+
+def check_bounds(drafter: Drafter, target: CausalLM, sampling: SamplingConfig, seed: int) -> None:
     """Check on random texts, bounds and logits that each tree has the right root and keeps to the bounds."""
     chance = random.Random(seed)
-    session = opened(drafter, target, sampling, seed=seed)
+    follower = Follower(drafter, target, sampling, seed)
     text = [chance.randrange(16) for _ in range(chance.randint(1, 12))]
     for _ in range(6):
         depth, nodes = chance.choice([0, 1, 2, 3, 5, 99]), chance.choice([1, 2, 3, 5, 9, 17, 40, 999])
-        (proposal,) = session.propose([request(text, depth, nodes)])
+        (proposal,) = follower.propose(text, depths=[depth], nodes=[nodes])
         tree = proposal.tree
         assert tree.token_list[0] == text[-1]
         assert tree.shape.max_depth <= min(depth, drafter.max_depth)
         assert len(tree) <= min(nodes, drafter.max_nodes)
-        if siblings_differ:
-            assert len(paths(tree)) == len(tree) - 1
+        assert len(paths(tree)) == len(tree) - 1, "no path twice"
         if proposal.q is not None:
             drawn = proposal.drawn.nodes if proposal.drawn else len(tree)
             parents = {*tree.shape.parents[1:drawn]}
             assert len(proposal.q) >= len(parents) and proposal.q.shape[1] == target.vocab_size
         if chance.random() < 0.8:
-            session.observe([proposal], [torch.randn(len(tree), target.vocab_size)])
+            follower.session.observe([proposal], [torch.randn(len(tree), target.vocab_size)])
         text += accept_some(proposal, chance)
 
 
-def check_budgets(drafter: Drafter) -> None:
-    """Check that budgets grow, and that each has room for a path of its depth."""
-    budgets = drafter.budgets
-    assert all(before.nodes < after.nodes and before.depth <= after.depth for before, after in pairwise(budgets))
-    assert all(1 <= budget.depth < budget.nodes for budget in budgets)
-
-
-def check_greedy(target: CausalLM, drafter: Drafter, count: int = 24) -> None:
-    """Check that the output is plain greedy decoding's, in batches of any size, and if texts end inside a block."""
+def check_greedy(target: CausalLM, drafter: Drafter, count: int = 12) -> None:
+    """Check that the output is plain greedy decoding's, alone, in batches, penalised, and if texts end in a block."""
     plain = [naive_greedy(target.model, prompt, count) for prompt in PROMPTS]
-    for batch_size in (1, 2, 5):
+    for batch_size in (1, 3):
         texts = Engine(target, drafter).decode(PROMPTS, DecodingConfig(count), batch_size=batch_size)
         assert [text.tokens for text in texts] == plain
-    for place in (3, 6, 11):
-        eos = tuple({text[place] for text in plain})
-        ended = [text[: next(at for at, token in enumerate(text) if token in eos) + 1] for text in plain]
-        texts = Engine(target, drafter).decode(PROMPTS, DecodingConfig(count, eos_token_ids=eos), batch_size=3)
-        assert [text.tokens for text in texts] == ended
-
-
-def check_penalised_greedy(target: CausalLM, drafter: Drafter, penalty: float = 1.4) -> None:
-    sampling = SamplingConfig(repetition_penalty=penalty)
-    for prompt in PROMPTS:
-        text = Engine(target, drafter).decode(prompt, DecodingConfig(16, sampling))
-        assert text.tokens == naive_greedy(target.model, prompt, 16, penalty)
+    eos = tuple({text[6] for text in plain})
+    ended = [text[: next(at for at, token in enumerate(text) if token in eos) + 1] for text in plain]
+    texts = Engine(target, drafter).decode(PROMPTS, DecodingConfig(count, eos_token_ids=eos), batch_size=3)
+    assert [text.tokens for text in texts] == ended
+    sampling = SamplingConfig(repetition_penalty=1.4)
+    text = Engine(target, drafter).decode(PROMPTS[0], DecodingConfig(count, sampling))
+    assert text.tokens == naive_greedy(target.model, PROMPTS[0], count, 1.4)
 
 
 def check_text_of_the_seed(target: CausalLM, drafter: Drafter) -> None:
     """Check that sampled verify, which draws once per token from its own stream, writes plain decoding's text."""
-    for sampling in (SamplingConfig(1.0), SamplingConfig(1.2, top_p=0.9, repetition_penalty=1.3)):
-        config = DecodingConfig(20, sampling, SAMPLED_VERIFY, seed=7)
-        drafted = Engine(target, drafter).decode(PROMPTS, config, batch_size=3)
-        plain = Engine(target).decode(PROMPTS, replace(config, rule=None), batch_size=3)
-        assert [text.tokens for text in drafted] == [text.tokens for text in plain]
-
-
-def propose(
-    drafter: Drafter, target: CausalLM, hidden: torch.Tensor, bounds: Sequence[tuple[int, int]] = ()
-) -> list[Proposal]:
-    """Return the proposals of a stateless drafter, one row per hidden state; row i's text ends with token i."""
-    session = drafter.open(target, SamplingConfig(), len(hidden), 40)
-    every = bounds or [(99, 99)] * len(hidden)
-    return session.propose([DraftRequest([7, row], hidden[row], *bound) for row, bound in enumerate(every)])
+    config = DecodingConfig(20, SamplingConfig(1.2, top_p=0.9, repetition_penalty=1.3), SAMPLED_VERIFY, seed=7)
+    drafted = Engine(target, drafter).decode(PROMPTS, config, batch_size=3)
+    plain = Engine(target).decode(PROMPTS, replace(config, rule=None), batch_size=3)
+    assert [text.tokens for text in drafted] == [text.tokens for text in plain]

@@ -132,14 +132,10 @@ def full_report(**changes: Any) -> Report:
                 "task": "math_reasoning",
                 "prompt": "Zoe has 3 apples and buys 4 more.\nHow many apples has she?",
                 "pieces": [
-                    ["Zoe", False], [" has 3 + 4", True], [" =", True], [" 7", False], [" apples.", True],
-                    ["\n", False], ["The answer is", True], [" 7.", False],
+                    ["Zoe", False], [" has 3 + 4 =", True], [" 7", False], [" apples.", True], ["\n", False],
+                    ["The answer is", True], [" 7.", False],
                 ],
             }
-        ],
-        "enough": [
-            {"setting": "greedy", "first": DRAFT, "second": HEADS, "difference": estimate(1.25), "needed_prompts": 43},
-            {"setting": "T=1", "first": DRAFT, "second": HEADS, "difference": estimate(1.01), "needed_prompts": None},
         ],
     }  # fmt: skip
     return {**found, **changes}
@@ -147,33 +143,29 @@ def full_report(**changes: Any) -> Report:
 
 def renamed(report: Report, name: str) -> Report:
     """The report with ``name`` in every place for text of others' making; methods, settings and tasks stay apart."""
-    drafters = {drafter: f"{name} {place}" for place, drafter in enumerate(COUNTS)}
 
     def new(row: Report) -> Report:
         method = row["method"]
-        for drafter, other in drafters.items():
-            method = method.replace(drafter, other)
+        for index, drafter in enumerate(COUNTS):
+            method = method.replace(drafter, f"{name} {index}")
         task = {"task": f"{name} {row['task']}"} if "task" in row else {}
-        rule = row["rule"] and f"{name} {row['rule']}"
-        return {**row, "setting": f"{name} {row['setting']}", "method": method, "rule": rule, **task}
+        return {**row, "setting": f"{name} {row['setting']}", "method": method, "rule": row["rule"] and name, **task}
 
-    def told(values: Report) -> Report:
-        return {f"{name} {key}": name for key in values}
-
-    rows = {place: [new(row) for row in report[place]] for place in ("rows", "grid", "tasks")}
+    rows = {part: [new(row) for row in report[part]] for part in ("rows", "grid", "tasks")}
+    about = {
+        part: {f"{name} {key}": name for key in report[part]}
+        for part in ("settings", "fingerprints", "versions", "asked")
+    }
+    texts = dict.fromkeys(("title", "command", "commit", "dtype"), name)
     samples = [
-        {
-            "setting": name,
-            "method": name,
-            "task": name,
-            "prompt": name,
-            "pieces": [[name, drafted] for _, drafted in each],
-        }
-        for each in (sample["pieces"] for sample in report["samples"])
+        {**dict.fromkeys(("setting", "method", "task", "prompt"), name), "pieces": [[name, True], [name, False]]}
+        for _ in report["samples"]
     ]
-    enough = [{**each, "setting": name, "first": name, "second": name} for each in report["enough"]]
-    about = {place: told(report[place]) for place in ("settings", "fingerprints", "versions")}
-    asked = {"template": name, "template_sha256": name, "thinking": False, "turns": name, name: name}
-    hardware = {**report["hardware"], "processor": name}
-    texts = {"title": name, "command": name, "commit": name, "dtype": name, "hardware": hardware, "asked": asked}
-    return {**report, **rows, **about, **texts, "samples": samples, "enough": enough}
+    return {
+        **report,
+        **rows,
+        **about,
+        **texts,
+        "hardware": {**report["hardware"], "processor": name},
+        "samples": samples,
+    }

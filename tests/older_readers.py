@@ -23,7 +23,6 @@ DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, theta": ("llama", {"rope_parameters": rope("default")}),
     "llama, llama3": ("llama", {"rope_parameters": rope("llama3", 5e5, factor=8.0, **_LLAMA3)}),
     "llama, linear": ("llama", {"rope_parameters": rope("linear", factor=4.0)}),
-    "llama, dynamic": ("llama", {"max_position_embeddings": 16, "rope_parameters": rope("dynamic", factor=4.0)}),
     "llama, longrope": (
         "llama",
         {"rope_parameters": rope("longrope", factor=4.0, original_max_position_embeddings=24, **_SHORT_AND_LONG)},
@@ -33,9 +32,7 @@ DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=24)},
     ),
     "qwen2, yarn": ("qwen2", {"rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=24)}),
-    "qwen3, theta": ("qwen3", {"rope_parameters": rope("default")}),
     "qwen3-moe, theta": ("qwen3-moe", {"rope_parameters": rope("default")}),
-    "gemma2, theta": ("gemma2", {"rope_parameters": rope("default")}),
     "gemma3": ("gemma3", {}),
     "gemma3, both": (
         "gemma3",
@@ -53,10 +50,8 @@ DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2": ("gpt2", {}),
     "gpt-neox, half": ("gpt-neox", {"rope_parameters": rope("linear", factor=4.0, partial_rotary_factor=0.5)}),
-    "opt": ("opt", {}),
-    "falcon, linear": ("falcon", {"rope_parameters": rope("linear", factor=4.0)}),
     "olmo2, linear": ("olmo2", {"rope_parameters": rope("linear", factor=4.0)}),
-    "granite, theta": ("granite", {"rope_parameters": rope("default")}),
+    "falcon, linear": ("falcon", {"rope_parameters": rope("linear", factor=4.0)}),
 }
 """Name -> family of `tiny_models`, changes to its config."""
 

@@ -3,19 +3,19 @@
 from typing import Any
 
 import torch
+from loss_references import divergence
 from tiny_training import tiny_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.embeddings import added_to_embeddings
+from decoding.model.lm_head import added_to_embeddings
 from decoding.model.parallel import ParallelParts
 from trainer.data.batch import Batch, Example
 from trainer.drafts.blocks import Blocks, sample_blocks
 from trainer.drafts.distill import OnlineTeacher
 from trainer.drafts.parallel import ParallelObjective
 from trainer.drafts.start import initial_draft
-from trainer.learning.losses import divergence
 from trainer.recipe.draft import DraftSection
 
 TEXTS = (
@@ -77,7 +77,7 @@ def reference_terms(
     objective: ParallelObjective, target: PreTrainedModel, examples: tuple[Example, ...], batch: Batch, kind: Any
 ) -> tuple[Tensor, Tensor]:
     """Σ divergence at the text's positions and at the masks: one plain forward for each text and for each anchor."""
-    blocks, draft, parts = blocks_of(objective, batch), objective.module.base, objective.module.parts
+    blocks, draft, parts = blocks_of(objective, batch), objective.module.draft, objective.module.parts
     assert parts is not None
     outputs = objective.output_tokens
     terms = []

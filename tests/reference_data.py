@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.encoding import encoded_rows
+from trainer.data.encoding import RowEncoder
 from trainer.data.rows import open_source
 from trainer.recipe.common import DataSection
 
@@ -26,7 +26,9 @@ def reference_examples(
     """Return the examples and the first of each row; bad rows are left out."""
     examples: list[Plain] = []
     firsts: list[Plain] = []
-    for _, encoded in encoded_rows(open_source(path, section), section, tokenizer):
+    encoder = RowEncoder(section, tokenizer)
+    for row in open_source(path, section).read():
+        encoded = encoder.encode(row)
         if isinstance(encoded, ValueError):
             continue
         kept = []

@@ -10,7 +10,7 @@ from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import PLAIN, Budget
-from decoding.rules.proposal import Drawn, Proposal, ProposalKind
+from decoding.rules.proposal import DrawnPart, Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
@@ -105,7 +105,7 @@ class HostileSession:
         kind = chance.choice(list(ProposalKind))
         if not kind.has_q:
             return Proposal(tree, kind)
-        drawn = Drawn(len(tree), ProposalKind.SAMPLED) if kind is ProposalKind.GRAFTED else None
+        drawn = DrawnPart(len(tree), ProposalKind.SAMPLED) if kind is ProposalKind.GRAFTED else None
         return Proposal(tree, kind, torch.full((len(tree), self._vocab), 1 / self._vocab), drawn)
 
 

@@ -26,7 +26,7 @@ class Request:
 
 
 @dataclass
-class Endpoint:
+class ScriptedEndpoint:
     address: str = ""
     requests: list[Request] = field(default_factory=list)
 
@@ -35,12 +35,6 @@ def chat(text: str | None, finish_reason: str = "stop", tokens: int = 3) -> Repl
     """A chat completion."""
     choice = {"index": 0, "finish_reason": finish_reason, "message": {"role": "assistant", "content": text}}
     return 200, {**_COMMON, "object": "chat.completion", "choices": [choice], "usage": _usage(tokens)}
-
-
-def completion(text: str, tokens: int = 3) -> Reply:
-    """A text completion."""
-    choice = {"index": 0, "finish_reason": "stop", "text": text}
-    return 200, {**_COMMON, "object": "text_completion", "choices": [choice], "usage": _usage(tokens)}
 
 
 def last_words(request: Request) -> str:
@@ -65,12 +59,12 @@ def _usage(tokens: int) -> dict[str, int]:
 @contextmanager
 def serve(
     script: Callable[[Request], Reply], models: Sequence[dict[str, str]] = (), headers: Mapping[str, str] = _NONE
-) -> Iterator[Endpoint]:
+) -> Iterator[ScriptedEndpoint]:
     """Answer each request as the script says. Whoever comes back after an error need not wait for long.
 
     ``models`` are listed to those who ask for them, which is not noted. ``headers`` are sent with each reply.
     """
-    endpoint = Endpoint()
+    endpoint = ScriptedEndpoint()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -37,8 +37,6 @@ class SpeculatingServer:
     reached: list[int] = field(default_factory=lambda: [7, 0, 0])
     refused: tuple[str, ...] = ()
     """Fields of a request that it takes for mistakes."""
-    shortened: int | None = None
-    """Most tokens of a sampled text."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, request: Request) -> Reply:
@@ -77,10 +75,7 @@ class SpeculatingServer:
             return 400, {"error": {"message": f"unrecognized fields: {', '.join(unheard_of)}"}}
         ids = self._ids(body)
         sampling = SamplingConfig(temperature=body["temperature"])
-        longest = body["max_tokens"]
-        if self.shortened is not None and not sampling.greedy:
-            longest = min(longest, self.shortened)
-        config = DecodingConfig(longest, sampling, eos_token_ids=self.eos, seed=body["seed"])
+        config = DecodingConfig(body["max_tokens"], sampling, eos_token_ids=self.eos, seed=body["seed"])
         drafter = self.drafter if sampling.greedy or self.sampling is None else self.sampling
         text = Engine(self.target, drafter).decode(ids, config)
         for step in text.steps:

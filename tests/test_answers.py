@@ -52,19 +52,18 @@ def test_an_answer_that_was_cut_off_inside_a_character_is_trained_with_the_half_
     assert tokenizer.decode(half) == "a\N{REPLACEMENT CHARACTER}"
     row = {"prompt": "b", "answer": "a", "answer_tokens": [half], "truncated": True}
     assert trained(load(tmp_path, [row], tokenizer)) == [half]
-    with pytest.raises(ValueError, match="not the answer's text"):
+    with pytest.raises(ValueError, match="does not hold the tokens of each answer"):
         load(tmp_path, [{**row, "truncated": False}], tokenizer)
 
 
-@pytest.mark.parametrize(
-    "tokens", ["a", None, ["a"], [None], [-1], [1.5], [True], [[4]], {}, [2**70], [4, 16]], ids=str
-)
+@pytest.mark.parametrize("tokens", ["a", None, ["a"], [-1], [True], {}, [2**70], [4, 16], [5]], ids=str)
 def test_what_is_no_list_of_the_tokenizers_tokens_is_refused_naming_the_row(tmp_path: Path, tokens: Any) -> None:
     good, bad = ({"prompt": "c", "answer": "a", "answer_tokens": [each]} for each in ([4, 1], tokens))
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: answer_tokens holds .* remove"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: answer_tokens does not hold"):
         load(tmp_path, [good, bad], tiny_tokenizer())
-    dataset = load(tmp_path, [good, bad], tiny_tokenizer(), bad_rows="skip")
-    assert (len(dataset.examples), dataset.account.bad_rows) == (1, 1)
+    several = {**good, "answer_tokens": [[4, 1], [4, 1]]}
+    dataset = load(tmp_path, [good, bad, several], tiny_tokenizer(), bad_rows="skip")
+    assert (len(dataset.examples), dataset.account.bad_rows) == (1, 2)
 
 
 def test_the_prompt_stands_in_the_template_that_the_recipe_names(tmp_path: Path) -> None:
@@ -103,11 +102,6 @@ def test_no_end_is_trained_after_the_answer_that_was_cut_off(
     dataset = load(tmp_path, [chat("a", "b", "c", "c d", truncated=truncated)], tiny_tokenizer(template))
     assert trained(dataset) == [[5, 1, *last]]  # the answer before it did end
     assert dataset.examples[0].tokens[-1] == 1
-
-
-def test_a_template_that_trims_answers_gives_one_that_was_cut_off_no_end_either(tmp_path: Path) -> None:
-    trimming = COMPARED.replace("{{ message['content'] }} <eos>", "{{ message['content'] | trim }} <eos>")
-    assert trained(load(tmp_path, [chat("a", "c d  ", truncated=True)], tiny_tokenizer(trimming))) == [[6, 7]]
 
 
 @pytest.mark.parametrize(("truncated", "tokens"), [(True, [6, 7]), (False, [6, 7, 1])])

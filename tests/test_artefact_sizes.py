@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_model
+from tiny_models import FAMILIES, tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.model.causal_lm import CausalLM
@@ -41,6 +41,12 @@ def written_draft(folder: Path, family: str = "llama", sharded: bool = False, **
     return folder
 
 
+def break_weights(folder: Path, name: str, value: float) -> None:
+    tensors = load_file(folder / WEIGHTS_NAME)
+    tensors[name].view(-1)[3] = value
+    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+
+
 def never_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(*_: object, **__: object) -> None:
         raise AssertionError("nothing is built")
@@ -49,7 +55,7 @@ def never_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decoding.model.loading.AutoModelForCausalLM.from_pretrained", build)
 
 
-# --- heads ---------------------------------------------------------------------------------------------------------
+# --- heads ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, markov_rank=3), replace(CONFIG, shared_lm_head=True)])
@@ -59,26 +65,21 @@ def test_the_shapes_that_a_config_gives_are_those_of_the_heads(config: MedusaCon
 
 
 @pytest.mark.parametrize("key", ["num_heads", "num_layers", "hidden_size", "vocab_size"])
-@pytest.mark.parametrize("size", [10**7, 10**18])
 def test_heads_that_claim_to_be_enormous_are_refused_before_they_are_built(
-    key: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change(written_heads(tmp_path) / CONFIG_NAME, **{key: size})
+    change(written_heads(tmp_path) / CONFIG_NAME, **{key: 10**18})
     never_built(monkeypatch)
-    with pytest.raises(
-        ValueError, match=r"does not fit its config: (size mismatch, )?heads\.\d+\..* (missing|would be)"
-    ):
+    with pytest.raises(ValueError, match=r"does not fit its config: .*heads\.\d+\..* (missing|would be)"):
         MedusaHeads.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("key", ["num_heads", "num_hidden_layers", "hidden_size", "vocab_size"])
+@pytest.mark.parametrize("key", ["num_heads", "hidden_size"])
 def test_vllm_heads_that_claim_to_be_enormous_are_refused_before_they_are_built(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export(written_heads(tmp_path / "run"), tmp_path / "out", "vllm")
-    size = 10**7
-    sizes = {key: size, "truncated_vocab_size": size} if key == "vocab_size" else {key: size}
-    change(tmp_path / "out" / CONFIG_NAME, **sizes)
+    change(tmp_path / "out" / CONFIG_NAME, **{key: 10**7})
     never_built(monkeypatch)
     with pytest.raises(ValueError, match=r"give at most 4096|does not fit its config"):
         read_vllm_heads(tmp_path / "out")
@@ -94,73 +95,44 @@ def test_heads_are_compared_with_the_target_before_their_weights_are_read(
         load_heads(tmp_path, tiny_llama)
 
 
-@pytest.mark.parametrize("key", ["num_heads", "num_layers", "hidden_size", "vocab_size"])
-@pytest.mark.parametrize("size", ["3", 3.0, True, -1, None, [3]], ids=repr)
-def test_a_size_that_is_none_is_refused_by_its_name(key: str, size: Any, tmp_path: Path) -> None:
-    change(written_heads(tmp_path) / CONFIG_NAME, **{key: size})
-    with pytest.raises(ValueError, match=rf"config\.json does not describe Medusa heads: {key} is .*: give a whole"):
-        MedusaHeads.from_pretrained(tmp_path)
-
-
-def test_a_flag_that_is_none_and_hydra_heads_are_refused_and_no_hydra_is_no_difference(tmp_path: Path) -> None:
-    change(written_heads(tmp_path) / CONFIG_NAME, sequential=False)
-    assert MedusaHeads.from_pretrained(tmp_path).config == CONFIG
-    change(tmp_path / CONFIG_NAME, sequential=True)
-    with pytest.raises(ValueError, match="Hydra"):
-        MedusaHeads.from_pretrained(tmp_path)
-    change(written_heads(tmp_path) / CONFIG_NAME, shared_lm_head="false")
-    with pytest.raises(ValueError, match="shared_lm_head is 'false': give true or false"):
-        MedusaHeads.from_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("tree", "complaint"),
+    ("changes", "complaint"),
     [
-        ("[[0]]", r"the tree is '\[\[0\]\]': give paths of ranks"),
-        (None, "the tree is None: give paths of ranks"),
-        ([0, 1], "tree path 0 is no list of ranks"),
-        ([[]], r"tree path \[\] is no list of ranks"),
-        ([["0"]], r"tree path \['0'\] holds '0': give whole numbers from 0"),
-        ([[0], [0, -1]], r"tree path \[0, -1\] holds -1: give whole"),
-        ([[0.0]], r"tree path \[0.0\] holds 0.0: give whole"),
-        ([[False]], r"tree path \[False\] holds False: give whole"),
-        ([[0], [1], [0]], r"tree path \[0\] is listed twice: list each path once"),
-        ([[0], [1, 0]], r"tree path \[1, 0\] has no parent: add \[1\] to the paths"),
-        ([[0], [16]], r"tree path \[16\] has a rank of 16: give ranks below the 16 tokens"),
-        ([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], "the tree is 4 deep but there are 3 heads: shorten its paths"),
-        ([[0]] * (MOST_NODES + 1), f"the tree has {MOST_NODES + 1} nodes: give at most {MOST_NODES}"),
+        ({"num_heads": "3"}, "num_heads is '3': give a whole number, 1 or more"),
+        ({"num_layers": True}, "num_layers is True: give a whole"),
+        ({"hidden_size": None}, "hidden_size is None: give a whole"),
+        ({"vocab_size": -1}, "vocab_size is -1: give a whole"),
+        ({"shared_lm_head": "false"}, "shared_lm_head is 'false': give true or false"),
+        ({"format": "eagle"}, "no format: 'headstart-medusa'"),
+        ({"sequential": True}, "sequential is unknown"),
+        ({"tree": None}, "the tree is None: give paths of ranks"),
+        ({"tree": [[0.0]]}, r"tree path \[0.0\] holds 0.0: give whole"),
+        ({"tree": [[0], [1], [0]]}, r"tree path \[0\] is listed twice"),
+        ({"tree": [[0], [1, 0]]}, r"tree path \[1, 0\] has no parent"),
+        ({"tree": [[0], [16]]}, r"tree path \[16\] has a rank of 16"),
+        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "the tree is 4 deep but there are 3 heads"),
+        ({"tree": [[0]] * (MOST_NODES + 1)}, f"the tree has {MOST_NODES + 1} nodes: give at most {MOST_NODES}"),
     ],
-    ids=lambda value: str(value)[:20],
+    ids=lambda value: str(value)[:30],
 )
-def test_a_tree_that_is_none_is_refused_in_one_sentence(tree: Any, complaint: str, tmp_path: Path) -> None:
-    change(written_heads(tmp_path) / CONFIG_NAME, tree=tree)
-    with pytest.raises(ValueError, match=rf"does not describe Medusa heads: {complaint}"):
+def test_a_config_that_describes_no_heads_is_refused_in_one_sentence(
+    changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    change(written_heads(tmp_path) / CONFIG_NAME, **changes)
+    with pytest.raises(ValueError, match=rf"config\.json does not hold a MedusaConfig \({complaint}"):
         MedusaHeads.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "complaint"),
-    [
-        ([torch.int8] * 2, "holds weights of dtype I8: save the heads in one of BF16, F16, F32, F64"),
-        ([torch.float32, torch.bfloat16], r"mixes dtypes \(BF16, F32\): save the heads in one"),
-    ],
-    ids=["whole numbers", "mixed"],
-)
-def test_heads_are_in_one_floating_dtype(dtypes: list[torch.dtype], complaint: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtypes", [(torch.int8, torch.int8), (torch.float32, torch.bfloat16)], ids=str)
+def test_heads_are_in_one_floating_dtype(dtypes: tuple[torch.dtype, torch.dtype], tmp_path: Path) -> None:
     tensors = load_file(written_heads(tmp_path) / WEIGHTS_NAME)
-    cast = {name: tensor.to(dtypes[place % 2]) for place, (name, tensor) in enumerate(tensors.items())}
+    cast = {name: tensor.to(dtypes[index % 2]) for index, (name, tensor) in enumerate(tensors.items())}
     save_file(cast, tmp_path / WEIGHTS_NAME)
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=r"holds weights in .*: save them in one of BF16, F16, F32, F64"):
         MedusaHeads.from_pretrained(tmp_path)
 
 
-def test_heads_with_layers_and_tensors_neither_of_their_own_are_refused(tmp_path: Path) -> None:
-    written_heads(tmp_path, replace(CONFIG, num_layers=0, shared_lm_head=True))
-    with pytest.raises(ValueError, match=r"model.safetensors is missing"):
-        MedusaHeads.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("text", [b"[]", b"{", b"\xff\xfe", b"", b"[" * 100_000], ids=lambda text: str(text)[:12])
+@pytest.mark.parametrize("text", [b"[]", b"{", b"\xff\xfe", b"[" * 100_000], ids=lambda text: str(text)[:12])
 def test_a_config_that_is_no_json_object_is_refused_wherever_it_is_read(text: bytes, tmp_path: Path) -> None:
     (written_heads(tmp_path) / CONFIG_NAME).write_bytes(text)
     for read in (MedusaHeads.from_pretrained, is_heads_folder, read_vllm_heads, lambda f: load_model(str(f))):
@@ -168,13 +140,7 @@ def test_a_config_that_is_no_json_object_is_refused_wherever_it_is_read(text: by
             read(tmp_path)
 
 
-# --- weights that are no numbers -----------------------------------------------------------------------------------
-
-
-def break_weights(folder: Path, name: str, value: float) -> None:
-    tensors = load_file(folder / WEIGHTS_NAME)
-    tensors[name].view(-1)[3] = value
-    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+# --- weights that are no numbers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -182,34 +148,14 @@ def test_heads_that_are_not_finite_are_neither_read_nor_exported(
     value: float, tmp_path: Path, tiny_llama: CausalLM
 ) -> None:
     break_weights(written_heads(tmp_path / "run"), "heads.1.lm_head.weight", value)
-    complaint = (
-        r"holds weights that are no numbers: 1 of the 256 values of heads\.1\.lm_head\.weight are NaN or infinite"
-    )
     for read in (
-        MedusaHeads.from_pretrained,
         lambda folder: load_heads(folder, tiny_llama),
         lambda folder: export(folder, tmp_path / "out", "headstart"),
         lambda folder: export(folder, tmp_path / "out", "vllm"),
     ):
-        with pytest.raises(ValueError, match=complaint):
+        with pytest.raises(ValueError, match=r"1 of the 256 values of heads\.1\.lm_head\.weight are NaN or infinite"):
             read(tmp_path / "run")
     assert not (tmp_path / "out").exists()
-
-
-def test_vllm_heads_that_are_not_finite_are_not_read(tmp_path: Path) -> None:
-    export(written_heads(tmp_path / "run"), tmp_path / "out", "vllm")
-    break_weights(tmp_path / "out", "blocks.2.layers.1.bias", float("nan"))
-    with pytest.raises(ValueError, match=r"1 of the 16 values of heads\.2\.blocks\.1\.linear\.bias are NaN"):
-        read_vllm_heads(tmp_path / "out")
-
-
-def test_heads_too_large_for_the_targets_dtype_are_refused_after_the_cast_alone(tmp_path: Path) -> None:
-    break_weights(written_heads(tmp_path), "heads.0.blocks.0.linear.bias", 65536.0)
-    MedusaHeads.from_pretrained(tmp_path, torch.bfloat16)
-    with pytest.raises(
-        ValueError, match=r"in torch\.float16 holds weights .*heads\.0\.blocks\.0.*; give a dtype of a wider"
-    ):
-        MedusaHeads.from_pretrained(tmp_path, torch.float16)
 
 
 def test_a_draft_that_is_not_finite_is_neither_read_nor_exported(tmp_path: Path) -> None:
@@ -224,63 +170,65 @@ def test_a_draft_that_is_not_finite_is_neither_read_nor_exported(tmp_path: Path)
     load_model(str(tmp_path / "run"), torch.float32)  # a target: a pass over a large one costs too much
 
 
-def test_a_draft_too_large_for_the_targets_dtype_is_refused_after_the_cast_alone(tmp_path: Path) -> None:
-    break_weights(written_draft(tmp_path), "model.norm.weight", 65536.0)
-    load_draft(str(tmp_path), CausalLM(tiny_model(vocab=128).bfloat16()), None)
+def test_what_is_too_large_for_the_targets_dtype_is_refused_after_the_cast_alone(tmp_path: Path) -> None:
+    break_weights(written_heads(tmp_path / "heads"), "heads.0.blocks.0.linear.bias", 65536.0)
+    break_weights(written_draft(tmp_path / "draft"), "model.norm.weight", 65536.0)
+    MedusaHeads.from_pretrained(tmp_path / "heads", torch.bfloat16)
+    load_draft(str(tmp_path / "draft"), CausalLM(tiny_model(vocab=128).bfloat16()), None)
+    with pytest.raises(ValueError, match=r"in torch\.float16 holds weights .*; give a dtype of a wider"):
+        MedusaHeads.from_pretrained(tmp_path / "heads", torch.float16)
     with pytest.raises(ValueError, match=r"in torch\.float16 holds weights .*; give a dtype of a wider range"):
-        load_draft(str(tmp_path), CausalLM(tiny_model(vocab=128).half()), None)
+        load_draft(str(tmp_path / "draft"), CausalLM(tiny_model(vocab=128).half()), None)
 
 
-# --- models --------------------------------------------------------------------------------------------------------
+# --- models -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon", "qwen3-moe", "gemma3", "opt"])
-def test_more_layers_than_the_weights_have_are_refused_before_they_are_made(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = written_draft(tmp_path, family) / CONFIG_NAME
-    key = "n_layer" if family == "gpt2" else "num_hidden_layers"
-    never_built(monkeypatch)
-    for layers in (3, 10**7):
-        change(path, **{key: layers})
-        with pytest.raises(ValueError, match=rf"has {layers} as {key}, but the weights beside it have 2 layers"):
-            load_model(str(tmp_path))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_folders_of_every_family_are_what_they_claim(family: str, tmp_path: Path) -> None:
+    for tied in (False, True):
+        tiny_model(family, vocab=128, tie_word_embeddings=tied).save_pretrained(tmp_path, max_shard_size="8KB")
+        assert (tmp_path / INDEX).is_file()
+        check_model_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("family", "key"),
+    ("family", "key", "layers"),
     [
-        ("llama", "hidden_size"),
-        ("llama", "intermediate_size"),
-        ("qwen3-moe", "vocab_size"),
-        ("gpt2", "n_embd"),
-        ("opt", "ffn_dim"),
-        ("falcon", "ffn_hidden_size"),
-        ("phi3", "intermediate_size"),
+        ("llama", "num_hidden_layers", 3),
+        ("llama", "num_hidden_layers", 1),  # it would be read as half a model
+        ("gpt2", "n_layer", 1),
+        ("qwen3-moe", "num_hidden_layers", 10**7),
+        ("opt", "num_hidden_layers", 10**7),
+        ("gemma3", "num_hidden_layers", -1),
     ],
 )
-def test_a_size_that_no_tensor_has_is_refused_before_anything_is_made(
-    family: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_number_of_layers_that_is_not_that_of_the_weights_is_refused_before_they_are_made(
+    family: str, key: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change(written_draft(tmp_path, family) / CONFIG_NAME, **{key: 10**9})
+    change(written_draft(tmp_path, family) / CONFIG_NAME, **{key: layers})
     never_built(monkeypatch)
-    with pytest.raises(ValueError, match=rf"has 1000000000 as {key}, which no tensor in the weights beside it has"):
+    with pytest.raises(ValueError, match=rf"has {layers} as {key}, but the weights beside it have 2 layers"):
         load_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "num_attention_heads", "max_position_embeddings"])
-@pytest.mark.parametrize("size", ["2", 2.0, True, -1, 0], ids=repr)
-def test_a_models_size_that_is_none_is_refused_by_its_name(key: str, size: Any, tmp_path: Path) -> None:
-    change(written_draft(tmp_path) / CONFIG_NAME, **{key: size})
-    with pytest.raises(ValueError, match=rf"config\.json cannot be right: {key} is .*: give a whole number, 1 or more"):
-        load_model(str(tmp_path))
+def test_a_class_of_the_users_own_may_run_one_module_in_several_layers(tmp_path: Path) -> None:
+    config = written_draft(tmp_path) / CONFIG_NAME  # of 2 layers
+    change(config, num_hidden_layers=5, model_type="mine")
+    check_model_folder(tmp_path)
+    change(config, num_hidden_layers=10**7)
+    with pytest.raises(ValueError, match="has 10000000 as num_hidden_layers"):
+        check_model_folder(tmp_path)
 
 
 def test_what_transformers_says_of_a_config_is_handed_on_in_one_line(tmp_path: Path) -> None:
+    mismatch = "the sizes in its config.json are not those of its weights"
     for changes, complaint in (
         ({"use_cache": 3}, "Field 'use_cache' expected bool, got int"),
-        ({"hidden_act": "x"}, "x"),
-        ({"num_key_value_heads": 2}, "the sizes in its config.json are not those of its weights"),
+        ({"num_attention_heads": "2"}, "Field 'num_attention_heads' expected int, got str"),
+        ({"num_attention_heads": 0}, "modulo by zero"),
+        ({"num_key_value_heads": 2}, mismatch),
+        ({"hidden_size": 10**9}, mismatch),
         ({"pad_token_id": [[0]] * 5000}, "Field 'pad_token_id' with value"),
     ):
         change(written_draft(tmp_path) / CONFIG_NAME, **changes)
@@ -293,13 +241,11 @@ def test_a_model_whose_weights_lack_a_tensor_is_not_given_a_random_one(tmp_path:
     tensors = load_file(written_draft(tmp_path) / WEIGHTS_NAME)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / WEIGHTS_NAME, metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight, one of 1 that its config asks for"
-    ):
+    with pytest.raises(ValueError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight, one of 1 that its config"):
         load_model(str(tmp_path))
 
 
-def test_weights_of_whole_numbers_are_refused_where_no_config_says_how_they_were_quantised(tmp_path: Path) -> None:
+def test_weights_of_whole_numbers_are_refused_if_no_config_says_how_they_were_quantised(tmp_path: Path) -> None:
     tensors = load_file(written_draft(tmp_path) / WEIGHTS_NAME)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].int()
     save_file(tensors, tmp_path / WEIGHTS_NAME, metadata={"format": "pt"})
@@ -309,7 +255,7 @@ def test_weights_of_whole_numbers_are_refused_where_no_config_says_how_they_were
     check_model_folder(tmp_path)
 
 
-# --- indexes, adapters ---------------------------------------------------------------------------------------------
+# --- indexes, adapters ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -317,7 +263,6 @@ def test_weights_of_whole_numbers_are_refused_where_no_config_says_how_they_were
     [
         ("../other/model.safetensors", "is no file inside its folder"),
         ("{root}/other/model.safetensors", "is no file inside its folder"),
-        ("sub/../../other/model.safetensors", "is no file inside its folder"),
         ("..\\other\\model.safetensors", "is no file inside its folder"),
         ("model.bin", "is no file inside its folder"),
         (7, "is no file inside its folder"),
@@ -332,15 +277,9 @@ def test_an_index_names_files_inside_its_folder_that_are_there(name: Any, compla
     change(index, weight_map={**weight_map, "model.norm.weight": name})
     with pytest.raises(ValueError, match=rf"index\.json names .*, which {complaint}"):
         load_model(str(tmp_path / "draft"))
-
-
-@pytest.mark.parametrize(
-    "content", [{}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": {"a": "x"}, "metadata": 3}]
-)
-def test_an_index_without_a_map_of_weights_is_refused(content: Any, tmp_path: Path) -> None:
-    (written_draft(tmp_path, sharded=True) / INDEX).write_text(json.dumps(content))
+    index.write_text("{}")
     with pytest.raises(ValueError, match=r"index\.json is no index of weights"):
-        load_model(str(tmp_path))
+        load_model(str(tmp_path / "draft"))
 
 
 @pytest.fixture
@@ -355,9 +294,8 @@ def adapters(tmp_path: Path) -> Path:
     ("changes", "complaint"),
     [
         ({"r": 10**9}, r"has a rank of 1000000000 as r, which no tensor in adapter_model\.safetensors has"),
-        ({"r": -1}, "r is -1: give a whole number, 1 or more"),
+        ({"r": -1}, "r in .* is -1: give a whole number, 1 or more"),
         ({"rank_pattern": {"q_proj": 10**9}}, "has a rank of 1000000000 as q_proj"),
-        ({"base_model_name_or_path": None}, "has None as base_model_name_or_path"),
         ({"base_model_name_or_path": 3}, "has 3 as base_model_name_or_path"),
     ],
     ids=str,
@@ -371,55 +309,18 @@ def test_adapters_that_cannot_be_those_of_their_weights_are_refused(
         load_model(str(adapters))
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"base_model_name_or_path": 3}'])
-def test_an_adapters_config_that_is_none_leaves_no_traceback_in_the_tokenizers_reading(
-    text: str, adapters: Path
-) -> None:
-    (adapters / "adapter_config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"adapter_config\.json (cannot be read as JSON|holds a list|has 3 as base)"):
+def test_an_adapters_config_that_is_no_json_is_named_by_the_reader_of_the_tokenizer_too(adapters: Path) -> None:
+    (adapters / "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"adapter_config\.json cannot be read as JSON"):
         load_tokenizer(str(adapters))
 
 
-def test_a_models_size_is_checked_in_the_base_of_adapters_too(adapters: Path) -> None:
-    change(adapters.parent / "base" / CONFIG_NAME, num_hidden_layers=10**7)
+def test_the_base_of_adapters_is_checked_too_and_is_not_made_of_them(adapters: Path, tmp_path: Path) -> None:
+    change(tmp_path / "base" / CONFIG_NAME, num_hidden_layers=10**7)
     with pytest.raises(ValueError, match="has 10000000 as num_hidden_layers, but the weights beside it have 2 layers"):
         load_model(str(adapters))
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
-def test_a_model_that_claims_fewer_layers_than_its_weights_have_is_not_read_as_half_a_one(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = written_draft(tmp_path / "draft", family)
-    key = "n_layer" if family == "gpt2" else "num_hidden_layers"
-    change(folder / "config.json", **{key: 1})
-    never_built(monkeypatch)
-    with pytest.raises(ValueError, match=rf"has 1 as {key}, but the weights beside it have 2 layers"):
-        load_model(str(folder))
-
-
-def test_adapters_whose_models_are_one_another_are_refused(adapters: Path, tmp_path: Path) -> None:
     shutil.copytree(adapters, tmp_path / "others")
     change(adapters / "adapter_config.json", base_model_name_or_path=str(tmp_path / "others"))
     change(tmp_path / "others" / "adapter_config.json", base_model_name_or_path=str(adapters))
     with pytest.raises(ValueError, match="holds adapters of a model that is made of these adapters"):
         load_model(str(adapters))
-
-
-def test_an_empty_tree_in_a_file_is_refused_by_the_files_name(tmp_path: Path) -> None:
-    folder = written_heads(tmp_path / "heads")
-    change(folder / "config.json", tree=[])
-    with pytest.raises(ValueError, match=r"config\.json holds an empty tree: give it at least the path \[0\]"):
-        MedusaHeads.from_pretrained(folder)
-
-
-def test_a_class_of_the_users_own_may_run_one_module_in_several_layers(tmp_path: Path) -> None:
-    config = written_draft(tmp_path) / CONFIG_NAME  # of 2 layers
-    change(config, num_hidden_layers=5)
-    with pytest.raises(ValueError, match="has 5 as num_hidden_layers, but the weights beside it have 2 layers"):
-        check_model_folder(tmp_path)
-    change(config, model_type="mine")
-    check_model_folder(tmp_path)
-    change(config, num_hidden_layers=10**7)
-    with pytest.raises(ValueError, match="has 10000000 as num_hidden_layers"):
-        check_model_folder(tmp_path)

@@ -10,15 +10,14 @@ from grouped_queries import check_grouped_queries
 from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from decoding.measure.machine import hardware
-from decoding.model.attention import NAME, copy_free_attention, grouped_attention
+from decoding.model.attention import _GROUPED as NAME
+from decoding.model.attention import copy_free_attention, grouped_attention
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
-from decoding.model.split_attention import SplitMask, split_attention
 from decoding.rules.tree import TokenTree, TreeShape
 
 TEXTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5]]
@@ -50,7 +49,7 @@ def random_mask(rows: int, queries: int, keys: int) -> Tensor:
 
 @pytest.mark.parametrize("mask_rows", [1, 2])
 @pytest.mark.parametrize("queries", [1, 5])
-@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (4, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (4, 1)])
 def test_grouped_attention_is_sdpa_and_eager_attention(heads: int, groups: int, queries: int, mask_rows: int) -> None:
     query, key, value = random_inputs(heads, groups, queries, 9)
     mask = random_mask(mask_rows, queries, 9)
@@ -63,42 +62,22 @@ def test_grouped_attention_is_sdpa_and_eager_attention(heads: int, groups: int, 
     torch.testing.assert_close(ours, eager, **FLOAT)
 
 
-def test_keys_and_values_of_different_widths() -> None:
-    query, key, _ = random_inputs(4, 2, 3, 5)
-    value, mask = torch.randn(2, 2, 5, 6), random_mask(2, 3, 5)
-    ours, _ = grouped_attention(Grouped(2), query, key, value, mask)
-    wanted, _ = sdpa_attention_forward(Grouped(2), query, key, value, mask)
-    assert ours.shape == (2, 3, 4, 6)
-    torch.testing.assert_close(ours, wanted, **FLOAT)
-
-
-def test_each_head_may_have_a_mask_of_its_own() -> None:
-    query, key, value = random_inputs(4, 2, 3, 5)
-    mask = torch.zeros(2, 4, 3, 5).masked_fill(torch.rand(2, 4, 3, 5) < 0.3, -5.0)
-    ours, _ = grouped_attention(Grouped(2), query, key, value, mask)
-    wanted, _ = sdpa_attention_forward(Grouped(2), query, key, value, mask)
-    torch.testing.assert_close(ours, wanted, **FLOAT)
-
-
-def test_a_prefill_is_causal() -> None:
+@pytest.mark.parametrize("case", ["wider values", "a mask of each head", "no mask", "a bias on positions"])
+def test_what_is_not_grouped_is_left_to_sdpa(case: str) -> None:
     query, key, value = random_inputs(4, 2, 5, 5)
-    ours, _ = grouped_attention(Grouped(2), query, key, value, None)
-    causal = torch.full((1, 1, 5, 5), BLOCKED).triu(1)
-    torch.testing.assert_close(ours, grouped_attention(Grouped(2), query, key, value, causal)[0], **FLOAT)
-
-
-def test_a_bias_on_positions_is_added() -> None:
-    query, key, value = random_inputs(4, 2, 3, 5)
-    mask, bias = random_mask(2, 3, 5), torch.randn(2, 4, 3, 5)
-    ours, _ = grouped_attention(Grouped(2), query, key, value, mask, position_bias=bias)
-    wanted, _ = sdpa_attention_forward(Grouped(2), query, key, value, mask, position_bias=bias)
+    mask: Tensor | None = random_mask(2, 5, 5)
+    bias = {"position_bias": torch.randn(2, 4, 5, 5)} if case == "a bias on positions" else {}
+    if case == "wider values":
+        value = torch.randn(2, 2, 5, 6)
+    elif case == "a mask of each head":
+        mask = torch.zeros(2, 4, 5, 5).masked_fill(torch.rand(2, 4, 5, 5) < 0.3, -5.0)
+    elif case == "no mask":
+        mask = None
+    ours, _ = grouped_attention(Grouped(2), query, key, value, mask, **bias)
+    wanted, _ = sdpa_attention_forward(Grouped(2), query, key, value, mask, **bias)
     torch.testing.assert_close(ours, wanted, **FLOAT)
-
-
-def test_softcapping_which_sdpa_cannot_do_is_refused_and_not_forgotten() -> None:
-    query, key, value = random_inputs(4, 2, 3, 5)
-    with pytest.raises(ValueError, match="does not support `softcap`"):
-        grouped_attention(Grouped(2), query, key, value, random_mask(2, 3, 5), softcap=5.0)
+    with pytest.raises(ValueError, match="does not support `softcap`"):  # it is not forgotten
+        grouped_attention(Grouped(2), query, key, value, mask, softcap=5.0)
 
 
 # --- no copy ---------------------------------------------------------------------------------------------------------
@@ -137,23 +116,19 @@ GROUPED: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 def test_what_attention_reads_is_the_cache_itself(family: str, trees: list[TokenTree]) -> None:
     model = CausalLM(tiny_model(family, **(GROUPED if family not in ("gpt2", "falcon") else {})))
     cache = filled(model)
+    if family == "llama":  # transformers' own sdpa would copy, or this test would show nothing
+        cache.begin([0, 1], 3, torch.device("cpu"))
+        mask, tokens = torch.zeros(2, 1, 3, 10), torch.ones(2, 3, dtype=torch.long)
+        with torch.inference_mode(), sdpa_calls() as calls:
+            model.model.model(input_ids=tokens, attention_mask=mask, past_key_values=cache)
+        assert calls[0][0].shape[1] == 4 and calls[0][0].data_ptr() != layers_of(cache)[0].keys.data_ptr()
+        cache.end([0, 0])
     with sdpa_calls() as calls:
         model.verify(trees, cache)
     assert len(calls) == 2, "two layers"
     for layer, (key, value) in zip(layers_of(cache), calls, strict=True):
         assert key.data_ptr() == layer.keys.data_ptr() and value.data_ptr() == layer.values.data_ptr()
         assert key.stride() == layer.keys.stride() and key.shape[1] == layer.keys.shape[1], "nor is it repeated"
-
-
-def test_transformers_own_sdpa_would_copy() -> None:
-    """Else the test above would show nothing."""
-    model = CausalLM(tiny_model("llama", **GROUPED))
-    cache = filled(model)
-    mask = torch.zeros(2, 1, 3, 10)
-    cache.begin([0, 1], 3, torch.device("cpu"))
-    with torch.inference_mode(), sdpa_calls() as calls:
-        model.model(input_ids=torch.ones(2, 3, dtype=torch.long), attention_mask=mask, past_key_values=cache)
-    assert calls[0][0].shape[1] == 4 and calls[0][0].data_ptr() != layers_of(cache)[0].keys.data_ptr()
 
 
 def test_all_layers_of_a_pass_share_one_mask() -> None:
@@ -172,76 +147,18 @@ def test_all_layers_of_a_pass_share_one_mask() -> None:
     assert masks[0] is masks[1] and masks[2] is masks[3] and masks[0] is not masks[2]
 
 
-# --- split over keys -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("keys", [512, 777])
-@pytest.mark.parametrize("queries", [1, 12])
-def test_attention_split_over_keys_is_whole_attention(keys: int, queries: int) -> None:
-    """Also for queries that see no key of a part, as behind a window, and in a buffer with room behind the keys."""
-    buffer, query = torch.randn(2, 1, 2, 900, 8), torch.randn(1, 2, queries, 8)
-    key, value = buffer[:, :, :, :keys]
-    for mask in (random_mask(1, queries, keys), random_mask(1, queries, keys)):
-        if keys == 777:
-            mask[..., :300] = BLOCKED
-            mask[..., 0, 768:] = BLOCKED
-            mask[..., 400] = 0.0
-        whole = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), mask.double(), scale=0.7)
-        split = split_attention(query, key, value, SplitMask.of(mask, 256), 0.7)
-        torch.testing.assert_close(split, whole.float(), rtol=0, atol=1e-6)
-
-
-def test_a_pass_over_split_keys_gives_the_logits_of_a_whole_one() -> None:
-    model = CausalLM(tiny_model("llama", **GROUPED, max_position_embeddings=2048))
-    text = [i * i % 16 for i in range(700)]
-    logits = []
-    for part in (None, 256):
-        cache = model.new_cache(1024)
-        model.prefill([text], cache)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("decoding.model.attention.part_of", lambda query, key, part=part: part)
-            logits.append(model.verify([TREE], cache).logits)
-    torch.testing.assert_close(*logits, rtol=0, atol=2e-5)
-    assert not torch.equal(*logits), "the sums have another order"
-
-
 # --- the model's own setting -----------------------------------------------------------------------------------------
 
 
-def implementations_during(model: PreTrainedModel) -> list[str]:
-    """The attention that the model's config names, before, in and after the context."""
-    names = [model.config._attn_implementation]
-    with copy_free_attention(model):
-        names.append(model.config._attn_implementation)
-    return [*names, model.config._attn_implementation]
-
-
-def test_only_sdpa_is_replaced_and_only_for_a_while() -> None:
-    assert implementations_during(tiny_model("llama", attention="sdpa")) == ["sdpa", NAME, "sdpa"]
-    assert implementations_during(tiny_model("llama", attention="eager")) == ["eager"] * 3
-
-
-def test_a_model_that_does_not_look_its_attention_up_keeps_it() -> None:
+def test_only_a_models_own_sdpa_is_replaced_and_is_back_afterwards() -> None:
     """Falcon would take any name but sdpa for eager attention, and add the boolean mask of a prefill to its scores."""
-    assert implementations_during(tiny_model("falcon", attention="sdpa")) == ["sdpa"] * 3
-
-
-def test_the_models_own_attention_is_back_after_a_forward_that_failed() -> None:
-    model = CausalLM(tiny_model("llama"))
-    with pytest.raises(IndexError):
-        model.prefill([[99]], model.new_cache(8))
-    assert model.model.config._attn_implementation == "sdpa"
-    with pytest.raises(KeyboardInterrupt), copy_free_attention(model.model):
-        raise KeyboardInterrupt
-    assert model.model.config._attn_implementation == "sdpa"
-
-
-def test_two_models_of_one_config_may_run_inside_one_another() -> None:
-    """A draft that shares the target's config (the target itself, say) must not find the name already changed."""
-    model = tiny_model("llama")
-    with copy_free_attention(model), copy_free_attention(model):
-        assert model.config._attn_implementation == NAME
-    assert model.config._attn_implementation == "sdpa"
+    for family, attention, during in (("llama", "sdpa", NAME), ("llama", "eager", "eager"), ("falcon", "sdpa", "sdpa")):
+        model = tiny_model(family, attention=attention)
+        with copy_free_attention(model), copy_free_attention(model):  # a draft may share the target's config
+            assert model.config._attn_implementation == during
+        with pytest.raises(KeyboardInterrupt), copy_free_attention(model):
+            raise KeyboardInterrupt
+        assert model.config._attn_implementation == attention
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -271,7 +188,3 @@ def test_a_report_from_a_gpu_says_what_attention_ran_by(monkeypatch: pytest.Monk
         assert hardware()["attention"] == "cudnn, flash, efficient, math"
     finally:
         torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def test_a_report_without_a_gpu_says_nothing_of_its_attention() -> None:
-    assert torch.cuda.is_available() or "attention" not in hardware()

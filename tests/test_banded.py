@@ -11,8 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from decoding.model import banded
-from decoding.model.banded import attention_in_bands, band, banded_attention
+from decoding.model import attention as banded
+from decoding.model.attention import attention_in_bands, band, banded_attention
 from decoding.model.lm_head import lm_head_input
 from decoding.model.windowed import with_window
 

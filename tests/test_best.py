@@ -1,7 +1,6 @@
-"""The best weights and the end of patience: by held-out figures, and the same however often a run is killed."""
+"""The best weights by held-out figures, the same however often a run is killed."""
 
 import json
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,19 +16,15 @@ from tiny_training import recipe_content, tiny_tokenizer, write_corpus
 from torch import Tensor, nn
 
 from trainer.learning.objective import Objective
-from trainer.recipe.common import EvaluationSection
 from trainer.recipe.reading import parse_recipe
-from trainer.run import best as best_module
-from trainer.run.best import Best
 from trainer.run.checkpoint import Progress
-from trainer.run.heldout import Evaluator
+from trainer.run.heldout import Best, Evaluator
 from trainer.run.log import Evaluation
 from trainer.run.train import run_recipe
 
 
-def best_in(folder: Path, checkpoints: list[int] | None = None, identity: Any = "a run", **section: Any) -> Best:
-    wanted = EvaluationSection.model_validate({"every": 2, "keep": "best", **section})
-    return Best(folder, wanted, identity, lambda: checkpoints or [])
+def best_in(folder: Path, checkpoints: list[int] | None = None) -> Best:
+    return Best(folder, "a run", lambda: checkpoints or [])
 
 
 def module_of(value: float) -> nn.Module:
@@ -68,31 +63,6 @@ def test_the_weights_of_the_highest_figure_are_kept_and_come_back(tmp_path: Path
     assert (written["step"], written["tokens_per_pass"]) == (4, 2.5)
 
 
-def test_a_figure_that_is_only_as_good_is_no_new_best(tmp_path: Path) -> None:
-    best = best_in(tmp_path)
-    assert offer(best, 2, 2.0) and not offer(best, 4, 2.0) and restored(best) == 2
-
-
-def test_an_evaluation_without_a_figure_is_never_the_best(tmp_path: Path) -> None:
-    best = best_in(tmp_path)
-    assert not offer(best, 2, math.nan) and best.latest() is None
-    assert offer(best, 4, 0.5) and not offer(best, 6, math.nan) and restored(best) == 4
-
-
-def test_patience_is_counted_in_steps_since_the_best(tmp_path: Path) -> None:
-    """Two evaluations, of every second step; what counts is on the disk, not in the process."""
-    offer(best_in(tmp_path, patience=2, keep="last"), 6, 1.0)
-    assert not (tmp_path / "step-00000006" / "weights.safetensors").exists()
-    again = best_in(tmp_path, patience=2, keep="last")
-    assert [again.is_enough(step) for step in (6, 8, 10, 12)] == [False, False, True, True]
-    assert not best_in(tmp_path).is_enough(1000)
-
-
-def test_patience_without_any_figure_ends_too(tmp_path: Path) -> None:
-    best = best_in(tmp_path, patience=2)
-    assert not best.is_enough(2) and best.is_enough(4)
-
-
 def test_a_best_is_dropped_when_no_checkpoint_can_ask_for_it(tmp_path: Path) -> None:
     checkpoints: list[int] = []
     best = best_in(tmp_path)
@@ -110,21 +80,6 @@ def test_a_best_is_dropped_when_no_checkpoint_can_ask_for_it(tmp_path: Path) -> 
     assert steps_kept(tmp_path) == [8, 14]
 
 
-def test_a_run_that_goes_on_from_before_its_best_finds_what_was_best_until_then(tmp_path: Path) -> None:
-    """The checkpoint is of step 5. This time step 6 comes out worse, as on other hardware it may."""
-    for step, figure in ((2, 1.0), (4, 2.0), (6, 3.0), (8, 4.0)):
-        offer(best_in(tmp_path, [5]), step, figure)
-    resumed = best_in(tmp_path, [5])
-    assert not offer(resumed, 6, 1.9) and restored(resumed) == 4
-    assert offer(resumed, 8, 2.1) and restored(resumed) == 8
-
-
-def test_what_another_run_left_does_not_count(tmp_path: Path) -> None:
-    offer(best_in(tmp_path), 2, 9.0)
-    other = best_in(tmp_path, identity="other prompts")
-    assert other.latest() is None and offer(other, 4, 1.0) and steps_kept(tmp_path) == [4]
-
-
 @pytest.mark.parametrize("damage", ["evaluation.json", "weights.safetensors"])
 def test_a_best_that_is_not_whole_stops_the_run_and_stays(tmp_path: Path, damage: str) -> None:
     """Without it the run would finish other weights than the best, and nobody would know."""
@@ -133,36 +88,6 @@ def test_a_best_that_is_not_whole_stops_the_run_and_stays(tmp_path: Path, damage
     with pytest.raises(ValueError, match=r"step-00000002, the best weights up to its step, cannot be read \(.*remove"):
         best_in(tmp_path).check()
     assert steps_kept(tmp_path) == [2]
-
-
-def test_a_best_that_was_damaged_since_is_not_finished(tmp_path: Path) -> None:
-    best = best_in(tmp_path)
-    offer(best, 2, 9.0)
-    weights = tmp_path / "step-00000002" / "weights.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    with pytest.raises(ValueError, match=r"cannot be read \(weights.safetensors is damaged: its "):
-        restored(best)
-
-
-def test_weights_that_are_not_finite_are_never_the_best(tmp_path: Path) -> None:
-    best = best_in(tmp_path)
-    with pytest.raises(ValueError, match=r"step 2 holds weights that are no numbers: .* lower training.learning_rate"):
-        best.offer(Progress(2, 20), 9.0, module_of(math.nan))
-    assert steps_kept(tmp_path) == []
-
-
-def test_a_full_disk_leaves_the_best_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    best = best_in(tmp_path)
-    offer(best, 2, 1.0)
-
-    def full(tensors: dict[str, Tensor], path: Path) -> None:
-        path.write_bytes(b"half")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(best_module, "save_file", full)
-    with pytest.raises(OSError, match="no space left"):
-        offer(best, 4, 2.0)
-    assert restored(best_in(tmp_path)) == 2 and steps_kept(tmp_path) == [2]
 
 
 def workshop(folder: Path, kind: str, **evaluation: Any) -> dict[str, Any]:
@@ -187,7 +112,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], list[tu
             drafter = objective.drafter()
             assert drafter is not None
             asked.append((drafter.max_nodes, self.config.sampling.temperature))
-            return Evaluation({"tokens_per_pass": next(left)}, drafter.max_nodes, (), drafter.label)
+            return Evaluation({"tokens_per_pass": next(left)}, drafter.label)
 
         monkeypatch.setattr(Evaluator, "evaluate", found)
         return asked
@@ -242,75 +167,3 @@ def test_the_heads_of_the_best_step_are_finished_with_a_tree_of_their_own(
     assert re.search(rf"of step 4, held out, T=0\.7 \(medusa, \w+ of {nodes[5] - 1}\): ", said)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert (lines[-1]["step"], lines[-1]["heldout/step"], lines[-1]["heldout/tokens_per_pass"]) == (10, 4, 3.5)
-
-
-def test_patience_ends_a_run_which_then_finishes_and_is_not_gone_on_with(
-    tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]]
-) -> None:
-    content = workshop(tmp_path, "medusa", patience=2)
-    scripted([*SCRIPT[:4], 3.0])
-    assert "ended at step 8 of 10, after 2 evaluations without a new best" in run(content)
-    first = finished(content)
-    assert first[0]["steps"] == 4 and not (tmp_path / "run" / "checkpoints" / "step-00000009").exists()
-    scripted([2.5, 3.0])
-    assert "ended at step 8 of 10" in run(content)
-    again = finished(content)
-    assert again[0]["steps"] == 4 and all(torch.equal(first[1][name], again[1][name]) for name in first[1])
-
-
-def test_the_last_weights_are_finished_if_they_are_the_best_or_if_the_last_are_wanted(
-    tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]]
-) -> None:
-    content = workshop(tmp_path, "medusa")
-    scripted([1.5, 3.0, 2.0, 2.5, 3.1, 3.1])
-    assert "the weights of step 10, which were the best" in run(content)
-    assert finished(content)[0]["steps"] == 10
-    content["evaluation"]["keep"], content["output"] = "last", str(tmp_path / "last")
-    scripted(SCRIPT)
-    assert "the best" not in run(content) and finished(content)[0]["steps"] == 10
-
-
-@pytest.mark.parametrize("change", [{"keep": "last"}, {"every": 5}, {"max_new_tokens": 6}])
-def test_a_finished_run_whose_weights_were_chosen_is_refused_another_choice_and_stays(
-    tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]], change: dict[str, Any]
-) -> None:
-    content = workshop(tmp_path, "medusa")
-    scripted(SCRIPT)
-    run(content)
-    ((name, now),) = change.items()
-    content["evaluation"] |= change
-    with pytest.raises(ValueError, match=rf"evaluation\.{name} \(\w+, now {now}\).* another output"):
-        run(content)
-    assert finished(content)[0]["steps"] == 4 and steps_kept(tmp_path / "run" / "best")
-
-
-def test_a_run_that_patience_has_ended_is_refused_another_learning_rate_unless_it_goes_on(
-    tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]]
-) -> None:
-    content = workshop(tmp_path, "medusa", patience=2)
-    scripted([*SCRIPT[:4], 3.0])
-    run(content)
-    content["training"]["learning_rate"] = 1e-3
-    with pytest.raises(ValueError, match=r"training\.learning_rate \(0\.003, now 0\.001\)"):
-        run(content)
-    content["evaluation"]["patience"] = None
-    scripted([2.5, 3.1, 3.1])
-    said = run(content)
-    assert "training.learning_rate is 0.001 from here on; it was 0.003" in said
-    assert "evaluation.patience is none from here on; it was 2" in said
-    assert finished(content)[0]["steps"] == 10
-
-
-@pytest.mark.parametrize("decides", [{"keep": "best"}, {"patience": 1}])
-def test_without_a_target_during_training_nothing_can_go_by_evaluations(
-    tmp_path: Path, decides: dict[str, Any]
-) -> None:
-    content = recipe_content(tmp_path, "medusa")
-    content["evaluation"] |= decides
-    content["features"] = {"folder": "features", "keep_target": False}
-    with pytest.raises(ValueError, match=r"the target has to stay: set features\.keep_target=true"):
-        parse_recipe(content)
-    parse_recipe({**content, "features": {"folder": "features"}})
-    del content["features"], content["target"], content["dtype"]
-    with pytest.raises(ValueError, match="go by what a target gains, and here is none"):
-        parse_recipe({**content, "kind": "pretrain", "model": {"tokenizer": "here"}})

@@ -5,60 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from huggingface_hub import ModelCard
+from test_markdown import FEW_HOSTILE, HARMLESS, SECRETS, kinds
 
-from decoding.measure.redact import basename, is_hub_id, without_local_paths
-from trainer.export.artefact import Artefact
-from trainer.export.card import render_card
-from trainer.export.measured import read_measured, read_report
-from trainer.export.origin import read_provenance
+from trainer.export.card import CardFigures, card_figures, render_card, target_license
+from trainer.export.companions import read_provenance
+from trainer.export.serve import ServerCommand
+from trainer.export.task import Artefact
 
-ESTIMATE = {"value": 2.314, "low": 2.2, "high": 2.43, "observations": 12}
-SPREAD = {"median": 1.712, "low_quartile": 1.6, "high_quartile": 1.82, "observations": 12}
-TOTALS = {"value": 1.512, "low": 1.4, "high": 1.62, "observations": 12}
-SHARES = [
-    {"value": 0.71, "low": 0.69, "high": 0.73, "observations": 2812},
-    {"value": 0.48, "low": 0.45, "high": 0.51, "observations": 1996},
-]
-
-
-def report() -> dict[str, Any]:
-    """A report as `evaluate` returns it: a lossless row, a lossy one, and a peer without acceptance."""
-    figures = {
-        "artefact": "heads",
-        "passes": 1996,
-        "prompts": 12,
-        "speedup_of_totals": TOTALS,
-        "tokens_per_pass": ESTIMATE,
-        "conditional_acceptance": SHARES,
-        "unconditional_acceptance": SHARES,
-        "speedup": SPREAD,
-        "speedup_with_prefill": SPREAD,
-    }
-    greedy = {"identical": 11, "of": 12, "largest_margin": 0.03125, "ended_early": 0}
-    peer = {"setting": "greedy", "method": "transformers generate", "label": "lossless", "speedup": SPREAD}
-    return {
-        "hardware": {"processor": "Example CPU", "cores": 2, "threads": 2, "gpu": "Example GPU"},
-        "versions": {"torch": "2.13.0"},
-        "commit": "abc123def456",
-        "dtype": "bfloat16",
-        "prompts": 12,
-        "rounds": 1,
-        "max_new_tokens": 96,
-        "rows": [
-            {**peer, "speedup_with_prefill": SPREAD, "speedup_over_transformers": {**SPREAD, "median": float("nan")}},
-            {"setting": "greedy", "method": "medusa", "label": "lossless", "speedup_over_transformers": SPREAD}
-            | {**figures, "identical_to_plain": greedy},
-            {"setting": "T=1, typical", "method": "a|b", "label": "lossy", "speedup_over_transformers": None} | figures,
-        ],
-    }
-
-
+HEADS = Artefact("vllm", 1234, "bfloat16", hidden_size=8, vocab_size=12, layers=2, heads=2, tree_nodes=4)
+DRAFT = Artefact("draft", 1234, "bfloat16", hidden_size=8, vocab_size=12, layers=2)
 PROVENANCE: dict[str, Any] = {
     "commit": "0123456789ab-dirty",
     "versions": {"python": "3.11.7", "torch": "2.13.0"},
-    "hardware": {"processor": "Example CPU", "cores": 2, "threads": 2},
     "recipe": {
         "kind": "medusa",
         "target": "org/target-1b",
@@ -66,227 +25,219 @@ PROVENANCE: dict[str, Any] = {
         "note": "made from /home/zoe/notes/idea.txt and ~/other/plan.md",
         "api_key": "swordfish",
     },
-    "data": {"/home/zoe/corpus/train.jsonl": {"sha256": "ab" * 32, "rows": 1234}},
+    "data": {
+        "/home/zoe/corpus/train.jsonl": {"sha256": "ab" * 32, "rows": 1234, "license": "CC BY 4.0"},
+        "org/set:main": {"sha256": "ab", "rows": 7, "source": "org/set"},
+    },
     "target": {"name": "org/target-1b", "fingerprint": "feedfacecafebeef"},
     "steps": 1500,
-    "tokens": 2_500_000,
 }
+COMMANDS = (
+    ServerCommand("vllm", ("vllm", "serve", "TARGET", "--config", '{"model":"DIR"}'), ("tried with 0.1",), ("a|b",)),
+    ServerCommand("transformers", ("python", "-c", "import transformers\n")),
+)
 
 
-STRETCHES = [
-    {"first_step": 0, "learning_rate": 1e-3, "mixed_precision": "bf16"},
-    {"first_step": 20, "learning_rate": 5e-4, "mixed_precision": "no"},
-]
+def row(method: str, temperature: float, value: float, **changes: Any) -> dict[str, Any]:
+    """A row of heads, whose speed-up over plain decoding has an interval of 0.2 to either side."""
+    return {
+        "setting": "greedy" if temperature == 0 else f"T={temperature:g}",
+        "temperature": temperature,
+        "method": method,
+        "label": "lossless",
+        "artefact": "heads",
+        "tokens_per_pass": {"value": 2.314, "low": 2.2, "high": 2.43, "observations": 12},
+        "speedup_of_totals": {"value": value, "low": value - 0.2, "high": value + 0.2, "observations": 12},
+        "speedup": {"median": 1.712, "low_quartile": 1.6, "high_quartile": 1.82, "observations": 12},
+    } | changes
 
 
-def card_of(
-    folder: Path,
-    format: str = "headstart",
-    provenance: dict[str, Any] | None = None,
-    report: dict[str, Any] | None = None,
-) -> str:
-    """The card of heads or a draft whose run's folder holds this provenance, with this report."""
+def figures(*rows: dict[str, Any], chains: bool = False, **changes: Any) -> CardFigures:
+    """The figures of a report as `evaluate` returns it."""
+    report: dict[str, Any] = {
+        "hardware": {"processor": "Example CPU", "cores": 2, "threads": 2, "gpu": "Example GPU"},
+        "commit": "abc123def456",
+        "dtype": "bfloat16",
+        "prompts": 12,
+        "prompts_from": "mine.jsonl",
+        "max_new_tokens": 96,
+        "rows": list(rows),
+    }
+    return card_figures(report | changes, chains)
+
+
+def card(
+    folder: Path, provenance: dict[str, Any] | None = None, artefact: Artefact = HEADS, **options: Any
+) -> ModelCard:
+    """The card of an artefact whose run left this provenance."""
     if provenance is not None:
         (folder / "provenance.json").write_text(json.dumps(provenance))
-    if report is not None:
-        (folder / "report.json").write_text(json.dumps(report))
-    kind = "draft" if format == "draft" else "heads"
-    path = folder / "report.json"
-    measured = read_measured(without_local_paths(read_report(path)), str(path), kind) if report is not None else None
-    heads = 0 if format == "draft" else 2
-    artefact = Artefact(format, 1234, "bfloat16", hidden_size=8, vocab_size=12, layers=2, heads=heads, tree_nodes=4)
-    return render_card(artefact, read_provenance(folder), measured).replace("\N{NO-BREAK SPACE}", " ")
+    return ModelCard(render_card(artefact, read_provenance(folder), options.pop("figures", None), **options))
 
 
-def test_the_card_holds_every_figure_with_its_label_and_what_it_was_measured_on(tmp_path: Path) -> None:
-    card = card_of(tmp_path, report=report())
-    rows = [line for line in card.splitlines() if line.startswith(("| greedy |", "| T=1, typical |"))]
-    median, totals, peer = "1.71× [1.60, 1.82]", "1.51× [1.40, 1.62]", "transformers generate"
-    assert rows[:6] == [
-        f"| greedy | {peer} | **lossless** | – | {median} | – | – |",
-        f"| greedy | medusa | **lossless** | {totals} | {median} | – | {median} |",
-        f"| T=1, typical | a\\|b | **lossy** | {totals} | {median} | – | – |",
-        f"| greedy | {peer} | – | – | – | {median} |",
-        f"| greedy | medusa | 2.31 [2.20, 2.43] | 1,996 (12) | – | {median} |",
-        f"| T=1, typical | a\\|b | 2.31 [2.20, 2.43] | 1,996 (12) | – | {median} |",
-    ]
-    assert "| greedy | medusa | 2 | 0.48 [0.45, 0.51] of 1,996 | 0.48 [0.45, 0.51] of 1,996 |" in card
-    for fact in ("Example GPU", "Example CPU", "bfloat16", "12 prompts", "96 new tokens", "abc123def456"):
-        assert fact in card
-    assert "medusa: 11 of 12, largest logit margin where they part 0.0312" in card
+# --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_card_says_how_many_texts_were_decoded_at_a_time_and_how_long_the_prompts_were(tmp_path: Path) -> None:
-    measured = report()
-    measured["rows"] = [{**row, "batch_size": 8, "context": 2048} for row in measured["rows"]]
-    card = card_of(tmp_path, report=measured)
-    assert "12 prompts of at most 2048 tokens, decoded 8 at a time, " in card
-    assert "12 prompts, " in card_of(tmp_path, report=report())
+def test_the_first_table_has_the_fastest_lossless_method_of_each_temperature_and_the_second_all(tmp_path: Path) -> None:
+    found = figures(
+        row("chain", 0, 1.4),
+        row("tree", 0, 1.5),
+        row("transformers assisted", 0, 9.0),
+        row("plain", 0, 8.0, artefact=None),
+        row("tree", 1, 1.25),
+        row("typical", 1, 2.5, label="lossy"),
+    )
+    best = [line.split(" | ")[:3] for line in found.best.splitlines()[2:]]
+    assert best == [["| greedy", "tree", "lossless"], ["| T=1", "tree", "lossless"]]
+    assert "1.50× [1.30, 1.70]; median 1.71× [1.60, 1.82]" in found.best and "2.31 [2.20, 2.43]" in found.best
+    assert len(found.table.splitlines()) == 2 + 6
+    text = card(tmp_path, figures=found).text
+    assert found.best in text.split("<details>")[0] and found.table in text.split("<details>")[1]
+    for fact in ("12 prompts of mine.jsonl", "96 new", "Example GPU, Example CPU in bfloat16", "abc123def456"):
+        assert fact in text
+    assert "lossy" in figures(row("typical", 1, 2.5, label="lossy")).best, "where there is no other"
 
 
-def test_figures_that_could_not_be_measured_are_dashes_on_the_card(tmp_path: Path) -> None:
-    """As where a text ended with its first token, or one that ended early is all that differs."""
+def test_if_servers_draft_chains_a_chain_comes_first_or_the_card_says_that_the_figures_are_of_a_tree() -> None:
+    tree = row("a tree", 0, 1.5, shape="tree")
+    found = figures(tree, row("a chain", 0, 1.4, shape="chain"), chains=True)
+    assert "a chain" in found.best and found.limits == ()
+    assert "of a tree" in figures(tree, chains=True).limits[0] and figures(tree).limits == ()
 
-    def without_figures(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: without_figures(held) for key, held in value.items()}
-        if isinstance(value, list):
-            return [without_figures(held) for held in value]
-        return None if isinstance(value, float) else value
 
-    early = {"identical": 11, "of": 12, "largest_margin": None, "ended_early": 1}
-    unmeasured = without_figures(report())
-    unmeasured["rows"][1]["identical_to_plain"] = early
-    card = card_of(tmp_path, report=unmeasured)
-    assert "| greedy | medusa | **lossless** | – | – | – | – |\n" in card and "None" not in card
-    assert "| greedy | medusa | – | 1,996 (12) | – | – |\n" in card
-    assert "- Greedy texts equal to plain decoding's, medusa: 11 of 12, one ended early." in card
-    assert "one ended where the other went on, which rounding does not explain: a fault to report." in card
-    unmeasured["rows"][1]["identical_to_plain"] = {**early, "ended_early": 0}
-    assert "medusa: 11 of 12, largest logit margin where they part –." in card_of(tmp_path, report=unmeasured)
+@pytest.mark.parametrize(("value", "limited"), [(0.7, True), (1.1, True), (1.5, False)])
+def test_the_card_says_that_no_gain_is_shown(value: float, limited: bool) -> None:
+    assert any("greedy: no gain" in limit for limit in figures(row("tree", 0, value)).limits) == limited
 
 
 @pytest.mark.parametrize(
-    "damage", [{"speedup": "fast"}, {"tokens_per_pass": {"value": "2"}}, {"identical_to_plain": 3}]
+    "damage",
+    [
+        {"speedup": "fast"},
+        {"tokens_per_pass": {"value": "2"}},
+        {"speedup_of_totals": {"value": 99.0, "low": 1.4, "high": 1.6}},
+    ],
 )
-def test_a_report_with_what_is_no_figure_is_refused_in_one_sentence(tmp_path: Path, damage: dict[str, Any]) -> None:
-    damaged = report()
-    damaged["rows"][1] |= damage
-    with pytest.raises(ValueError, match=r"report\.json holds something else than a figure .*: evaluate again"):
-        card_of(tmp_path, report=damaged)
-
-
-def test_the_card_holds_the_provenance_and_no_path_of_the_users_machine(tmp_path: Path) -> None:
-    card = card_of(tmp_path, provenance=PROVENANCE, report=report() | {"commit": "/home/zoe/checkout at abc"})
-    for fact in ("0123456789ab-dirty", "torch 2.13.0", "1,500", "2,500,000", "feedfacecafebeef", "ab" * 32, "1,234"):
-        assert fact in card
-    assert "| train.jsonl |" in card and '"train": "train.jsonl"' in card and "idea.txt and plan.md" in card
-    for leak in ("zoe", "/home", "corpus", "~/", "swordfish", str(tmp_path)):
-        assert leak not in card
+def test_what_is_no_figure_or_lies_outside_of_its_interval_gets_onto_no_card(damage: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"holds something else than a figure .*: evaluate again"):
+        figures(row("tree", 0, 1.5, **damage))
 
 
 def test_a_card_without_provenance_or_report_says_so(tmp_path: Path) -> None:
-    card = card_of(tmp_path)
-    assert "**Provenance is not recorded**" in card
-    assert "Nothing was measured" in card
-    assert "None" not in card
+    text = card(tmp_path).text
+    assert "**Provenance is not recorded**" in text and "Nothing was measured" in text and "None" not in text
 
 
-def test_a_provenance_of_another_shape_is_refused_with_its_remedy(tmp_path: Path) -> None:
+# --- origin -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_card_holds_the_provenance_and_no_path_of_the_users_machine(tmp_path: Path) -> None:
+    text = str(card(tmp_path, PROVENANCE, figures=figures(row("tree", 0, 1.5), commit="/home/zoe/checkout at abc")))
+    for fact in ("0123456789ab-dirty", '"torch": "2.13.0"', "1500", "feedfacecafebeef", "ab" * 32, "CC BY 4.0"):
+        assert fact in text
+    assert "`train.jsonl`, 1234 rows" in text and '"train": "train.jsonl"' in text and "idea.txt and plan.md" in text
+    assert "https://huggingface.co/datasets/org/set" in text
+    for leak in ("zoe", "/home", "corpus", "~/", "swordfish", str(tmp_path)):
+        assert leak not in text
+
+
+def test_a_provenance_of_another_shape_is_refused_and_one_with_gaps_is_shown(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"as data, not an object: the trainer writes it"):
-        card_of(tmp_path, provenance={**PROVENANCE, "data": ["train.jsonl"]})
-
-
-def test_a_provenance_with_gaps_is_shown_with_its_gaps(tmp_path: Path) -> None:
-    card = card_of(tmp_path, provenance={"commit": "abc", "target": None})
-    assert "`abc`" in card and "Data: not recorded." in card and "Steps: not recorded" in card
-    assert "--target TARGET" in card and "None" not in card
+        card(tmp_path, {**PROVENANCE, "data": ["train.jsonl"]})
+    assert "`TARGET` the model that these weights were trained for" in card(tmp_path, {"target": None}).text
 
 
 @pytest.mark.parametrize(
-    ("target", "base_model", "argument"),
+    ("changes", "base_model", "argument"),
     [
-        ("org/target-1b", "org/target-1b", "--target org/target-1b "),
-        ("/home/zoe/models/target", None, "--target TARGET "),
-        ("../runs/my target", None, "--target TARGET "),
+        ({}, "org/target-1b", "--target org/target-1b "),
+        ({"target": {"name": "/home/zoe/target"}}, None, "--target TARGET "),
+        ({"recipe": {"target": "org/target-1b", "adapters": {"rank": 32}}}, "org/target-1b", "--target TARGET "),
     ],
 )
-def test_the_base_model_is_named_only_if_it_is_on_the_hub(
-    tmp_path: Path, target: str, base_model: str | None, argument: str
+def test_the_base_model_is_named_only_if_it_is_on_the_hub_and_heads_of_an_adapted_target_are_not_its_own(
+    tmp_path: Path, changes: dict[str, Any], base_model: str | None, argument: str
 ) -> None:
-    card = card_of(tmp_path, provenance={**PROVENANCE, "target": {"name": target}, "recipe": {"target": target}})
-    assert ModelCard(card).data.base_model == base_model
-    assert argument in card and "zoe" not in card
-
-
-def test_the_front_matter_and_the_commands_fit_each_format(tmp_path: Path) -> None:
-    expected = {
-        "headstart": ("headstart", "medusa", "headstart generate --target TARGET --drafter heads:DIR"),
-        "vllm": ("vllm", "medusa", "Nothing was measured"),
-        "draft": ("transformers", "draft-model", "headstart generate --target TARGET --drafter draft:DIR"),
-    }
-    for format, (library, tag, command) in expected.items():
-        card = card_of(tmp_path, format)
-        front_matter = yaml.safe_load(card.split("---\n")[1])
-        assert front_matter["library_name"] == library
-        assert front_matter["tags"] == ["speculative-decoding", tag, "headstart"]
-        assert "license" not in front_matter and "base_model" not in front_matter
-        assert command in card
+    found = card(tmp_path, {**PROVENANCE, **changes}, artefact=Artefact("headstart", 9, "float32", 8, 12, 2, heads=2))
+    assert found.data.base_model == base_model and argument in found.text and "zoe" not in str(found)
+    assert ("of no use with `org/target-1b` itself" in found.text) == ("recipe" in changes)
 
 
 @pytest.mark.parametrize(
-    ("text", "published"),
+    ("artefact", "library", "tags", "relation"),
     [
-        ("/home/zoe/a b/c.jsonl", "c.jsonl"),
-        (r"C:\Users\zoe\c.jsonl", "c.jsonl"),
-        ("file:///home/zoe/c.jsonl", "c.jsonl"),
-        ("--data=/home/zoe/c.jsonl,/home/zoe/d.jsonl", "--data=c.jsonl,d.jsonl"),
-        ("ORG/NAME at https://example.org/a/b", "ORG/NAME at https://example.org/a/b"),
-        (r".*\.layers\.\d+\.q_proj", r".*\.layers\.\d+\.q_proj"),
-        ("<think>a</think>", "<think>a</think>"),
-        ("http://zoe:pass@host/v1", "http://(withheld)@host/v1"),
-        ("key hf_abcdefghijklmnopqrst", "key (withheld)"),
+        (HEADS, "vllm", ["medusa"], "adapter"),
+        (DRAFT, "transformers", ["draft-model"], None),
+        (
+            Artefact("draft", 9, "bfloat16", 8, 12, 2, at_once=4),
+            "transformers",
+            ["parallel-draft", "draft-model"],
+            None,
+        ),
     ],
 )
-def test_local_paths_and_secrets_are_cut_out_of_texts_and_nothing_else_is(text: str, published: str) -> None:
-    assert without_local_paths({"a": [text]}) == {"a": [published]}
+def test_the_metadata_fit_each_kind(
+    tmp_path: Path, artefact: Artefact, library: str, tags: list[str], relation: str | None
+) -> None:
+    data = card(tmp_path, PROVENANCE, artefact, license="mit").data
+    assert (data.library_name, data.license, data.datasets) == (library, "mit", ["org/set"])
+    assert data.tags == ["speculative-decoding", *tags, "headstart"] and data.get("base_model_relation") == relation
 
 
-def test_a_folder_that_looks_like_a_hub_id_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "runs" / "target").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert not is_hub_id("runs/target") and is_hub_id("runs/other") and basename("runs/target/") == "target"
+def test_the_card_for_the_embedded_target_gives_no_command_that_cannot_work(tmp_path: Path) -> None:
+    embedded = {**PROVENANCE, "recipe": {"target": "quickstart"}, "target": {"name": "quickstart"}}
+    text = card(tmp_path, embedded, commands=COMMANDS).text
+    assert "**No other machine has this target.**" in text
+    for command in ("vllm serve", "headstart generate", "from_pretrained", "hf download"):
+        assert command not in text
 
 
-def test_heads_of_an_adapted_target_are_not_said_to_belong_to_the_target_it_was_made_of(tmp_path: Path) -> None:
-    adapted = {**PROVENANCE, "recipe": {**PROVENANCE["recipe"], "adapters": {"rank": 32}}}
-    card = card_of(tmp_path, provenance=adapted)
-    assert "are of no use with `org/target-1b` itself or any other model" in card
+def test_the_card_has_the_servers_commands_and_what_was_read_back(tmp_path: Path) -> None:
+    text = card(tmp_path, commands=COMMANDS, compared=("12 tensors", "a|b", "no target in /home/zoe/models")).text
+    command = """vllm serve TARGET --config '{"model":"DIR"}'"""
+    assert f"**vllm**\n\n```sh\n{command}\n```\n\n- tried with 0.1\n- Warning: a\\|b\n" in text
+    assert "**transformers**\n\n```python\nimport transformers\n```\n" in text
+    assert "read the files back:\n\n- 12 tensors\n- a\\|b\n- no target in models\n" in text
+
+
+# --- licences and hostile names ---------------------------------------------------------------------------------------
+
+
+def test_the_targets_licence_is_the_one_that_its_own_card_names(tmp_path: Path) -> None:
+    assert target_license(None) is None and target_license(str(tmp_path)) is None
+    for front_matter, named in [
+        ("license: apache-2.0", "apache-2.0"),
+        ("license: other\nlicense_name: my-terms", "my-terms"),
+        ("license: [mit, gpl]", None),
+        ("license: [", None),
+    ]:
+        (tmp_path / "README.md").write_text(f"---\n{front_matter}\n---\n# A model\n")
+        assert target_license(str(tmp_path)) == named
+    text = card(tmp_path, PROVENANCE, target_license="apache-2.0").text
     assert (
-        "headstart generate --target ADAPTED_TARGET --drafter heads:DIR" in card
-        and "--target org/target-1b" not in card
+        "- The target: apache-2.0, by its own card" in text and "- These weights: their owner gave no licence" in text
     )
-    assert "ADAPTED_TARGET" not in card_of(tmp_path, provenance=PROVENANCE)
 
 
-def test_the_learning_rate_of_every_stretch_of_steps_is_on_the_card(tmp_path: Path) -> None:
-    """Steps count from 1, as in the metrics."""
-    card = card_of(tmp_path, provenance={**PROVENANCE, "stretches": STRETCHES})
-    first = r"- Trained from step 1: learning\_rate 0.001, mixed\_precision bf16"
-    second = r"- Trained from step 21: learning\_rate 0.0005, mixed\_precision no"
-    assert f"{first}\n{second}\n" in card
-    assert "Trained from" not in card_of(tmp_path, provenance=PROVENANCE)
+def card_of(folder: Path, name: str, license: str | None = None) -> str:
+    """The card of an artefact whose texts are all of this name, but for the licence, which its owner gives."""
+    provenance = {**PROVENANCE, "target": {"name": name, "fingerprint": name}, "commit": name, "versions": {name: name}}
+    provenance["data"] = {name: {"license": name, "rows": name, "source": name}}
+    hardware = {"processor": name, "gpu": name}
+    found = figures(row(name, 0, 1.5), dtype=name, prompts_from=name, commit=name, hardware=hardware)
+    return str(card(folder, provenance, compared=(name,), target_license=name, license=license, figures=found))
 
 
-@pytest.mark.parametrize("stretches", ["x", [1], {"first_step": 0}])
-def test_stretches_that_are_none_are_one_sentence(tmp_path: Path, stretches: Any) -> None:
-    with pytest.raises(ValueError, match=r"provenance\.json holds .* as stretches: the trainer writes it"):
-        card_of(tmp_path, provenance={**PROVENANCE, "stretches": stretches})
+@pytest.mark.parametrize("hostile", FEW_HOSTILE)
+def test_names_are_shown_on_a_card_and_make_nothing(tmp_path: Path, hostile: str) -> None:
+    def parts(name: str) -> list[str]:
+        return [kind for kind in kinds(ModelCard(card_of(tmp_path, name, license=name)).text) if kind not in HARMLESS]
+
+    assert parts(hostile) == parts("harmless")
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"speedup_of_totals": {**TOTALS, "value": 99.0}}, "99.0 is not between 1.4 and 1.62"),
-        ({"tokens_per_pass": {**ESTIMATE, "low": -5.0}}, "is not between -5.0"),
-        ({"speedup": {**SPREAD, "median": 0.1}}, "0.1 is not between 1.6"),
-    ],
-)
-def test_a_figure_outside_of_its_own_interval_gets_onto_no_card(
-    tmp_path: Path, changes: dict[str, Any], complaint: str
-) -> None:
-    edited = report()
-    edited["rows"][1] |= changes
-    with pytest.raises(ValueError, match=f"holds something else than a figure .*{complaint}.*: evaluate again"):
-        card_of(tmp_path, provenance=PROVENANCE, report=edited)
-
-
-@pytest.mark.parametrize("changes", [{"prompts": -3}, {"rounds": 0}, {"max_new_tokens": "many"}, {"prompts": True}])
-def test_a_count_that_is_none_gets_onto_no_card(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"holds something else than a figure .*is no count"):
-        card_of(tmp_path, provenance=PROVENANCE, report={**report(), **changes})
-
-
-def test_rows_that_are_none_are_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds 5 as a row of figures: evaluate again"):
-        card_of(tmp_path, provenance=PROVENANCE, report={**report(), "rows": [5, None]})
+def test_no_secret_gets_onto_a_card_in_whatever_field_it_stands(tmp_path: Path) -> None:
+    for secret in SECRETS:
+        text = card_of(tmp_path, secret)
+        for found in ("0123456789", "ABCDEFG0", "AKIAIOS", "swordfish", "abc.def", "YWJj", "eyJz"):
+            assert found not in text, secret

@@ -109,7 +109,7 @@ def test_a_lossy_rule_is_labelled(target: Path) -> None:
 
 @pytest.fixture
 def chat() -> Chat:
-    engine = Engine(model(), DraftModelDrafter(model(1), (1, 1)), tokenizer=TOKENIZER)
+    engine = Engine(model(), DraftModelDrafter(model(1), 2), tokenizer=TOKENIZER)
     config = DecodingConfig(12)
     decoder = Decoder(engine, TOKENIZER, config, "draft model")
     return Chat(decoder, Conversation(engine, TOKENIZER, config), standard_output(), notes=standard_error())

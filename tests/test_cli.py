@@ -17,16 +17,13 @@ from typer.testing import CliRunner
 
 from decoding.drafters.registry import parse_drafter
 from decoding.measure.methods import SETTINGS
-from decoding.model.architecture import STATIC_CHOICES
 from decoding.model.dtypes import DTYPES
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.policies import _POLICIES
 from decoding.rules.verify import RULES
 from trainer.cli import app
 from trainer.commands.guarded import guarded
 from trainer.commands.shared_options import names, numbers, whole_numbers
-from trainer.export.formats import FORMATS
-from trainer.recipe.common import DataSection
+from trainer.export.task import FORMATS
 from trainer.recipe.reading import load_recipe
 from trainer.terminal.exit_codes import ExitCode
 
@@ -138,16 +135,12 @@ def test_a_shell_completes_commands_and_options() -> None:
 
 def test_the_help_names_the_values_that_the_code_takes() -> None:
     """The code that reads them takes seconds to import, so the help repeats the names."""
-    data = DataSection.model_fields
     values = {
         "generate --dtype": DTYPES,
         "doctor --dtype": DTYPES,
-        "evaluate --static": STATIC_CHOICES,
         "generate --rule": RULES,
-        "evaluate --policies": _POLICIES,
         "evaluate --settings": SETTINGS,
         "export --format": FORMATS,
-        "data inspect --format": data["format"].annotation.__args__,  # type: ignore[union-attr]  # a Literal
     }
     for place, known in values.items():
         command, _, name = place.partition(" --")
@@ -195,9 +188,9 @@ def test_wrong_usage_is_one_sentence(case: str) -> None:
 
 
 def test_an_option_that_is_repeated_or_is_a_value_is_not_given_twice() -> None:
-    for words in (["--drafter", "lookup", "--drafter", "lookahead"], ["--title", "--title"], ["--title", "--limit"]):
+    for words in (["--drafter", "lookup", "--drafter", "lookahead"], ["--prompt-field", "--limit"]):
         given = COMMANDS["evaluate"].make_context("evaluate", [*EVALUATE[1:], *words]).params
-        assert (given["drafter"] or given["title"]) in (["lookup", "lookahead"], words[1])
+        assert (given["drafter"] or given["prompt_field"]) in (["lookup", "lookahead"], words[1])
 
 
 def test_lists_are_values_with_commas_between_them_each_once() -> None:
@@ -220,14 +213,14 @@ def test_a_folder_typed_wrong_names_those_that_are_there(tmp_path: Path, monkeyp
     for name in ("runs/final", "runs/other", "storyteller"):
         (tmp_path / name).mkdir(parents=True)
     for name, hint in (
-        ("runs/fnal", " (runs/ holds final, other)"),
+        ("runs/fnal", " (is it runs/final?)"),
         ("storyteler", " (is it storyteller?)"),
         ("o/n", ""),
     ):
         _, said = run("generate", "--target", name, "--prompt", "a")
         assert f"'{name}': there is no such folder{hint}, and loading it from the Hub failed: " in said
     _, said = run("generate", "--target", "./runs/fnal", "--prompt", "a")
-    assert "there is no folder ./runs/fnal (runs/ holds final, other): give a folder" in said
+    assert "there is no folder ./runs/fnal (is it runs/final?): give a folder" in said
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -268,10 +261,6 @@ ERRORS = {
     "a plan besides a drafter": (
         ["generate", "--target", "TARGET", "--drafter", "lookup", "--plan", "p.json", "--prompt", "a"],
         "--plan and --drafter are both given: leave one out",
-    ),
-    "graphs without a GPU": (
-        ["evaluate", "--target", "TARGET", "--prompts", "PROMPTS", "--output", "o", "--static", "graphs"],
-        "static is graphs, which only a CUDA device records, and the model runs on cpu",
     ),
     "a recipe that is not there": (["train", "nowhere.yaml"], "there is no recipe nowhere.yaml"),
     "an export of nothing": (["export", "nowhere", "out", "--format", "vllm"], "nowhere"),

@@ -52,13 +52,6 @@ def row(found: dict[str, Any], method: str = "draft") -> dict[str, Any]:
     return dict(held)
 
 
-def test_fewer_than_eight_pairs_have_no_interval(tmp_path: Path) -> None:
-    few = read_evaluation(evaluated(tmp_path / "a", [0.4, 0.5] * 3))
-    (held,) = compare(few, few, "plain", "draft")["rows"]
-    speed = held["speed"]
-    assert (speed["observations"], speed["low"], speed["high"]) == (6, None, None)
-
-
 def test_a_method_that_is_faster_on_every_prompt_is_really_faster(tmp_path: Path) -> None:
     a = read_evaluation(evaluated(tmp_path / "a", [0.5] * 10))
     b = read_evaluation(evaluated(tmp_path / "b", [0.4, 0.45] * 5))
@@ -92,10 +85,8 @@ def test_two_methods_of_one_folder_are_paired_by_prompt(tmp_path: Path) -> None:
 )
 def test_the_verdict_follows_from_the_interval(estimate: Estimate, kind: str, text: str) -> None:
     assert verdict(estimate)[:2] == (kind, text)
-
-
-def test_the_prompts_needed_count_those_of_a_wave() -> None:
-    assert verdict(Estimate(1.05, 1.05 / 1.1, 1.05 * 1.1, 20), prompts=200).needed == 1560
+    if kind == "open":
+        assert verdict(estimate, prompts=10 * estimate.observations).needed >= 10 * estimate.observations
 
 
 def test_times_of_other_commits_are_not_compared_and_acceptance_is(tmp_path: Path) -> None:
@@ -111,8 +102,8 @@ def test_plain_decoding_that_is_faster_itself_and_settings_that_differ_are_told(
     b = read_evaluation(evaluated(tmp_path / "b", [0.4] * 9, plain=0.8, max_new_tokens=64))
     assert compare(a, b, "draft")["warnings"] == [
         "A and B differ in max_new_tokens (96 and 64): this is part of every ratio",
-        "plain decoding itself is not equally fast, so speeds tell of more than the methods: "
-        "B is faster by 25.0% to 25.0% (greedy, batch 1)",
+        "plain decoding, which no method changes, was not equally fast: B is faster by 25.0% to 25.0% "
+        "(greedy, batch 1)",
     ]
 
 
@@ -126,15 +117,13 @@ def test_later_turns_with_other_prompts_are_left_out(tmp_path: Path) -> None:
 def test_other_targets_prompts_methods_and_settings_are_refused_in_one_sentence(tmp_path: Path) -> None:
     a = read_evaluation(evaluated(tmp_path / "a", [0.5]))
     for name, changes, complaint in (
-        ("b", {"target": "u"}, "are of different targets: evaluate the same target in both"),
+        ("b", {"target": "u"}, "are of different targets: evaluate with the same target in both"),
         ("c", {"digest": "e"}, "question q0 has other tokens in .* evaluate both on the same file"),
     ):
         with pytest.raises(ValueError, match=complaint):
             compare(a, read_evaluation(evaluated(tmp_path / name, [0.5], **changes)))
     with pytest.raises(ValueError, match="has no method 'heads': choose among plain, draft"):
         compare(a, a, "heads", "draft")
-    with pytest.raises(ValueError, match="has no setting 'T=1': choose among greedy"):
-        compare(a, a, "plain", "draft", "T=1")
     with pytest.raises(ValueError, match="one folder is compared with itself: give two methods of it"):
         compare(a, a)
     with pytest.raises(ValueError, match="holds no runs"):

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_rows, write_target
 
-from decoding.measure.report import terminal_table
+from decoding.measure.report.tables import TerminalReport
 from trainer.commands.inspection import run_inspect
 from trainer.commands.training_options import InspectOptions
 from trainer.recipe.reading import parse_recipe
@@ -46,7 +46,7 @@ def test_the_report_of_an_evaluation_takes_any_title() -> None:
     heard = io.StringIO()
     hardware = {"gpu": "[/b]", "processor": "p", "cores": 1, "threads": 1}
     report = {"title": BRACKETS, "hardware": hardware, "parameters": 1, "dtype": "bf16", "prompts": 1, "rows": []}
-    table = terminal_table({**report, "max_new_tokens": 1, "commit": "c"})
+    table = TerminalReport({**report, "max_new_tokens": 1, "commit": "c"})
     Console(file=heard, width=172).print(table)
     assert BRACKETS in heard.getvalue() and "on [/b]; 1 prompts" in heard.getvalue()
 

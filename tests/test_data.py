@@ -9,7 +9,6 @@ from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
 
 from trainer.data.batch import Example, collate
 from trainer.data.dataset import Dataset, heldout_prompts, load_dataset
-from trainer.data.rows import RowSource, open_source
 from trainer.recipe.common import DataSection
 
 
@@ -55,11 +54,8 @@ def test_without_a_chat_template_the_answer_and_the_end_of_text_are_trained(tmp_
     [
         ({"question": "a b", "answer": "c"}, "question with answer"),
         ({"instruction": "a b", "input": "", "output": "c"}, "instruction with output"),
-        ({"instruction": "a", "input": "b", "output": "c", "text": "a b c"}, "instruction with output"),
         ({"instruction": "a", "instances": [{"input": "b", "output": "c"}], "id": "1"}, "instruction with instances"),
-        ({"instruction": "a b", "response": "c"}, "instruction with response"),
-        ({"prompt": "a b", "completion": "c"}, "prompt with completion"),
-        ({"prompt": "a b", "canonical_solution": "c", "test": "d"}, "prompt with canonical_solution"),
+        ({"prompt": "a b", "completion": "c", "test": "d"}, "prompt with completion"),
         ({"text": "a b", "code": "c", "task_id": 1}, "text with code"),
     ],
 )
@@ -71,30 +67,10 @@ def test_the_usual_fields_of_prompts_and_answers_are_found_by_their_names(
     assert dataset.account.fields == {fields: 1} and f"(1 prompt_answer: {fields})" in dataset.describe()
 
 
-def test_a_row_with_a_conversation_and_a_prompt_is_the_conversation(tmp_path: Path) -> None:
-    row = chat("a b", "c") | {"question": "d", "answer": "e"}
-    dataset = load_all(tmp_path, [row], CHAT_TEMPLATE)
-    assert dataset.account.formats == {"messages": 1} and dataset.account.fields == {}
-    assert dataset.examples[0].tokens.tolist() == [2, 4, 5, 3, 6, 1]
-
-
-def test_a_template_that_marks_nothing_is_refused_naming_the_line(tmp_path: Path) -> None:
-    empty = "{% if messages | length > 9 %}{% generation %}{% endgeneration %}{% endif %}"
-    empty += CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: the chat template marks none of the 5 tokens .*put {%"):
-        load(tmp_path, [chat("a", "b")], empty)
-
-
 def test_a_template_that_marks_everything_is_refused_naming_the_line(tmp_path: Path) -> None:
     everything = "{% for message in messages %}{% generation %}{{ message['content'] }} {% endgeneration %}{% endfor %}"
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: the chat template marks all 3 tokens .*alone"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: the chat template marks all of 3 tokens .*alone"):
         load(tmp_path, [chat("a b", "c")], everything)
-
-
-def test_the_line_named_is_that_of_the_wrong_row(tmp_path: Path) -> None:
-    rows = [chat("a", "b"), chat("a", "b"), chat("a")]
-    with pytest.raises(ValueError, match="line 3: the conversation has no answer of the assistant's"):
-        load(tmp_path, rows, CHAT_TEMPLATE)
 
 
 def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
@@ -102,36 +78,13 @@ def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
         load(tmp_path, [chat("a", "b")])
 
 
-def test_a_conversation_that_the_template_refuses_is_named_by_its_line(tmp_path: Path) -> None:
-    strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user speaks first') }}{% endif %}"
-    wrong = {"messages": [{"role": "assistant", "content": "a"}]}
-    with pytest.raises(
-        ValueError, match="line 2: the chat template cannot hold this conversation: a user speaks first"
-    ):
-        load(tmp_path, [chat("a", "b"), wrong], strict + CHAT_TEMPLATE)
-
-
 def test_a_plain_text_is_trained_on_whole_and_cut_into_pieces(tmp_path: Path) -> None:
-    text = " ".join("abcdefghijkl" * 2)  # 24 tokens
-    (first, second) = load(tmp_path, [{"text": text}], max_length=16)
-    assert first == Example((*range(4, 16), 4, 5, 6, 7), (True,) * 16, 0)
+    rows = [{"text": " ".join("abcdefghijkl" * 2)}, " ".join("abcdefghijkl" + "abcdefghijk"), "a b c d e f g"]
+    dataset = load_all(tmp_path, [*rows, {"wrong": 1}], max_rows=3)
+    first, second, third = dataset.examples
+    assert first == third == Example((*range(4, 16), 4, 5, 6, 7), (True,) * 16, 0)
     assert second == Example(tuple(range(8, 16)), (True,) * 8, 0)
-
-
-def test_the_first_sequence_of_each_row_is_known(tmp_path: Path) -> None:
-    dataset = load_all(tmp_path, ["a b c d e f g h i j k l a b c d", "c d e f g h i j"], max_length=8)
-    assert [example.tokens[0] for example in dataset.examples] == [4, 12, 6]
-    assert [example.tokens[0] for example in dataset.firsts] == [4, 6]
-
-
-def test_a_last_scrap_of_a_text_is_left_out(tmp_path: Path) -> None:
-    (only,) = load(tmp_path, [{"text": " ".join("abcdefghijkl" + "abcdefghijk")}], max_length=16)
-    assert len(only.tokens) == 16  # the 7 tokens left make no sequence
-
-
-def test_a_bare_string_is_a_text(tmp_path: Path) -> None:
-    (example,) = load(tmp_path, ["a b c d e f g h"])
-    assert example.tokens.tolist() == list(range(4, 12))
+    assert list(dataset.firsts) == [first, third] and dataset.account.skipped == 1, "7 tokens make no sequence"
 
 
 @pytest.mark.parametrize(
@@ -140,34 +93,24 @@ def test_a_bare_string_is_a_text(tmp_path: Path) -> None:
         (
             {"body": "x", "id": 1},
             {},
-            r"line 2: the row has the fields \['body', 'id'\] but training needs 'messages', 'conv",
+            r"line 2: the row has the fields \['body', 'id'\] but training needs 'messages' or 'conv",
         ),
         (
             {"prompt": "a"},
             {},
             r"line 2: the row has the fields \['prompt'\] but .* a prompt \(prompt, .* an answer \(answer, .*or 'text'",
         ),
-        ({"prompt": "a"}, {"format": "prompt_answer"}, r"2: the row has no field of answer, .* \(it has \['prompt'\]"),
-        (
-            {"question": "a", "answer": "b"},
-            {"prompt_field": "prompt"},
-            r"line 2: the row has no field 'prompt' \(it has",
-        ),
-        ({"text": "a", "prompt": "b"}, {"answer_field": "answer"}, r"line 2: the row has no field 'answer' \(it has"),
+        ({"prompt": "a"}, {"format": "prompt_answer"}, r"\['prompt'\] but training needs a prompt .* an answer \(an"),
+        ({"question": "a", "answer": "b"}, {"prompt_field": "prompt"}, r"\['answer', 'question'\] but .* \(prompt\)"),
+        ({"text": "a", "prompt": "b"}, {"answer_field": "answer"}, r"\['prompt', 'text'\] but .* an answer \(answer\)"),
         (
             {"instruction": "a", "instances": [], "prompt_": 1},
             {},
             "line 2: the instances are .*, not a list of an input",
         ),
         ({"instruction": "a", "input": 3, "output": "b"}, {}, "line 2: field 'input' holds int, not text"),
-        ({"x": 1}, {"format": "text"}, r"line 2: the row has no field 'text' \(it has \['x'\]"),
+        ({"x": 1}, {"format": "text"}, r"line 2: the row has the fields \['x'\] but training needs 'text': set"),
         ({"text": 5}, {}, "line 2: field 'text' holds int, not text"),
-        ({"prompt": "a", "answer": 3}, {}, "line 2: field 'answer' holds int, not text"),
-        (
-            {"prompt": "a", "answer": None},
-            {},
-            r"line 2: the row has the fields \['answer', 'prompt'\] but training needs",
-        ),
         (
             {"q": "a", "a": None},
             {"prompt_field": "q", "answer_field": "a"},
@@ -181,14 +124,7 @@ def test_a_row_that_cannot_be_used_is_named_by_its_line(
     good = {"text": "a b c d e f g h", "prompt": "a", "answer": "b"}
     with pytest.raises(ValueError, match=message) as error:
         load(tmp_path, [{**good, "q": "a", "a": "b"}, row], **changes)
-    assert str(error.value).endswith("; data.bad_rows=skip (--bad-rows skip) leaves such rows out")
-
-
-def test_a_line_that_is_not_json_is_named_with_blank_lines_counted(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "a b c d e f g h"}\n\n{"text": \n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 3: not JSON"):
-        load_dataset(str(path), section(), tiny_tokenizer())
+    assert str(error.value).endswith("; data.bad_rows=skip leaves such rows out")
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "ROWS.TSV"])
@@ -198,50 +134,11 @@ def test_a_table_of_text_is_refused_and_the_way_to_jsonl_is_told(tmp_path: Path,
         load_dataset(str(tmp_path / name), section(), tiny_tokenizer())
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no data file .*none\.jsonl"):
-        load_dataset(str(tmp_path / "none.jsonl"), section(), tiny_tokenizer())
-
-
-def test_a_long_answer_is_cut_and_counted_and_one_wholly_behind_the_cut_is_left_out(tmp_path: Path) -> None:
-    short = {"prompt": "a", "answer": "b c"}
-    long = {"prompt": "a b c d", "answer": "e f g h i j"}  # 4 + 6 + <eos>, cut to 8
-    behind = {"prompt": "a b c d e f g h", "answer": "i"}
-    dataset = load_all(tmp_path, [short, long, behind], max_length=8)
-    assert (dataset.account.num_rows, dataset.account.truncated, dataset.account.skipped, len(dataset.examples)) == (
-        3,
-        1,
-        1,
-        2,
-    )
-    assert dataset.examples[1] == Example((4, 5, 6, 7, 8, 9, 10, 11), (False,) * 4 + (True,) * 4, 4)
-
-
-def test_a_text_too_short_is_left_out_and_counted(tmp_path: Path) -> None:
-    dataset = load_all(tmp_path, ["a b c d e f g", "a b c d e f g h"])
-    assert (dataset.account.num_rows, dataset.account.skipped, len(dataset.examples)) == (2, 1, 1)
-
-
 def test_a_file_in_which_nothing_is_left_to_train_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rows\.jsonl holds nothing to train on"):
         load(tmp_path, [{"prompt": "a b c d e f g h", "answer": "i"}], max_length=8)
-    with pytest.raises(ValueError, match=r"rows\.jsonl holds nothing to train on"):
-        load(tmp_path, [])
-
-
-def test_only_max_rows_are_read(tmp_path: Path) -> None:
-    rows = [{"text": "a b c d e f g h"}] * 5 + [{"wrong": 1}]
-    assert len(load(tmp_path, rows, max_rows=5)) == 5
-
-
-def test_a_dataset_says_what_it_was_read_from(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"])
-    dataset = load_dataset(path, section(), tiny_tokenizer())
-    assert dataset.path == path and dataset.account.num_rows == 1
-    again = load_dataset(path, section(max_length=8), tiny_tokenizer())
-    assert again.sha256 == dataset.sha256 and len(dataset.sha256) == 64
-    write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h i"])
-    assert load_dataset(path, section(), tiny_tokenizer()).sha256 != dataset.sha256
+    with pytest.raises(ValueError, match=r"holds nothing to train on: .*; the first of 2 bad ones: .*line 1: the row"):
+        load(tmp_path, [{"x": 1}, {"y": 1}], bad_rows="skip")
 
 
 def test_every_format_is_found_and_counted(tmp_path: Path) -> None:
@@ -270,16 +167,8 @@ def test_a_prompt_is_never_a_label(tmp_path: Path) -> None:
     """A published trainer never applied its mask, and so trained on the prompts."""
     dataset = load_all(tmp_path, [chat("a b", "c", "d", "e")], CHAT_TEMPLATE)
     batch = collate(dataset.examples)
-    labels = [batch.shifted(ahead)[batch.labelled(ahead)].tolist() for ahead in (1, 2)]
+    labels = [batch.tokens.roll(-ahead, 1)[batch.labelled(ahead)].tolist() for ahead in (1, 2)]
     assert labels == [[6, 1, 8, 1], [6, 1, 8, 1]]  # c <eos> e <eos>, and nothing of a b d or the user's marks
-
-
-def test_a_conversation_keeps_its_case(tmp_path: Path) -> None:
-    """A published trainer lower-cased every conversation."""
-    words = ("<unk>", "<eos>", "<user>", "<assistant>", "Yes", "yes", "NO")
-    path = write_rows(tmp_path / "rows.jsonl", [chat("Yes yes", "NO Yes")])
-    (example,) = load_dataset(path, section(), tiny_tokenizer(CHAT_TEMPLATE, words)).examples
-    assert example.tokens.tolist() == [2, 4, 5, 3, 6, 4, 1]
 
 
 def test_a_bad_row_stops_the_run_unless_it_is_to_be_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -296,13 +185,6 @@ def test_a_bad_row_stops_the_run_unless_it_is_to_be_skipped(tmp_path: Path, capl
     ]
 
 
-def test_where_every_row_is_bad_the_first_says_why(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"holds nothing to train on: .*; the first of 2 bad ones: .*line 1: the row has"
-    ):
-        load(tmp_path, [{"x": 1}, {"y": 1}], bad_rows="skip")
-
-
 def test_a_template_file_replaces_the_tokenizers_and_is_part_of_the_digest(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text(CHAT_TEMPLATE)
@@ -314,18 +196,6 @@ def test_a_template_file_replaces_the_tokenizers_and_is_part_of_the_digest(tmp_p
     assert other.sha256 != own.sha256
 
 
-def test_the_split_of_a_hub_data_set_is_the_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def opened(name: str, section: DataSection) -> RowSource:
-        asked.append((name, section.split))
-        return open_source(write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"]), section)
-
-    monkeypatch.setattr("trainer.data.dataset.open_source", opened)
-    dataset = load_dataset("ORG/NAME", section(split="validation"), tiny_tokenizer())
-    assert asked == [("ORG/NAME", "validation")] and dataset.path == "ORG/NAME"
-
-
 def test_a_heldout_prompt_is_what_stands_before_the_answer_or_the_first_tokens() -> None:
     examples = [
         Example((1, 2, 3, 4), (False, False, True, True), 2),
@@ -334,11 +204,7 @@ def test_a_heldout_prompt_is_what_stands_before_the_answer_or_the_first_tokens()
         Example((11, 12, 13), (True,) * 3, 0),
     ]
     assert heldout_prompts(examples, 3, prompt_tokens=3, longest=100) == [(1, 2), (5, 6, 7), (9,)]
-
-
-def test_a_heldout_prompt_too_long_for_the_context_is_passed_over() -> None:
-    examples = [Example((1, 2, 3, 4), (False, False, False, True), 3), Example((5, 6), (False, True), 1)]
-    assert heldout_prompts(examples, 2, prompt_tokens=8, longest=2) == [(5,)]
+    assert heldout_prompts(examples, 3, prompt_tokens=3, longest=2) == [(1, 2), (9,), (11, 12)]
     with pytest.raises(ValueError, match="no held-out prompt has at most 0 tokens: give shorter prompts or fewer new"):
         heldout_prompts(examples, 2, prompt_tokens=8, longest=0)
 
@@ -373,20 +239,6 @@ def test_every_answer_of_a_conversation_that_the_target_wrote_is_a_sequence_of_i
         dataset.examples[1].tokens[: dataset.examples[1].prompt_length].tolist().count(4) == 1
     )  # the first answer, as context
     assert dataset.account.mask_sources == {"the target's own tokens": 1}
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        ([[5]], "are not the answer's text under this tokenizer"),
-        ([[4], [4]], "holds no list for each of the 1 answers"),
-    ],
-)
-def test_tokens_of_another_target_are_refused(tmp_path: Path, tokens: list[list[int]], message: str) -> None:
-    row = {"prompt": "c", "answer": "a", "answer_tokens": tokens}
-    path = write_rows(tmp_path / "rows.jsonl", [row])
-    with pytest.raises(ValueError, match=message):
-        load_dataset(path, DataSection(train="x", heldout="x"), tiny_tokenizer(CHAT_TEMPLATE))
 
 
 def test_an_empty_answer_teaches_nothing_and_is_counted(tmp_path: Path) -> None:

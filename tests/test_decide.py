@@ -24,9 +24,8 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.decide import decide
 from decoding.rules.drawing import GeneratorSource
-from decoding.rules.history import History
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
+from decoding.rules.sampling import History, HistoryRows, SamplingConfig, probabilities
 from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import RULES, UNDRAWN, Verdict, lossless_rule
 
@@ -128,16 +127,6 @@ def test_a_batch_has_the_readable_rules_verdicts(rule: str, seed: int, dtype: to
     assert differs(rule, seed, dtype, bool(on_device)) is None
 
 
-def test_the_batches_compared_hold_every_kind_and_every_length_of_path() -> None:
-    batches = [sample(WALK, seed, torch.float32) for seed in range(12)]
-    verdicts = []
-    for seed, batch in enumerate(batches):
-        verdicts += row_by_row(WALK, batch, [source_of(seed, row) for row in range(len(batch.proposals))])
-    assert {each.kind for batch in batches for each in batch.proposals} >= RULES[WALK].kinds
-    assert {len(verdict.path) for verdict in verdicts} >= {0, 1, 2}
-    assert {len(proposal.tree) for batch in batches for proposal in batch.proposals} >= {1, 2, 3, 4}
-
-
 # --- mutants --------------------------------------------------------------------------------------------------------
 
 MUTANTS = {
@@ -168,15 +157,6 @@ def test_the_comparison_catches_a_walk_with_one_thing_wrong(name: str, monkeypat
     exec(compile(ast.Module([walk], []), "mutant", "exec"), copy)
     monkeypatch.setattr(deciding, "_walk", copy["_walk"])
     assert any(found_wrong(seed) for seed in range(60))
-
-
-def test_the_comparison_catches_rows_that_forget_the_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
-    def at(rows: deciding._Target, nodes: Tensor | slice) -> Tensor:
-        return probabilities(rows.logits[nodes], SAMPLING)
-
-    monkeypatch.setattr(deciding._Target, "at", at)
-    for rule in NAMES:
-        assert any(differs(rule, seed) for seed in range(1, 40, 2)), rule
 
 
 # --- transfers ------------------------------------------------------------------------------------------------------
@@ -234,22 +214,6 @@ def test_a_step_of_a_batch_waits_for_the_device_once(name: str) -> None:
         with transfers.counting():
             list(itertools.islice(steps, 4))
         assert transfers.count == 1
-
-
-@pytest.mark.parametrize(
-    ("rule", "roots", "chains", "walks"), [(WALK, 40, 0, 0), (WALK, 40, 15, 0), (WALK, 3, 16, 19), ("block", 0, 40, 0)]
-)
-def test_on_the_cpu_sixteen_drafts_walk_at_once_and_all_else_is_decided_row_by_row(
-    rule: str, roots: int, chains: int, walks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    walk = deciding._walk
-    monkeypatch.setattr(deciding, "_walk", lambda *given: seen.append(len(given[0])) or walk(*given))  # type: ignore[func-returns-value]
-    chain = Proposal(TokenTree.chain([0, 1]), ProposalKind.DETERMINISTIC)
-    proposals = [*[Proposal.root_only(0)] * roots, *[chain] * chains]
-    sources = [source_of(0, row) for row in range(len(proposals))]
-    decide(proposals, torch.zeros(len(proposals), 2, VOCAB), SAMPLING, RULES[rule], None, sources)
-    assert sum(seen) == walks
 
 
 def test_a_token_whose_recorded_q_is_zero_is_our_own_bug_and_a_target_without_any_weight_an_error() -> None:

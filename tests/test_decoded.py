@@ -21,7 +21,7 @@ def test_a_draft_at_a_texts_end_is_counted_up_to_it_or_whole(
     overrun: int, drafted: int, accepted: tuple[int, ...]
 ) -> None:
     target = CausalLM(counting_model())
-    drafter = DraftModelDrafter(target, (1,) * 4)
+    drafter = DraftModelDrafter(target, 4)
     found = decode_greedily(target, drafter, [[3]], 4, overrun=overrun)
     assert found == Decoded(((4, 5, 6, 7),), 1, drafted, accepted, ended=(0,) * len(accepted))
 
@@ -39,7 +39,7 @@ def test_a_token_that_ends_its_text_inside_a_draft_is_told_apart(
     end: int, written: tuple[int, ...], ended: tuple[int, ...]
 ) -> None:
     target = CausalLM(counting_model())
-    found = decode_greedily(target, DraftModelDrafter(target, (1,) * 4), [[3]], 12, eos_token_ids=[end])
+    found = decode_greedily(target, DraftModelDrafter(target, 4), [[3]], 12, eos_token_ids=[end])
     assert found == Decoded((written,), 1, 4, (1,) * len(ended), ended)
 
 
@@ -47,7 +47,7 @@ def test_a_token_that_ends_its_text_inside_a_draft_is_told_apart(
 def test_a_text_that_has_its_length_is_counted_no_further(batch_size: int) -> None:
     """1 + 5 + 5 tokens make eleven: two passes for each of three texts, though the overrun has room for a third."""
     target = CausalLM(counting_model(vocab=64))
-    drafter = DraftModelDrafter(target, (1,) * 4)
+    drafter = DraftModelDrafter(target, 4)
     found = decode_greedily(target, drafter, [[1], [2], [3]], 11, batch_size=batch_size, overrun=4)
     assert found.passes == 6 and found.drafted == 24 and found.accepted == (6, 6, 6, 6)
     assert [len(text) for text in found.texts] == [11, 11, 11]

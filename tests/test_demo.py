@@ -17,9 +17,7 @@ from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import FixedPolicy
 from decoding.rules.tree import TokenTree, TreeShape
-from decoding.stream import Piece, decode_text
-from decoding.tally import Tally
-from trainer.demo import race as racing
+from decoding.stream import Piece, Tally, decode_text
 from trainer.demo.race import (
     AUTOMATIC,
     LONGEST_PROMPT,
@@ -42,7 +40,7 @@ FORM = Form("abcabcab", "tree", AUTOMATIC, depth=3, nodes=8, temperature=0.0, ma
 
 def models_of(target: CausalLM) -> Models:
     draft = CausalLM(tiny_model(vocab=128, seed=1))
-    twin = DraftModelDrafter(target if not target.is_static else CausalLM(target.model), (1, 1, 1))
+    twin = DraftModelDrafter(target if not target.is_static else CausalLM(target.model), 3)
     drafters: dict[str, Drafter] = {
         "lookup": PromptLookupDrafter(),
         "tree": DraftTreeDrafter(draft, 3, 3, 8),
@@ -128,7 +126,7 @@ def test_texts_that_part_are_judged_by_the_targets_margin(models: Models, monkey
     race.speculative.steps[-1] = last._replace(tokens=(*last.tokens[:-1], other))
     ending = race._compare()
     assert ending.verdict == "fault" and ending.alike == 23 and ending.margin is not None and ending.margin > 0.01
-    monkeypatch.setattr(racing, "near_tie", lambda dtype: ending.margin)
+    monkeypatch.setattr("decoding.measure.proof.greedy.near_tie", lambda dtype: ending.margin)
     assert race._compare().verdict == "near-tie"
     race.speculative.steps.pop()
     assert race._compare().verdict == "fault", "no rounding ends a text"

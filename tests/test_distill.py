@@ -5,22 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 from distilling import EXAMPLES, labelled_logits, objective_for, sums_of
+from loss_references import divergence
 from tiny_models import counting_model, full_forward, tiny_model
 from tiny_training import WORDS, Recorder, tiny_tokenizer, train_toy
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
-from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example, collate
-from trainer.learning.losses import divergence
 
 ALL = {"from_target": {"layers": [0, 1]}}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2-mixed", "gpt-neox", "gpt2"])
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tvd", "acceptance", "hidden"])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "acceptance"])
 def test_a_draft_of_all_the_targets_layers_diverges_by_nothing_and_is_always_accepted(family: str, kind: str) -> None:
     objective = objective_for(tiny_model(family), init=ALL, loss={kind: 1})
     sums = sums_of(objective, collate(EXAMPLES))
@@ -28,13 +25,6 @@ def test_a_draft_of_all_the_targets_layers_diverges_by_nothing_and_is_always_acc
     if kind != "hidden":
         assert sums.hits.item() == pytest.approx(7)
     assert objective.counts(collate(EXAMPLES)).item() == 7
-
-
-def test_such_a_draft_is_accepted_whole_by_the_decoding_loop() -> None:
-    model = tiny_model("llama")
-    objective = objective_for(model, init=ALL, num_draft_tokens=3)
-    steps = Engine(CausalLM(model), objective.drafter()).decode([1, 2, 3], DecodingConfig(max_new_tokens=13)).steps
-    assert [step.accepted for step in steps] == [0, 3, 3, 3]
 
 
 def test_what_predicts_a_trained_token_is_compared_and_nothing_else() -> None:
@@ -65,7 +55,7 @@ def test_training_brings_the_draft_to_its_target_which_stays_byte_identical(tmp_
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     objective = objective_for(model)
     with torch.no_grad():
-        objective.module.base.get_output_embeddings().weight.normal_(std=0.1)
+        objective.module.draft.get_output_embeddings().weight.normal_(std=0.1)
     texts = [Example(tuple((start + i) % 16 for i in range(10)), (True,) * 10, 0) for start in range(16)]
     recorder = Recorder()
     train_toy(tmp_path, objective, recorder, texts, steps=40, learning_rate=3e-2, checkpoint_every=100)
@@ -93,7 +83,7 @@ def test_a_saved_draft_is_a_plain_folder_in_the_targets_dtype(tmp_path: Path) ->
     objective.save(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.dtype == torch.bfloat16 and loaded.config.num_hidden_layers == 1
-    trained: dict[str, Tensor] = objective.module.base.state_dict()
+    trained: dict[str, Tensor] = objective.module.draft.state_dict()
     assert all(torch.equal(tensor, trained[name].bfloat16()) for name, tensor in loaded.state_dict().items())
     assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tiny_tokenizer().get_vocab()
     assert {parameter.dtype for parameter in objective.module.parameters()} == {torch.float32}

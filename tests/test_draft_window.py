@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis_profiles import examples
 from tiny_models import full_forward, naive_greedy, tiny_model
-from tiny_parallel import logits_after, states_before, tiny_parallel_draft
 from tiny_training import tiny_tokenizer
 from torch import Tensor
 
-from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, ParallelDrafter
-from decoding.drafters.base import DraftRequest, TextStart
+from decoding.drafters import DraftModelDrafter, DraftTreeDrafter
+from decoding.drafters.base import TextStart
 from decoding.drafters.draft_state import DraftState
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -28,7 +27,6 @@ from decoding.rules.drawing import GeneratorSource
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example, collate
 from trainer.drafts.start import write_draft
-from trainer.servers.speculator import Named, Speculator
 
 WINDOW = 6
 LONG = 240
@@ -54,24 +52,13 @@ def by_a_band(draft: CausalLM, text: list[int], window: int) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_within_the_window_nothing_changes_and_beyond_it_nothing_is_seen(family: str) -> None:
-    whole, cut = tiny_model(family, seed=3), windowed(family).model
-    text = [(7 * i * i + i) % 16 for i in range(40)]
-    torch.testing.assert_close(full_forward(whole, text[:WINDOW]), full_forward(cut, text[:WINDOW]), rtol=0, atol=0)
-    reach = 2 * (WINDOW - 1) + 1  # of two layers, the last token included
-    unseen = [*((token + 1) % 16 for token in text[:-reach]), *text[-reach:]]
-    torch.testing.assert_close(full_forward(cut, unseen)[-1], full_forward(cut, text)[-1], rtol=0, atol=2e-5)
-    assert not torch.allclose(full_forward(whole, unseen)[-1], full_forward(whole, text)[-1], atol=1e-3)
-
-
 @examples(30)
 @given(family=st.sampled_from(FAMILIES), static=st.sampled_from([None, "eager"]), seed=st.integers(0, 2**32 - 1))
 def test_each_q_is_that_of_a_band_over_the_whole_text(family: str, static: str | None, seed: int) -> None:
     """Three rows of prompts of any length, trees, tokens that no draft wrote, steps without drafts, a row moved."""
     chance, target = random.Random(seed), CausalLM(tiny_model("llama"))
     draft = windowed(family, static=static)
-    session = DraftModelDrafter(draft, (2, 1, 2)).open(target, SAMPLED, 3, LONG)
+    session = DraftModelDrafter(draft, 3).open(target, SAMPLED, 3, LONG)
     texts = [[chance.randrange(16) for _ in range(chance.choice([1, 4, 30, 150]))] for _ in range(3)]
     for slot in range(3):
         session.admit(slot, TextStart(1, GeneratorSource.from_seed(seed + slot)))
@@ -87,26 +74,6 @@ def test_each_q_is_that_of_a_band_over_the_whole_text(family: str, static: str |
                     wanted = by_a_band(draft, [*text, *path], WINDOW).softmax(-1)
                     torch.testing.assert_close(proposal.q[node], wanted, rtol=0, atol=2e-5)
             text += accept_some(proposal, chance) + [1, 2, 3][: chance.choice([0, 0, 3])]
-
-
-@pytest.mark.parametrize("static", [None, "eager"])
-def test_a_parallel_draft_sees_text_and_masks_through_its_window(static: str | None) -> None:
-    target = CausalLM(tiny_model("llama"))
-    whole = tiny_parallel_draft(target)
-    draft = type(whole)(CausalLM(with_window(whole.model.model, WINDOW), static=static), whole.parts)
-    session = ParallelDrafter(draft).open(target, SAMPLED, 1, LONG)
-    session.admit(0, TextStart(1, GeneratorSource.from_seed(0)))
-    text, known = [i * i % 16 for i in range(70)], 0
-    for _ in range(9):
-        states = states_before(target, text)[known:]
-        known = len(text)
-        (proposal,) = session.propose([DraftRequest(list(text), torch.empty(0), 9, 99, states)])
-        assert proposal.q is not None
-        chain = proposal.tree.token_list[1:]
-        for place in range(len(chain)):
-            wanted = logits_after(draft, target, text, chain[:place]).softmax(-1)
-            torch.testing.assert_close(proposal.q[place], wanted, rtol=0, atol=2e-5)
-        text += [*chain[:2], 7]
 
 
 @pytest.mark.parametrize(("static", "room"), [(None, 2 * WINDOW + 5 + 1), ("eager", 256)])
@@ -133,7 +100,7 @@ def test_a_draft_with_a_window_drafts_for_texts_longer_than_its_context(attentio
     target, draft = CausalLM(model), windowed(attention=attention)
     assert (draft.max_positions, draft.max_text, draft.window) == (96, None, WINDOW)
     prompts = [[i % 13 for i in range(120)], [3, 1, 4]]
-    for drafter in (DraftModelDrafter(draft, (1, 1, 1)), DraftTreeDrafter(draft, 3, 2, 6)):
+    for drafter in (DraftModelDrafter(draft, 3), DraftTreeDrafter(draft, 3, 2, 6)):
         results = Engine(target, drafter).decode(prompts, DecodingConfig(max_new_tokens=24), batch_size=2)
         assert [result.tokens for result in results] == [naive_greedy(model, prompt, 24) for prompt in prompts]
 
@@ -142,7 +109,6 @@ def test_a_draft_with_a_window_drafts_for_texts_longer_than_its_context(attentio
     ("family", "changes", "context"),
     [
         ("llama", {}, 96),
-        ("qwen2-mixed", {}, 96),
         ("gpt2", {}, 96),
         ("mistral", {}, None),
         ("mistral", {"sliding_window": 97}, 96),
@@ -157,12 +123,6 @@ def test_a_context_ends_where_a_layer_sees_the_whole_text_or_positions_are_not_o
     if context is not None:
         with pytest.raises(ValueError, match=r"may grow to 97 tokens .* holds 96: .* or a draft with a window"):
             DraftModelDrafter(draft).open(target, SamplingConfig(), 1, 97)
-
-
-def test_a_speculator_is_diagnosed_on_texts_as_long_as_its_drafter_follows() -> None:
-    whole, parallel = CausalLM(tiny_model("llama")), tiny_parallel_draft(CausalLM(tiny_model("llama")))
-    for draft, longest in ((whole, 96), (windowed(), None), (parallel, 96)):
-        assert Speculator(Named("draft", "a/folder", None), draft).max_positions == longest
 
 
 def test_the_window_shares_the_weights_and_comes_back_from_a_folder(tmp_path: Path) -> None:
@@ -183,7 +143,6 @@ def test_the_window_shares_the_weights_and_comes_back_from_a_folder(tmp_path: Pa
         ("gpt2", {}, 5, "gpt2 model, which cannot be given a window of 5 tokens: give a draft of the type llama, mis"),
         ("llama", {"attention_bias": True}, 5, "has attention_bias, which no family of models with windows has"),
         ("llama", {}, 97, "the draft's window is 97 tokens: give 2 to 96, the longest distance"),
-        ("qwen2", {}, 1, "the draft's window is 1 tokens: give 2 to 96"),
     ],
 )
 def test_a_window_that_a_draft_cannot_have_is_refused(
@@ -200,8 +159,8 @@ def test_a_draft_is_trained_through_the_window_that_it_drafts_by() -> None:
     for family in FAMILIES:
         objective = objective_for(tiny_model(family), init={"from_target": {"layers": [0, 1]}}, window=WINDOW)
         (inputs,) = objective.inputs(batch, step=0)
-        states = lm_head_input(objective.module.base.eval(), inputs.model_inputs)
-        logits = objective.module.base.get_output_embeddings()(states)
+        states = lm_head_input(objective.module.draft.eval(), inputs.model_inputs)
+        logits = objective.module.draft.get_output_embeddings()(states)
         draft = objective.draft_for_decoding()
         assert draft.window == WINDOW
         for row, length in ((0, 40), (1, 25)):

@@ -1,19 +1,14 @@
 """From probabilities to tokens: every threshold exact, and never a token of weight 0."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.measure.proof.enumeration import distribution
 from decoding.rules.drawing import (
     GeneratorSource,
-    RandomSource,
     _monotone,
     draw_rows_without_replacement,
-    draw_without_replacement,
     inverse_cdf,
 )
 
@@ -45,14 +40,6 @@ def test_a_draw_never_returns_an_index_of_weight_zero(weights: list[float], unif
     assert weights[drawn] > 0
     assert tensor.tolist() == torch.tensor(weights, dtype=dtype).tolist(), "the weights given must stay as they are"
     assert inverse_cdf(tensor[None], torch.tensor([uniform], dtype=torch.float64)).tolist() == [drawn]
-
-
-def test_the_extremes_of_the_uniform_give_the_first_and_the_last_index() -> None:
-    weights = torch.tensor([0.0, 1.0, 2.0, 1.0, 0.0])
-    assert FixedUniform(0.0).draw(weights) == 1
-    assert FixedUniform(JUST_BELOW_ONE).draw(weights) == 3
-    # Weights 1, 2, 1: the second begins at a quarter, which is included.
-    assert [FixedUniform(u).draw(weights) for u in (0.2499, 0.25, 0.7499, 0.75)] == [1, 2, 2, 3]
 
 
 @given(
@@ -109,13 +96,6 @@ def test_a_single_draw_without_weight_is_refused(weight: float) -> None:
         FixedUniform(0.5).draw(torch.full((3,), weight))
 
 
-def test_accept_is_strict_and_bounded() -> None:
-    assert not FixedUniform(0.0).accept(0.0)
-    assert not FixedUniform(0.25).accept(0.25)
-    assert FixedUniform(0.25).accept(0.2500001)
-    assert FixedUniform(JUST_BELOW_ONE).accept(1.0)
-
-
 def test_a_generator_draws_in_proportion() -> None:
     # 4,000 draws; chi-square with 2 degrees of freedom is above 27.6 with probability 1e-6.
     source = GeneratorSource(torch.Generator().manual_seed(0))
@@ -125,20 +105,6 @@ def test_a_generator_draws_in_proportion() -> None:
     expected = torch.tensor([500.0, 1000.0, 2500.0])
     assert counts[1] == 0
     assert float(((counts[[0, 2, 3]] - expected) ** 2 / expected).sum()) < 27.6
-
-
-def test_a_generator_accepts_in_proportion() -> None:
-    # 4,000 trials at 0.3: five standard deviations are 5 * sqrt(4000 * 0.3 * 0.7) = 145; beyond with 6e-7.
-    source = GeneratorSource(torch.Generator().manual_seed(0))
-    assert abs(sum(source.accept(0.3) for _ in range(4000)) - 1200) < 145
-
-
-def test_a_seed_gives_the_same_choices() -> None:
-    def choices(seed: int) -> list[int]:
-        source = GeneratorSource(torch.Generator().manual_seed(seed))
-        return [source.draw(torch.ones(100)) for _ in range(10)]
-
-    assert choices(3) == choices(3) != choices(4)
 
 
 def test_a_seed_has_independent_streams_that_are_the_same_in_every_run() -> None:
@@ -153,40 +119,7 @@ def test_a_seed_has_independent_streams_that_are_the_same_in_every_run() -> None
     assert uniforms(0, "draft")[0] == pytest.approx(FIRST_OF_SEED_0)
 
 
-def test_uniforms_are_in_proportion_across_streams() -> None:
-    # The first number of 4,000 streams; chi-square with 7 degrees of freedom is above 42.7 with probability 4e-7.
-    counts = torch.zeros(8)
-    for stream in range(4000):
-        counts[int(8 * GeneratorSource.from_seed(3, stream).uniform())] += 1
-    assert float(((counts - 500) ** 2 / 500).sum()) < 42.7
-
-
 # --- without replacement --------------------------------------------------------------------------------------------
-
-
-def drawn_in_order(weights: list[float], count: int) -> dict[tuple[int, ...], float]:
-    def program(source: RandomSource) -> tuple[int, ...]:
-        tensor = torch.tensor(weights, dtype=torch.float64)
-        drawn = tuple(draw_without_replacement(tensor, count, source).tolist())
-        assert tensor.tolist() == weights, "the weights given must stay as they are"
-        return drawn
-
-    return distribution(program)
-
-
-def test_drawing_without_replacement_draws_each_from_what_is_left() -> None:
-    weights = [0.5, 0.25, 0.25, 0.0]
-    expected = {
-        (first, second): weights[first] * weights[second] / (1 - weights[first])
-        for first, second in itertools.permutations(range(3), 2)
-    }
-    assert drawn_in_order(weights, 2) == pytest.approx(expected, abs=1e-15)
-    assert expected[0, 1] == 0.25 and expected[1, 0] == pytest.approx(1 / 6)
-
-
-def test_drawing_more_than_the_mass_holds_gives_fewer() -> None:
-    assert drawn_in_order([0.0, 0.75, 0.25], 3) == pytest.approx({(1, 2): 0.75, (2, 1): 0.25})
-    assert drawn_in_order([0.0, 0.0], 2) == {(): 1.0}
 
 
 def test_rows_are_drawn_without_replacement_by_hand() -> None:
@@ -195,22 +128,6 @@ def test_rows_are_drawn_without_replacement_by_hand() -> None:
     # Row 0: 0.6 is token 1; of the 0.75 left, 0.525 is token 2; token 0 remains. Row 1: tokens 1 and 3, then none.
     assert draw_rows_without_replacement(weights, uniforms).tolist() == [[1, 2, 0], [1, 3, 4]]
     assert weights.tolist() == [[0.5, 0.25, 0.25, 0.0], [0.0, 3.0, 0.0, 1.0]], "the caller's weights stay"
-
-
-def test_a_row_is_drawn_as_a_source_draws_it_by_the_same_numbers() -> None:
-    class Numbers(GeneratorSource):
-        def uniform(self) -> float:
-            return next(numbers)
-
-    generator = torch.Generator().manual_seed(2)
-    weights = torch.rand(200, 8, generator=generator) * (torch.rand(200, 8, generator=generator) < 0.4)
-    uniforms = torch.rand(200, 4, generator=generator, dtype=torch.float64)
-    drawn = draw_rows_without_replacement(weights, uniforms)
-    assert (drawn == 8).any() and (drawn[:, -1] < 8).any(), "rows that are exhausted, and others"
-    for row, wanted, of_row in zip(weights, drawn.tolist(), uniforms.tolist(), strict=True):
-        numbers = iter(of_row)
-        alone = draw_without_replacement(row, 4, Numbers(generator)).tolist()
-        assert wanted == alone + [8] * (4 - len(alone))
 
 
 def test_numbers_drawn_at_once_are_those_drawn_one_by_one() -> None:

@@ -36,20 +36,6 @@ def test_two_coins_have_four_outcomes() -> None:
     }
 
 
-def test_later_choices_may_depend_on_earlier_ones() -> None:
-    def program(source: RandomSource) -> str:
-        if source.accept(0.5):
-            return "abc"[source.draw(torch.tensor([1.0, 0.0, 3.0]))]
-        return "none"
-
-    assert distribution(program) == {"a": 0.125, "c": 0.375, "none": 0.5}
-
-
-def test_outcomes_of_probability_zero_are_not_visited() -> None:
-    visited = [result for result, _ in outcomes(lambda source: (source.accept(0.0), source.accept(1.5)))]
-    assert visited == [(False, True)]
-
-
 def test_every_path_is_visited_once_and_the_probabilities_sum_to_one() -> None:
     def program(source: RandomSource) -> tuple[int, ...]:
         return tuple(source.draw(torch.ones(3)) for _ in range(4))
@@ -64,13 +50,6 @@ def test_a_nan_or_an_empty_draw_is_an_error_of_the_rule_under_test() -> None:
         EnumeratingSource().accept(float("nan"))
     with pytest.raises(AssertionError, match="cannot draw"):
         EnumeratingSource().draw(torch.zeros(3))
-
-
-def test_completing_nothing_gives_the_models_own_joint_distribution() -> None:
-    p = ContextModel.random(3, 2, "dense", torch.Generator().manual_seed(0))
-    completed = p.completed({(): 1.0}, 3)
-    assert completed == pytest.approx(p.joint(3), abs=1e-15)
-    assert len(completed) == 27 and sum(completed.values()) == pytest.approx(1, abs=1e-12)
 
 
 def test_a_sampled_draft_is_distributed_as_q() -> None:

@@ -6,34 +6,29 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from transformers import GenerationConfig
 
-from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
+from decoding.drafters import DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.measure.baselines import transformers_generate
-from decoding.measure.evaluate import (
-    EvaluationConfig,
-    evaluate,
-    measure_acceptance,
-    standard_methods,
-    write_report,
-)
-from decoding.measure.methods import SETTINGS
-from decoding.measure.report import COLUMNS, markdown_table, table_rows
-from decoding.measure.report.terminal import narrow_table, wide_table
+from decoding.measure.evaluate import evaluate, measure_acceptance, write_report
+from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, standard_methods
+from decoding.measure.report.page import write_html
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
-from decoding.model.cost_curve import measure_cost_curve
+from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.sampling import SamplingConfig
 
 PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
+GREEDY = EvaluationConfig(max_new_tokens=6, settings=("greedy",))
 
 
 @pytest.fixture(scope="module")
 def report(tiny_llama: CausalLM, tiny_draft: CausalLM) -> dict[str, Any]:
     """Every setting, a draft and prompt lookup, on three prompts."""
-    drafters = {"draft": DraftModelDrafter(tiny_draft, (1, 1)), "prompt lookup": PromptLookupDrafter()}
+    drafters = {"draft": DraftModelDrafter(tiny_draft, 2), "prompt lookup": PromptLookupDrafter()}
     config = EvaluationConfig(max_new_tokens=12, settings=SETTINGS)
     return evaluate(tiny_llama, standard_methods(tiny_llama, drafters, config), PROMPTS, config)
 
@@ -43,149 +38,193 @@ def row(report: dict[str, Any], setting: str, method: str) -> dict[str, Any]:
     return found
 
 
-def test_every_method_is_measured_under_every_setting(report: dict[str, Any]) -> None:
-    methods = [(row["setting"], row["method"]) for row in report["rows"]]
-    assert len(methods) == len(set(methods)) == 2 * 6 + 3
-    assert ("greedy", "transformers generate") in methods
-    assert ("T=1", "transformers assisted, 2 tokens") in methods
-    assert ("T=1, typical", "draft") in methods
+# --- methods ----------------------------------------------------------------------------------------------------------
 
 
-def test_by_default_what_was_asked_is_decoded_greedily_and_at_temperature_1_by_lossless_rules_alone(
+def test_every_method_is_measured_under_every_setting_and_only_typical_acceptance_is_lossy(
+    report: dict[str, Any],
+) -> None:
+    names = {(row["setting"], row["method"]): row["label"] for row in report["rows"]}
+    assert len(names) == len(report["rows"]) == 2 * 6 + 3
+    assert ("greedy", "transformers generate") in names and ("T=1", "transformers assisted, 2 tokens") in names
+    assert {name for name, label in names.items() if label == "lossy"} == {
+        ("T=1, typical", "draft"),
+        ("T=1, typical", "prompt lookup"),
+    }
+
+
+def test_by_default_methods_decode_greedily_and_at_temperature_1_by_lossless_rules(
     tiny_llama: CausalLM, tiny_draft: CausalLM
 ) -> None:
-    methods = standard_methods(tiny_llama, {"draft": DraftModelDrafter(tiny_draft, (1, 1))}, EvaluationConfig())
+    heads = MedusaDrafter(MedusaHeads.for_target(tiny_llama.model, MedusaConfig(16, 16)))
+    drafters = {"heads": heads, "draft": DraftModelDrafter(tiny_draft, 2), "lookup": PromptLookupDrafter()}
+    methods = standard_methods(tiny_llama, drafters, EvaluationConfig())
     ours = [(each.setting, each.name) for each in methods if not each.name.startswith("transformers")]
-    assert ours == [(setting, name) for setting in ("greedy", "T=1") for name in ("plain", "draft")]
+    assert ours == [(setting, name) for setting in ("greedy", "T=1") for name in ("plain", *drafters)]
     assert {each.label for each in methods} == {"lossless"}
+    assert {each.name: each.artefact for each in methods if each.artefact} == {
+        "transformers assisted, 2 tokens": "draft",
+        "transformers assisted, its defaults": "draft",
+        "heads": "heads",
+        "draft": "draft",
+    }
+    assert HybridDrafter(heads, PromptLookupDrafter()).artefact == "heads"
 
 
-def test_greedy_texts_in_fp32_are_all_identical(report: dict[str, Any]) -> None:
-    greedy = [row for row in report["rows"] if row["setting"] == "greedy"]
-    assert len(greedy) == 6
-    assert all(
-        row["identical_to_plain"]
-        == {
-            "identical": 3,
-            "of": 3,
-            "largest_margin": 0.0,
-            "ended_early": 0,
-        }
-        for row in greedy
-    )
+def test_a_padded_draft_is_measured_without_the_peer_that_cannot_take_it(tiny_llama: CausalLM) -> None:
+    padded = DraftModelDrafter(CausalLM(tiny_model(vocab=20, seed=1)), 2)
+    methods = standard_methods(tiny_llama, {"draft": padded}, GREEDY)
+    assert [method.name for method in methods] == ["plain", "transformers generate", "draft"]
+    assert evaluate(tiny_llama, methods, PROMPTS, GREEDY)["rows"][2]["identical_to_plain"]["identical"] == 3
 
 
-def test_only_typical_acceptance_is_labelled_lossy(report: dict[str, Any]) -> None:
-    lossy = {(row["setting"], row["method"]) for row in report["rows"] if row["label"] == "lossy"}
-    assert lossy == {("T=1, typical", "draft"), ("T=1, typical", "prompt lookup")}
+def test_what_cannot_be_measured_is_refused_before_anything_runs(tiny_llama: CausalLM) -> None:
+    with pytest.raises(ValueError, match="no prompts"):
+        evaluate(tiny_llama, standard_methods(tiny_llama, {}, GREEDY), [], GREEDY)
+    with pytest.raises(ValueError, match="a prompt of 90 tokens and 12 new ones make 102"):
+        evaluate(tiny_llama, [], [*PROMPTS, (1,) * 90], EvaluationConfig(max_new_tokens=12))
+    with pytest.raises(ValueError, match="setting is 'beam'"):
+        EvaluationConfig(settings=("beam",))
+    with pytest.raises(ValueError, match=r"temperatures are 0: give numbers above 0 \(0 is the setting greedy\)"):
+        EvaluationConfig(temperatures=(0.0,))
 
 
-def test_plain_decoding_writes_one_token_per_pass_at_a_speed_up_of_one(report: dict[str, Any]) -> None:
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_texts_in_fp32_are_all_identical_and_plain_decoding_is_its_own_measure(report: dict[str, Any]) -> None:
+    greedy = [row["identical_to_plain"] for row in report["rows"] if row["setting"] == "greedy"]
+    assert greedy == [{"identical": 3, "of": 3, "largest_margin": 0.0, "ended_early": 0}] * 6
     plain = row(report, "greedy", "plain")
-    assert plain["tokens_per_pass"]["value"] == 1
-    assert plain["speedup"]["median"] == 1
+    assert plain["tokens_per_pass"]["value"] == plain["speedup"]["median"] == 1
     assert plain["passes"] == 3 * 11  # twelve tokens each, the first from the prefill
-
-
-def test_the_split_of_the_time_adds_up(report: dict[str, Any]) -> None:
     split = row(report, "greedy", "draft")["time_split"]
-    assert sum(split.values()) == pytest.approx(1)
-    assert all(share >= 0 for share in split.values())
+    assert sum(split.values()) == pytest.approx(1) and min(split.values()) >= 0
 
 
-def test_the_report_names_the_machine_the_versions_and_the_commit(report: dict[str, Any]) -> None:
+def test_the_report_names_the_machine_the_versions_and_the_commit_and_survives_being_written(
+    report: dict[str, Any], tmp_path: Path
+) -> None:
     assert report["hardware"]["processor"] and report["versions"]["torch"] == torch.__version__ and report["commit"]
     assert set(report["cost_curve_ms"]) == {"1", "2", "4", "8", "16", "32"}
-
-
-def test_the_report_survives_being_written(report: dict[str, Any], tmp_path: Path) -> None:
     write_report(report, tmp_path / "new" / "report.json")
     assert json.loads((tmp_path / "new" / "report.json").read_text()) == json.loads(json.dumps(report))
 
 
-def test_a_partial_difference_is_reported_with_its_margin(tiny_llama: CausalLM) -> None:
-    config = EvaluationConfig(max_new_tokens=6, settings=("greedy",))
-    plain, *_ = standard_methods(tiny_llama, {}, config)
-    bent = type(plain)("greedy", "bent", "lossless", lambda prompt, seed: _with_other_last(plain.decode(prompt, seed)))
-    found = row(evaluate(tiny_llama, [plain, bent], PROMPTS, config), "greedy", "bent")["identical_to_plain"]
-    assert found["identical"] == 0 and found["of"] == 3 and found["largest_margin"] > 0
+def test_texts_that_differ_are_reported_with_their_margin_and_those_that_ended_early_apart(
+    tiny_llama: CausalLM,
+) -> None:
+    plain = Method("greedy", "plain", "lossless", lambda prompt, seed: Run((3, 4, 5), 2, 1.0, 1.0))
+    texts = {1: (3, 4), 4: (3, 4, 6), 6: (3, 4, 5)}
+    bent = Method("greedy", "bent", "lossless", lambda prompt, seed: Run(texts[prompt[0]], 1, 1.0, 1.0))
+    found = row(evaluate(tiny_llama, [plain, bent], PROMPTS, GREEDY), "greedy", "bent")["identical_to_plain"]
+    assert (found["identical"], found["of"], found["ended_early"]) == (1, 3, 1) and found["largest_margin"] > 0
+    alone = evaluate(tiny_llama, [plain, bent], PROMPTS[:1], GREEDY)
+    assert row(alone, "greedy", "bent")["identical_to_plain"]["largest_margin"] is None
+    json.dumps(alone, allow_nan=False)
 
 
-def _with_other_last(run: Any) -> Any:
-    return run._replace(tokens=(*run.tokens[:-1], (run.tokens[-1] + 1) % 16))
+def test_the_speed_up_of_totals_weighs_a_text_by_its_time_and_the_median_does_not(tiny_llama: CausalLM) -> None:
+    """24 seconds of plain decoding against 22; of three paired runs two are twice as fast."""
+
+    def method(name: str, short: float) -> Method:
+        def run(prompt: Any, seed: int) -> Run:  # the first token comes from the prefill, which takes a second
+            tokens = 101 if len(prompt) == 2 else 11
+            return Run((3,) * tokens, tokens - 1, 1.0, 20.0 if len(prompt) == 2 else short)
+
+        return Method("greedy", name, "lossless", run)
+
+    found = row(evaluate(tiny_llama, [method("plain", 2.0), method("quick", 1.0)], PROMPTS, GREEDY), "greedy", "quick")
+    assert found["speedup_of_totals"]["value"] == pytest.approx(24 / 22) and found["speedup"]["median"] == 2.0
+    assert found["speedup_with_prefill_of_totals"]["value"] == pytest.approx(27 / 25)
+    assert found["speedup_of_totals"]["low"] is None, "an interval needs eight observations"
+    assert found["speedup_over_transformers"] is None and found["speedup_over_transformers_of_totals"] is None
 
 
-def test_the_tables_have_a_row_per_method(report: dict[str, Any]) -> None:
-    rows, settings = report["rows"], {row["setting"] for row in report["rows"]}
-    assert wide_table(report).row_count == len(rows) and narrow_table(report).row_count == len(rows) + len(settings)
-    assert len(markdown_table(report).splitlines()) == len(rows) + 2
-    assert all(len(cells) == len(COLUMNS) for cells in table_rows(report))
+def test_a_text_that_ends_at_once_leaves_valid_json_and_the_other_texts_figures(
+    tiny_llama: CausalLM, tmp_path: Path
+) -> None:
+    first = Engine(tiny_llama).decode(PROMPTS[0], DecodingConfig(1)).tokens
+    config = EvaluationConfig(max_new_tokens=6, settings=("greedy",), eos_token_ids=first)
+    methods = standard_methods(tiny_llama, {}, config)
+    assert evaluate(tiny_llama, methods, PROMPTS, config)["rows"][0]["passes"] > 0
+    alone = evaluate(tiny_llama, methods, PROMPTS[:1], config)
+    assert alone["rows"][0]["tokens_per_second"]["value"] is None
+    write_report(alone, tmp_path / "report.json")
+    write_html(alone, tmp_path / "report.html")
+    assert "NaN" not in (tmp_path / "report.json").read_text()
 
 
-def test_no_prompts_and_an_unknown_setting_are_refused(tiny_llama: CausalLM) -> None:
-    with pytest.raises(ValueError, match="no prompts"):
-        evaluate(tiny_llama, standard_methods(tiny_llama, {}, EvaluationConfig()), [], EvaluationConfig())
-    with pytest.raises(ValueError, match="setting is 'beam'"):
-        standard_methods(tiny_llama, {}, EvaluationConfig(settings=("beam",)))
+def test_greedy_rounds_do_not_count_as_texts_of_their_own(tiny_llama: CausalLM) -> None:
+    figures = []
+    for rounds in (1, 3):
+        config = EvaluationConfig(max_new_tokens=8, settings=("greedy",), rounds=rounds)
+        methods = standard_methods(tiny_llama, {"prompt lookup": PromptLookupDrafter()}, config)
+        found = evaluate(tiny_llama, methods, PROMPTS, config)["rows"][-1]
+        figures.append((found["tokens_per_pass"], found["passes"], found["tokens_per_second"]["observations"]))
+        assert found["speedup"]["observations"] == rounds * 3
+    assert figures[0] == figures[1]
 
 
-def test_transformers_is_timed_from_its_first_token(tiny_llama: CausalLM) -> None:
-    text = transformers_generate(tiny_llama, (1, 2, 3), DecodingConfig(8))
-    assert text.tokens == Engine(tiny_llama).decode((1, 2, 3), DecodingConfig(8)).tokens
-    assert text.first_tokens == 1 and text.first_seconds > 0 and text.decode_seconds > 0
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+
+def test_transformers_is_timed_from_its_first_tokens_alone_and_in_batches(tiny_llama: CausalLM) -> None:
+    texts = transformers_generate(tiny_llama, PROMPTS, DecodingConfig(8))
+    assert [text.tokens for text in texts] == [
+        Engine(tiny_llama).decode(prompt, DecodingConfig(8)).tokens for prompt in PROMPTS
+    ]
+    assert len({(text.first_seconds, text.decode_seconds) for text in texts}) == 1, "they share the batch's seconds"
+    assert all(text.first_tokens == 1 and text.first_seconds > 0 and text.decode_seconds > 0 for text in texts)
+    (alone,) = transformers_generate(tiny_llama, PROMPTS[:1], DecodingConfig(8))
+    assert (alone.tokens, alone.first_tokens) == (texts[0].tokens, 1)
 
 
 @pytest.mark.parametrize("tokens", [3, None])
 def test_assisted_generation_with_the_target_as_its_own_assistant_gives_the_same_text(
     tiny_llama: CausalLM, tokens: int | None
 ) -> None:
-    text = transformers_generate(tiny_llama, (1, 2, 3), DecodingConfig(9), tiny_llama, tokens)
-    assert text.tokens == Engine(tiny_llama).decode((1, 2, 3), DecodingConfig(9)).tokens
+    (text,) = transformers_generate(tiny_llama, PROMPTS[:1], DecodingConfig(9), tiny_llama, tokens)
+    assert text.tokens == Engine(tiny_llama).decode(PROMPTS[0], DecodingConfig(9)).tokens
     assert text.first_tokens > 1
 
 
-def test_sampling_controls_reach_transformers(tiny_llama: CausalLM) -> None:
-    config = DecodingConfig(20, SamplingConfig(1.0, top_k=1))
-    assert (
-        transformers_generate(tiny_llama, (1, 2), config).tokens
-        == Engine(tiny_llama).decode((1, 2), DecodingConfig(20)).tokens
-    )
-
-
-def test_the_quick_figures_of_a_perfect_draft(tiny_llama: CausalLM) -> None:
-    figures = measure_acceptance(tiny_llama, DraftModelDrafter(tiny_llama, (1, 1)), PROMPTS, DecodingConfig(10))
-    assert figures.tokens_per_pass.value == 3.0 and [share.value for share in figures.conditional] == [1.0, 1.0]
-    assert figures.texts == ((9, 3),) * 3  # ten new tokens less the prefill's
-
-
-def test_the_cost_curve_has_a_cost_for_each_size_within_a_short_context(tiny_llama: CausalLM) -> None:
-    curve = measure_cost_curve(tiny_llama, sizes=(1, 4), prefix=500, repeats=2)  # its context holds 96
-    assert set(curve) == {1, 4} and all(cost > 0 for cost in curve.values())
-
-
-def test_no_rounds_and_a_prompt_too_long_are_refused_before_anything_runs(tiny_llama: CausalLM) -> None:
-    with pytest.raises(ValueError, match="rounds is 0"):
-        evaluate(tiny_llama, [], PROMPTS, EvaluationConfig(rounds=0))
-    with pytest.raises(ValueError, match="a prompt of 90 tokens and 12 new ones make 102"):
-        evaluate(tiny_llama, [], [*PROMPTS, (1,) * 90], EvaluationConfig(max_new_tokens=12))
-
-
-def test_the_peer_takes_no_control_from_the_models_own_generation_config(tiny_llama: CausalLM) -> None:
+def test_a_peer_takes_our_controls_and_none_from_the_models_own_generation_config(tiny_llama: CausalLM) -> None:
+    plain = Engine(tiny_llama).decode(PROMPTS[0], DecodingConfig(8)).tokens
     own = tiny_llama.model.generation_config
     try:
         tiny_llama.model.generation_config = GenerationConfig(bad_words_ids=[[t] for t in range(8)], min_p=0.5)
         peculiar = tiny_llama.model.generation_config
-        text = transformers_generate(tiny_llama, (1, 2, 3), DecodingConfig(8))
-        assert text.tokens == Engine(tiny_llama).decode((1, 2, 3), DecodingConfig(8)).tokens
-        assert tiny_llama.model.generation_config is peculiar
+        for sampling in (SamplingConfig(), SamplingConfig(1.0, top_k=1)):
+            (text,) = transformers_generate(tiny_llama, PROMPTS[:1], DecodingConfig(8, sampling))
+            assert text.tokens == plain and tiny_llama.model.generation_config is peculiar
     finally:
         tiny_llama.model.generation_config = own
+
+
+def test_a_peers_run_leaves_torchs_global_chance_as_it_was_and_repeats_by_its_seed(tiny_llama: CausalLM) -> None:
+    config = DecodingConfig(12, SamplingConfig(2.0), seed=3)
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    for prompts in (PROMPTS[:1], PROMPTS):
+        first, again = (transformers_generate(tiny_llama, prompts, config) for _ in range(2))
+        assert [text.tokens for text in first] == [text.tokens for text in again]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- acceptance alone -------------------------------------------------------------------------------------------------
+
+
+def test_a_perfect_draft_is_accepted_whole(tiny_llama: CausalLM) -> None:
+    figures = measure_acceptance(tiny_llama, DraftModelDrafter(tiny_llama, 2), PROMPTS, DecodingConfig(10))
+    assert figures.tokens_per_pass.value == 3.0 and [share.value for share in figures.conditional] == [1.0, 1.0]
+    assert figures.texts == ((9, 3),) * 3  # ten new tokens less the prefill's
 
 
 def test_acceptance_is_measured_on_texts_of_seeds_of_their_own_alone_and_in_batches(
     tiny_llama: CausalLM, tiny_draft: CausalLM
 ) -> None:
-    drafter, sampling = DraftModelDrafter(tiny_draft, (1, 1)), SamplingConfig(temperature=1.0)
+    drafter, sampling = DraftModelDrafter(tiny_draft, 2), SamplingConfig(temperature=1.0)
     texts = []
     for seed, prompt in enumerate(PROMPTS, start=5):
         steps = Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(12, sampling, seed=seed)).steps[1:]
@@ -199,7 +238,7 @@ def test_acceptance_is_measured_on_texts_of_seeds_of_their_own_alone_and_in_batc
 def test_measuring_acceptance_tells_of_every_text_that_ends_however_it_does(
     tiny_llama: CausalLM, tiny_draft: CausalLM
 ) -> None:
-    drafter, ended = DraftModelDrafter(tiny_draft, (1, 1)), []
+    drafter, ended = DraftModelDrafter(tiny_draft, 2), []
     plain = Engine(tiny_llama).decode(PROMPTS[0], DecodingConfig(12)).tokens
     for ends in ((), plain[:1], plain[5:6]):  # none, at once, somewhere
         ended.clear()

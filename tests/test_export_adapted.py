@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,14 +9,14 @@ from fake_hub import REPOSITORY, FakeHub
 from fake_hub import hub as hub
 from peft import PeftModel
 from test_medusa2 import disturb, objective_on
-from test_reread import run_of
+from test_readback import run_of
 from tiny_models import full_forward
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import load_model
 from trainer.export import export, push
-from trainer.export.adapted import form_of
+from trainer.export.exporter import NO_PROMPTS
 
 
 def run_with_adapters(folder: Path, form: str) -> Path:
@@ -40,35 +39,11 @@ def test_our_own_format_keeps_the_form_of_the_target_beside_the_heads(tmp_path: 
     weights = "target/model.safetensors" if form == "merged" else "target/adapter_model.safetensors"
     assert {weights, "target/tokenizer.json", "model.safetensors"} <= summary.files.keys()
     assert stored_fingerprint(out / "target") == stored_fingerprint(final / "target")
-    told, decoded = summary.compared[-2:]
-    assert told.startswith("the adapted target beside them, merged:" if form == "merged" else "the adapters of their t")
-    assert (form == "adapter") == told.endswith(
-        "on target, a folder of this machine (--adapters merged for a whole target)"
-    )
+    target, decoded = summary.compared[-2:]
+    assert ("(--merge for a whole target)" in target) == (form == "adapter")
     assert "texts equal 3/3, to plain decoding's 3/3" in decoded and "logits of 2 heads bit-equal" in decoded
     card = (out / "README.md").read_text()
     assert "--target DIR/target --drafter heads:DIR" in card and str(tmp_path) not in card
-    assert export(final, out, "headstart", overwrite=True, check_prompts=0).files.keys() == summary.files.keys()
-
-
-def test_adapters_of_a_folder_of_this_machine_are_pushed_merged(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its path would be of no use to others, and tells of this machine; a model of the Hub keeps its adapters."""
-    final, out = run_with_adapters(tmp_path, "adapter"), tmp_path / "out"
-    export(final, out, "headstart", check_prompts=0)
-    with pytest.raises(
-        ValueError, match=r"adapter_config.json names .*target, a folder of this machine: export with -"
-    ):
-        push(out, REPOSITORY)
-    assert hub.requests == []
-    push(final, REPOSITORY)
-    assert "target/model.safetensors" in hub.files and "target/adapter_config.json" not in hub.files
-    assert not [name for name, content in hub.files.items() if str(tmp_path).encode() in content]
-    monkeypatch.setattr("trainer.export.adapted.is_hub_id", lambda name: True)
-    assert form_of(final, "headstart", None, published=True) == "adapter"
-    told = str(push(final, "team/other", adapters="merged", check_prompts=0))
-    assert "the adapted target beside them, merged from its adapters" in told and "texts equal" not in told
 
 
 def test_for_other_programs_the_adapters_are_merged_as_training_merges_them(tmp_path: Path) -> None:
@@ -77,29 +52,35 @@ def test_for_other_programs_the_adapters_are_merged_as_training_merges_them(tmp_
     merged = run_with_adapters(tmp_path / "merged", "merged")
     summary = export(final, out, "vllm")
     assert stored_fingerprint(out / "target") == stored_fingerprint(merged / "target")
-    told, decoded = summary.compared[-2:]
-    assert told == "the adapted target beside them, merged from its adapters: 21 tensors bit-equal"
+    target, decoded = summary.compared[-2:]
+    assert target == "the adapted target beside them, merged from its adapters: 21 tensors bit-equal"
     assert "texts equal 3/3, to plain decoding's 3/3; trained: " in decoded and "; exported: " in decoded
+    assert str(out / "target") in summary.commands[0].argv, "vLLM serves the adapted target"
     ours = PeftModel.from_pretrained(load_model(str(tmp_path / "target"), torch.float32), str(final / "target"))
     theirs = load_model(str(out / "target"), torch.float32)
     text = (3, 1, 4, 1, 5)
     assert torch.allclose(full_forward(theirs, text), full_forward(ours.get_base_model(), text), atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("form", "asked", "complaint"),
-    [
-        ("merged", "adapter", "were merged into its target when it was trained: give --adapters merged, or train with"),
-        ("adapter", "whole", "adapters is 'whole': give merged or adapter"),
-        (None, "merged", "holds no target that was adapted with its heads: leave --adapters out"),
-    ],
-)
-def test_a_form_that_cannot_be_had_is_refused(tmp_path: Path, form: Any, asked: str, complaint: str) -> None:
-    final = run_with_adapters(tmp_path, form or "merged")
-    if form is None:
-        (final / "target").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=complaint):
-        export(final, tmp_path / "out", "headstart", adapters=asked)
+def test_adapters_of_a_folder_of_this_machine_are_pushed_merged_alone(hub: FakeHub, tmp_path: Path) -> None:
+    """Its path would be of no use to others, and tells of this machine."""
+    final = run_with_adapters(tmp_path, "adapter")
+    kept = export(final, tmp_path / "out", "headstart", prompts=NO_PROMPTS).folder
+    with pytest.raises(
+        ValueError, match=r"adapter_config.json names .*target, a folder of this machine: export with -"
+    ):
+        push(kept, REPOSITORY)
+    assert hub.requests == []
+    push(export(final, tmp_path / "merged", "headstart", merge=True, prompts=NO_PROMPTS).folder, REPOSITORY)
+    assert "target/model.safetensors" in hub.files and "target/adapter_config.json" not in hub.files
+    assert not [name for name, content in hub.files.items() if str(tmp_path).encode() in content]
+
+
+def test_heads_without_an_adapted_target_have_none_to_merge(tmp_path: Path) -> None:
+    final = run_with_adapters(tmp_path, "merged")
+    (final / "target").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="holds no target that was adapted with its heads: leave --merge out"):
+        export(final, tmp_path / "out", "headstart", merge=True)
     assert not (tmp_path / "out").exists()
 
 

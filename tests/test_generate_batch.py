@@ -1,42 +1,27 @@
 """Many texts at once, and one text after another on one cache: each is what it is alone."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
+from drafter_checks import DRAFTERS
 from scripted_drafters import HostileDrafter, RandomPolicy, ScriptedDrafter
-from test_generate import Letters, shortest_with
-from tiny_models import FEW_FAMILIES, full_forward, naive_greedy, positions_run, tiny_model
-from tiny_parallel import tiny_parallel_draft
+from tiny_models import full_forward, naive_greedy, positions_run, tiny_model
 from torch import Tensor
 
 from decoding.drafters import (
-    CascadeDrafter,
     Drafter,
-    DraftModelDrafter,
-    DraftTreeDrafter,
-    HybridDrafter,
-    LookaheadDrafter,
-    MedusaDrafter,
-    ParallelDrafter,
-    PromptLookupDrafter,
 )
-from decoding.drafters.base import DraftRequest
 from decoding.engine import Engine
-from decoding.generate import DecodingConfig, Generation, Step
+from decoding.generate import DecodingConfig, Generation
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.policies import PLAIN, Budget, FixedPolicy
-from decoding.rules.drawing import RandomSource
-from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.policies import PLAIN, Budget
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.verify import SAMPLED_VERIFY, Rule, Verdict
+from decoding.rules.verify import SAMPLED_VERIFY
 
 # From one token to 40, more than any batch here has rows but the largest.
 PROMPTS = ([3, 1, 4, 1, 5], [7], [2, 7, 1, 8] * 10, [6, 6], [9, 8, 7, 6, 5, 4, 3, 2, 1], [0], [5, 5, 5, 5])
@@ -67,41 +52,13 @@ def hostile(seed: int = 0, chains: bool = False, texts: Sequence[tuple[int, ...]
     return HostileDrafter(seed, right[0], chains=chains, others=right[1:])
 
 
-def medusa_heads(**kind: Any) -> MedusaHeads:
-    heads = MedusaHeads.for_target(llama().model, MedusaConfig(16, 16, 3, tree=((0,),), **kind))
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    return heads
-
-
-def drawn_tree(heads: MedusaHeads) -> Drafter:
-    return MedusaDrafter(heads, [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]], sampled=True)
-
-
-DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "chain": lambda: DraftModelDrafter(llama(1), (1, 1, 1)),
-    "chain that stops": lambda: DraftModelDrafter(llama(1), (1, 1, 1, 1), stop_below=0.3),
-    "tree": lambda: DraftModelDrafter(llama(1), (2, 2)),
-    "tree with replacement": lambda: DraftModelDrafter(llama(1), (2, 2), with_replacement=True),
-    "the target itself": lambda: DraftModelDrafter(llama(0), (1, 1, 1)),
-    "draft tree": lambda: DraftTreeDrafter(llama(1), depth=3, width=2, nodes=7),
-    "medusa": lambda: MedusaDrafter(medusa_heads(), [[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
-    "medusa, another tree each step": lambda: MedusaDrafter(medusa_heads(), dynamic_nodes=6),
-    "parallel": lambda: ParallelDrafter(tiny_parallel_draft(llama())),
-    "parallel tree": lambda: ParallelDrafter(tiny_parallel_draft(llama()), tree=[[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
-    "markov": lambda: MedusaDrafter(medusa_heads(markov_rank=4), [[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
-    "markov, another tree each step": lambda: MedusaDrafter(medusa_heads(markov_rank=4), dynamic_nodes=6),
-    "medusa, drawn": lambda: drawn_tree(medusa_heads()),
-    "markov, drawn": lambda: drawn_tree(medusa_heads(markov_rank=4)),
-    "prompt lookup": lambda: PromptLookupDrafter(4, num_branches=2),
-    "lookahead": lambda: LookaheadDrafter(window=3, ngram=3, guesses=3),
-    "cascade": lambda: CascadeDrafter(llama(1), PromptLookupDrafter(3), 4),
-    "hybrid": lambda: HybridDrafter(DraftModelDrafter(llama(1), (1, 1)), PromptLookupDrafter(3)),
-}
-FEW_DRAFTERS = ("chain", "tree", "parallel", "lookahead", "hybrid")
+FEW_DRAFTERS = ("chain", "parallel tree", "lookahead", "drawn hybrid")
 """They stand for all in `make check` where the time does not allow for more."""
 FEW_SIZES = (1, 3)
+
+
+def drafter_of(name: str) -> Drafter:
+    return DRAFTERS[name](llama(), llama(1))
 
 
 def decoded(
@@ -130,35 +87,13 @@ def alone(
 # --- a row is what it is alone ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", FEW_SIZES)
-@pytest.mark.parametrize("name", ["plain", "hostile trees", "hostile chains"])
-def test_every_row_is_plain_greedy(name: str, batch_size: int) -> None:
-    drafter = None if name == "plain" else hostile(batch_size, chains=name == "hostile chains")
-    assert decoded(drafter, DecodingConfig(COUNT), batch_size) == plain_texts()
-
-
 @pytest.mark.parametrize("name", FEW_DRAFTERS)
 def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str) -> None:
     """With the rule that fits the drafter: tokens are accepted by chance, and what is drafted is chance as well."""
-    drafter, config = DRAFTERS[name](), DecodingConfig(7, EVERY_CONTROL, seed=5)
+    drafter, config = drafter_of(name), DecodingConfig(7, EVERY_CONTROL, seed=5)
     wanted = alone(drafter, config, PROMPTS[:4])
     assert len(set(wanted)) == 4
     assert decoded(drafter, config, 3, PROMPTS[:4]) == wanted
-
-
-@pytest.mark.parametrize("family", FEW_FAMILIES)
-def test_every_family_samples_each_row_as_it_is_alone(family: str) -> None:
-    target, drafter = CausalLM(tiny_model(family)), DraftModelDrafter(llama(1), (2, 2))
-    config = DecodingConfig(8, SAMPLED, seed=1)
-    assert decoded(drafter, config, 2, PROMPTS[1:3], target) == alone(drafter, config, PROMPTS[1:3], target)
-
-
-def test_a_rows_samples_do_not_depend_on_which_texts_its_neighbours_are() -> None:
-    drafter, config = DRAFTERS["chain"](), DecodingConfig(COUNT, SAMPLED)
-    texts = []
-    for others in ([[1], [2]], [[4] * 30, [9, 8]]):
-        texts.append(decoded(drafter, config, 3, [others[0], [3, 1, 4], others[1]])[1])
-    assert texts[0] == texts[1]
 
 
 def test_the_place_in_the_batch_is_the_seed() -> None:
@@ -170,39 +105,6 @@ def test_the_place_in_the_batch_is_the_seed() -> None:
 
 
 # --- rows end at different times -------------------------------------------------------------------------------------
-
-
-def until(text: Sequence[int], eos: Sequence[int]) -> tuple[int, ...]:
-    ends = [place for place, token in enumerate(text) if token in eos]
-    return tuple(text[: ends[0] + 1] if ends else text)
-
-
-@pytest.mark.parametrize("batch_size", [2, 3, 8])
-def test_each_row_ends_at_its_own_end_of_text(batch_size: int) -> None:
-    for eos in ((plain(0)[3], plain(1)[6]), (plain(2)[1],), tuple(text[0] for text in plain_texts())):
-        wanted = [until(text, eos) for text in plain_texts()]
-        assert len({len(text) for text in wanted}) > 1 or len(wanted[0]) == 1
-        config = DecodingConfig(COUNT, eos_token_ids=eos)
-        assert decoded(hostile(batch_size), config, batch_size) == wanted
-
-
-def test_each_row_ends_at_its_own_stop_string() -> None:
-    written = [Letters().decode(text) for text in plain_texts()]
-    strings = (written[0][4:6], written[3][2:5])
-    wanted = [shortest_with(text, strings) for text in plain_texts()]
-    assert len({len(text) for text in wanted}) > 2
-    for batch_size in (2, 8):
-        texts = Engine(llama(), hostile(), tokenizer=Letters()).decode(
-            PROMPTS, DecodingConfig(COUNT, stop_strings=strings), batch_size=batch_size
-        )
-        assert [text.tokens for text in texts] == wanted
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_texts_of_very_few_tokens(count: int) -> None:
-    for name in ("chain", "tree", "lookahead"):
-        texts = decoded(DRAFTERS[name](), DecodingConfig(count), 3)
-        assert texts == [text[:count] for text in plain_texts()]
 
 
 def countdown(*lengths: int) -> list[list[int]]:
@@ -227,34 +129,6 @@ def test_a_row_that_ends_makes_room_for_the_next_prompt_in_its_own_place(countin
     ]
 
 
-def test_where_no_prompt_waits_the_last_row_closes_the_gap(counting: CausalLM) -> None:
-    config = DecodingConfig(14, eos_token_ids=(15,))
-    steps = Engine(counting).steps(countdown(2, 5, 3, 4), config, batch_size=4)
-    passes: list[list[int]] = []
-    seen: dict[int, int] = defaultdict(int)
-    for place, _ in steps:
-        if not passes or place in passes[-1]:
-            passes.append([])
-        passes[-1].append(place)
-        seen[place] += 1
-    # Row 0 ends in the second pass, and the last, 3, takes its place; then 2 ends, the last; then 3; then 1.
-    assert passes == [[0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 2], [3, 1], [1]]
-    assert seen == {0: 2, 1: 5, 2: 3, 3: 4}
-
-
-@pytest.mark.parametrize("name", ["chain", "tree", "medusa", "parallel", "parallel tree"])
-def test_drafters_follow_rows_that_move_and_rows_that_are_refilled(counting: CausalLM, name: str) -> None:
-    prompts = countdown(2, 9, 3, 7, 1, 12, 1, 5, 4)
-    config = DecodingConfig(14, eos_token_ids=(15,))
-    for batch_size in (2, 4, 9):
-        texts = Engine(counting, DRAFTERS[name]()).decode(prompts, config, batch_size=batch_size)
-        assert [text.tokens for text in texts] == [tuple(range(prompt[0] + 1, 16)) for prompt in prompts]
-
-
-def test_no_prompts_are_no_texts() -> None:
-    assert Engine(llama(), DRAFTERS["chain"]()).decode([], DecodingConfig(4), batch_size=3) == []
-
-
 def test_a_prompt_that_cannot_be_decoded_is_refused_before_any_is() -> None:
     with pytest.raises(ValueError, match="the prompt holds token 16"):
         Engine(llama()).steps([[1], [16]], DecodingConfig(4), batch_size=2)
@@ -264,40 +138,20 @@ def test_a_prompt_that_cannot_be_decoded_is_refused_before_any_is() -> None:
         Engine(llama()).steps([[1]], DecodingConfig(4), batch_size=0)
 
 
-def test_a_cache_that_serves_calls_is_not_taken_for_a_batch() -> None:
-    steps: Any = Engine(llama()).steps
-    with pytest.raises(ValueError, match="a cache is given with batch_size: give one of them"):
-        steps([[1], [1, 2]], DecodingConfig(4), batch_size=2, cache=llama().new_cache(8))
-
-
 # --- what a step says ------------------------------------------------------------------------------------------------
 
 
-def batches_of(steps: Sequence[tuple[int, Step]]) -> Iterator[list[Step]]:
-    """The steps of one target pass together: the rows of a pass have the same share of its seconds."""
-    passes: dict[tuple[float, bool], list[Step]] = defaultdict(list)
-    for _, step in steps:
-        passes[step.total_seconds, step.is_prefill].append(step)
-    yield from passes.values()
-
-
 def test_the_seconds_of_a_pass_are_shared_by_its_rows() -> None:
-    recorded: list[tuple[int, tuple[float, ...]]] = []
+    recorded: list[tuple[float, ...]] = []
 
     class Recorder(RandomPolicy):
         def observe(self, budget: Budget, rows: int, steps: object, *seconds: float) -> None:
-            recorded.append((rows, seconds))
+            recorded.append(seconds)
 
-    policy = Recorder(0)
-    steps = list(Engine(llama(), hostile(), policy).steps(PROMPTS, DecodingConfig(COUNT), batch_size=3))
-    shares = [of_pass for of_pass in batches_of(steps) if not of_pass[0].is_prefill]
-    assert [len(of_pass) for of_pass in shares] == [rows for rows, _ in recorded]
-    for of_pass, (rows, seconds) in zip(shares, recorded, strict=True):
-        for step in of_pass:
-            own = (step.draft_seconds, step.verify_seconds, step.total_seconds)
-            assert own == pytest.approx([whole / rows for whole in seconds])
-            assert own[0] > 0 or step.drafted == 0
-            assert own[0] + own[1] <= own[2]
+    steps = Engine(llama(), hostile(), Recorder(0)).steps(PROMPTS, DecodingConfig(COUNT), batch_size=3)
+    shares = [(s.draft_seconds, s.verify_seconds, s.total_seconds) for _, s in steps if not s.is_prefill]
+    assert [sum(part) for part in zip(*shares, strict=True)] == pytest.approx([*map(sum, zip(*recorded, strict=True))])
+    assert all(draft + verify <= total for draft, verify, total in shares)
 
 
 def test_a_policy_sees_what_each_row_did() -> None:
@@ -309,26 +163,6 @@ def test_a_policy_sees_what_each_row_did() -> None:
         assert 1 <= rows <= 3
         assert all(count.drafted < budget.nodes and count.offered <= budget.depth for count in counts)
     assert {budget for budget, _, _ in policy.seen} == {PLAIN, *hostile().budgets}
-
-
-def test_a_draft_model_that_was_not_asked_for_long_drafts_as_if_it_had_been() -> None:
-    """The target drafts for itself, so every offer is accepted, if its cache has kept up."""
-
-    class OnceInAWhile(FixedPolicy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.turn = 0
-
-        def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
-            self.turn += 1
-            return budgets[-1] if self.turn % 4 == 0 else PLAIN
-
-    for sampling in (SamplingConfig(), SAMPLED):
-        config = DecodingConfig(30, sampling)
-        texts = Engine(llama(), DRAFTERS["the target itself"](), OnceInAWhile()).decode(PROMPTS, config, batch_size=3)
-        counts = [step.counts for text in texts for step in text.steps]
-        assert sum(count.offered for count in counts) > 50
-        assert all(count.accepted == count.offered for count in counts)
 
 
 def logprobs_alone(prompt: Sequence[int], text: Generation) -> Tensor:
@@ -343,17 +177,13 @@ def test_logprobs_are_those_of_the_target_itself_before_any_control(name: str, s
     rule = None if sampling.greedy else SAMPLED_VERIFY
     eos = (plain(0)[5],)
     config = DecodingConfig(COUNT, sampling, rule, eos_token_ids=eos, logprobs=True)
-    drafter = hostile() if name == "hostile" else DRAFTERS[name]()
+    drafter = hostile() if name == "hostile" else drafter_of(name)
     texts = Engine(llama(), drafter).decode(PROMPTS, config, batch_size=3)
     assert any(text.tokens[-1] in eos and len(text.tokens) < COUNT for text in texts)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         assert [len(step.logprobs) for step in text.steps] == [len(step.tokens) for step in text.steps]
         given = torch.tensor([value for step in text.steps for value in step.logprobs])
         torch.testing.assert_close(given, logprobs_alone(prompt, text), rtol=0, atol=1e-5)
-
-
-def test_nobody_pays_for_logprobs_that_were_not_asked_for() -> None:
-    assert all(step.logprobs == () for step in Engine(llama(), hostile()).decode(PROMPTS[0], DecodingConfig(6)).steps)
 
 
 # --- one text after another on one cache -----------------------------------------------------------------------------
@@ -376,7 +206,7 @@ def test_each_turn_of_a_conversation_runs_only_what_is_new(name: str) -> None:
         drafter = {
             "plain": None,
             "hostile": HostileDrafter(len(prompt), [*prompt, *wanted]),
-            "tree": DRAFTERS["tree"](),
+            "tree": drafter_of("draft tree"),
         }[name]
         with positions_run(llama().model) as run:
             steps = list(Engine(llama(), drafter).steps(prompt, DecodingConfig(8), cache=kept))
@@ -396,23 +226,6 @@ def test_a_turn_that_ends_inside_a_block_keeps_what_is_text(counting: CausalLM) 
     assert run[0] == 2, "0 to 4 were run, as drafts"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "run_again"),
-    [
-        ([3, 1, 4, 1, 5], 1),  # the same again: its last token, for the logits
-        ([3, 1, 4, 1], 1),  # its beginning
-        ([3, 1, 9, 1, 5], 3),  # edited in the middle
-        ([8, 1, 4, 1, 5], 5),  # from the first token on
-    ],
-)
-def test_of_another_prompt_what_it_begins_with_is_not_run_again(prompt: list[int], run_again: int) -> None:
-    kept = llama().new_cache(64)
-    list(Engine(llama()).steps([3, 1, 4, 1, 5], DecodingConfig(8), cache=kept))
-    with positions_run(llama().model) as run:
-        steps = list(Engine(llama()).steps(prompt, DecodingConfig(8), cache=kept))
-    assert Generation.of(steps).tokens == greedy_text(prompt) and run[0] == run_again
-
-
 @pytest.mark.parametrize("family", ["mistral", "qwen2-mixed", "gemma2", "gpt2"])
 def test_a_cache_is_reused_past_a_sliding_window_and_with_learned_positions(family: str) -> None:
     target = CausalLM(tiny_model(family))
@@ -422,16 +235,6 @@ def test_a_cache_is_reused_past_a_sliding_window_and_with_learned_positions(fami
         steps = list(Engine(target, HostileDrafter(0, [*prompt, *wanted])).steps(prompt, DecodingConfig(8), cache=kept))
         assert Generation.of(steps).tokens == wanted
         prompt = [*prompt, *wanted[:5], 2, 7]
-
-
-def test_a_sampled_conversation_is_the_same_with_and_without_a_kept_cache() -> None:
-    kept, prompt = llama().new_cache(4), [3, 1, 4]
-    for seed in range(3):
-        config = DecodingConfig(7, EVERY_CONTROL, seed=seed)
-        steps = list(Engine(llama(), DRAFTERS["chain"]()).steps(prompt, config, cache=kept))
-        text = Generation.of(steps).tokens
-        assert text == Engine(llama(), DRAFTERS["chain"]()).decode(prompt, config).tokens
-        prompt = [*prompt, *text, 7]
 
 
 def test_a_stream_whose_cache_was_given_to_another_is_not_gone_on_with() -> None:
@@ -445,41 +248,6 @@ def test_a_stream_whose_cache_was_given_to_another_is_not_gone_on_with() -> None
 
 
 # --- and after one that was broken off -------------------------------------------------------------------------------
-
-
-class BreakingDrafter(Drafter):
-    """A draft tree that raises when it is asked for the n-th time."""
-
-    name = "breaking"
-    budgets = DraftModelDrafter(llama(1), (2, 2)).budgets
-
-    def __init__(self, fails_at: int) -> None:
-        self._inner = DRAFTERS["tree"]()
-        self._left = fails_at
-
-    def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "BreakingDrafter":
-        self._session = self._inner.open(target, sampling, rows, max_length)
-        self.admit, self.move, self.observe = self._session.admit, self._session.move, self._session.observe
-        return self
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        self._left -= 1
-        if self._left < 0:
-            raise RuntimeError("broken off while drafting")
-        return self._session.propose(requests)
-
-
-def breaking_rule(fails_at: int) -> Rule:
-    asked = 0
-
-    def decide(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-        nonlocal asked
-        asked += 1
-        if asked > fails_at:
-            raise RuntimeError("broken off in the rule")
-        return SAMPLED_VERIFY.decide(proposal, p, source)
-
-    return Rule("breaking", True, frozenset(ProposalKind), decide)
 
 
 @contextmanager
@@ -510,45 +278,6 @@ def assert_usable(kept: PreallocatedCache, prompt: Sequence[int]) -> None:
         assert Generation.of(steps).tokens == greedy_text(prompt, 6)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 4])
-def test_a_stream_that_is_closed_leaves_its_cache_usable(steps: int) -> None:
-    for prompt in LATER:
-        kept = llama().new_cache(4)
-        stream = Engine(llama(), DRAFTERS["tree"]()).steps(FIRST, DecodingConfig(12), cache=kept)
-        for _ in range(steps):
-            next(stream)
-        stream.close()  # type: ignore[attr-defined]  # it is a generator
-        assert_usable(kept, prompt)
-
-
-@pytest.mark.parametrize("fails_at", [0, 1, 3])
-def test_a_drafter_that_raises_leaves_the_cache_usable(fails_at: int) -> None:
-    for prompt in LATER:
-        kept = llama().new_cache(4)
-        with pytest.raises(RuntimeError, match="while drafting"):
-            list(Engine(llama(), BreakingDrafter(fails_at)).steps(FIRST, DecodingConfig(12), cache=kept))
-        assert_usable(kept, prompt)
-
-
-@pytest.mark.parametrize("fails_at", [0, 1, 3])
-def test_a_rule_that_raises_leaves_the_cache_usable(fails_at: int) -> None:
-    for prompt in LATER:
-        kept = llama().new_cache(4)
-        config = DecodingConfig(12, SAMPLED, breaking_rule(fails_at))
-        with pytest.raises(RuntimeError, match="in the rule"):
-            list(Engine(llama(), hostile()).steps(FIRST, config, cache=kept))
-        assert_usable(kept, prompt)
-
-
-@pytest.mark.parametrize("fails_at", [0, 1, 2, 4])
-def test_an_interrupt_in_the_middle_of_a_forward_leaves_the_cache_usable(fails_at: int) -> None:
-    for prompt in LATER:
-        kept = llama().new_cache(4)
-        with pytest.raises(KeyboardInterrupt), interrupted_forward(llama(), fails_at):
-            list(Engine(llama(), DRAFTERS["medusa"]()).steps(FIRST, DecodingConfig(12), cache=kept))
-        assert_usable(kept, prompt)
-
-
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
 def test_an_interrupted_second_turn_does_not_promise_the_keys_of_the_first(fails_at: int) -> None:
     """It shares two tokens with the first, which was longer; the third turn shares more with the first again."""
@@ -558,10 +287,3 @@ def test_an_interrupted_second_turn_does_not_promise_the_keys_of_the_first(fails
         with pytest.raises(KeyboardInterrupt), interrupted_forward(llama(), fails_at):
             list(Engine(llama(), hostile()).steps([3, 1, 7, 7, 7, 7], DecodingConfig(8), cache=kept))
         assert_usable(kept, prompt)
-
-
-def test_a_batch_that_breaks_off_leaves_target_and_drafter_usable() -> None:
-    drafter = DRAFTERS["tree"]()
-    with pytest.raises(KeyboardInterrupt), interrupted_forward(llama(), 3):
-        Engine(llama(), drafter).decode(PROMPTS, DecodingConfig(COUNT), batch_size=3)
-    assert decoded(drafter, DecodingConfig(COUNT), 3) == plain_texts()

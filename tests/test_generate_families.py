@@ -1,5 +1,6 @@
 """Greedy decoding is `transformers`' own `generate`, family by family; what could not be is refused by name."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,6 @@ from decoding.drafters import DraftModelDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.rules.sampling import SamplingConfig
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 # From one token to far past the window.
@@ -95,21 +95,6 @@ def test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family: str, at
     assert all(sum(step.accepted for step in generation.steps) > 0 for generation in generations)
 
 
-@pytest.mark.parametrize("family", FEW_FAMILIES)
-def test_a_draft_of_the_same_family_drafts_trees_for_ragged_rows(family: str) -> None:
-    target, draft = CausalLM(model_of(family)), CausalLM(model_of(family, seed=1))
-    generations = Engine(target, DraftModelDrafter(draft, (2, 2))).decode(RAGGED, DecodingConfig(10), batch_size=3)
-    assert [generation.tokens for generation in generations] == [text[:10] for text in plain_texts(family)]
-
-
-def test_a_repetition_penalty_means_what_it_means_in_transformers() -> None:
-    model = model_of("llama")
-    wanted = transformers_greedy(model, PROMPT, COUNT, repetition_penalty=1.4)
-    config = DecodingConfig(COUNT, SamplingConfig(repetition_penalty=1.4))
-    assert Engine(CausalLM(model)).decode(PROMPT, config).tokens == wanted
-    assert Engine(CausalLM(model), HostileDrafter(0, [*PROMPT, *wanted])).decode(PROMPT, config).tokens == wanted
-
-
 # --- longrope: as long as the keys in the cache stay what they are ---------------------------------------------------
 
 
@@ -153,13 +138,10 @@ _TINY: dict[str, Any] = {
 
 RECURRENT: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 4},
-    "mamba2": {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1, "expand": 2},
-    "falcon_mamba": {"state_size": 4},
     "rwkv": {"attention_hidden_size": 16},
     "recurrent_gemma": {"lru_width": 16, "attention_window_size": 8},
     # Hybrids: some of their layers attend, some recur.
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "num_experts": 2},
-    "falcon_h1": {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1},
     "qwen3_next": {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,
@@ -179,78 +161,75 @@ def config_of(kind: str, settings: dict[str, Any]) -> PreTrainedConfig:
     return config
 
 
-@pytest.mark.parametrize("kind", RECURRENT)
-def test_a_recurrent_model_is_refused_for_its_state_cannot_be_rolled_back(kind: str) -> None:
-    model = AutoModelForCausalLM.from_config(config_of(kind, RECURRENT[kind]))
-    with pytest.raises(ValueError, match=f"^{kind} keeps a recurrent state, which cannot be rolled back after"):
-        CausalLM(model)
+def of(kind: str, **settings: Any) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(kind, settings))
+    return model
 
 
-@pytest.mark.parametrize("kind", ["bloom", "mpt", "falcon"])
-def test_alibi_is_refused_for_branches_cannot_stand_side_by_side(kind: str) -> None:
-    if kind == "falcon":  # which has rotary embeddings if told so
-        model = tiny_model("falcon", alibi=True)
-    else:
-        model = AutoModelForCausalLM.from_config(config_of(kind, {"d_model": 16, "n_heads": 2, "n_layers": 1}))
-    with pytest.raises(ValueError, match=rf"^{kind} places tokens by their order \(ALiBi\), so a tree's branches"):
-        CausalLM(model)
+def llama4() -> PreTrainedModel:
+    config = Llama4TextConfig(**{**_TINY, "intermediate_size_mlp": 8, "moe_layers": [], "num_hidden_layers": 1})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
 
 
-def test_a_model_that_takes_no_position_ids_is_refused() -> None:
-    """It would place the nodes of a tree one behind the other, without a word."""
-    settings = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
-    model = AutoModelForCausalLM.from_config(config_of("bart", {**settings, "is_decoder": True}))
-    with pytest.raises(ValueError, match=r"^bart places tokens by their order, so a tree's branches cannot stand"):
-        CausalLM(model)
-
-
-@pytest.mark.parametrize(
-    ("config", "layers"),
-    [
-        (
-            config_of("gpt_neo", {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}),
-            "local",
+ALIBI = r"places tokens by their order \(ALiBi\), so a tree's branches"
+MASK = "which do not take a tree's mask"
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    **{
+        kind: (
+            lambda kind=kind: of(kind, **RECURRENT[kind]),
+            f"^{kind} keeps a recurrent state, which cannot be rolled",
+        )  # type: ignore[misc]
+        for kind in RECURRENT
+    },
+    "bloom": (lambda: of("bloom", d_model=16, n_heads=2, n_layers=1), ALIBI),
+    "mpt": (lambda: of("mpt", d_model=16, n_heads=2, n_layers=1), ALIBI),
+    "falcon with ALiBi": (lambda: tiny_model("falcon", alibi=True), ALIBI),  # else it has rotary embeddings
+    "bart, which takes no position ids": (
+        lambda: of(
+            "bart", d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, is_decoder=True
         ),
-        (
-            Llama4TextConfig(**{**_TINY, "intermediate_size_mlp": 8, "moe_layers": [], "num_hidden_layers": 1}),
-            "chunked_attention",
+        "^bart places tokens by their order, so a tree's branches cannot stand",
+    ),
+    "local attention": (
+        lambda: of("gpt_neo", num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]]),
+        f"has local layers, {MASK}",
+    ),
+    "chunked attention": (llama4, f"has chunked_attention layers, {MASK}"),
+    "convolution": (lambda: of("lfm2", layer_types=["conv", "full_attention"]), f"has conv layers, {MASK}"),
+    "an encoder-decoder": (
+        lambda: T5ForConditionalGeneration(
+            T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=1)
         ),
-        (config_of("lfm2", {"layer_types": ["conv", "full_attention"]}), "conv"),
-    ],
-    ids=["local attention", "chunked attention", "convolution"],
-)
-def test_layers_that_do_not_take_a_trees_mask_are_refused(config: PreTrainedConfig, layers: str) -> None:
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=f"^{config.model_type} has {layers} layers, which do not take a tree's mask"):
-        CausalLM(model)
+        "^t5 is an encoder-decoder model: give a decoder-only",
+    ),
+    "both directions": (
+        lambda: of("bert"),
+        "^bert reads texts in both directions: give a causal LM, or set is_decoder",
+    ),
+    "no cache": (
+        lambda: AutoModelForCausalLM.from_config(
+            OpenAIGPTConfig(vocab_size=16, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+        ),
+        "^openai-gpt keeps no key-value cache",
+    ),
+    "no lm_head": (
+        lambda: LlamaModel(LlamaConfig(**_TINY)),
+        "LlamaModel has no lm_head: load the model with AutoModel",
+    ),
+}
 
 
-def test_an_encoder_decoder_is_refused() -> None:
-    config = T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=1)
-    with pytest.raises(ValueError, match=r"^t5 is an encoder-decoder model: give a decoder-only"):
-        CausalLM(T5ForConditionalGeneration(config))
-
-
-def test_a_model_that_reads_in_both_directions_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^bert reads texts in both directions: give a causal LM, or set is_decoder"):
-        CausalLM(AutoModelForCausalLM.from_config(config_of("bert", {})))
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_whose_trees_or_cache_cannot_be_right_is_refused_by_name(name: str) -> None:
+    make, problem = REFUSED[name]
+    with pytest.raises(ValueError, match=problem):
+        CausalLM(make())
 
 
 def test_an_old_config_that_says_nothing_of_the_kind_is_not_taken_for_that() -> None:
     model = tiny_model("gpt2", is_decoder=False)
     assert model.config.is_decoder is False and CausalLM(model).num_layers == 2
-
-
-def test_a_model_without_a_cache_is_refused() -> None:
-    config = OpenAIGPTConfig(vocab_size=16, n_embd=16, n_layer=1, n_head=2, n_positions=32)
-    with pytest.raises(ValueError, match=r"^openai-gpt keeps no key-value cache"):
-        CausalLM(AutoModelForCausalLM.from_config(config))
-
-
-def test_a_model_without_an_lm_head_is_refused() -> None:
-    config = LlamaConfig(**_TINY)
-    with pytest.raises(ValueError, match="LlamaModel has no lm_head: load the model with AutoModelForCausalLM"):
-        CausalLM(LlamaModel(config))
 
 
 def test_a_model_whose_layers_have_keys_of_different_shapes_is_refused_when_it_runs() -> None:

@@ -13,7 +13,7 @@ from test_generate import Letters, shortest_with
 from tiny_models import naive_greedy, tiny_model
 from tiny_parallel import tiny_parallel_draft
 
-from decoding.drafters import Drafter, DraftModelDrafter, ParallelDrafter, PromptLookupDrafter
+from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, ParallelDrafter, PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
 from decoding.model.causal_lm import CausalLM
@@ -148,10 +148,10 @@ def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
     drafters: dict[str, Drafter] = {
         "hostile trees": hostile(seed, prompts, texts, chains=False),
         "hostile chains": hostile(seed, prompts, texts, chains=True),
-        "chain": DraftModelDrafter(causal_lm(family, 1), (1, 1, 1)),
-        "tree": DraftModelDrafter(causal_lm(family, 1), (2, 2)),
+        "chain": DraftModelDrafter(causal_lm(family, 1), 3),
+        "tree": DraftTreeDrafter(causal_lm(family, 1), 2, 2, 7),
         "parallel": ParallelDrafter(parallel_draft(family)),
-        "lookup": PromptLookupDrafter(4, num_branches=2),
+        "lookup": PromptLookupDrafter(4, branches=2),
     }
     config = DecodingConfig(COUNT, sampling, SAMPLED_VERIFY, eos_token_ids=tuple(eos), seed=seed)
     generations = Engine(target, drafters[drafter_of], policy_of(policy_seed)).decode(

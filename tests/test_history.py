@@ -1,4 +1,4 @@
-"""What the controls know of a text, at every node of any tree, as the text grows, shrinks and changes."""
+"""What the controls know of a text, at every node of any tree, as the text grows."""
 
 from collections import Counter
 
@@ -7,9 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.rules import history as history_module
-from decoding.rules.history import History
-from decoding.rules.sampling import HistoryRows, SamplingConfig
+from decoding.rules.sampling import History, HistoryRows, SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
 VOCAB = 5
@@ -66,17 +64,7 @@ def test_each_node_knows_its_text_whatever_was_asked_before(data: st.DataObject)
         asked = list(range(len(tree))) if nodes is None else nodes
         assert listed(rows) == rows_by_hand(text, tree, asked, prompt_length)
         assert rows.prompt_lengths == (prompt_length,) * len(asked)
-        # It grows, or goes back to a part of it and on from there, or stays.
-        kept = data.draw(st.just(len(text)) | st.integers(prompt_length, len(text)))
-        text = text[:kept] + data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))
-
-
-def test_a_node_has_seen_the_text_and_its_own_path() -> None:
-    # Root 1 -> {2 -> {4}, 3}, behind a prompt that holds 0.
-    tree = TokenTree(torch.tensor([1, 2, 3, 4]), TreeShape((-1, 0, 0, 1)))
-    rows = History(SamplingConfig(repetition_penalty=2.0), 1, VOCAB, "cpu").at([0, 1], tree)
-    assert rows.seen is not None
-    assert rows.seen.int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 1, 0, 1]]
+        text = text + data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))
 
 
 def test_the_prompt_is_seen_but_not_counted() -> None:
@@ -86,20 +74,6 @@ def test_the_prompt_is_seen_but_not_counted() -> None:
         ([1, 1, 1, 0, 0], [1, 0, 1, 0, 0], [0, 0, 1, 2, 0]),
         ([1, 1, 1, 0, 0], [1, 0, 2, 0, 0], [0, 0, 1, 2, 0, 2]),
     ]
-
-
-def test_the_last_token_of_the_prompt_is_the_prompts_also_as_a_root() -> None:
-    rows = History(SamplingConfig(frequency_penalty=1.0), 2, VOCAB, "cpu").at([0, 1], TokenTree.chain([1, 1]))
-    assert rows.counts is not None
-    assert rows.counts.tolist() == [[0, 0, 0, 0, 0], [0, 1, 0, 0, 0]]
-
-
-def test_rows_given_out_stay_as_they_are() -> None:
-    history = History(EVERYTHING, 1, VOCAB, "cpu")
-    first = history.at([0], TokenTree.chain([0]))
-    before = listed(first)
-    history.at([0, 1, 2], TokenTree.chain([2, 3]))
-    assert listed(first) == before
 
 
 @pytest.mark.parametrize(
@@ -117,33 +91,6 @@ def test_only_what_a_control_asks_for_is_kept(sampling: SamplingConfig, expected
     rows = History(sampling, 1, VOCAB, "cpu").at([0, 1], TokenTree.chain([1, 2]))
     assert tuple(tensor is not None for tensor in rows[:3]) == expected
     assert (rows.lengths, rows.prompt_lengths) == (((2, 3), (1, 1)) if expected[2] else ((), ()))
-
-
-def test_only_what_is_new_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = []
-    count = history_module._count
-    monkeypatch.setattr(
-        history_module, "_count", lambda counts, index: (counted.append(len(index)), count(counts, index))
-    )
-    history = History(SamplingConfig(frequency_penalty=0.5), 2, VOCAB, "cpu")
-    for text in ([0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 3], [0, 1, 2, 1, 4]):
-        history.at(text, TokenTree.chain(text[-1:]))
-    # The output tokens that are new; the last two texts do not go on from the one before. In between: empty paths.
-    assert [length for length in counted if length] == [1, 2, 2, 3]
-
-
-@pytest.mark.parametrize("interrupted", [[0, 1, 2], [0, 2, 2]], ids=["growing", "starting over"])
-def test_an_interrupted_call_leaves_nothing_half_read(interrupted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(counts: torch.Tensor, index: torch.Tensor) -> None:
-        raise KeyboardInterrupt
-
-    history = History(EVERYTHING, 1, VOCAB, "cpu")
-    history.at([0, 1], TokenTree.chain([1]))
-    with monkeypatch.context() as patch:
-        patch.setattr(history_module, "_count", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            history.at(interrupted, TokenTree.chain([2]))
-    assert listed(history.at([0, 1, 3], TokenTree.chain([3]))) == [([1, 1, 0, 1, 0], [0, 1, 0, 1, 0], [0, 1, 3])]
 
 
 def test_a_tree_of_another_text_is_our_own_mistake() -> None:

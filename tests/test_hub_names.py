@@ -1,12 +1,11 @@
 """Names on the Hub: ORG/NAME@REVISION everywhere, the cache, the offline mode, and what is said when nothing comes."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from fake_hub import TOKEN, FakeHub, Repository, folder_on
+from fake_hub import TOKEN, FakeHub, folder_on
 from fake_hub import hub as hub
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
@@ -15,7 +14,6 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding import HeadstartModel
 from decoding.drafters import DraftModelDrafter, HybridDrafter, MedusaDrafter, ParallelDrafter
-from decoding.drafters.registry import parse_drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -75,24 +73,17 @@ def loaded(name: str) -> torch.Tensor:
 def test_a_revision_stands_behind_an_at_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert hub_name("zoe/model") == HubName("zoe/model", None)
-    assert hub_name("zoe/model@v1.0") == HubName("zoe/model", "v1.0")
     assert hub_name("zoe/model@refs/pr/1") == HubName("zoe/model", "refs/pr/1")
     assert with_revision("zoe/model", "v1") == with_revision("zoe/model@v1", "v1") == "zoe/model@v1"
-    assert parse_drafter("heads:zoe/model@refs/pr/1,sampled=false").path == "zoe/model@refs/pr/1"
     assert short_name("zoe/model@v1") == "model@v1" and short_name("runs/x/final") == "final"
-
-
-def test_a_folder_whose_name_holds_an_at_sign_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("zoe/model@v1").mkdir(parents=True)
     assert hub_name("zoe/model@v1") is None and local_folder("zoe/model@v1") == Path("zoe/model@v1")
-    with pytest.raises(ValueError, match="revision is 'v2', but zoe/model@v1 is a folder, which has none: leave it"):
-        with_revision("zoe/model@v1", "v2")
-    with pytest.raises(ValueError, match="has one already"):
-        with_revision("zoe/other@v1", "v2")
+    for name, problem in (("zoe/model@v1", "is a folder, which has none"), ("zoe/other@v1", "has one already")):
+        with pytest.raises(ValueError, match=problem):
+            with_revision(name, "v2")
 
 
-@pytest.mark.parametrize("revision", ["", "../../../etc", "a..b", "/etc", "a b", "a\\b", "a\nb", "a//b", "-x", "a:b"])
+@pytest.mark.parametrize("revision", ["", "../../../etc", "/etc", "a b", "a\\b", "a//b", "-x", "a:b"])
 def test_a_revision_that_would_leave_the_cache_is_refused(hub: FakeHub, revision: str) -> None:
     with pytest.raises(ValueError, match="as revision: give ORG/NAME@ and a branch, a tag or a commit hash"):
         local_folder(f"{MODEL}@{revision}")
@@ -172,13 +163,6 @@ def test_an_index_cannot_name_a_file_outside_its_folder(hub: FakeHub, folders: P
             read(MODEL)
 
 
-def test_a_file_of_the_hub_cannot_leave_the_cache(hub: FakeHub, tmp_path: Path) -> None:
-    hub.repositories[MODEL] = Repository("public")
-    hub.repositories[MODEL].commit({"config.json": b"{}", "../../../../escaped.json": b"{}"})
-    local_folder(MODEL)
-    assert not hub.asked("escaped") and not list(tmp_path.rglob("escaped.json"))
-
-
 def test_a_tokenizer_needs_no_weights(hub: FakeHub, folders: Path) -> None:
     folder_on(hub, MODEL, folders / "target")
     load_tokenizer(MODEL)
@@ -188,108 +172,51 @@ def test_a_tokenizer_needs_no_weights(hub: FakeHub, folders: Path) -> None:
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_cached_is_read_without_a_request_when_offline(
+def test_what_is_cached_is_read_without_a_request_when_offline_and_by_its_commit(
     hub: FakeHub, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = folder_on(hub, MODEL, folders / "target")
     online = loaded(MODEL)
+    hub.requests.clear()
     monkeypatch.setattr("decoding.model.hub._commits", {})  # as in a new process
+    assert torch.equal(loaded(f"{MODEL}@{commit}"), online)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    hub.requests.clear()
     for name in (MODEL, f"{MODEL}@main", f"{MODEL}@{commit}"):
-        assert torch.equal(loaded(name), online)
+        assert torch.equal(loaded(name), online) and commit_of(name) == commit
         load_tokenizer(name)
-        assert commit_of(name) == commit
-    with pytest.raises(ValueError, match=r"HF_HUB_OFFLINE is set and the cache lacks it .*--revision v9`, or unset"):
+    with pytest.raises(ValueError, match=r"the cache lacks it .*fetch it once with .*zoe/model --revision v9`"):
         local_folder(f"{MODEL}@v9")
-    with pytest.raises(ValueError, match="fetch it once with `hf download zoe/other`, or unset HF_HUB_OFFLINE"):
-        local_folder("zoe/other")
-    assert hub.requests == []
-
-
-def test_a_pinned_commit_that_is_cached_is_read_without_a_request(
-    hub: FakeHub, folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = f"{MODEL}@{folder_on(hub, MODEL, folders / 'target')}"
-    local_folder(name)
-    monkeypatch.setattr("decoding.model.hub._commits", {})
-    hub.requests.clear()
-    loaded(name)
-    load_tokenizer(name)
     assert hub.requests == []
 
 
 def test_local_files_only_asks_nothing_of_the_hub(hub: FakeHub, folders: Path) -> None:
     folder_on(hub, MODEL, folders / "target")
-    with pytest.raises(ValueError, match="only the cache may be read, which lacks it or a part of it: fetch it once"):
+    with pytest.raises(ValueError, match="the cache lacks it or a part of it"):
         HeadstartModel.from_pretrained(MODEL, "lookup", local_files_only=True)
-    assert hub.requests == []
     load_tokenizer(MODEL)
     hub.requests.clear()
     with only_cached(), pytest.raises(ValueError, match="or a part of it"):
         local_folder(MODEL)
+    assert hub.requests == []
     local_folder(MODEL)
     hub.requests.clear()
     HeadstartModel.from_pretrained(MODEL, "lookup", local_files_only=True, dtype=torch.float32, device="cpu")
     assert hub.requests == []
 
 
-def test_a_download_that_breaks_goes_on_where_it_broke(
-    hub: FakeHub, folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)  # a chunk that has come whole is kept
-    folder_on(hub, MODEL, folders / "target")
-    hub.drops["/cdn/"] = ["content"]
-    local_folder(MODEL)
-    whole = (folders / "target" / "model.safetensors").read_bytes()
-    assert (local_folder(MODEL) / "model.safetensors").read_bytes() == whole
-    large = [request for request in hub.requests if request.path.startswith("/cdn/") and request.method == "GET"]
-    assert [request.headers.get("Range") or request.headers.get("range") for request in large] == [
-        None,
-        f"bytes={len(whole) // 2 // 1000 * 1000}-",
-    ]
-
-
 # --- what is said when nothing comes ----------------------------------------------------------------------------------
-
-
-def gone(hub: FakeHub) -> None:
-    hub.repositories.clear()
-
-
-def gated(hub: FakeHub) -> None:
-    hub.repositories[MODEL].gated = True
-
-
-def private(hub: FakeHub) -> None:
-    hub.repositories[MODEL].visibility = "private"
-
-
-def broken(hub: FakeHub) -> None:
-    hub.failures[f"/api/models/{MODEL}/revision/main"] = (507, "the disk is full")
-
-
-def forbidden(hub: FakeHub) -> None:
-    hub.failures[f"/api/models/{MODEL}/revision/main"] = (403, "no")
-
-
-def too_many(hub: FakeHub) -> None:
-    hub.failures[f"/api/models/{MODEL}/revision/main"] = (429, "slow down")
 
 
 @pytest.mark.parametrize(
     ("state", "name", "token", "said"),
     [
-        (gone, MODEL, TOKEN, "shows no zoe/model: check the name; if it is private, run `hf auth login`"),
-        (private, MODEL, None, "shows no zoe/model: check the name; if it is private, run `hf auth login`"),
-        (gated, MODEL, None, "it is gated: accept its terms at ADDRESS/zoe/model, then run `hf auth login`"),
-        (gated, MODEL, TOKEN, "it is gated: accept its terms at ADDRESS/zoe/model"),
-        (None, f"{MODEL}@v9", TOKEN, "zoe/model has no revision 'v9': give a branch, a tag or a whole commit hash"),
-        (None, f"{MODEL}@{'0' * 40}", TOKEN, f"zoe/model has no revision '{'0' * 40}'"),
+        ("private", MODEL, None, "shows no zoe/model: check the name; if it is private, run `hf auth login`"),
+        ("gated", MODEL, TOKEN, "it is gated: accept its terms at ADDRESS/zoe/model"),
+        (None, f"{MODEL}@v9", TOKEN, "zoe/model has no revision 'v9'"),
         (None, MODEL, "hf_AnotherTokenThatIsNoneAtAll", "does not accept the token (401): run `hf auth login`"),
-        (broken, MODEL, TOKEN, "answered 507 (the disk is full): try again later"),
-        (forbidden, MODEL, TOKEN, "the token may not read zoe/model (403)"),
-        (too_many, MODEL, TOKEN, "got too many requests (429): wait a few minutes"),
+        ((507, "the disk is full"), MODEL, TOKEN, "answered 507 (the disk is full): try again later"),
+        ((403, "no"), MODEL, TOKEN, "the token may not read zoe/model (403)"),
+        ((429, "slow down"), MODEL, TOKEN, "got too many requests (429): wait a few minutes"),
         (None, "zoe/a--b", TOKEN, "it is no hub id: give ORG/NAME or ORG/NAME@REVISION"),
     ],
 )
@@ -297,25 +224,25 @@ def test_why_nothing_was_loaded_is_one_sentence_without_the_token(
     hub: FakeHub,
     folders: Path,
     monkeypatch: pytest.MonkeyPatch,
-    state: Callable[[FakeHub], None] | None,
+    state: str | tuple[int, str] | None,
     name: str,
     token: str | None,
     said: str,
 ) -> None:
     folder_on(hub, MODEL, folders / "target")
-    if state is not None:
-        state(hub)
+    hub.repositories[MODEL].gated = state == "gated"
+    if state == "private":
+        hub.repositories[MODEL].visibility = "private"
+    if isinstance(state, tuple):
+        hub.failures[f"/api/models/{MODEL}/revision/main"] = state
     if token is None:
         monkeypatch.delenv("HF_TOKEN")
         monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(folders / "no-token"))
     else:
         monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=f"nothing can be read from {name!r}") as raised:
         load_model(name)
     sentence = str(raised.value)
-    assert (
-        f"nothing can be read from {name!r}: there is no such folder, and loading it from the Hub failed: " in sentence
-    )
     assert said.replace("ADDRESS", hub.address) in sentence and "\n" not in sentence
     assert raised.value.__context__ is None, "it would hold the request, and its header"
     assert all(

@@ -8,19 +8,12 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from tiny_training import ToyObjective, cpu_accelerator
+from tiny_training import ToyObjective
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from trainer.processes import build_accelerator, join_processes, sharded_precision
 from trainer.recipe.common import TrainingSection
-from trainer.run.distributed import (
-    build_accelerator,
-    describe,
-    join_processes,
-    prepare,
-    sharded_precision,
-    whole_parameters,
-)
-from trainer.run.optimizer import build_optimizers
+from trainer.run.distributed import build_optimizers, prepare
 
 SECTION = TrainingSection(steps=1, mixed_precision="no")
 
@@ -32,26 +25,6 @@ def _no_state_of_accelerate() -> Any:
     AcceleratorState._reset_state(True)
 
 
-def test_one_process_is_described_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    accelerator = build_accelerator(SECTION)
-    assert describe(accelerator) == {"num_processes": 1, "distributed_type": "NO", "zero_stage": 0}
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_the_precision_is_the_recipes(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")  # as a launcher's configuration might
-    section = TrainingSection.model_validate({"steps": 1, "mixed_precision": precision})
-    assert build_accelerator(section).mixed_precision == precision
-
-
-def test_ddp_keeps_no_second_copy_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    handler = build_accelerator(SECTION).ddp_handler
-    assert handler is not None and handler.gradient_as_bucket_view
-
-
 @pytest.mark.parametrize(
     ("precision", "expected"),
     [("bf16", MixedPrecisionPolicy(torch.bfloat16, torch.float32, None)), ("no", MixedPrecisionPolicy())],
@@ -60,7 +33,6 @@ def test_fsdp2_rounds_products_and_neither_sums_of_gradients_nor_losses(
     monkeypatch: pytest.MonkeyPatch, precision: str, expected: MixedPrecisionPolicy
 ) -> None:
     """accelerate's own policy has bf16 in all three places; launched_rounding.py shows what that does to a loss."""
-    section = TrainingSection.model_validate({"steps": 1, "mixed_precision": precision})
     plugin = SimpleNamespace(mixed_precision_policy=MixedPrecisionPolicy(*[torch.bfloat16] * 3))
     of_fsdp2 = SimpleNamespace(
         distributed_type=DistributedType.FSDP,
@@ -69,9 +41,9 @@ def test_fsdp2_rounds_products_and_neither_sums_of_gradients_nor_losses(
         state=SimpleNamespace(fsdp_plugin=plugin),
     )
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setattr("trainer.run.distributed.Accelerator", lambda **options: of_fsdp2)
-    assert build_accelerator(section).state.fsdp_plugin.mixed_precision_policy == expected
-    assert sharded_precision(section) == expected
+    monkeypatch.setattr("trainer.processes.Accelerator", lambda **options: of_fsdp2)
+    assert build_accelerator(precision).state.fsdp_plugin.mixed_precision_policy == expected
+    assert sharded_precision(precision) == expected
 
 
 def test_fsdp_on_a_cpu_is_refused_and_not_quietly_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,14 +52,7 @@ def test_fsdp_on_a_cpu_is_refused_and_not_quietly_something_else(monkeypatch: py
     with pytest.raises(
         ValueError, match=r"asks for FSDP, but accelerate starts none on cpu: .* launch with .*ddp\.yaml"
     ):
-        build_accelerator(SECTION)
-
-
-def test_deepspeed_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"DeepSpeed, which is not installed: pip install 'headstart\[deepspeed\]'"):
-        build_accelerator(SECTION)
+        build_accelerator()
 
 
 def test_deepspeed_is_not_passed_over_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,16 +60,16 @@ def test_deepspeed_is_not_passed_over_for_the_cpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ValueError, match="ACCELERATE_USE_CPU is set, under which accelerate passes DeepSpeed over"):
-        build_accelerator(SECTION)
+        build_accelerator()
 
 
 def test_processes_that_would_each_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched as two, but without what tells them of each other."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr("trainer.run.distributed.os.environ", {"WORLD_SIZE": "2"})
+    monkeypatch.setattr("trainer.processes.os.environ", {"WORLD_SIZE": "2"})
     with pytest.raises(ValueError, match="2 processes were launched but this one runs as 1: on a CPU launch with"):
-        build_accelerator(SECTION)
+        build_accelerator()
 
 
 def test_muon_under_deepspeed_is_refused() -> None:
@@ -115,13 +80,6 @@ def test_muon_under_deepspeed_is_refused() -> None:
         ValueError, match=r"training\.optimizer is 'muon', which steps with 2 .*: set training\.optimizer=adamw"
     ):
         prepare(accelerator, module, build_optimizers(module, section), section)
-
-
-def test_where_nothing_is_sharded_a_whole_module_is_left_as_it_is() -> None:
-    objective = ToyObjective()
-    before = list(objective.module.parameters())
-    with cpu_accelerator() as accelerator, whole_parameters(accelerator, objective.module):
-        assert all(ours is theirs for ours, theirs in zip(objective.module.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("name", ["DeepSpeed", "FSDP"])
@@ -141,4 +99,4 @@ def test_restarts_of_several_machines_are_refused_where_the_restarted_could_not_
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d"):
-        build_accelerator(SECTION)
+        build_accelerator()

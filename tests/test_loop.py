@@ -1,9 +1,7 @@
 """The training loop: exact under resuming, accumulation and uneven masks; stops in good order."""
 
 import math
-import os
-import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,20 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_model
-from tiny_training import Recorder, ToyObjective, interrupt, medusa_on, toy_examples, train_toy
+from tiny_training import Recorder, ToyObjective, interrupt, medusa_on, train_toy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decoding.model.causal_lm import CausalLM
-from trainer.data.batch import Batch, Example
+from trainer.data.batch import Example
 from trainer.heads.medusa import MedusaObjective
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection
 from trainer.run import loop, train
-from trainer.run.checkpoint import Progress
+from trainer.run.checkpoint import Progress, bound
+from trainer.run.distributed import PREFIX
 from trainer.run.loop import Interrupted, learning_rate_at
-from trainer.run.optimizer import PREFIX
-from trainer.run.resuming import bound
 from trainer.run.train import _check_one_job
 
 
@@ -62,38 +59,6 @@ def test_resuming_equals_never_having_stopped(tmp_path: Path, optimizer: str, st
     assert train_toy(tmp_path / "b", resumed, stopped, optimizer=optimizer) == progress
     assert list(stopped.figures) == [1, 2, 3, 4, 5, 6] and stopped.figures == whole.figures
     assert equal(weights(resumed.module), weights(straight.module))
-
-
-def test_chance_is_another_at_every_step_and_the_seeds(tmp_path: Path) -> None:
-    """The same batch at every step and weights that stand still: only dropout moves the loss."""
-    settings = {"steps": 3, "batch_size": 1, "micro_batch_size": 1, "learning_rate": 1e-30}
-    losses = set()
-    for seed in (0, 1, 0):
-        recorder = Recorder()
-        train_toy(tmp_path / str(len(losses)), ToyObjective(dropout=0.5), recorder, UNEVEN[1:2], seed=seed, **settings)
-        losses |= set(recorder.losses.values())
-    assert len(losses) == 6
-
-
-def test_resuming_medusa_heads_equals_never_having_stopped(tmp_path: Path) -> None:
-    whole, stopped = Recorder(), Recorder()
-    straight, resumed = medusa(), medusa()
-    train_toy(tmp_path / "a", straight, whole)
-    stopped.actions[3] = interrupt
-    with pytest.raises(Interrupted):
-        train_toy(tmp_path / "b", medusa(), stopped)
-    stopped.actions.clear()
-    train_toy(tmp_path / "b", resumed, stopped)
-    assert stopped.figures == whole.figures
-    assert equal(weights(resumed.module), weights(straight.module))
-
-
-def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
-    first = ToyObjective()
-    progress = train_toy(tmp_path, first)
-    again, recorder = ToyObjective(seed=1), Recorder()
-    assert train_toy(tmp_path, again, recorder) == progress and not recorder.figures
-    assert equal(weights(again.module), weights(first.module))
 
 
 @pytest.mark.parametrize("make", [ToyObjective, medusa], ids=["toy", "medusa"])
@@ -152,16 +117,6 @@ def test_every_trained_token_of_a_batch_weighs_the_same(
     assert recorder.figures[1]["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def test_a_gradient_is_clipped_to_the_norm_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    descend(monkeypatch)
-    objective, recorder = ToyObjective(), Recorder()
-    before = weights(objective.module)
-    train_toy(tmp_path, objective, recorder, steps=1, learning_rate=0.5, max_grad_norm=1e-2)
-    moved = torch.cat([(a - b).flatten() for a, b in zip(weights(objective.module), before, strict=True)])
-    assert recorder.figures[1]["grad_norm"] > 0.1  # as it was before clipping
-    assert moved.norm().item() == pytest.approx(0.5 * 1e-2, rel=1e-3)
-
-
 def test_a_nan_loss_stops_the_run_names_the_step_and_is_not_applied(tmp_path: Path) -> None:
     objective, recorder = ToyObjective(), Recorder()
     after_step_3: list[list[Tensor]] = []
@@ -179,19 +134,6 @@ def test_a_nan_loss_stops_the_run_names_the_step_and_is_not_applied(tmp_path: Pa
     assert list(recorder.figures) == [1, 2, 3]
     assert equal(weights(objective.module), after_step_3[0])
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
-
-
-def test_the_run_goes_on_from_the_last_good_checkpoint_after_a_nan(tmp_path: Path) -> None:
-    straight, recorder = ToyObjective(), Recorder()
-    train_toy(tmp_path / "a", straight, recorder)
-    objective, stopped = ToyObjective(), Recorder()
-    stopped.actions[5] = lambda: setattr(objective, "factor", torch.tensor(float("inf")))
-    with pytest.raises(ValueError, match="the loss is inf at step 6"):
-        train_toy(tmp_path / "b", objective, stopped)
-    again, resumed = ToyObjective(), Recorder()
-    train_toy(tmp_path / "b", again, resumed)
-    assert list(resumed.figures) == [5, 6]  # the checkpoint is that of step 4
-    assert equal(weights(again.module), weights(straight.module))
 
 
 class _InfiniteSlope(torch.autograd.Function):
@@ -224,13 +166,6 @@ def test_weights_that_a_step_made_infinite_are_not_saved(tmp_path: Path) -> None
     assert equal(weights(again.module), weights(straight.module))
 
 
-def test_a_run_whose_last_step_made_its_weights_infinite_does_not_end_well(tmp_path: Path) -> None:
-    objective, recorder = ToyObjective(), Recorder()
-    recorder.actions[6] = lambda: objective.module.middle.weight.data.fill_(math.nan)
-    with pytest.raises(ValueError, match=r"step 6 left weights or moments that are not finite \(middle\.weight\)"):
-        train_toy(tmp_path, objective, recorder)
-
-
 def test_an_infinite_gradient_of_a_finite_loss_stops_the_run_before_it_is_applied(tmp_path: Path) -> None:
     objective = ToyObjective()
     objective.module.middle.register_forward_hook(lambda module, args, output: _InfiniteSlope.apply(output))
@@ -254,52 +189,6 @@ def test_a_sigterm_is_answered_after_the_step_with_a_checkpoint(tmp_path: Path) 
     assert list(recorder.figures) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_sigterm_at_the_last_step_does_not_spoil_the_end(tmp_path: Path) -> None:
-    recorder = Recorder()
-    recorder.actions[6] = interrupt
-    assert train_toy(tmp_path, ToyObjective(), recorder).step == 6
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_signal_handlers_are_as_before_afterwards(tmp_path: Path, number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    during: list[object] = []
-    recorder = Recorder()
-    recorder.actions[1] = lambda: during.append(signal.getsignal(number))
-    recorder.actions[2] = lambda: os.kill(os.getpid(), number)
-    with pytest.raises(Interrupted):
-        train_toy(tmp_path, ToyObjective(), recorder)
-    assert signal.getsignal(number) is before and during[0] is not before
-
-
-@pytest.fixture
-def as_in_a_terminal() -> Iterator[None]:
-    """Let Ctrl-C interrupt, which a shell's background job ignores and hands down."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("as_in_a_terminal")
-def test_a_second_signal_acts_at_once(tmp_path: Path) -> None:
-    """Ctrl-C twice: the first asks for a stop after the step, the second does not wait for it."""
-
-    def twice() -> None:
-        noting = signal.getsignal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        for _ in range(10**7):  # two that are on their way together may become one
-            if signal.getsignal(signal.SIGINT) is not noting:
-                break
-        signal.raise_signal(signal.SIGINT)
-        for _ in range(10**7):  # handled somewhere in here
-            pass
-
-    recorder = Recorder()
-    recorder.actions[2] = twice
-    with pytest.raises(KeyboardInterrupt):
-        train_toy(tmp_path, ToyObjective(), recorder)
-
-
 def test_the_learning_rate_warms_up_and_falls_as_a_cosine() -> None:
     section = TrainingSection(steps=10, learning_rate=1.0, warmup_fraction=0.2)
     rates = [learning_rate_at(step, section) for step in range(10)]
@@ -309,100 +198,12 @@ def test_the_learning_rate_warms_up_and_falls_as_a_cosine() -> None:
     assert rates[9] == pytest.approx(0.5 * (1 + math.cos(math.pi * 7 / 8))) and rates[9] > 0
 
 
-def test_without_warm_up_the_first_step_has_the_full_learning_rate() -> None:
-    assert learning_rate_at(0, TrainingSection(steps=1, learning_rate=0.3, warmup_fraction=0.0)) == 0.3
-    assert learning_rate_at(0, TrainingSection(steps=3, learning_rate=0.3)) == 0.3  # a tenth of three rounds to none
-
-
-def test_the_optimizer_steps_with_the_schedules_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    descend(monkeypatch)
-    recorder = Recorder()
-    train_toy(tmp_path, ToyObjective(), recorder, warmup_fraction=0.5, learning_rate=0.1)
-    section = TrainingSection(steps=6, warmup_fraction=0.5, learning_rate=0.1)
-    expected = [learning_rate_at(step, section) for step in range(6)]
-    assert [figures["learning_rate"] for figures in recorder.figures.values()] == expected
-
-
 def test_evaluations_and_checkpoints_come_when_they_are_due(tmp_path: Path) -> None:
     """The last step is saved whatever its number; the caller evaluates the end itself."""
     recorder = Recorder()
     train_toy(tmp_path, ToyObjective(), recorder, steps=7, checkpoint_every=3, evaluate_every=2)
     assert recorder.evaluated == [2, 4, 6]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000007"]
-
-
-def test_tokens_seen_are_counted_on(tmp_path: Path) -> None:
-    """Every batch holds each of the four examples twice: 30 labels a step."""
-    assert train_toy(tmp_path, ToyObjective(), None, UNEVEN, steps=3) == Progress(3, 90)
-
-
-def test_bf16_autocast_trains_close_to_fp32(tmp_path: Path) -> None:
-    exact, mixed = Recorder(), Recorder()
-    train_toy(tmp_path / "a", ToyObjective(), exact)
-    objective = ToyObjective()
-    train_toy(tmp_path / "b", objective, mixed, mixed_precision="bf16")
-    assert mixed.losses == pytest.approx(exact.losses, rel=2e-2) and mixed.losses != exact.losses
-    assert {parameter.dtype for parameter in objective.module.parameters()} == {torch.float32}
-
-
-def test_toy_losses_fall(tmp_path: Path) -> None:
-    recorder = Recorder()
-    train_toy(tmp_path, ToyObjective(), recorder, toy_examples(4), steps=30, learning_rate=3e-2)
-    assert recorder.losses[30] < 0.7 * recorder.losses[1]
-
-
-class _Scheduled(ToyObjective):
-    """Its norm and its middle learn at rates of their own; its loss weighs step + 1."""
-
-    def weights(self, step: int) -> tuple[float, ...]:
-        return (step + 1.0,)
-
-    def rates(self, step: int) -> Mapping[str, float]:
-        return {"middle": 0.0 if step < 2 else 1.0, "middle.bias": 3.0, "": 2.0}
-
-
-def test_each_group_learns_at_its_own_rate_and_biases_go_with_their_group(tmp_path: Path) -> None:
-    """Two steps in which the middle's weight stands still, its bias and all else do not; then it moves as well."""
-    objective, recorder = _Scheduled(), Recorder()
-    start = dict(zip(dict(objective.module.named_parameters()), weights(objective.module), strict=True))
-    now: dict[int, dict[str, Tensor]] = {}
-    for step in (1, 2, 3):
-        recorder.actions[step] = lambda step=step: now.update(
-            {step: dict(zip(start, weights(objective.module), strict=True))}
-        )
-    train_toy(tmp_path, objective, recorder, steps=3, warmup_fraction=0.0)
-    moved = {name for name in start if not torch.equal(now[2][name], start[name])}
-    assert moved == set(start) - {"middle.weight"}
-    assert not torch.equal(now[3]["middle.weight"], start["middle.weight"])
-    # Adam's first step moves everything by its learning rate.
-    assert (now[1]["middle.bias"] - start["middle.bias"]).abs().max().item() == pytest.approx(3e-2, rel=1e-3)
-    assert (now[1]["norm.weight"] - start["norm.weight"]).abs().max().item() == pytest.approx(2e-2, rel=1e-3)
-    assert recorder.figures[1]["learning_rate"] == 1e-2  # the recipe's, of which the rates are multiples
-
-
-def test_the_weights_of_the_terms_may_change_with_the_step(tmp_path: Path) -> None:
-    plain, weighted = Recorder(), Recorder()
-    train_toy(tmp_path / "a", ToyObjective(), plain, UNEVEN, learning_rate=1e-30)
-    train_toy(tmp_path / "b", _Scheduled(), weighted, UNEVEN, learning_rate=1e-30)
-    for step in range(1, 7):
-        assert weighted.losses[step] == pytest.approx(step * plain.losses[step], rel=1e-6)
-        assert weighted.figures[step]["loss/next_token"] == pytest.approx(plain.losses[step], rel=1e-6)
-
-
-def test_a_batch_knows_which_examples_it_is_made_of(tmp_path: Path) -> None:
-    """Over one epoch of four every example comes once, and its tokens are those of its place in the data set."""
-
-    class Noting(ToyObjective):
-        def inputs(self, batch: Batch, step: int, ahead: Any = None) -> tuple[Tensor, ...]:
-            for row, example in enumerate(batch.examples):
-                length = len(UNEVEN[example].tokens)
-                assert batch.tokens[row, :length].tolist() == UNEVEN[example].tokens.tolist()
-                seen.append(example)
-            return super().inputs(batch, step)
-
-    seen: list[int] = []
-    train_toy(tmp_path, Noting(), None, UNEVEN, steps=2, batch_size=2, micro_batch_size=1)
-    assert sorted(seen) == [0, 1, 2, 3]
 
 
 def test_what_is_frozen_is_neither_moved_nor_saved_and_need_not_be_there_to_resume(tmp_path: Path) -> None:
@@ -419,17 +220,6 @@ def test_what_is_frozen_is_neither_moved_nor_saved_and_need_not_be_there_to_resu
     train_toy(tmp_path, other, steps=2)
     assert torch.equal(other.module.embedding.weight, kept)
     assert torch.equal(other.module.middle.weight, objective.module.middle.weight)
-
-
-def test_a_gradient_accumulation_asked_of_the_launcher_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """accelerate would divide the loss by it; the recipe's batch sizes alone say what is accumulated."""
-    plain, launched = Recorder(), Recorder()
-    train_toy(tmp_path / "a", ToyObjective(), plain)
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    train_toy(tmp_path / "b", ToyObjective(), launched)
-    assert launched.figures == plain.figures
 
 
 def test_a_process_without_the_checkpoint_of_the_first_is_told_to_share_a_folder(

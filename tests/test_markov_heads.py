@@ -1,4 +1,4 @@
-"""Heads with a Markov bias: the bias by hand, the artefact, and the trees that are grown of them."""
+"""Heads with a Markov bias: the bias by hand, and the artefact."""
 
 import itertools
 import json
@@ -8,43 +8,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafter_checks import check_greedy, check_penalised_greedy, propose
-from grown_trees import (
-    BOTH_LAYOUTS,
-    BOTH_TREES,
-    PATHS,
-    check_dynamic_tree,
-    check_rows_alone,
-    check_static_tree,
-    with_random_weights,
-)
+from drafter_checks import Follower
 from safetensors.torch import load_file
 from torch import Tensor
 
 from decoding.drafters import MedusaDrafter
 from decoding.drafters.growth import ConditionalLogits
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
 from decoding.model.markov import DecodingBias, MarkovBias
 
+BOTH_LAYOUTS = pytest.mark.parametrize("shared", [False, True], ids=["own lm_heads", "shared lm_head"])
+PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (2, 3), (0, 1, 0), (2, 0, 0))
 CONFIG = MedusaConfig(16, 16, num_heads=3, num_layers=1, tree=((0,), (1,), (0, 0)), markov_rank=4)
 
 
 def random_markov_heads(shared: bool = False, config: MedusaConfig = CONFIG) -> MedusaHeads:
-    return with_random_weights(MedusaHeads(replace(config, shared_lm_head=shared)))
-
-
-def nudged_markov_heads(target: CausalLM, shared: bool = False, count: int = 3) -> MedusaHeads:
-    """Heads that say nearly what the target's lm_head says, right now and then, but hear the token before as well."""
-    config = MedusaConfig(target.hidden_size, target.vocab_size, count, 1, ((0,),), shared, markov_rank=3)
-    heads = MedusaHeads.for_target(target.model, config)
-    assert heads.markov is not None
+    heads = MedusaHeads(replace(config, shared_lm_head=shared))
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
-        for weight in heads.markov.parameters():
-            weight.copy_(0.5 * torch.randn(weight.shape, generator=generator))
+        for parameter in heads.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
     return heads
 
 
@@ -69,14 +53,6 @@ def test_the_bias_is_a_product_of_the_token_before_by_hand() -> None:
     assert added.tolist() == [[2.5, 0.5, 10.5], [-1.0, 0.0, -5.0]]
 
 
-def test_untrained_heads_with_a_bias_write_what_those_without_it_write(tiny_llama: CausalLM) -> None:
-    plain = MedusaHeads.for_target(tiny_llama.model, replace(CONFIG, markov_rank=0))
-    markov = MedusaHeads.for_target(tiny_llama.model, CONFIG)
-    hidden, before = torch.randn(5, 16), torch.randint(16, (3, 5))
-    with torch.inference_mode():
-        assert torch.equal(markov(hidden, before=before), plain(hidden))
-
-
 @BOTH_LAYOUTS
 def test_every_head_adds_one_shared_bias_of_the_token_before_its_own(tiny_llama: CausalLM, shared: bool) -> None:
     heads, hidden, before = random_markov_heads(shared), torch.randn(5, 16), torch.randint(16, (3, 5))
@@ -95,12 +71,6 @@ def test_the_token_before_is_neither_forgotten_nor_given_to_heads_without_a_bias
         plain(torch.zeros(1, 16), before=torch.zeros(3, 1, dtype=torch.long))
 
 
-@pytest.mark.parametrize("rank", [-1, True, 1.5, "4"])
-def test_a_rank_that_is_no_whole_number_is_refused(rank: object) -> None:
-    with pytest.raises(ValueError, match=r"markov_rank is .*: give a whole number, 0 or more"):
-        replace(CONFIG, markov_rank=rank)
-
-
 # --- on disk --------------------------------------------------------------------------------------------------------
 
 
@@ -117,14 +87,6 @@ def test_heads_with_a_bias_are_saved_whole_and_read_back_bit_equal(tmp_path: Pat
     assert all(torch.equal(tensor, stored[name]) for name, tensor in read.state_dict().items())
 
 
-def test_heads_from_before_there_was_a_bias_are_read_without_one(tmp_path: Path) -> None:
-    MedusaHeads(replace(CONFIG, markov_rank=0)).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / CONFIG_NAME).read_text())
-    del config["markov_rank"]
-    (tmp_path / CONFIG_NAME).write_text(json.dumps(config))
-    assert MedusaHeads.from_pretrained(tmp_path).markov is None
-
-
 @pytest.mark.parametrize("rank", [0, 5])
 def test_weights_of_another_rank_are_refused(tmp_path: Path, rank: int) -> None:
     random_markov_heads().save_pretrained(tmp_path)
@@ -134,38 +96,18 @@ def test_weights_of_another_rank_are_refused(tmp_path: Path, rank: int) -> None:
         MedusaHeads.from_pretrained(tmp_path)
 
 
-# --- trees ----------------------------------------------------------------------------------------------------------
-
-
-@BOTH_LAYOUTS
-def test_a_static_tree_is_grown_from_each_parents_own_distribution(tiny_llama: CausalLM, shared: bool) -> None:
-    check_static_tree(random_markov_heads(shared), tiny_llama, reference_logits)
-
-
-@BOTH_LAYOUTS
-@pytest.mark.parametrize("nodes", [2, 12, 30])
-def test_a_dynamic_tree_is_the_best_of_all_trees_at_this_position(
-    tiny_llama: CausalLM, shared: bool, nodes: int
-) -> None:
-    check_dynamic_tree(random_markov_heads(shared), tiny_llama, reference_logits, nodes)
+# --- as a table ---
 
 
 @BOTH_LAYOUTS
 def test_a_table_of_all_biases_drafts_what_the_product_drafts(
     tiny_llama: CausalLM, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads, hidden = random_markov_heads(shared), torch.randn(5, 16)
-    tabulated = propose(MedusaDrafter(heads, PATHS), tiny_llama, hidden)
+    heads = random_markov_heads(shared)
+    tabulated = Follower(MedusaDrafter(heads, PATHS), tiny_llama, rows=2).propose([1, 2], [3, 4])
     monkeypatch.setattr("decoding.model.markov.LARGEST_TABLE", 16 * 16 * 4 - 1)  # a byte too small
-    multiplied = propose(MedusaDrafter(heads, PATHS), tiny_llama, hidden)
+    multiplied = Follower(MedusaDrafter(heads, PATHS), tiny_llama, rows=2).propose([1, 2], [3, 4])
     assert [each.tree.token_list for each in tabulated] == [each.tree.token_list for each in multiplied]
-
-
-def test_the_table_holds_the_bias_after_every_token() -> None:
-    bias, logits, before = MarkovBias(6, 9, 2), torch.randn(4, 9), torch.tensor([0, 5, 3, 3])
-    torch.nn.init.normal_(bias.output.weight)
-    with torch.inference_mode():
-        torch.testing.assert_close(DecodingBias(bias).added_to(logits, before), bias.added_to(logits, before))
 
 
 def test_without_a_table_a_depth_is_one_product_over_the_parents_of_all_rows(
@@ -175,13 +117,8 @@ def test_without_a_table_a_depth_is_one_product_over_the_parents_of_all_rows(
     heads, ran = random_markov_heads(), []
     assert heads.markov is not None
     heads.markov.output.register_forward_hook(lambda _, args, out: ran.append(len(out)))
-    propose(MedusaDrafter(heads, PATHS), tiny_llama, torch.randn(4, 16))
+    Follower(MedusaDrafter(heads, PATHS), tiny_llama, rows=4).propose([1], [2], [3], [4])
     assert ran == [4, 8, 8], "the roots; then (0) and (2), then (0, 1) and (2, 0), of four rows"
-
-
-@BOTH_TREES
-def test_a_row_is_drafted_for_alike_whatever_stands_beside_it(tiny_llama: CausalLM, dynamic: int | None) -> None:
-    check_rows_alone(random_markov_heads(), tiny_llama, dynamic)
 
 
 @pytest.mark.parametrize("largest", [0, 64])
@@ -196,18 +133,9 @@ def test_a_parent_that_only_the_target_knows_is_read_as_the_last_token_known(
     base = torch.tensor([[[0.0, 0.0], [0.5, 0.5]], [[7.0, 7.0], [8.0, 8.0]]])  # two depths of two rows
     logits = ConditionalLogits(base, DecodingBias(bias), lambda outputs: torch.nn.functional.pad(outputs, (0, 1)))
     rows = torch.tensor([0, 1, 1])
-    assert logits.logits(rows, torch.tensor([[1], [2], [4]])).tolist() == [[1, 10, 0], [2.5, 20.5, 0], [2.5, 20.5, 0]]
-    assert logits.logits(rows, torch.tensor([[4, 0], [4, 1], [0, 2]])).tolist() == [[7, 7, 0], [9, 18, 0], [10, 28, 0]]
-
-
-# --- through the loop -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("shared", "dynamic"), [(False, None), (True, 9)], ids=["own, static", "shared, dynamic"])
-def test_greedy_output_is_plain_greedy_alone_and_in_batches(
-    tiny_llama: CausalLM, shared: bool, dynamic: int | None
-) -> None:
-    drafter = MedusaDrafter(nudged_markov_heads(tiny_llama, shared), None if dynamic else PATHS, dynamic)
-    check_greedy(tiny_llama, drafter, 12)
-    check_penalised_greedy(tiny_llama, drafter)
-    assert sum(step.accepted for step in Engine(tiny_llama, drafter).decode([1, 2, 3], DecodingConfig(24)).steps) > 0
+    for depth, tokens, wanted in (
+        (0, [1, 2, 4], [[1, 10, 0], [2.5, 20.5, 0], [2.5, 20.5, 0]]),
+        (1, [0, 1, 2], [[7, 7, 0], [9, 18, 0], [10, 28, 0]]),
+    ):
+        found, index = logits(depth, rows, torch.tensor(tokens))
+        assert found[index].tolist() == wanted

@@ -5,19 +5,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from loss_references import divergence
 from tiny_models import tiny_model
-from tiny_training import Recorder, interrupt, medusa_on, toy_examples, train_toy
+from tiny_training import Recorder, medusa_on, train_toy
 from torch import Tensor
 from torch.nn import functional as F
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from trainer.data.batch import Batch, Example, collate
-from trainer.heads.medusa import MedusaObjective, heads_for_decoding, rank_accuracies
-from trainer.learning.losses import divergence
+from trainer.heads.medusa import MedusaObjective, heads_for_decoding
+from trainer.recipe.common import LossSection
 from trainer.recipe.heads import HeadsSection
-from trainer.recipe.loss import LossSection
-from trainer.run.loop import Interrupted
 
 HEADS = HeadsSection(num_heads=3, markov_rank=4)
 COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)
@@ -83,6 +82,10 @@ def counts_by_the_bias_alone(objective: MedusaObjective, ahead: int) -> None:
         markov.output.weight.copy_(100 * torch.eye(16).roll(ahead, dims=0))
 
 
+def replace_rank(section: HeadsSection, rank: int) -> HeadsSection:
+    return section.model_copy(update={"markov_rank": rank})
+
+
 @pytest.mark.parametrize(("ahead", "right"), [(1, True), (0, False), (2, False)])
 def test_the_token_before_head_ks_own_chooses_the_bias(counting: CausalLM, ahead: int, right: bool) -> None:
     """On a text that counts each token is the one before plus 1, whichever head predicts it."""
@@ -92,36 +95,6 @@ def test_the_token_before_head_ks_own_chooses_the_bias(counting: CausalLM, ahead
     losses, hits = objective.module(*objective.inputs(batch, step=0))
     assert hits.tolist() == ([18, 17, 16] if right else [0, 0, 0])
     assert losses.tolist() == pytest.approx([0, 0, 0] if right else [1800, 1700, 1600], abs=1e-3, rel=1e-4)
-
-
-def replace_rank(section: HeadsSection, rank: int) -> HeadsSection:
-    return section.model_copy(update={"markov_rank": rank})
-
-
-def test_packed_documents_are_biased_by_their_own_tokens() -> None:
-    objective = disturbed(HEADS)
-    documents = [Example((3, 1, 4, 1, 5), (True,) * 5, 0), Example((9, 2, 6), (True,) * 3, 0)]
-    packed = Example((3, 1, 4, 1, 5, 9, 2, 6), (True,) * 8, 0, (5, 3))
-    together, apart = (objective.module(*objective.inputs(collate(rows), 0)).losses for rows in ([packed], documents))
-    assert torch.allclose(together, apart, rtol=1e-5)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_heads_with_a_bias_start_as_heads_without(shared: bool) -> None:
-    """The bias's output layer is zero: losses and all gradients but its own are Medusa's, its embedding's are zero."""
-    batch, found = collate([COUNTING]), []
-    for rank in (0, 4):
-        section = HeadsSection(num_heads=3, markov_rank=rank, shared_lm_head=shared)
-        objective = medusa_on(CausalLM(tiny_model("llama")), section)
-        losses = objective.module(*objective.inputs(batch, step=0)).losses
-        losses.sum().backward()
-        found.append((losses, {name: p.grad for name, p in objective.module.named_parameters()}))
-    (plain, plain_gradients), (biased, gradients) = found
-    assert torch.equal(plain, biased)
-    assert all(torch.equal(gradient, gradients[name]) for name, gradient in plain_gradients.items())
-    assert gradients.keys() - plain_gradients.keys() == {"heads.markov.embedding.weight", "heads.markov.output.weight"}
-    assert gradients["heads.markov.embedding.weight"].abs().max() == 0
-    assert gradients["heads.markov.output.weight"].abs().max() > 0
 
 
 @pytest.mark.parametrize("term", ["cross_entropy", "forward_kl"])
@@ -139,45 +112,12 @@ def test_losses_and_gradients_are_those_of_all_logits_at_once(shared: bool, term
     assert_same_gradients(losses, torch.stack(expected), objective)
 
 
-def test_eight_micro_batches_of_one_train_as_one_of_eight(tmp_path: Path) -> None:
-    trained: list[dict[str, Tensor]] = []
-    for micro in (1, 8):
-        objective = disturbed(HEADS)
-        train_toy(tmp_path / str(micro), objective, steps=3, micro_batch_size=micro)
-        trained.append(objective.module.state_dict())
-    assert all(torch.allclose(tensor, trained[1][name], atol=1e-5) for name, tensor in trained[0].items())
-
-
-def run_to(folder: Path, last: int, seed: int) -> MedusaObjective:
-    """Train six steps in ``folder`` from noise, which a checkpoint replaces, or stop after ``last`` of them."""
-    objective, recorder = disturbed(HEADS, seed=seed), Recorder()
-    if last == 6:
-        train_toy(folder, objective, recorder, toy_examples(), steps=6)
-        return objective
-    recorder.actions[last] = interrupt
-    with pytest.raises(Interrupted):
-        train_toy(folder, objective, recorder, toy_examples(), steps=6)
-    return objective
-
-
-def test_a_run_that_was_stopped_resumes_with_its_bias_bit_by_bit(tmp_path: Path) -> None:
-    whole = run_to(tmp_path / "straight", 6, seed=0).module.state_dict()
-    run_to(tmp_path / "stopped", 3, seed=0)
-    resumed = run_to(tmp_path / "stopped", 6, seed=1).module.state_dict()
-    assert resumed.keys() == whole.keys() and all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
-
-
-def test_soft_heads_report_their_acceptance_and_others_their_right_argmaxes() -> None:
-    batch = collate([COUNTING])
-    soft = disturbed(HeadsSection(num_heads=3, loss=LossSection(cross_entropy=1, forward_kl=1)))
-    hard = disturbed(HeadsSection(num_heads=3))
-    overlaps = [
-        torch.minimum(head.logits.softmax(-1), head.target.softmax(-1)).sum().item() for head in all_logits(soft, batch)
-    ]
-    right = [(head.logits.argmax(-1) == head.labels).sum().item() for head in all_logits(hard, batch)]
-    assert (soft.hit_name, hard.hit_name) == ("acceptance", "top1")
-    assert soft.module(*soft.inputs(batch, 0)).hits.tolist() == pytest.approx(overlaps, rel=1e-4)
-    assert hard.module(*hard.inputs(batch, 0)).hits.tolist() == right
+def blind_model() -> Any:
+    """A model whose embeddings are all alike."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(model.get_input_embeddings().weight[:1].expand(16, -1).clone())
+    return model
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -193,22 +133,6 @@ def test_training_learns_from_the_token_before_what_no_state_tells(tmp_path: Pat
     assert max(found[0]) < 0.3 and found[1] == [1, 1]
 
 
-def blind_model() -> Any:
-    """A model whose embeddings are all alike."""
-    model = tiny_model("llama")
-    with torch.no_grad():
-        model.get_input_embeddings().weight.copy_(model.get_input_embeddings().weight[:1].expand(16, -1).clone())
-    return model
-
-
-def test_rank_accuracies_are_those_after_the_true_token_before(counting: CausalLM) -> None:
-    """In 4 5 6 5 6 after the prompt 9 9 3, head 0's labels 5 6 5 6 are the one before plus 1 but for the third."""
-    objective = medusa_on(counting, replace_rank(HEADS, 16))
-    counts_by_the_bias_alone(objective, 1)
-    shares = rank_accuracies(counting, objective.module.heads, [((9, 9, 3, 4, 5, 6, 5, 6), 3)])
-    assert [share[0] for share in shares] == pytest.approx([3 / 4, 2 / 3, 1 / 2])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shared", [False, True])
 def test_saved_heads_with_a_bias_reload_bit_equal(tmp_path: Path, shared: bool, dtype: torch.dtype) -> None:
@@ -222,10 +146,3 @@ def test_saved_heads_with_a_bias_reload_bit_equal(tmp_path: Path, shared: bool, 
     ours, theirs = loaded.state_dict(), expected.state_dict()
     assert {"markov.embedding.weight", "markov.output.weight"} <= ours.keys() == theirs.keys()
     assert all(ours[name].dtype == dtype and torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_heads_with_a_bias_start_from_a_folder_of_such_heads_alone(tmp_path: Path, counting: CausalLM) -> None:
-    medusa_on(counting, HEADS).save(tmp_path)
-    assert medusa_on(counting, HEADS.model_copy(update={"init": str(tmp_path)})).module.heads.markov is not None
-    with pytest.raises(ValueError, match="whose markov_rank is 4 and not 0: set the recipe's heads section to fit"):
-        medusa_on(counting, HeadsSection(num_heads=3, init=str(tmp_path)))

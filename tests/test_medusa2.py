@@ -5,27 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from tiny_models import counting_model, full_forward, tiny_model
 from tiny_training import Recorder, recipe_content, tiny_tokenizer, train_toy, write_corpus, write_target
 from torch import Tensor
 from torch.nn import functional as F
 
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import load_model, load_tokenizer
 from trainer.data.batch import Example, collate
 from trainer.data.dataset import Dataset
-from trainer.heads.medusa import MedusaObjective
 from trainer.heads.medusa2 import TARGET_FOLDER, Medusa2Objective
 from trainer.recipe.heads import AdaptersSection, HeadsSection
-from trainer.recipe.loss import LossSection
 from trainer.recipe.reading import parse_recipe
 from trainer.run.heldout import Evaluator
 from trainer.run.train import run_recipe
-from trainer.target.hidden import OnlineTarget
 
 HEADS = HeadsSection(num_heads=2, decay=0.5)
 TEXT = Example((3, 1, 4, 1, 5, 9, 2, 6, 5, 3), (False,) * 3 + (True,) * 7, 3)
@@ -65,22 +59,6 @@ def test_adapters_sit_on_every_linear_layer_but_the_lm_head_and_are_all_that_is_
     assert len(trained(objective)) == len(adapters(objective)) + 2 * 3
 
 
-def test_untrained_adapters_change_nothing_and_the_heads_losses_are_those_of_medusa_1() -> None:
-    plain = MedusaObjective(OnlineTarget(CausalLM(tiny_model("llama"))), HEADS, 10, torch.float32)
-    expected = plain.module(*plain.inputs(collate([TEXT]), 0)).losses
-    assert sums(objective_on(CausalLM(tiny_model("llama"))))[:2].tolist() == pytest.approx(expected.tolist())
-
-
-def test_the_last_term_is_the_targets_own_cross_entropy_on_the_answer() -> None:
-    model = tiny_model("llama")
-    logits = full_forward(model, TEXT.tokens.tolist())
-    expected = F.cross_entropy(logits[2:-1], torch.tensor(TEXT.tokens.tolist()[3:]), reduction="sum")
-    objective = objective_on(CausalLM(model))
-    assert objective.terms == ("head_0", "head_1", "target")
-    assert sums(objective)[2].item() == pytest.approx(expected.item(), rel=1e-5)
-    assert objective.counts(collate([TEXT])).tolist() == [7, 7, 7]
-
-
 @pytest.mark.parametrize("family", ["llama", "granite"])
 def test_towards_the_target_as_it_was_the_last_term_is_a_divergence(family: str) -> None:
     model = tiny_model(family)
@@ -91,15 +69,6 @@ def test_towards_the_target_as_it_was_the_last_term_is_a_divergence(family: str)
     objective.module.eval()
     log_q = full_forward(model, TEXT.tokens.tolist())[2:-1].log_softmax(-1)
     assert sums(objective)[2].item() == pytest.approx((p * (p.log() - log_q)).sum().item(), rel=1e-4)
-
-
-def test_the_gradient_reaches_adapters_and_heads_through_the_hidden_state_and_nothing_frozen() -> None:
-    objective = objective_on(CausalLM(tiny_model("llama")))
-    disturb(objective)
-    sums(objective)[:2].sum().backward()
-    found = {name: p.grad for name, p in objective.module.named_parameters()}
-    assert all(found[name] is not None and found[name].abs().max() > 0 for name in trained(objective))
-    assert all(gradient is None for name, gradient in found.items() if name not in trained(objective))
 
 
 def test_the_joint_gradient_is_that_of_the_plain_computation() -> None:
@@ -166,18 +135,6 @@ def test_a_merged_target_is_the_adapted_one_and_its_heads_lie_beside_it(tmp_path
     assert MedusaHeads.from_pretrained(tmp_path).config.num_heads == 2
 
 
-def test_adapters_alone_load_onto_the_target_they_were_trained_on(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    objective = objective_on(CausalLM(model), export="adapter")
-    disturb(objective)
-    objective.module.eval()
-    expected = full_forward(model, TEXT.tokens.tolist())
-    objective.save(tmp_path)
-    assert not list((tmp_path / TARGET_FOLDER).glob("*.bin"))
-    again = PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path / TARGET_FOLDER))
-    assert torch.allclose(full_forward(again.get_base_model(), TEXT.tokens.tolist()), expected, atol=1e-5)
-
-
 def test_a_folder_of_adapters_is_a_target_to_decode_with(tmp_path: Path) -> None:
     """It names the target that the adapters belong to."""
     write_target(tmp_path / "target")
@@ -193,48 +150,9 @@ def test_a_folder_of_adapters_is_a_target_to_decode_with(tmp_path: Path) -> None
     assert load_tokenizer(str(tmp_path / "final" / TARGET_FOLDER)).eos_token == "<eos>"
 
 
-def test_the_adapted_target_decodes_with_its_heads_as_without_them() -> None:
-    model = tiny_model("llama", max_position_embeddings=64)
-    objective = objective_on(CausalLM(model))
-    disturb(objective)
-    config = DecodingConfig(max_new_tokens=20)
-    drafted = Engine(CausalLM(model), objective.drafter()).decode([1, 2, 3], config).tokens
-    assert drafted == Engine(CausalLM(model)).decode([1, 2, 3], config).tokens
-
-
-def test_shared_and_soft_heads_with_a_bias_learn_jointly_too() -> None:
-    section = HeadsSection(
-        num_heads=2, shared_lm_head=True, loss=LossSection(cross_entropy=0.5, acceptance=0.5), markov_rank=3
-    )
-    objective = objective_on(CausalLM(tiny_model("llama")), section)
-    disturb(objective)
-    if (markov := objective.module.heads.heads.markov) is not None:  # which starts as nothing, too
-        torch.nn.init.normal_(markov.output.weight)
-    losses = sums(objective)
-    losses.sum().backward()
-    assert losses.isfinite().all() and not any("lm_head" in name for name in trained(objective))
-    assert all(parameter.grad.abs().max() > 0 for parameter in trained(objective).values())
-
-
-def test_the_target_is_hit_where_it_is_compared_with_its_own_distribution_if_heads_count_acceptance() -> None:
-    """Without adapters the target accepts itself; on the data's tokens alone it has no acceptance."""
-    section = HeadsSection(num_heads=2, loss=LossSection(forward_kl=1))
-    for base_loss, accepted in (("forward_kl", 18.0), ("cross_entropy", None)):
-        objective = objective_on(CausalLM(tiny_model("llama")), section, base_loss=base_loss)
-        batch = collate([Example(tuple(i % 16 for i in range(19)), (True,) * 19, 0)])
-        hits = objective.module(*objective.inputs(batch, 0)).hits
-        assert objective.hit_name == "acceptance" and bool(hits[:-1].isfinite().all())
-        assert hits[-1].isnan() if accepted is None else hits[-1].item() == pytest.approx(accepted, rel=1e-4)
-
-
 def test_an_adapter_on_the_lm_head_is_refused() -> None:
     with pytest.raises(ValueError, match="names lm_head, embeddings which may be tied"):
         objective_on(CausalLM(tiny_model("llama")), modules=("q_proj", "lm_head"))
-
-
-def test_an_adapter_on_the_embeddings_which_may_be_the_lm_head_is_refused() -> None:
-    with pytest.raises(ValueError, match="names embed_tokens, embeddings which may be tied"):
-        objective_on(CausalLM(tiny_model("llama", tie_word_embeddings=True)), modules=("q_proj", "embed_tokens"))
 
 
 def test_a_merged_target_with_tied_embeddings_is_the_adapted_one_and_tied(tmp_path: Path) -> None:
@@ -248,30 +166,6 @@ def test_a_merged_target_with_tied_embeddings_is_the_adapted_one_and_tied(tmp_pa
         full_forward(merged, TEXT.tokens.tolist()), full_forward(model, TEXT.tokens.tolist()), atol=1e-4
     )
     assert merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
-
-
-def test_the_targets_own_dropout_is_off_and_the_adapters_is_on_once_they_learn() -> None:
-    target = CausalLM(tiny_model("gpt2", resid_pdrop=0.9, embd_pdrop=0.9, attn_pdrop=0.9))
-    objective = objective_on(target, dropout=0.5, heads_first_steps=1)
-    disturb(objective)
-    assert torch.equal(sums(objective, step=0), sums(objective, step=0))
-    noisy = [sums(objective, step=1) for _ in range(2)]
-    assert not torch.equal(*noisy)
-    own = [m for name, m in objective.module.named_modules() if isinstance(m, torch.nn.Dropout) and "lora" not in name]
-    assert own and not any(module.training for module in own)
-
-
-def test_layers_are_run_again_in_the_backward_pass_if_asked_for() -> None:
-    """A layer of a checkpointed target runs twice: forward, and again for the gradient."""
-    passes = []
-    for checkpointing in (False, True):
-        model = tiny_model("llama")
-        objective = objective_on(CausalLM(model), gradient_checkpointing=checkpointing)
-        count = []
-        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
-        sums(objective).sum().backward()
-        passes.append(len(count))
-    assert passes == [1, 2]
 
 
 def test_the_tree_is_chosen_on_texts_of_the_target_as_it_decodes(
@@ -293,8 +187,3 @@ def test_the_tree_is_chosen_on_texts_of_the_target_as_it_decodes(
     monkeypatch.setattr(Evaluator, "greedy_texts", greedy_texts)
     run_recipe(parse_recipe(content))
     assert seen == [(False, content["data"]["train"])]  # not the held-out texts, on which the heads are evaluated
-
-
-def test_modules_that_the_target_has_not_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"adapters.modules is \('query',\)"):
-        objective_on(CausalLM(tiny_model("llama")), modules=("query",))

@@ -1,29 +1,24 @@
 """The Medusa-1 objective: which label belongs to which head, what is trained, and what stays as it was."""
 
-import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tiny_models import counting_model, full_forward, tiny_model
-from tiny_training import Recorder, medusa_on, toy_examples, train_toy
-from torch import Tensor
+from tiny_training import Recorder, medusa_on, train_toy
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from trainer.data.batch import Batch, Example, collate
-from trainer.heads.medusa import HeadInputs, MedusaObjective, head_weights, heads_for_decoding, rank_accuracies
+from trainer.heads.medusa import HeadInputs, MedusaObjective, head_places, head_weights, rank_accuracies
+from trainer.recipe.common import LossSection
 from trainer.recipe.heads import HeadsSection
-from trainer.recipe.loss import LossSection
 
 COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)
 HEADS = HeadsSection(num_heads=3)
@@ -55,15 +50,6 @@ def test_head_k_predicts_the_token_k_plus_2_after_the_one_it_reads(counting: Cau
     assert hits == objective.counts(batch).tolist() == [18, 17, 16]
 
 
-@pytest.mark.parametrize("off", [-1, 1])
-def test_heads_off_by_one_are_never_right(counting: CausalLM, off: int) -> None:
-    objective = medusa_on(counting, HEADS)
-    knowing_heads(objective, (2 + off, 3 + off, 4 + off))
-    losses, hits = sums(objective, collate([COUNTING]))
-    assert hits == [0, 0, 0]
-    assert losses == pytest.approx([1800, 1700, 1600], rel=1e-4)  # 100 for each label
-
-
 def test_training_and_decoding_mean_the_same_token_by_head_k(counting: CausalLM) -> None:
     """Heads that are always right in training are always accepted in the real decoding loop."""
     objective = medusa_on(counting, HEADS)
@@ -74,22 +60,13 @@ def test_training_and_decoding_mean_the_same_token_by_head_k(counting: CausalLM)
     assert not any(step.accepted for step in Engine(counting, objective.drafter()).decode([5], DecodingConfig(9)).steps)
 
 
-def test_a_count_is_the_number_of_trained_labels_a_head_has(counting: CausalLM) -> None:
-    objective = medusa_on(counting, HEADS)
-    batch = collate(
-        [Example((1, 2, 3, 4, 5, 6), (False, True, True, False, True, True), 1), Example((1, 2), (True,) * 2, 0)]
-    )
-    # Head 0's labels start at token 2, head 1's at token 3, head 2's at token 4.
-    assert objective.counts(batch).tolist() == [3, 2, 2]
-
-
 def test_tokens_that_are_not_trained_are_no_labels(counting: CausalLM) -> None:
     module = medusa_on(counting, HEADS).module
     hidden = torch.randn(1, 10, 16)
     batch = collate([Example(tuple(range(10)), (False,) * 6 + (True,) * 4, 6)])
 
     def losses(tokens: torch.Tensor) -> torch.Tensor:
-        return module(HeadInputs(replace(batch, tokens=tokens), hidden)).losses
+        return module(HeadInputs(replace(batch, tokens=tokens), hidden, head_places(batch, HEADS.num_heads))).losses
 
     other_prompt = torch.where(batch.trained, batch.tokens, 15)
     assert torch.equal(losses(other_prompt), losses(batch.tokens))
@@ -97,46 +74,6 @@ def test_tokens_that_are_not_trained_are_no_labels(counting: CausalLM) -> None:
         other_answer = batch.tokens.clone()
         other_answer[0, position] = 15
         assert (losses(other_answer) != losses(batch.tokens)).all()
-
-
-def test_the_loss_at_the_start_is_the_lm_heads_own_on_shifted_labels() -> None:
-    model = tiny_model("llama")
-    example = Example((3, 1, 4, 1, 5, 9, 2, 6), (False,) * 4 + (True,) * 4, 4)
-    longer = Example(tuple(range(12)), (True,) * 12, 0)
-    objective = medusa_on(CausalLM(model), HEADS)
-    losses, _ = sums(objective, collate([example, longer]))
-    for k, loss in enumerate(losses):
-        expected = 0.0
-        for tokens, trained in ((each.tokens.tolist(), each.trained) for each in (example, longer)):
-            for t, row in enumerate(full_forward(model, tokens)):
-                label = t + 2 + k
-                if label < len(tokens) and trained[label]:
-                    expected += F.cross_entropy(row[None], torch.tensor([tokens[label]])).item()
-        assert loss == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_sequence_too_short_for_a_head_costs_nothing(counting: CausalLM) -> None:
-    objective = medusa_on(counting, HEADS)
-    batch = collate([Example((1, 2, 3), (True,) * 3, 0)])
-    assert objective.counts(batch).tolist() == [1, 0, 0]
-    losses = objective.module(*objective.inputs(batch, step=0)).losses
-    assert losses[1:].tolist() == [0, 0]
-    losses.sum().backward()
-    assert all(parameter.grad is not None for parameter in objective.module.parameters())
-
-
-def test_head_k_weighs_decay_to_the_power_of_k(counting: CausalLM) -> None:
-    objective = medusa_on(counting, HeadsSection(num_heads=4, decay=0.8))
-    assert objective.weights(step=0) == pytest.approx((1, 0.8, 0.64, 0.512))
-    assert objective.terms == ("head_0", "head_1", "head_2", "head_3")
-
-
-def test_every_part_of_every_head_gets_a_gradient_the_residual_blocks_too() -> None:
-    objective = medusa_on(CausalLM(tiny_model("llama")), HeadsSection(num_heads=3, num_layers=2))
-    objective.module(*objective.inputs(collate([COUNTING]), step=0)).losses.sum().backward()
-    gradients = {name: parameter.grad for name, parameter in objective.module.named_parameters()}
-    assert len(gradients) == 3 * (2 * 2 + 1)
-    assert all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients.values())
 
 
 def test_the_gradient_is_that_of_the_plain_head() -> None:
@@ -166,15 +103,6 @@ def test_training_learns_to_count_and_leaves_the_target_byte_identical(tmp_path:
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.parameters())
 
 
-def test_the_loss_logged_is_the_weighted_sum_of_the_heads_means(tmp_path: Path) -> None:
-    objective = medusa_on(CausalLM(tiny_model("llama")), HeadsSection(num_heads=3, decay=0.5))
-    recorder = Recorder()
-    train_toy(tmp_path, objective, recorder, toy_examples(), steps=1)
-    figures = recorder.figures[1]
-    expected = figures["loss/head_0"] + 0.5 * figures["loss/head_1"] + 0.25 * figures["loss/head_2"]
-    assert figures["loss"] == pytest.approx(expected)
-
-
 def test_rank_accuracies_are_counted_on_the_new_tokens_alone(counting: CausalLM) -> None:
     """Head 0 says x+2, which is right; head 1's second best is right; head 2's best never is."""
     objective = medusa_on(counting, HEADS)
@@ -188,29 +116,13 @@ def test_rank_accuracies_are_counted_on_the_new_tokens_alone(counting: CausalLM)
     assert shares[2][0] == 0
 
 
-def test_rank_accuracies_are_shares_over_all_texts(counting: CausalLM) -> None:
-    """Four labels for head 0 in a text that counts, and as many in one that stands still, where it is wrong."""
-    objective = medusa_on(counting, HeadsSection(num_heads=1))
-    knowing_heads(objective, (2,))
-    counts, stands_still = tuple(range(6)), (3,) * 6
-    shares = rank_accuracies(counting, objective.module.heads, [(counts, 1), (stands_still, 1)])
-    assert shares[0][0] == 0.5
-
-
 def test_the_tree_is_chosen_by_the_heads_accuracies(counting: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes by their products: .6, .6*.5 = .3, .6*.2 = .12 (head 1's second), .3*.4 = .12, .1; the best three."""
     objective = medusa_on(counting, HeadsSection(num_heads=3, tree_nodes=3))
     shares = [[0.6, 0.1], [0.5, 0.15], [0.2, 0.1]]
     monkeypatch.setattr("trainer.heads.medusa.rank_accuracies", lambda *_: shares)
-    objective.choose_tree(counting, [])
+    objective.choose_tree(counting, list)
     assert objective.module.heads.config.tree == ((0,), (1,), (0, 0))
-
-
-def test_the_tree_chosen_for_heads_that_are_always_right_is_a_chain(counting: CausalLM) -> None:
-    objective = medusa_on(counting, HeadsSection(num_heads=3, tree_nodes=16))
-    knowing_heads(objective, (2, 3, 4))
-    objective.choose_tree(counting, [(tuple(range(12)), 2)])
-    assert objective.module.heads.config.tree == ((0,), (0, 0), (0, 0, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -225,20 +137,6 @@ def test_saved_heads_reload_bit_equal_in_the_targets_dtype(tmp_path: Path, dtype
     trained = objective.module.heads.state_dict()
     assert loaded.keys() == trained.keys()
     assert all(torch.equal(loaded[name], trained[name].to(dtype)) for name in trained)
-
-
-def test_evaluating_does_not_touch_what_is_trained(counting: CausalLM) -> None:
-    objective = medusa_on(counting, HEADS)
-    objective.module.train()
-    before = [parameter.clone() for parameter in objective.module.parameters()]
-    Engine(counting, objective.drafter()).decode([5], DecodingConfig(max_new_tokens=6))
-    assert objective.module.training and all(parameter.requires_grad for parameter in objective.module.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(before, objective.module.parameters(), strict=True))
-
-
-def test_weights_of_ones_own_stand_in_for_the_decay() -> None:
-    section = HeadsSection(num_heads=3, weights=(1, 0, 2))
-    assert head_weights(section, step=5, steps=10) == (1, 0, 2)
 
 
 def test_the_sine_schedule_raises_the_weights_from_nothing_to_all() -> None:
@@ -270,27 +168,6 @@ def test_soft_targets_are_the_targets_own_distribution_at_the_position_before_th
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_a_head_that_is_the_targets_own_distribution_has_no_soft_loss(counting: CausalLM) -> None:
-    """The counting target gives x+1 a logit of 4 after x; a head that gives x+2 a logit of 4 imitates it perfectly."""
-    soft = HeadsSection(num_heads=1, loss=LossSection(acceptance=1, tvd=1, forward_kl=1))
-    objective = medusa_on(counting, soft)
-    weight = objective.module.heads.heads[0].lm_head.weight
-    for ahead, expected in ((2, True), (3, False)):
-        with torch.no_grad():
-            weight.copy_(torch.eye(16).roll(ahead, dims=0))
-        assert (sums(objective, collate([COUNTING]))[0][0] == pytest.approx(0, abs=1e-3)) == expected
-
-
-def test_a_mix_is_the_sum_of_its_terms_by_weight() -> None:
-    target, batch = CausalLM(tiny_model("llama")), collate([COUNTING])
-
-    def loss(**weights: float) -> float:
-        return sums(medusa_on(target, HeadsSection(num_heads=1, loss=LossSection(**weights))), batch)[0][0]
-
-    mixed = loss(cross_entropy=0.5, forward_kl=2)
-    assert mixed == pytest.approx(0.5 * loss(cross_entropy=1) + 2 * loss(forward_kl=1), rel=1e-5)
-
-
 def test_packed_documents_give_the_losses_of_each_alone() -> None:
     target = CausalLM(tiny_model("llama"))
     objective = medusa_on(target, HeadsSection(num_heads=3, loss=LossSection(cross_entropy=1, forward_kl=1)))
@@ -315,74 +192,3 @@ def test_heads_start_from_a_folder_of_others(tmp_path: Path, counting: CausalLM)
     assert {parameter.dtype for parameter in again.module.parameters()} == {torch.float32}
     with pytest.raises(ValueError, match=r"whose num_heads is 3 and not 4: set the recipe's heads section to fit"):
         medusa_on(counting, HeadsSection(num_heads=4, init=str(tmp_path)))
-
-
-@pytest.mark.parametrize("change", [lambda model: add_bias(model), lambda model: double_logits(model)])
-def test_a_target_that_does_more_to_its_logits_than_is_known_is_refused(change: Callable[[Any], None]) -> None:
-    model = tiny_model("llama")
-    change(model)
-    with pytest.raises(ValueError, match="lm_head"):
-        medusa_on(CausalLM(model), HEADS)
-
-
-def add_bias(model: Any) -> None:
-    model.lm_head.bias = torch.nn.Parameter(torch.zeros(16))
-
-
-def double_logits(model: Any) -> None:
-    model.lm_head.register_forward_hook(lambda _, __, output: 2 * output)
-
-
-def test_rank_accuracies_begin_with_the_second_new_token_for_head_0(counting: CausalLM) -> None:
-    """The first new token is the lm_head's. Of the two labels of head 0 behind it the first is right alone: a half."""
-    objective = medusa_on(counting, HeadsSection(num_heads=1))
-    knowing_heads(objective, (2,))
-    shares = rank_accuracies(counting, objective.module.heads, [((9, 9, 4, 5, 6, 2), 3)])
-    assert shares[0][0] == 0.5
-
-
-class NewMemory(TorchDispatchMode):
-    """Adds up the bytes of all tensors made while it lasts, by dtype."""
-
-    def __init__(self, known: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self._kept: list[Tensor] = []
-        self.bytes: dict[torch.dtype, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self._known:
-                self._known.add(tensor.untyped_storage().data_ptr())
-                self._kept.append(tensor)  # so that no other takes its place in memory
-                self.bytes[tensor.dtype] = self.bytes.get(tensor.dtype, 0) + tensor.nbytes
-        return out
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_heads_are_cast_while_they_are_copied(counting: CausalLM, shared: bool) -> None:
-    """Of 8B own lm_heads a copy in fp32 on the way would be 8 GB, beside the training."""
-    heads = medusa_on(counting, HeadsSection(num_heads=3, shared_lm_head=shared)).module.heads
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.normal_()
-    expected = copy.deepcopy(heads).to(torch.bfloat16)
-    size = sum(parameter.numel() for parameter in heads.parameters())
-    with NewMemory(list(heads.parameters())) as made:
-        found = heads_for_decoding(heads, torch.bfloat16)
-    assert made.bytes == {torch.bfloat16: 2 * size}
-    assert not found.training and found.config == heads.config
-    for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
-        assert ours.dtype == torch.bfloat16 and torch.equal(ours, theirs)
-
-
-def test_heads_for_decoding_are_a_copy_also_where_nothing_is_cast(counting: CausalLM) -> None:
-    heads = medusa_on(counting, HEADS).module.heads
-    found = heads_for_decoding(heads, torch.float32)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.add_(1)
-    assert not any(
-        torch.equal(ours, theirs) for ours, theirs in zip(found.parameters(), heads.parameters(), strict=True)
-    )

@@ -12,7 +12,6 @@ from decoding.metrics import (
     proportion,
     ratio_of_rates,
     ratio_of_sums,
-    required_pairs,
     spread,
 )
 
@@ -50,12 +49,6 @@ def test_a_pass_whose_text_ended_in_the_draft_is_counted_and_emits_no_token_of_t
     figures = acceptance([[StepCount(3, 2, 4, 4), StepCount(2, 2, 2, 4)]])
     assert figures.ended_in_draft == 1 and figures.acceptance_length == 3.0
     assert figures.tokens_per_pass.value == 3.0 - 1 / 2
-
-
-def test_the_number_of_pairs_that_tell_a_difference_from_none() -> None:
-    # A mean of 1 with a standard deviation of 2: (2.8016 x 2 / 1) squared = 31.4.
-    assert required_pairs([1 - math.sqrt(2), 1 + math.sqrt(2)]) == 32
-    assert required_pairs([1.0]) is None and required_pairs([-1.0, 1.0]) is None
 
 
 def test_no_steps_give_no_figure_rather_than_an_error() -> None:

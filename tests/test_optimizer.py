@@ -1,13 +1,11 @@
 """Which optimizer steps which parameter."""
 
 import pytest
-import torch
 from tiny_models import tiny_model
 from torch import nn
 
-from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.recipe.common import TrainingSection
-from trainer.run.optimizer import PREFIX, build_optimizers, set_learning_rates
+from trainer.run.distributed import PREFIX, build_optimizers, set_learning_rates
 
 MUON = TrainingSection(steps=1, optimizer="muon", learning_rate=0.02, weight_decay=0.1)
 
@@ -34,40 +32,6 @@ def test_muon_steps_the_matrices_inside_and_adamw_the_rest(family: str) -> None:
     }[family]
 
 
-def test_adamw_alone_steps_everything_with_the_recipes_settings() -> None:
-    section = TrainingSection(steps=1, learning_rate=0.02, weight_decay=0.1, adam_beta2=0.9)
-    (optimizer,) = build_optimizers(tiny_model("llama"), section)
-    (group,) = optimizer.param_groups
-    assert isinstance(optimizer, torch.optim.AdamW)
-    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.02, (0.9, 0.9), 0.1)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_frozen_parameters_are_left_out_and_tied_ones_stepped_once(optimizer: str) -> None:
-    model = tiny_model("llama", tie_word_embeddings=True)
-    model.model.layers[0].requires_grad_(False)
-    groups = stepped_by(model, TrainingSection(steps=1, optimizer=optimizer))
-    stepped = [name for group in groups for name in group]
-    assert len(stepped) == len(set(stepped)) and "model.embed_tokens.weight" in stepped
-    assert not any(".layers.0." in name for name in stepped) and any(".layers.1." in name for name in stepped)
-
-
-def test_a_muon_step_has_the_size_of_an_adamw_step() -> None:
-    """One step moves every weight by about the learning rate (rms .2 of it for Muon), so that one rate serves both."""
-    model = tiny_model("llama")
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    section = TrainingSection(steps=1, optimizer="muon", learning_rate=0.01)
-    optimizers = build_optimizers(model, section)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    for optimizer in optimizers:
-        optimizer.step()
-    muon, _ = stepped_by(model, section)
-    for name, parameter in model.named_parameters():
-        moved = (parameter.detach() - before[name]).square().mean().sqrt().item()
-        assert moved == pytest.approx(0.002 if name in muon else 0.01, rel=0.35)
-
-
 def test_a_parameter_is_in_the_group_of_the_longest_beginning_of_its_name() -> None:
     model = tiny_model("llama")
     prefixes = ("model.layers.1.", "model.", "", "heads.")
@@ -89,9 +53,3 @@ def test_the_learning_rates_are_the_groups_factors_times_the_recipes() -> None:
         for group in optimizer.param_groups
     }
     assert rates == {("Muon", "model.layers."): 2.0, ("AdamW", "model.layers."): 2.0, ("AdamW", ""): 0.0}
-
-
-def test_adamw_steps_both_sides_of_the_bias_by_the_token_before() -> None:
-    heads = MedusaHeads(MedusaConfig(16, 32, num_heads=1, markov_rank=4, tree=((0,),)))
-    muon, _ = build_optimizers(heads, TrainingSection(steps=1, optimizer="muon"))
-    assert [p is heads.heads[0].blocks[0].linear.weight for g in muon.param_groups for p in g["params"]] == [True]

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_parallel_draft
 from decoding.model.parallel import ParallelParts, is_parallel_folder
-from trainer.data.batch import collate
 from trainer.drafts.mask_token import add_mask_token
 from trainer.drafts.start import InitialDraft, initial_draft
 from trainer.recipe.draft import DraftSection
@@ -56,11 +55,6 @@ def test_where_every_id_is_a_word_the_mask_is_one_more_row(tied: bool) -> None:
     assert model.config.vocab_size == 17 and (lm_head(model) is embeddings(model)) == tied
 
 
-def test_a_free_id_that_pads_texts_is_left_alone_since_its_row_is_never_trained() -> None:
-    model = tiny_model("llama", vocab=20, pad_token_id=16)
-    assert add_mask_token(model, tiny_tokenizer()) == 20 and len(embeddings(model)) == 21
-
-
 @pytest.mark.parametrize(
     ("init", "hidden", "layers"),
     [
@@ -81,11 +75,6 @@ def test_every_start_gets_a_mask_and_parts_of_its_sizes(
     }
     assert (initial.parts.config.tokens, initial.parts.config.mask_token) == (4, 16)
     assert not initial.parts.reader.weight.any() and not initial.parts.markov.output.weight.any()
-
-
-def test_an_ordinary_draft_has_no_parts_and_no_mask() -> None:
-    initial = started(tiny_model("llama"), parallel=None)
-    assert initial.parts is None and len(embeddings(initial.model)) == 16
 
 
 @pytest.mark.parametrize("vocabulary", [None, 6])
@@ -112,21 +101,12 @@ def test_the_mask_is_never_the_likeliest_token_of_a_finished_draft(tmp_path: Pat
     """Its logit is the mean of the others' after the last step, whatever the training made of their rows."""
     objective = objective_for(tiny_model("llama"))
     with torch.no_grad():
-        lm_head(objective.module.base)[:16] -= 5
+        lm_head(objective.module.draft)[:16] -= 5
     objective.save(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     logits = model(input_ids=torch.tensor([[4, 5, 6, 16, 16]])).logits
     assert torch.allclose(logits[..., 16], logits[..., :16].mean(-1), atol=1e-4)
     assert logits[..., :16].max(-1).values.gt(logits[..., 16]).all()
-
-
-def test_the_lm_heads_row_of_the_mask_is_not_trained_and_its_embedding_is() -> None:
-    objective = objective_for(tiny_model("llama"))
-    losses = objective.module(*objective.inputs(collate(TEXTS), 0)).losses
-    losses.sum().backward()
-    base = objective.module.base
-    assert not lm_head(base).grad[16].any() and embeddings(base).grad[16].any()
-    assert not objective.module.parts.markov.output.weight.grad[16].any()
 
 
 # --- going on with a stored one -------------------------------------------------------------------------------------
@@ -151,13 +131,6 @@ def test_a_stored_parallel_draft_goes_on_with_its_parts_its_mask_and_as_many_tok
     assert len(embeddings(initial.model)) == 17
 
 
-def test_a_stored_trimmed_one_goes_on_trimmed(tmp_path: Path) -> None:
-    objective_for(tiny_model("llama"), vocabulary=6).save(tmp_path)
-    initial = started(tiny_model("llama"), init={"from_model": str(tmp_path)})
-    assert initial.output_tokens is not None and len(initial.output_tokens) == 6
-    assert initial.parts is not None and initial.parts.config.outputs == 6
-
-
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
@@ -173,29 +146,13 @@ def test_a_stored_one_is_refused_where_the_recipe_asks_for_another(
         started(tiny_model("llama"), init={"from_model": str(stored)}, parallel=parallel)
 
 
-def test_a_stored_ordinary_draft_becomes_a_parallel_one(tmp_path: Path) -> None:
-    tiny_model("llama", seed=1).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    initial = started(tiny_model("llama"), init={"from_model": str(tmp_path)})
-    assert initial.parts is not None and len(embeddings(initial.model)) == 17
-
-
-def test_a_bias_on_capped_logits_is_refused() -> None:
-    target = tiny_model("gemma2", final_logit_softcapping=30.0)
-    with pytest.raises(ValueError, match="adds a bias to the logits, which a gemma2 draft caps: set it to 0"):
-        started(target)
-    assert started(target, parallel={"markov_rank": 0}).parts is not None
-
-
 # --- recipes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"lora": {"rank": 2}}, "which draft.lora has no place"),
         ({"teacher": {"folder": "x"}}, "reads_target needs the target's hidden states, which draft.teacher does not"),
-        ({"loss": {"hidden": 1}}, "draft.parallel needs a loss on the logits"),
         ({"policy": {"draft": 1}}, "which a parallel draft is not trained for"),
         ({"parallel": {"tokens": 1}}, "greater than or equal to 2"),
         ({"parallel": {"anchors": 0}}, "greater than or equal to 1"),
@@ -204,8 +161,3 @@ def test_a_bias_on_capped_logits_is_refused() -> None:
 def test_settings_that_no_parallel_draft_can_have_are_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         DraftSection.model_validate({"parallel": {}, **section})
-
-
-def test_a_cache_teaches_a_draft_that_does_not_read_the_target() -> None:
-    section = DraftSection.model_validate({"parallel": {"reads_target": False}, "teacher": {"folder": "x"}})
-    assert section.parallel is not None and section.parallel.tokens == 6

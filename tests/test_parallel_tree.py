@@ -12,7 +12,7 @@ from decoding.drafters.parallel import ParallelDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.parallel import ParallelConfig, ParallelDraft, ParallelParts, read_config
 from decoding.rules.best_tree import best_tree
-from trainer.drafts.rank_accuracies import rank_accuracies
+from trainer.drafts.parallel import rank_accuracies
 
 TEXT, PROMPT = (3, 1, 4, 1, 5, 9, 2, 6), 3
 """The roots are the tokens 3 to 6: of four labels one is four tokens behind its root, of five labels none."""
@@ -52,7 +52,7 @@ def test_the_fitted_tree_is_saved_and_drafted_unless_a_chain_is_asked_for(tmp_pa
     assert read_config(tmp_path).tree == wanted and len(wanted) == 5
     draft = ParallelDraft(objective.writing_draft().model, ParallelParts.from_pretrained(tmp_path, torch.float32))
     assert ParallelDrafter(draft).max_nodes == objective.drafter().max_nodes == 6
-    assert ParallelDrafter(draft, tokens=2).chains_only and ParallelDrafter(draft, dynamic_nodes=4).max_nodes == 4
+    assert ParallelDrafter(draft, tokens=2).chains_only
 
 
 def test_without_nodes_a_draft_keeps_its_chain_and_no_text_is_asked_for() -> None:

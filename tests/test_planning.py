@@ -4,69 +4,26 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from simulated_machine import Machine, chains, simulate
-from test_plan import all_trees, falling, is_prefix_closed, value
 
 from decoding.drafters.spec import DrafterSpec
-from decoding.measure.planning.acceptance import Passes, PathRecord
-from decoding.measure.planning.choose import Candidate, best, depth_by_batch_size, predict
-from decoding.measure.planning.sentences import verdict
-from decoding.measure.planning.step_costs import BLOCK, StepCosts, StepSeconds, StepSurvey
-from decoding.metrics import StepCount, break_even, expected_tokens
+from decoding.measure.planning.forms import RankCounts
+from decoding.measure.planning.step_costs import (
+    BLOCK,
+    Candidate,
+    Prediction,
+    StepCosts,
+    StepSeconds,
+    StepSurvey,
+    best,
+    depth_by_batch_size,
+)
+from decoding.measure.planning.views import basis
+from decoding.metrics import StepCount, expected_tokens, tokens_per_pass
 from decoding.policies import PLAIN, Budget
-from decoding.rules.best_tree import best_tree, expected_accepted, grows, ordered_tree
 from decoding.rules.tree import TokenTree, TreeShape
 
 SPEC = DrafterSpec("draft", "folder", {})
-
-
-# --- trees -----------------------------------------------------------------------------------------------------------
-
-
-def ordered_trees(ranks: Sequence[int], nodes: int) -> list[frozenset[tuple[int, ...]]]:
-    """Every tree of up to ``nodes`` paths in which a child stands only beside all children before it."""
-    found = [tree for size in range(1, nodes + 1) for tree in all_trees(ranks, size)]
-    return [tree for tree in found if all(not path[-1] or (*path[:-1], path[-1] - 1) in tree for path in tree)]
-
-
-@pytest.mark.parametrize(("depths", "ranks", "nodes"), [(2, 3, 4), (3, 2, 5)])
-def test_the_ordered_tree_accepts_as_much_as_the_best_of_all_even_where_shares_grow_with_the_rank(
-    depths: int, ranks: int, nodes: int
-) -> None:
-    trees = ordered_trees([ranks] * depths, nodes)
-
-    @given(st.lists(st.lists(st.floats(0, 0.9), min_size=ranks, max_size=ranks), min_size=depths, max_size=depths))
-    def check(shares: list[list[float]]) -> None:
-        tree = ordered_tree(shares, nodes)
-        assert len(tree) <= nodes and len(set(tree)) == len(tree) and is_prefix_closed(tree)
-        assert all(not path[-1] or (*path[:-1], path[-1] - 1) in tree for path in tree)
-        most = max(value(tuple(other), shares) for other in trees)
-        assert expected_accepted(tree, shares) == pytest.approx(value(tree, shares)) == pytest.approx(most, abs=1e-9)
-
-    check()
-
-
-@given(falling(3, 3))
-def test_where_no_share_grows_the_dynamic_program_is_worth_what_the_heap_is(shares: list[list[float]]) -> None:
-    assert not grows(shares)
-    for nodes in (1, 4, 9):
-        heap, program = best_tree(shares, nodes), ordered_tree(shares, nodes)
-        assert expected_accepted(program, shares) == pytest.approx(expected_accepted(heap, shares), abs=1e-9)
-
-
-def test_a_second_child_worth_more_than_the_first_brings_the_first_with_it() -> None:
-    """Child 1 is right with .5, child 0 with .1: two nodes are both children (.6), not child 0 and one below (.11)."""
-    shares = [[0.1, 0.5], [0.1, 0.1]]
-    assert grows(shares)
-    assert ordered_tree(shares, 1) == ((0,),)
-    assert ordered_tree(shares, 2) == ((0,), (1,))
-    assert ordered_tree(shares, 3) == ((0,), (1,), (1, 0))
-
-
-def test_a_child_that_is_never_right_is_left_out_of_an_ordered_tree() -> None:
-    assert ordered_tree([[0.5, 0.0], [0.5, 0.0]], 10) == ((0,), (0, 0))
 
 
 # --- the whole prediction on a machine whose truth is known ----------------------------------------------------------
@@ -76,7 +33,7 @@ def surveyed(machine: Machine, depth: int, rows: int, seed: int = 0) -> StepCost
     """The costs that a survey of chains finds on the machine, whose passes alone are measured without noise."""
     survey = StepSurvey(chains(depth), rows, samples=20)
     simulate(survey, machine, 0.7, 600 * BLOCK, chains(depth), rows=rows, seed=seed)
-    assert survey.done
+    assert survey.is_done()
     return StepCosts(survey.seconds(), {size: machine.verify(rows, size) for size in (1, 2, 4, 8, 16)})
 
 
@@ -95,7 +52,7 @@ def test_the_predicted_speedup_is_the_machine_s_within_a_few_percent(
     for candidate in chain_candidates(rate, 10):
         depth = candidate.budget.depth
         true = candidate.tokens / (draft * depth + machine.verify(rows, depth + 1)) * machine.verify(rows, 1)
-        assert predict(candidate, costs).speedup == pytest.approx(true, rel=0.05)
+        assert best([candidate], costs).speedup == pytest.approx(true, rel=0.05)
     chosen = best(chain_candidates(rate, 10), costs)
     budget = chosen.candidate.budget
     rate_of_chosen = chosen.candidate.tokens / (draft * budget.depth + machine.verify(rows, budget.nodes))
@@ -112,43 +69,30 @@ def test_steps_cut_short_by_a_text_s_end_and_steps_of_fewer_rows_are_not_measure
     assert survey.seconds() == {Budget(3, 4): StepSeconds(1.0, 2.0, 1.0)}
 
 
-def test_steps_of_a_lookup_that_found_nothing_count_as_often_as_they_occur() -> None:
-    survey = StepSurvey([Budget(4, 5)], rows=1, samples=1)
-    for drafted, seconds in [(4, 2.0), (4, 2.0), (0, 1.0), (0, 1.0), (0, 1.0), (4, 40.0)]:  # the last is a hiccup
-        survey.observe(Budget(4, 5), 1, [StepCount(1, 0, drafted, drafted)], 0.0, seconds, seconds)
-    # The first is not counted: one that drafted took 2, three without a draft 1 each, and 40 is left out.
-    assert survey.seconds()[Budget(4, 5)].verify == pytest.approx((2.0 + 3 * 1.0) / 4)
-
-
 # --- acceptance ------------------------------------------------------------------------------------------------------
 
 
 def test_tokens_per_pass_of_a_shorter_chain_come_from_the_passes_of_a_longer_one() -> None:
-    texts = (tuple(StepCount(emitted, emitted - 1, 4, 4) for emitted in (1, 3, 5)), (StepCount(2, 2, 2, 2),))
-    passes = Passes(texts)  # the last text ended with its second drafted token
-    assert passes.tokens_per_pass() == 11 / 4
-    assert [passes.tokens_per_pass(depth) for depth in (1, 2, 4)] == [7 / 4, 10 / 4 - 1 / 4, 11 / 4]
-    assert passes.reached() == [3 / 4, 3 / 4, 1 / 4, 1 / 4]
+    steps = [StepCount(emitted, emitted - 1, 4, 4) for emitted in (1, 3, 5)]
+    steps.append(StepCount(2, 2, 2, 2))  # its text ended with the second drafted token
+    assert tokens_per_pass(steps) == 11 / 4
+    assert [tokens_per_pass(steps, depth) for depth in (1, 2, 4)] == [7 / 4, 10 / 4 - 1 / 4, 11 / 4]
 
 
 def tree_of(*parents: int) -> TokenTree:
     return TokenTree.of_list(list(range(len(parents) + 1)), TreeShape((-1, *parents)))
 
 
-def test_a_record_of_paths_gives_shares_by_depth_and_place_and_the_worth_of_any_tree() -> None:
+def test_accepted_children_give_shares_by_depth_and_rank() -> None:
     tree = tree_of(0, 0, 1, 1, 2)  # children 1 and 2 of the root; 3 and 4 of node 1; 5 of node 2
-    record = PathRecord()
+    counts = RankCounts()
     for _ in range(100):
         for accepted in ((1, 3), (1, 3), (1,), (2, 5), ()):
-            record.add(tree, accepted)
-    shares = record.shares()
+            counts.add(tree, accepted)
+    shares = counts.shares()
     assert [len(depth) for depth in shares] == [2, 2]
     assert shares[0] == pytest.approx([3 / 5, 1 / 5], abs=0.01)
     assert shares[1] == pytest.approx([3 / 4, 0.0], abs=0.01)  # of 4 reached nodes; node 2 has one child only
-    assert record.expected_accepted([(0,)]) == pytest.approx(0.6)
-    assert record.expected_accepted([(0,), (1,), (0, 0), (1, 0)]) == pytest.approx(0.6 + 0.2 + 0.4 + 0.2)
-    # a path that was never drafted: its parent's worth times the share of its depth and place
-    assert record.expected_accepted([(1,), (1, 1)]) == pytest.approx(0.2 + 0.2 * shares[1][1])
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
@@ -164,7 +108,7 @@ def costs_of(draft: float, verify: Sequence[float], overhead: float = 0.0, plain
 
 def test_the_speedup_counts_the_overhead_of_both_loops() -> None:
     costs = costs_of(0.5, [1.0, 1.0, 1.0], overhead=0.5, plain_overhead=1.0)
-    found = predict(Candidate(SPEC, Budget(2, 3), tokens=2.5), costs)
+    found = Prediction(Candidate(SPEC, Budget(2, 3), tokens=2.5), costs.step(Budget(2, 3)), costs.plain)
     assert found.plain == 2.0 and found.cost == pytest.approx((1.0 + 1.0 + 0.5) / 2.0)
     assert found.speedup == pytest.approx(2.5 / 1.25)
 
@@ -177,30 +121,18 @@ def test_the_best_chain_is_that_of_the_formula(rate: float, cost: float, depth: 
     assert found.candidate.budget.depth == depth and found.speedup == pytest.approx(speedup, abs=0.005)
 
 
-def test_a_gain_needs_an_acceptance_above_the_cost_of_a_drafted_token() -> None:
-    assert break_even(costs_of(0.3, [1.0] * 5).of_chains(range(1, 5))) == pytest.approx(0.3, abs=1e-6)
-    assert break_even(costs_of(0.0, [1.0, 1.5]).of_chains([1])) == pytest.approx(0.5, abs=1e-6)
-    assert break_even(costs_of(1.1, [1.0] * 5).of_chains(range(1, 5))) is None  # every token costs more than a pass
-
-
 def test_depths_by_batch_size_cover_all_sizes_and_end_with_plain_decoding_where_nothing_pays() -> None:
     chains_of = {depth: expected_tokens(0.6, depth) for depth in (1, 2, 3, 4)}
     costs = {rows: costs_of(0.05, [1 + max(0, rows * nodes - 8) / 16 for nodes in range(1, 6)]) for rows in (1, 4, 16)}
-    ranges = depth_by_batch_size(chains_of, costs, longest=4)
+    ranges = depth_by_batch_size(chains_of, costs)
     assert ranges[0][0] == 1 and ranges[-1][1] == 16
     assert all(before[1] + 1 == after[0] for before, after in itertools.pairwise(ranges))
     depths = [depth for _, _, depth in ranges]
     assert depths == sorted(depths, reverse=True) and depths[0] == 4 and depths[-1] == 0
-    assert depth_by_batch_size(chains_of, {1: costs[1]}, longest=2) == [(1, 1, 2)]
+    assert depth_by_batch_size({depth: chains_of[depth] for depth in (1, 2)}, {1: costs[1]}) == [(1, 1, 2)]
 
 
-def test_where_speculation_cannot_pay_the_plan_says_what_a_step_costs_and_brings() -> None:
-    best_form = {
-        "depth": 4, "nodes": 5, "tokens_per_pass": 1.9, "cost": 2.7, "speedup": 0.7,
-        "seconds": {"draft": 0.4, "verify": 4.8, "overhead": 0.2},
-    }  # fmt: skip
-    cell = {"batch_size": 16, "choices": [{"drafter": "draft:x", "plain_seconds": 2.0, "best": best_form}]}
-    assert verdict(cell) == (
-        "batch 16: decode plainly: a step of draft:x costs 2.70 plain steps (drafting 0.20, verifying 5 tokens 2.40, "
-        "the rest 0.10) and brings 1.90 tokens"
-    )
+def test_a_plan_says_on_how_many_prompts_it_was_measured() -> None:
+    plan = {"prompts": 9, "halves": [5, 4], "max_new_tokens": 96, "seconds": 2.0, "drafters": [{"kind": "tree"}]}
+    assert "on 9 prompts, up to 96 new tokens each (trees chosen on 5 of them, judged on the other 4)" in basis(plan)
+    assert "trees" not in basis({**plan, "drafters": [{"kind": "chain"}]})

@@ -40,16 +40,6 @@ def test_without_a_terminal_a_line_comes_every_15_seconds_and_not_sooner() -> No
     ]
 
 
-def test_what_is_left_is_not_told_before_anything_is_done() -> None:
-    heard, clock = io.StringIO(), Clock()
-    with bar(heard, clock, 10) as progress:
-        clock.now += 16
-        progress.update(note="5 tokens/s")
-        clock.now += 16
-        progress.update(10, note="")
-    assert lines_of(heard) == ["answering [/b]: 0/10, 5 tokens/s", "answering [/b]: 10/10"]
-
-
 def test_short_and_long_rests_have_fitting_units_and_a_total_may_come_late() -> None:
     heard, clock = io.StringIO(), Clock()
     with bar(heard, clock, None) as progress:
@@ -61,24 +51,6 @@ def test_short_and_long_rests_have_fitting_units_and_a_total_may_come_late() -> 
         progress.update(3, total=3000)
     endings = [line.removeprefix("answering [/b]: ") for line in lines_of(heard)]
     assert endings == ["1", "2/4, about 40 s left", "3/3,000, about 16.6 h left"]
-
-
-def test_only_an_active_process_says_anything() -> None:
-    heard, clock = io.StringIO(), Clock()
-    with bar(heard, clock, 10, active=False) as progress:
-        clock.now += 60
-        progress.advance()
-    assert lines_of(heard) == []
-
-
-def test_work_that_goes_on_has_its_pace_from_where_it_began() -> None:
-    heard, clock = io.StringIO(), Clock()
-    with bar(heard, clock, 100) as progress:
-        clock.now += 50  # a checkpoint was read
-        progress.begin(90)
-        clock.now += 16
-        progress.update(92)
-    assert lines_of(heard) == ["answering [/b]: 92/100, about 64 s left"]
 
 
 def test_on_a_terminal_a_bar_is_drawn_in_place_of_lines_and_brackets_stay() -> None:

@@ -1,15 +1,10 @@
 """Prompt lookup: which continuations it finds, in which order, and that it keeps up with any text."""
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from drafter_checks import (
-    accept_some,
-    check_bounds,
-    check_budgets,
-    every_start,
     opened,
     paths,
     request,
@@ -23,11 +18,10 @@ from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import SamplingConfig
 
 
-def lookup(target: CausalLM, tokens: Sequence[int], depth: int = 99, nodes: int = 999, **settings: int) -> Proposal:
-    (proposal,) = opened(PromptLookupDrafter(**settings), target).propose([request(tokens, depth, nodes)])
+def lookup(target: CausalLM, text: Sequence[int], depth: int = 99, nodes: int = 999, **settings: int) -> Proposal:
+    (proposal,) = opened(PromptLookupDrafter(**settings), target).propose([request(text, depth, nodes)])
     return proposal
 
 
@@ -36,11 +30,16 @@ def chain(proposal: Proposal) -> list[int]:
     return proposal.tree.token_list[1:]
 
 
-def naive_paths(tokens: list[int], depth: int, max_ngram: int, min_ngram: int, branches: int) -> set[tuple[int, ...]]:
+def every_start(path: Sequence[int]) -> set[tuple[int, ...]]:
+    """Return all beginnings of a path, the path itself included."""
+    return {tuple(path[:length]) for length in range(1, len(path) + 1)}
+
+
+def naive_paths(tokens: list[int], depth: int, ngram: int, min_ngram: int, branches: int) -> set[tuple[int, ...]]:
     """Try every suffix, longest first, against every earlier place, latest first; four places for each branch."""
     found: set[tuple[int, ...]] = set()
     added = 0
-    for size in range(min(max_ngram, len(tokens)), min_ngram - 1, -1):
+    for size in range(min(ngram, len(tokens)), min_ngram - 1, -1):
         suffix = tokens[len(tokens) - size :]
         ends = [end for end in range(len(tokens) - 1, size - 1, -1) if tokens[end - size : end] == suffix]
         for end in ends[: 4 * branches]:
@@ -81,83 +80,35 @@ def test_prompt_lookup_is_the_naive_search_however_the_text_grows(
         assert branches > 1 or proposal.tree.shape.is_chain
 
 
-def test_it_continues_the_latest_occurrence_of_the_longest_suffix(tiny_llama: CausalLM) -> None:
-    def drafted(tokens: list[int], **settings: int) -> list[int]:
-        return chain(lookup(tiny_llama, tokens, num_draft_tokens=3, max_ngram=2, **settings))
-
-    assert drafted([1, 2, 7, 8, 9, 2, 5, 1, 2]) == [7, 8, 9], "the pair (1, 2) wins over the later 2"
-    assert drafted([1, 2, 7, 1, 2, 8, 1, 2]) == [8, 1, 2], "the later pair wins"
-    assert drafted([1, 2, 3]) == [], "nothing occurs twice"
-    assert drafted([1]) == [], "the suffix is no match of itself"
-    assert drafted([9, 2, 5, 1, 2], min_ngram=2) == [], "a single token is too short a match"
-
-
-def test_a_text_that_goes_round_is_continued_round_and_another_to_its_end(tiny_llama: CausalLM) -> None:
-    assert chain(lookup(tiny_llama, [3, 4, 4], num_draft_tokens=4)) == [4, 4, 4, 4]
-    assert chain(lookup(tiny_llama, [5, 6, 5, 6], num_draft_tokens=5)) == [5, 6, 5, 6, 5]
-    assert chain(lookup(tiny_llama, [6, 5, 9, 6], num_draft_tokens=5)) == [5, 9, 6], "6 5 9 occurred once"
-
-
 def test_a_proposal_tells_how_long_its_match_is_beyond_the_longest_ngram_too(tiny_llama: CausalLM) -> None:
     assert lookup(tiny_llama, [1, 2, 3]).matched == 0
     assert lookup(tiny_llama, [1, 2, 3, 2]).matched == 1
     # 1 2 3 4 5 stood before, behind another token; the n-gram that found it has three tokens.
-    assert lookup(tiny_llama, [7, 1, 2, 3, 4, 5, 6, 8, 1, 2, 3, 4, 5], max_ngram=3).matched == 5
+    assert lookup(tiny_llama, [7, 1, 2, 3, 4, 5, 6, 8, 1, 2, 3, 4, 5], ngram=3).matched == 5
     # The latest occurrence of the suffix counts, as it is the one continued: 9 4 5 there, 3 4 5 before.
-    assert lookup(tiny_llama, [3, 4, 5, 6, 9, 4, 5, 6, 3, 4, 5], max_ngram=2).matched == 2
+    assert lookup(tiny_llama, [3, 4, 5, 6, 9, 4, 5, 6, 3, 4, 5], ngram=2).matched == 2
 
 
 def test_branches_are_distinct_continuations_latest_first_that_share_their_beginning(tiny_llama: CausalLM) -> None:
     text = [1, 2, 5, 1, 3, 5, 1, 2, 6, 1, 2, 6, 1]
     # Behind the 1s, latest first: 2 6 1, then 2 6 1 again, then 3 5 1, then 2 5 1.
-    settings = {"num_draft_tokens": 3, "max_ngram": 1}
-    two = lookup(tiny_llama, text, num_branches=2, **settings).tree
+    settings = {"tokens": 3, "ngram": 1}
+    two = lookup(tiny_llama, text, branches=2, **settings).tree
     assert (two.token_list, two.shape.parents) == ([1, 2, 6, 1, 3, 5, 1], (-1, 0, 1, 2, 0, 4, 5))
-    three = lookup(tiny_llama, text, num_branches=3, **settings).tree
+    three = lookup(tiny_llama, text, branches=3, **settings).tree
     assert (three.token_list[7:], three.shape.parents[7:]) == ([5, 1], (1, 7)), "2 5 1 leaves 2 6 1 behind the 2"
-    assert lookup(tiny_llama, text, num_branches=9, **settings).tree.token_list == three.token_list
-
-
-def test_shorter_suffixes_give_the_branches_that_longer_ones_do_not(tiny_llama: CausalLM) -> None:
-    tree = lookup(tiny_llama, [1, 2, 7, 9, 2, 8, 1, 2], num_draft_tokens=1, max_ngram=2, num_branches=2).tree
-    assert tree.token_list == [2, 7, 8], "7 behind (1, 2), then 8 behind 2 alone"
-
-
-def test_the_first_branch_gets_the_nodes_where_they_are_few(tiny_llama: CausalLM) -> None:
-    text = [1, 2, 5, 1, 3, 5, 1]
-    settings = {"num_draft_tokens": 3, "max_ngram": 1, "num_branches": 2}
-    assert lookup(tiny_llama, text, nodes=4, **settings).tree.token_list == [1, 3, 5, 1]
-    assert lookup(tiny_llama, text, nodes=6, **settings).tree.token_list == [1, 3, 5, 1, 2, 5]
-
-
-@given(seed=st.integers(0, 2**32 - 1))
-def test_a_text_that_was_taken_back_is_forgotten(tiny_llama: CausalLM, seed: int) -> None:
-    chance = random.Random(seed)
-    drafter = PromptLookupDrafter(4, num_branches=3)
-    session = opened(drafter, tiny_llama)
-    text = [chance.randrange(3) for _ in range(5)]
-    for _ in range(8):
-        (proposal,) = session.propose([request(text)])
-        assert paths(proposal.tree) == paths(opened(drafter, tiny_llama).propose([request(text)])[0].tree)
-        text = text[: chance.randint(1, len(text))] + accept_some(proposal, chance, vocab=3)
-
-
-@given(seed=st.integers(0, 2**32 - 1), branches=st.integers(1, 4))
-def test_a_tree_stays_within_its_bounds(tiny_llama: CausalLM, seed: int, branches: int) -> None:
-    check_bounds(PromptLookupDrafter(6, num_branches=branches), tiny_llama, SamplingConfig(), seed)
+    assert lookup(tiny_llama, text, branches=9, **settings).tree.token_list == three.token_list
 
 
 def test_budgets_are_those_of_chains_or_of_that_many_branches() -> None:
     assert PromptLookupDrafter(3).budgets == (Budget(1, 2), Budget(2, 3), Budget(3, 4))
-    assert PromptLookupDrafter(2, num_branches=3).budgets == (Budget(1, 4), Budget(2, 7))
-    for branches in (1, 4):
-        check_budgets(PromptLookupDrafter(num_branches=branches))
+    assert PromptLookupDrafter(2, branches=3).budgets == (Budget(1, 4), Budget(2, 7))
 
 
 def test_a_second_branch_is_accepted_where_the_first_is_wrong(counting: CausalLM) -> None:
     # Behind 0 there was 1 and, later, 9: the counting target wants 1 2 3, the second branch.
     prompt = [0, 1, 2, 3, 4, 0, 9, 15]
-    steps = Engine(counting, PromptLookupDrafter(3, num_branches=2)).decode(prompt, DecodingConfig(5)).steps
+    steps = Engine(counting, PromptLookupDrafter(3, branches=2)).decode(prompt, DecodingConfig(5)).steps
     assert steps[1].accepted == 3
     assert Engine(counting, PromptLookupDrafter(3)).decode(prompt, DecodingConfig(5)).steps[1].accepted == 0
 
@@ -165,9 +116,9 @@ def test_a_second_branch_is_accepted_where_the_first_is_wrong(counting: CausalLM
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_draft_tokens": 0}, "num_draft_tokens is 0 and num_branches 1: give at least 1 of each"),
-        ({"num_branches": 0}, "num_draft_tokens is 10 and num_branches 0: give at least 1 of each"),
-        ({"max_ngram": 0}, "n-grams of 1 to 0 tokens: give 1 <= min_ngram <= max_ngram"),
+        ({"tokens": 0}, "tokens is 0 and branches 1: give at least 1 of each"),
+        ({"branches": 0}, "tokens is 10 and branches 0: give at least 1 of each"),
+        ({"ngram": 0}, "n-grams of 1 to 0 tokens: give 1 <= min_ngram <= ngram"),
         ({"min_ngram": 0}, "n-grams of 0 to 3 tokens"),
         ({"min_ngram": 4}, "n-grams of 4 to 3 tokens"),
     ],

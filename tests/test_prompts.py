@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from tiny_tokenizer import byte_tokenizer
 from tiny_training import tiny_tokenizer
@@ -48,33 +46,16 @@ def test_what_an_instruction_is_about_stands_behind_it(tmp_path: Path, row: str,
     assert conversation.text == prompt.decode()
 
 
-def test_a_text_with_its_answer_beside_it_is_asked_not_continued(tmp_path: Path) -> None:
-    path = written(tmp_path, '{"text": "a", "code": "b", "task_id": 1}\n{"text": "a"}\n')
-    assert read_prompts(path, byte_tokenizer(CHAT), 2) == [tuple(b"<a>:"), tuple(b"a")]
-
-
-def test_messages_give_their_first_one(tmp_path: Path) -> None:
-    row = '{"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]}'
-    assert read_prompts(written(tmp_path, row), byte_tokenizer(), 5) == [tuple(b"ab")]
-
-
-def test_a_named_field_wins_and_a_limit_holds(tmp_path: Path) -> None:
-    path = written(
-        tmp_path, '{"prompt": "a", "task": "x"}\n\n{"prompt": "b", "task": "y"}\n{"prompt": "c", "task": "z"}\n'
-    )
-    assert read_prompts(path, byte_tokenizer(), 2, field="task") == [tuple(b"x"), tuple(b"y")]
-
-
 def test_a_chat_template_is_used_for_questions_but_not_for_texts(tmp_path: Path) -> None:
     path = written(tmp_path, '{"prompt": "a"}\n{"text": "b"}\n')
     assert read_prompts(path, byte_tokenizer(CHAT), 2) == [tuple(b"<a>:"), tuple(b"b")]
+    assert read_prompts(written(tmp_path, '{"text": "b"}'), byte_tokenizer(CHAT), 1, field="text") == [tuple(b"<b>:")]
     assert encode_prompt("a", byte_tokenizer(CHAT), chat=False) == tuple(b"a")
-
-
-def test_only_the_first_tokens_of_a_text_are_taken_if_asked(tmp_path: Path) -> None:
-    assert read_prompts(written(tmp_path, '{"text": "abcdef"}'), byte_tokenizer(), 1, prompt_tokens=3) == [
-        tuple(b"abc")
-    ]
+    answered = written(tmp_path, '{"text": "a", "code": "b", "task_id": 1}')
+    assert read_prompts(answered, byte_tokenizer(CHAT), 1) == [tuple(b"<a>:")], "it is asked, not continued"
+    roles = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
+    messages = written(tmp_path, json.dumps({"messages": roles}))
+    assert read_prompts(messages, byte_tokenizer(CHAT), 1) == [tuple(b"<s><u>:")], "up to the first answer"
 
 
 @pytest.mark.parametrize(
@@ -91,19 +72,7 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path, content: str, complaint:
         read_prompts(written(tmp_path, content), byte_tokenizer(), 5)
 
 
-def test_messages_up_to_the_first_answer_go_through_the_template_whole(tmp_path: Path) -> None:
-    row = (
-        '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, '
-        '{"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}]}'
-    )
-    assert read_prompts(written(tmp_path, row), byte_tokenizer(CHAT), 1) == [tuple(b"<s><u>:")]
-
-
-def test_a_text_goes_through_the_template_if_its_field_is_named(tmp_path: Path) -> None:
-    assert read_prompts(written(tmp_path, '{"text": "b"}'), byte_tokenizer(CHAT), 1, field="text") == [tuple(b"<b>:")]
-
-
-@pytest.mark.parametrize("messages", ["5", "null", "[]", '[{"role": "user"}]', '[{"role": "user", "content": 3}]'])
+@pytest.mark.parametrize("messages", ["5", '[{"role": "user"}]', '[{"role": "user", "content": 3}]'])
 def test_malformed_messages_are_named_by_their_line(tmp_path: Path, messages: str) -> None:
     with pytest.raises(ValueError, match="line 1: "):
         read_prompts(written(tmp_path, '{"messages": ' + messages + "}"), byte_tokenizer(CHAT), 1)
@@ -114,11 +83,8 @@ def test_malformed_messages_are_named_by_their_line(tmp_path: Path, messages: st
     [
         ({"instruction": "Sum up.", "context": "Once.", "response": "x"}, "Sum up.\n\nOnce.", "response"),
         ({"problem": "1+1", "solution": "2"}, "1+1", "solution"),
-        ({"query": "q", "response": "r"}, "q", "response"),
-        ({"input": "q", "output": "r"}, "q", "output"),
         ({"prompt": None, "question": "q", "answer": None, "output": "r"}, "q", "output"),
         ({"text": "a long text", "code": "b"}, "a long text", None),
-        ({"text": "a long text", "output": None}, "a long text", None),
         ({"text": "write f", "code": "def f(): ...", "task_id": 3}, "write f", "code"),
         ({"text": "q", "response": "r"}, "q", "response"),
     ],
@@ -127,21 +93,6 @@ def test_what_is_noted_beside_a_text_does_not_make_it_a_prompt(
     row: dict[str, Any], prompt: str, answer: str | None
 ) -> None:
     assert prompt_of(row, None, "here")[1] == prompt and find_answer(row) == answer
-
-
-def test_a_conversation_of_sharegpt_is_asked_up_to_its_first_answer(tmp_path: Path) -> None:
-    turns = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}, {"from": "human", "value": "d"}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"conversations": turns}) + "\n")
-    tokenizer = tiny_tokenizer()
-    assert read_prompts(path, tokenizer, 5) == [tuple(tokenizer("a b")["input_ids"])]
-
-
-def test_prompts_are_read_from_parquet(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a"}, {"prompt": "b"}]), path)
-    found = read_conversations(path, None, None, 1, chat=False)
-    assert [(conversation.key.row, conversation.text) for conversation in found] == [(1, "a"), (2, "b")]
 
 
 def test_rows_in_another_container_are_refused_with_the_one_that_is_read(tmp_path: Path) -> None:
@@ -161,16 +112,11 @@ def test_rows_in_another_container_are_refused_with_the_one_that_is_read(tmp_pat
             read_prompts(tmp_path / name, tiny_tokenizer(), 5)
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
 def test_a_file_in_another_encoding_is_named_with_the_remedy(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n', encoding=encoding)
     with pytest.raises(ValueError, match=rf"rows\.jsonl is {encoding.upper()} .*save it as UTF-8"):
         list(read_rows(tmp_path / "rows.jsonl"))
-
-
-def test_a_mark_of_utf8_is_no_part_of_the_first_row(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n', encoding="utf-8-sig")
-    assert list(read_rows(tmp_path / "rows.jsonl")) == [(1, {"text": "a"})]
 
 
 def test_a_prompt_that_is_no_text_is_refused() -> None:

@@ -13,13 +13,15 @@ from tiny_models import full_forward, tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 from torch import nn
 
+from decoding.model.dtypes import quantised
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.quantise import quantised
 from trainer.data.batch import collate
-from trainer.drafts.job import DraftJob
+from trainer.drafts.distill import DistillObjective
+from trainer.job import Job
 from trainer.processes import Process
 from trainer.recipe.reading import parse_recipe
-from trainer.run.kinds import kind_of
+from trainer.run.assemble import assemble
+from trainer.target.loading import Target
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +46,12 @@ def test_all_linear_layers_are_rounded_and_the_lm_head_if_that_is_asked_for() ->
             assert torch.equal(ours, theirs * 0.5 if is_rounded else theirs), name
 
 
-def job_of(folder: Path, **changes: Any) -> DraftJob:
+def job_of(folder: Path, **changes: Any) -> Job:
     write_target(folder / "target")
     write_corpus(folder)
     recipe = parse_recipe({**recipe_content(folder, "draft"), **changes})
-    job = kind_of(recipe).assemble(torch.device("cpu"), Process(console=Console(file=io.StringIO())))
-    assert isinstance(job, DraftJob)
+    job = assemble(recipe, torch.device("cpu"), Process(console=Console(file=io.StringIO())))
+    assert isinstance(job.objective, DistillObjective) and isinstance(job.target, Target)
     return job
 
 

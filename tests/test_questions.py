@@ -1,7 +1,6 @@
 """Questions: what the files of benchmarks become, which are chosen, and the prompts that ask them."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,10 @@ def test_spec_benchs_thirteen_categories_are_six_tasks(tmp_path: Path) -> None:
     found = read_questions(written(tmp_path, *spec_bench(*sorted(MT_BENCH), *others)))
     assert list(dict.fromkeys(question.task for question in found)) == ["mt_bench", *others]
     assert found[0].id == "81" and found[0].later == ("b",)
-
-
-def test_mt_bench_alone_keeps_its_eight_categories(tmp_path: Path) -> None:
-    found = read_questions(written(tmp_path, *spec_bench(*sorted(MT_BENCH))))
-    assert [question.task for question in found] == sorted(MT_BENCH)
+    alone = read_questions(written(tmp_path, *spec_bench(*sorted(MT_BENCH))))
+    assert [question.task for question in alone] == sorted(MT_BENCH)
+    twice = read_questions(written(tmp_path, {"id": "x", "prompt": "a"}, {"id": "x", "prompt": "b"}))
+    assert [question.id for question in twice] == ["1", "2"], "ids that come twice give way to the lines"
 
 
 def user(content: str) -> tuple[dict[str, str], ...]:
@@ -65,14 +63,10 @@ def test_the_rows_of_known_files_are_read_by_their_fields(tmp_path: Path, row: A
     assert read_questions(written(tmp_path, row)) == [question]
 
 
-def test_ids_that_come_twice_give_way_to_the_lines(tmp_path: Path) -> None:
-    found = read_questions(written(tmp_path, {"id": "x", "prompt": "a"}, {"id": "x", "prompt": "b"}))
-    assert [question.id for question in found] == ["1", "2"]
-
-
 def test_a_folder_of_one_set_is_read_shard_after_shard_and_one_of_several_is_refused(tmp_path: Path) -> None:
-    for shard in (1, 0):
-        written(tmp_path, {"turns": [f"shard {shard}"]}, name=f"qualitative/test-0000{shard}-of-00002.jsonl")
+    written(tmp_path, {"turns": ["shard 1"]}, name="qualitative/test-00001-of-00002.jsonl")
+    first = pyarrow.table({"turns": [["shard 0"]]})
+    pyarrow.parquet.write_table(first, tmp_path / "qualitative" / "test-00000-of-00002.parquet")
     found = read_questions(tmp_path / "qualitative")
     assert [question.opening[0]["content"] for question in found] == ["shard 0", "shard 1"]
     assert read_questions(tmp_path) == found
@@ -83,17 +77,10 @@ def test_a_folder_of_one_set_is_read_shard_after_shard_and_one_of_several_is_ref
         read_questions(tmp_path)
 
 
-def test_parquet_is_read(tmp_path: Path) -> None:
-    rows = {"question_id": ["q1"], "category": ["coding"], "turns": [["a", "b"]]}
-    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "test.parquet")
-    (question,) = read_questions(tmp_path)
-    assert (question.id, question.later) == ("q1", ("b",))
-
-
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        ({"turns": ["a", None]}, "line 1: a later turn is NoneType, not text"),
+        ({"turns": ["a", None]}, "line 1: the prompt is NoneType, not text"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "line 1: nothing is asked before the first answer"),
     ],
 )
@@ -106,12 +93,6 @@ def test_the_tools_of_a_question_stand_in_its_prompt(tmp_path: Path) -> None:
     template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHAT
     (question,) = read_questions(written(tmp_path, {"prompt": "one", "tools": '[{"name": "f"}]'}))
     assert text(Asker([question], byte_tokenizer(template)).prompt(0)) == "f <u>one<a>"
-
-
-def test_a_damaged_parquet_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "test.parquet").write_bytes(b"no Parquet")
-    with pytest.raises(ValueError, match=r"test\.parquet is not a readable Parquet file"):
-        read_questions(tmp_path)
 
 
 def test_an_empty_file_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
@@ -162,20 +143,10 @@ def test_a_context_is_filled_with_the_rows_before_and_never_exceeded() -> None:
     assert text(asked.prompt(2, context=13)) == "<u>b\n\ncccc<a>"
     assert text(asked.prompt(0, context=99)) == "<u>bbbb\n\ncccc\n\naaaa<a>"
     assert text(asked.prompt(1, context=8)) == "<u>bb<a>"
+    plain = [Question("0", None, user("abcdef"), plain=True)]
+    assert text(Asker(plain, byte_tokenizer(CHAT)).prompt(0, context=4)) == "abcd", "a plain text is cut at its end"
     with pytest.raises(ValueError, match="a context of 6 tokens has no room for question 1 in its chat template"):
         asked.prompt(1, context=6)
-
-
-def test_a_plain_text_longer_than_the_context_is_cut_at_its_end() -> None:
-    questions = [Question("0", None, ({"role": "user", "content": "abcdef"},), plain=True)]
-    assert text(Asker(questions, byte_tokenizer(CHAT)).prompt(0, context=4)) == "abcd"
-
-
-def test_a_question_longer_than_the_longest_prompt_loses_its_beginning_and_others_stay_as_they_are() -> None:
-    asked = replace(asker(("abcdef", "two"), ("xy",)), longest=10)
-    assert text(asked.prompt(0)) == "<u>cdef<a>"
-    assert text(asked.prompt(1)) == "<u>xy<a>", "a short one is not filled"
-    assert text(asked.prompt(0, answers=[b"yes"])) == "<u>abcdef<a>yes<u>two<a>", "a later turn is not cut"
 
 
 def test_an_account_is_given_of_the_template_and_the_turns() -> None:

@@ -1,7 +1,7 @@
 """Runs of an evaluation as records: dealt, written as they come, gone on with after a kill, and asked turn by turn."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,20 @@ import pytest
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
-from decoding.measure.evaluate import Measurement, cells_of, measure, report_of
+from decoding.measure.evaluate import Measurement, cells_of, report_of
 from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, settings_of, standard_methods
-from decoding.measure.questions import Asker, Question
-from decoding.measure.records import Cell, Records, check_identity, open_records, provenances, read_lines, record_files
+from decoding.measure.questions import Asker, Question, TokenPrompts, waves_of
+from decoding.measure.records import (
+    GridCell,
+    Records,
+    check_identity,
+    open_records,
+    provenances,
+    read_lines,
+    record_files,
+)
 from decoding.measure.rows import figures_of
 from decoding.measure.samples import pieces_of, samples_of
-from decoding.measure.waves import TokenPrompts, waves_of
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 
@@ -31,7 +38,7 @@ class Killed(Exception):
 
 @pytest.fixture(scope="module")
 def methods(tiny_llama: CausalLM, tiny_draft: CausalLM) -> list[Method]:
-    drafters = {"draft": DraftModelDrafter(tiny_draft, (1, 1)), "lookup": PromptLookupDrafter(2)}
+    drafters = {"draft": DraftModelDrafter(tiny_draft, 2), "lookup": PromptLookupDrafter(2)}
     return standard_methods(tiny_llama, drafters, CONFIG)
 
 
@@ -65,7 +72,7 @@ def whole(tiny_llama: CausalLM, methods: list[Method], tmp_path_factory: pytest.
 def report(tiny_llama: CausalLM, methods: list[Method]) -> dict[str, Any]:
     """The report of all methods, peers too."""
     measurement = Measurement(tiny_llama, methods, TokenPrompts(PROMPTS), replace(CONFIG, max_new_tokens=4))
-    measure(measurement)
+    measurement.run()
     return report_of(measurement)
 
 
@@ -74,24 +81,17 @@ def report(tiny_llama: CausalLM, methods: list[Method]) -> dict[str, Any]:
 
 def test_a_wave_is_one_question_alone_and_in_batches_about_twice_the_batch_of_one_task() -> None:
     tasks = ["a"] * 9 + ["b"] * 3
-    assert [wave.places for wave in waves_of(tasks, 1)] == [(place,) for place in range(12)]
-    assert [len(wave.places) for wave in waves_of(tasks, 2)] == [4, 5, 3]
-    assert [wave.places for wave in waves_of(["a", "b", "a"], 4)] == [(0, 2), (1,)]
+    assert [wave.questions for wave in waves_of(tasks, 1)] == [(place,) for place in range(12)]
+    assert [len(wave.questions) for wave in waves_of(tasks, 2)] == [4, 5, 3]
+    assert [wave.questions for wave in waves_of(["a", "b", "a"], 4)] == [(0, 2), (1,)]
 
 
 def test_the_grid_has_every_pair_and_a_setting_at_every_temperature_but_greedy_once() -> None:
     config = EvaluationConfig(settings=SETTINGS, temperatures=(0.5, 1.0), batch_sizes=(1, 8), contexts=(512, 2048))
-    assert cells_of(config) == [Cell(1, 512), Cell(1, 2048), Cell(8, 512), Cell(8, 2048)]
+    assert cells_of(config) == [GridCell(1, 512), GridCell(1, 2048), GridCell(8, 512), GridCell(8, 2048)]
     assert [setting.name for setting in settings_of(config)] == [
         *("greedy", "T=0.5", "T=1", "T=0.5, typical", "T=1, typical")
     ]
-
-
-def test_temperatures_and_batch_sizes_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"temperatures are 0: give numbers above 0 \(0 is the setting greedy\)"):
-        EvaluationConfig(temperatures=(0.0,))
-    with pytest.raises(ValueError, match=r"batch_sizes is \[4, 0\]: give at least one, each of at least 1"):
-        EvaluationConfig(batch_sizes=(4, 0))
 
 
 def test_every_cell_has_the_same_texts_and_assisted_generation_only_where_one_text_is_decoded_at_a_time(
@@ -134,68 +134,55 @@ def test_a_row_says_the_rule_the_shape_and_how_its_drafts_are_chosen(report: dic
             assert row["tokens_per_pass"]["value"] == pytest.approx(row["acceptance_length"] - short)
 
 
-def scripted(name: str, seconds: Sequence[float], counts: tuple[StepCount, ...] = ()) -> Method:
-    """Writes eleven tokens, ten of them after the prefill, in the seconds of the prompt's place."""
-
-    def run(prompt: Sequence[int], seed: int) -> Run:
-        return Run((3,) * 11, 10, 1.0, seconds[seed], counts)
-
-    return Method("greedy", name, "lossless", run)
+def scripted(name: str, run: Callable[[Sequence[int], int], Run], temperature: float = 0.0) -> Method:
+    setting = f"T={temperature:g}" if temperature else "greedy"
+    return Method(setting, name, "lossless", run, temperature=temperature)
 
 
-def test_the_prompts_that_tell_the_two_fastest_apart_are_counted(tiny_llama: CausalLM) -> None:
-    slow, fast = (1.0, 1.0, 1.0, 1.0), (0.5, 0.25, 0.5, 0.25)
-    chosen = [scripted("plain", slow), scripted("a", fast), scripted("b", (0.5, 0.5, 0.5, 0.5))]
-    config = EvaluationConfig(max_new_tokens=4, settings=("greedy",))
-    measurement = Measurement(tiny_llama, chosen, TokenPrompts([(1,)] * 4), config)
+def measured(
+    target: CausalLM, methods: list[Method], source: Any, **settings: Any
+) -> tuple[dict[str, Any], Measurement]:
+    """The figures of methods of no model's making, and the finished measurement."""
+    measurement = Measurement(target, methods, source, EvaluationConfig(**settings))
     measurement.run()
-    (enough,) = figures_of(measurement.records, chosen, [Cell(1, None)], dict.fromkeys("0123"))["enough"]
-    assert (enough["setting"], enough["first"], enough["second"]) == ("greedy", "a", "b")
-    # Logs of the ratios 1, 2, 1, 2: mean 0.3466, standard deviation 0.4002; (2.8016 x 0.4002 / 0.3466) squared = 10.5.
-    assert enough["difference"]["value"] == pytest.approx(2**0.5) and enough["needed_prompts"] == 11
+    tasks = dict(zip(source.ids, source.tasks, strict=True))
+    return figures_of(measurement.records, methods, [GridCell(1, None)], tasks), measurement
 
 
-def test_one_observation_has_no_interval(tiny_llama: CausalLM) -> None:
-    """Its resamples are all alike: an interval of no width would promise what nothing shows."""
-    chosen = [scripted("plain", (1.0,), (StepCount(2, 1, 1, 1),)), scripted("a", (0.5,), (StepCount(2, 1, 1, 1),))]
-    measurement = Measurement(tiny_llama, chosen, TokenPrompts([(1,)]), EvaluationConfig(settings=("greedy",)))
-    measurement.run()
-    found = figures_of(measurement.records, chosen, [Cell(1, None)], {"0": None})
+def asker(*questions: Question) -> Asker:
+    return Asker(list(questions), byte_tokenizer())
+
+
+def question(name: str, text: str, *later: str, task: str | None = None) -> Question:
+    return Question(name, task, ({"role": "user", "content": text},), later)
+
+
+COUNT = (StepCount(2, 1, 1, 1),)
+
+
+def test_one_observation_has_no_interval_as_its_resamples_are_all_alike(tiny_llama: CausalLM) -> None:
+    seconds = {"plain": 1.0, "a": 0.5}
+    chosen = [scripted(name, lambda _, seed, s=s: Run((3,) * 11, 10, 1.0, s, COUNT)) for name, s in seconds.items()]
+    found, _ = measured(tiny_llama, chosen, TokenPrompts([(1,)]), settings=("greedy",))
     figures = [found["rows"][1][key] for key in ("speedup_of_totals", "tokens_per_second", "tokens_per_pass")]
     assert [each["value"] for each in figures] == [2.0, 20.0, 2.0]
-    assert all(each["low"] is each["high"] is None for each in (*figures, found["enough"][0]["difference"]))
+    assert all(each["low"] is each["high"] is None for each in figures)
 
 
 def test_the_rows_of_a_task_are_those_of_its_questions_alone(tiny_llama: CausalLM) -> None:
-    counts = {0: (StepCount(2, 1, 1, 1),), 1: (StepCount(1, 0, 1, 1),)}
-
-    def run(prompt: Sequence[int], seed: int) -> Run:
-        return Run((3, 3, 3), 2, 1.0, 1.0, counts[seed])
-
-    chosen = [Method("greedy", "plain", "lossless", run)]
-    source = Asker(
-        [Question(name, task, ({"role": "user", "content": "a"},)) for name, task in (("x", "qa"), ("y", "rag"))],
-        byte_tokenizer(),
-    )
-    measurement = Measurement(tiny_llama, chosen, source, EvaluationConfig(settings=("greedy",)))
-    measurement.run()
-    tasks = figures_of(measurement.records, chosen, [Cell(1, None)], {"x": "qa", "y": "rag"})["tasks"]
+    counts = {0: COUNT, 1: (StepCount(1, 0, 1, 1),)}
+    chosen = [scripted("plain", lambda _, seed: Run((3, 3, 3), 2, 1.0, 1.0, counts[seed]))]
+    source = asker(question("x", "a", task="qa"), question("y", "a", task="rag"))
+    tasks = measured(tiny_llama, chosen, source, settings=("greedy",))[0]["tasks"]
     assert [(row["task"], row["prompts"], row["tokens_per_pass"]["value"]) for row in tasks] == [
-        ("qa", 1, 2.0),
-        ("rag", 1, 1.0),
+        *(("qa", 1, 2.0), ("rag", 1, 1.0))
     ]
 
 
 def test_turns_and_rounds_of_a_question_are_one_observation_of_acceptance(tiny_llama: CausalLM) -> None:
     """They are not independent, so whole questions are resampled: three here, not six texts."""
-
-    def run(prompt: Sequence[int], seed: int) -> Run:
-        return Run((3, 3, 3), 2, 1.0, 1.0, (StepCount(2, 1, 1, 1),))
-
-    chosen = [Method("T=1", "plain", "lossless", run, temperature=1.0)]
-    measurement = Measurement(tiny_llama, chosen, TokenPrompts([(1,)] * 3), EvaluationConfig(rounds=2))
-    measurement.run()
-    (row,) = figures_of(measurement.records, chosen, [Cell(1, None)], dict.fromkeys("012"))["rows"]
+    chosen = [scripted("plain", lambda _, seed: Run((3, 3, 3), 2, 1.0, 1.0, COUNT), temperature=1.0)]
+    (row,) = measured(tiny_llama, chosen, TokenPrompts([(1,)] * 3), rounds=2)[0]["rows"]
     assert row["passes"] == 6 and row["tokens_per_pass"]["observations"] == 3
     assert row["accepted_per_pass"]["observations"] == row["tokens_per_second"]["observations"] == 3
 
@@ -203,32 +190,24 @@ def test_turns_and_rounds_of_a_question_are_one_observation_of_acceptance(tiny_l
 # --- later turns ------------------------------------------------------------------------------------------------------
 
 
-def recording(prompts: list[tuple[str, tuple[int, ...]]], name: str, answer: bytes) -> Method:
+def recording(prompts: list[tuple[str, bytes]], name: str, answer: bytes) -> Method:
     def run(prompt: Sequence[int], seed: int) -> Run:
-        prompts.append((name, tuple(prompt)))
+        prompts.append((name, bytes(prompt)))
         return Run(tuple(answer), len(answer) - 1, 1.0, 1.0)
 
-    return Method("T=1", name, "lossless", run, temperature=1.0)
+    return scripted(name, run, temperature=1.0)
 
 
 def test_all_methods_are_asked_the_second_turn_behind_plain_decodings_answer(tiny_llama: CausalLM) -> None:
-    asked: list[tuple[str, tuple[int, ...]]] = []
+    asked: list[tuple[str, bytes]] = []
     chosen = [recording(asked, "plain", b"yes"), recording(asked, "other", b"no!")]
-    question = Question("q", None, ({"role": "user", "content": "one"},), ("two",))
-    source = Asker([question], byte_tokenizer())
-    measurement = Measurement(tiny_llama, chosen, source, EvaluationConfig(max_new_tokens=4))
-    measurement.run()
-    second = tuple(b"one\nyes\ntwo")
-    assert {(name, prompt) for name, prompt in asked if prompt == second} == {("plain", second), ("other", second)}
+    measured(tiny_llama, chosen, asker(question("q", "one", "two")), max_new_tokens=4)
+    assert {name for name, prompt in asked if prompt == b"one\nyes\ntwo"} == {"plain", "other"}
 
 
 def test_a_later_turn_that_grew_too_long_is_left_out_and_counted(tiny_llama: CausalLM) -> None:
-    chosen = [recording([], "plain", b"y" * 60)]
-    question = Question("q", None, ({"role": "user", "content": "o" * 30},), ("two",))
-    source = Asker([question], byte_tokenizer())  # 30 + 60 + ... tokens, and the target holds 96
-    measurement = Measurement(tiny_llama, chosen, source, EvaluationConfig(max_new_tokens=10))
-    measurement.run()
-    figures = figures_of(measurement.records, chosen, [Cell(1, None)], {"q": None})
+    source = asker(question("q", "o" * 30, "two"))  # 30 + 60 + ... tokens, and the target holds 96
+    figures, measurement = measured(tiny_llama, [recording([], "plain", b"y" * 60)], source, max_new_tokens=10)
     assert figures["later_turns_left_out"] == 1 and figures["prompts"] == 1
     assert measurement.total() == 0, "nothing is left to do"
 
@@ -273,20 +252,21 @@ def test_any_number_of_processes_writes_the_same_texts_and_goes_on_with_those_of
 
 
 def test_records_of_other_settings_are_refused_by_the_first_difference(tmp_path: Path) -> None:
-    open_records(tmp_path, 0, PROVENANCE).close()
+    records = open_records(tmp_path, 0, PROVENANCE)
+    records.add({"cost_curve": {"1": 0.5}})
+    records.close()
     check_identity(tmp_path, {"max_new_tokens": 6})
-    with pytest.raises(ValueError, match="holds runs with max_new_tokens 6, not max_new_tokens 8: give another output"):
+    with pytest.raises(ValueError, match="holds runs with max_new_tokens 6, not 8: give another output"):
         check_identity(tmp_path, {"max_new_tokens": 8})
 
 
 def test_only_a_run_that_adds_something_leaves_its_own_provenance(tmp_path: Path) -> None:
-    for commit in ("a", "b"):
-        open_records(tmp_path, 0, {"identity": {}, "commit": commit}).close()
-    assert [each["commit"] for each in provenances(tmp_path)] == ["a"]
-    records = open_records(tmp_path, 0, {"identity": {}, "commit": "b"})
-    records.add({"cost_curve": {"1": 0.5}})
-    records.close()
-    assert [each["commit"] for each in provenances(tmp_path)] == ["a", "b"]
+    for commit, adds in (("a", True), ("b", False), ("c", True)):
+        records = open_records(tmp_path, 0, {"identity": {}, "commit": commit})
+        if adds:
+            records.add({"cost_curve": {"1": 0.5}})
+        records.close()
+    assert [each["commit"] for each in provenances(tmp_path)] == ["a", "c"]
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
@@ -312,16 +292,7 @@ def test_a_text_with_a_secret_is_no_sample_and_that_of_a_prompt_is_withheld_whol
         return Run(tuple(text), len(text) - 1, 1.0, 1.0, (StepCount(len(text) - 1, len(text) - 2, 30, 30),))
 
     prompts = ("b", secret + " " * 390)  # the last 400 characters begin inside the secret
-    source = Asker(
-        [Question(name, None, ({"role": "user", "content": name},)) for name in prompts],
-        byte_tokenizer(),
-    )
-    chosen = [
-        Method("T=1", name, "lossless", run, temperature=1.0, shape=shape)
-        for name, shape in (("plain", None), ("draft", "chain"))
-    ]
-    measurement = Measurement(tiny_llama, chosen, source, EvaluationConfig())
-    measurement.run()
-    rows = figures_of(measurement.records, chosen, [Cell(1, None)], dict.fromkeys(prompts))["rows"]
-    (sample,) = samples_of(measurement, rows, byte_tokenizer())
+    chosen = [replace(scripted(name, run, 1.0), shape=shape) for name, shape in (("plain", None), ("draft", "chain"))]
+    figures, measurement = measured(tiny_llama, chosen, asker(*(question(name, name) for name in prompts)))
+    (sample,) = samples_of(measurement, figures["rows"], byte_tokenizer())
     assert sample["pieces"] == [["ok", False]] and sample["prompt"] == "(withheld)" + " " * 390

@@ -1,61 +1,42 @@
-"""What a report says of its figures: totals before medians, shares with counts, sentences that its data bear out."""
+"""A report as sentences, tables, pictures and one page, which say no more than its data."""
 
 import io
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib import pyplot as plt
+from full_report import COUNTS, DRAFT, HEADS, PEER, estimate, full_report, row
 from rich.console import Console
 
-from decoding.drafters import DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter
-from decoding.drafters.draft_tree import DraftTreeDrafter
-from decoding.measure.evaluate import EvaluationConfig, Method, Run, evaluate, standard_methods
-from decoding.measure.figures import counted, estimate, identical, number, shares, speedup
-from decoding.measure.report import markdown_table, speedup_figure, table_rows, terminal_table, write_html
-from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.measure import figures
+from decoding.measure.figures import answers, caption, greedy_sentence, methods
+from decoding.measure.report.curves import crossover_figure, speedup_curves
+from decoding.measure.report.page import bar_charts, write_html
+from decoding.measure.report.style import COLOURS, GRID, INK, css, panel, series, shade_below_one, styled, svg
+from decoding.measure.report.tables import (
+    COLUMNS,
+    TerminalReport,
+    markdown_table,
+    page_tables,
+    table_rows,
+    terminal_table,
+)
 
-PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8)]
-ESTIMATE = {"value": 2.5, "low": 2.25, "high": 2.75, "observations": 12}
-SPREAD = {"median": 1.75, "low_quartile": 1.5, "high_quartile": 2.0, "observations": 12}
+REPORT = full_report()
 NOTHING = {"value": None, "low": None, "high": None, "observations": 0}
-NO_SPREAD = {"median": None, "low_quartile": None, "high_quartile": None, "observations": 0}
-
-
-def method(name: str, seconds: dict[int, float]) -> Method:
-    """Writes two texts of 11 tokens and, for the prompt of two tokens, one of 101, in seconds by the prompt's length.
-
-    The first token comes from the prefill, which takes a second.
-    """
-
-    def run(prompt: Any, seed: int) -> Run:
-        tokens = 101 if len(prompt) == 2 else 11
-        return Run(tuple([3] * tokens), tokens - 1, 1.0, seconds[len(prompt)])
-
-    return Method("greedy", name, "lossless", run)
-
-
-def measured(target: CausalLM) -> dict[str, Any]:
-    """A method that is twice as fast on two short texts, and as fast as plain decoding on the long one."""
-    methods = [method("plain", {3: 2.0, 2: 20.0}), method("quick", {3: 1.0, 2: 20.0})]
-    report = evaluate(target, methods, PROMPTS, EvaluationConfig(max_new_tokens=4))
-    row: dict[str, Any] = report["rows"][1]
-    return {**report, "rows": [row]}
 
 
 def of_rows(*compared: dict[str, Any] | None, **facts: Any) -> dict[str, Any]:
     """A report with a greedy row for each of these comparisons, in bf16 on a CPU unless told otherwise."""
+    spread = {"median": 1.75, "low_quartile": 1.5, "high_quartile": 2.0, "observations": 12}
     rows = [
         {
             "setting": "greedy",
             "method": f"method {index}",
             "label": "lossless",
             "identical_to_plain": each,
-            "tokens_per_second": ESTIMATE,
-            "speedup": SPREAD,
+            "tokens_per_second": estimate(2.5),
+            "speedup": spread,
         }
         for index, each in enumerate(compared)
     ]
@@ -63,102 +44,191 @@ def of_rows(*compared: dict[str, Any] | None, **facts: Any) -> dict[str, Any]:
     return {**about, "prompts": 1, "max_new_tokens": 4, "commit": "c", "versions": {}, **facts, "rows": rows}
 
 
-def parted(identical: int, of: int, margin: float | None, early: int = 0) -> dict[str, Any]:
-    return {"identical": identical, "of": of, "largest_margin": margin, "ended_early": early}
+def parted(same: int, of: int, margin: float | None, early: int = 0) -> dict[str, Any]:
+    return {"identical": same, "of": of, "largest_margin": margin, "ended_early": early}
 
 
-# --- speed-ups ------------------------------------------------------------------------------------------------------
+def shown(report: dict[str, Any], width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(TerminalReport(report))
+    return console.export_text()
 
 
-def test_the_speed_up_of_totals_weighs_a_text_by_its_time_and_the_median_does_not(tiny_llama: CausalLM) -> None:
-    """24 seconds of plain decoding against 22; of three paired runs two are twice as fast."""
-    (row,) = measured(tiny_llama)["rows"]
-    assert row["speedup_of_totals"]["value"] == pytest.approx(24 / 22) and row["speedup"]["median"] == 2.0
-    assert row["speedup_with_prefill_of_totals"]["value"] == pytest.approx(27 / 25)
-    assert row["speedup_of_totals"]["low"] is None and row["speedup_of_totals"]["observations"] == 3  # of eight or more
-    assert row["speedup_over_transformers"] is None and row["speedup_over_transformers_of_totals"] is None
+def page_of(report: dict[str, Any], folder: Path) -> str:
+    write_html(report, folder / "report.html")
+    return (folder / "report.html").read_text().replace("\N{NO-BREAK SPACE}", " ").replace("&#39;", "'")
 
 
-def test_every_table_and_the_page_say_both_speed_ups_the_totals_first(tiny_llama: CausalLM, tmp_path: Path) -> None:
-    report = measured(tiny_llama)
-    assert speedup(report["rows"][0]) == "1.09×; median 2.00× [1.50, 2.00]"
-    console = Console(file=io.StringIO(), width=250, record=True)
-    console.print(terminal_table(report))
-    assert re.search(r"1\.09× .*\n.*median 2\.00× \[1\.50, 2\.00\]", console.export_text())
-    write_html(report, tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text().replace("\N{NO-BREAK SPACE}", " ")
-    for place in (markdown_table(report), page):
-        assert "1.09×; median 2.00× [1.50, 2.00]" in place
-    figure = speedup_figure(report)
-    drawn = figure.axes[0]
-    assert [bar.get_width() for bar in drawn.patches] == [pytest.approx(24 / 22)]  # type: ignore[attr-defined]
-    assert [text.get_text() for text in drawn.texts] == ["1.09×"]
-    plt.close(figure)
+# --- figures and sentences --------------------------------------------------------------------------------------------
 
 
-def test_a_share_is_said_with_what_it_is_a_share_of() -> None:
-    found = [
-        {"value": 0.887, "low": 0.8, "high": 0.9, "observations": 1312},
-        {"value": 1.0, "low": 0.2, "high": 1, "observations": 1},
+def test_figures_say_their_interval_and_count_and_are_a_dash_if_not_measured() -> None:
+    share = {"value": 0.887, "low": 0.8, "high": 0.9, "observations": 1312}
+    assert figures.shares([share, NOTHING, share], most=2) == "0.89 (1,312) –"
+    assert figures.estimate(estimate(2.5), "×") == "2.50× [2.25, 2.75]"
+    assert figures.estimate({**estimate(2.5), "low": None}) == "2.50"
+    totals = {"speedup_of_totals": estimate(2.0), "speedup": row("greedy", DRAFT)["speedup"]}
+    assert figures.speedup(totals) == "2.00× [1.80, 2.20]; median 2.75× [2.50, 3.00]", "the totals come first"
+    for dash in (figures.number(None), figures.estimate(NOTHING), figures.shares([]), figures.speedup({})):
+        assert dash == "–"
+
+
+def test_the_answer_names_the_fastest_method_and_where_it_no_longer_pays() -> None:
+    """At T=1 the draft model gains 2.5 × 0.8 at 512 tokens of context, and 0.4 of this at 8,192."""
+    assert answers(REPORT) == [
+        "Fastest: draft model, 4 tokens, 2.50× [2.25, 2.75] plain decoding, greedy, batch 1.",
+        "Fastest: draft model, 4 tokens, 2.00× [1.80, 2.20] plain decoding, T=1, batch 1; "
+        "below 1× from 8,192 tokens of context on.",
+        "Fastest: draft model, 4 tokens (lossy), 2.00× [1.80, 2.20] plain decoding, T=1, typical, batch 1.",
     ]
-    assert shares(found) == "0.89 (1,312) 1.00 (1)" and shares(found, most=1) == "0.89 (1,312)"
-    report = of_rows(None)
-    report["rows"][0]["conditional_acceptance"] = found
-    report["rows"][0]["unconditional_acceptance"] = found
-    assert table_rows(report)[0][4] == "0.89 (1,312) 1.00 (1)" and "| 0.89 (1,312) 1.00 (1) |" in markdown_table(report)
+    without = full_report(rows=[row for row in REPORT["rows"] if row["method"] != DRAFT])
+    assert answers(without)[0].endswith("below 1× from batch 16 on; below 1× from 8,192 tokens of context on.")
 
 
-def test_a_method_says_which_artefact_drafts_for_it(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
-    draft, lookup = DraftModelDrafter(tiny_draft, (1, 1)), PromptLookupDrafter()
-    heads = MedusaDrafter(MedusaHeads.for_target(tiny_llama.model, MedusaConfig(16, 16)))
-    drafters = [draft, DraftTreeDrafter(tiny_draft), HybridDrafter(heads, lookup), heads, lookup]
-    assert [drafter.artefact for drafter in drafters] == ["draft", "draft", "heads", "heads", None]
-    config = EvaluationConfig(settings=("greedy",))
-    methods = standard_methods(tiny_llama, {"heads": heads, "draft": draft, "lookup": lookup}, config)
-    assert {method.name: method.artefact for method in methods} == {
-        "plain": None,
-        "transformers generate": None,
-        "transformers assisted, 2 tokens": "draft",
-        "transformers assisted, its defaults": "draft",
-        "heads": "heads",
-        "draft": "draft",
-        "lookup": None,
-    }
+def test_an_answer_promises_no_gain_that_was_not_measured() -> None:
+    rows = [row("greedy", "plain"), row("greedy", PEER)]
+    assert answers(full_report(rows=rows, grid=[]))[0].startswith("Nothing is faster than plain decoding: at best ")
+    rows[1]["speedup_of_totals"] = estimate(1.05)
+    assert "its interval holds 1×, so these prompts do not show a gain" in answers(full_report(rows=rows, grid=[]))[0]
+    assert answers(full_report(rows=rows[:1], grid=[])) == ["Nothing but plain decoding was timed, greedy."]
 
 
-# --- what greedy texts say ------------------------------------------------------------------------------------------
+def test_the_caption_tells_of_machines_commits_processes_and_prompts_left_out() -> None:
+    resumed = full_report(
+        processors=["Some processor", "Another"], commits=["a", "b"], processes=2, later_turns_left_out=3
+    )
+    assert caption(resumed) == (
+        "11.0M-parameter target in bfloat16 on Some processor, 8 cores, 8 threads, and before on Another, 2 processes "
+        "side by side; 80 prompts of 512 tokens (3 too long, left out), up to 64 new tokens, batch 1; commits a and b"
+    )
 
 
-def test_a_text_that_ended_early_is_counted_and_leaves_the_others_their_margin(tiny_llama: CausalLM) -> None:
-    plain = Method("greedy", "plain", "lossless", lambda prompt, seed: Run((3, 4, 5), 2, 1.0, 1.0))
-    cut = {1: (3, 4), 4: (3, 4, 6), 6: (3, 4, 5)}
-    bent = Method("greedy", "bent", "lossless", lambda prompt, seed: Run(cut[prompt[0]], 1, 1.0, 1.0))
-    report = evaluate(tiny_llama, [plain, bent], PROMPTS, EvaluationConfig(max_new_tokens=4))
-    found = report["rows"][1]["identical_to_plain"]
-    assert (found["identical"], found["of"], found["ended_early"]) == (1, 3, 1) and found["largest_margin"] > 0
-    assert identical(found).startswith("1 of 3, largest logit margin where they part ")
-    assert identical(found).endswith(", one ended early")
-    alone = evaluate(tiny_llama, [plain, bent], PROMPTS[:1], EvaluationConfig(max_new_tokens=4))
-    assert alone["rows"][1]["identical_to_plain"] == parted(0, 1, None, early=1)
-    json.dumps(alone, allow_nan=False)
+@pytest.mark.parametrize(
+    ("compared", "facts", "sentence"),
+    [
+        ([parted(4, 4, 0.0), parted(4, 4, 0.0)], {}, "All 8 greedy texts are identical to plain decoding's."),
+        ([parted(4, 4, 0.0), parted(3, 4, 0.125)], {}, "0.125 apart, near-ties, which a pass over several tokens may"),
+        ([parted(3, 4, 4.5)], {}, "4.5 apart, more than rounding in bfloat16 explains: look at these texts, and rep"),
+        ([parted(2, 4, 0.001)], {"dtype": "float32"}, "0.001 apart. In fp32 on a CPU none may: this is a fault, pl"),
+        ([parted(3, 4, None, early=1)], {}, "1 ended where the other went on, which rounding does not explain"),
+        ([parted(3, 4, None)], {}, "differ from plain decoding's, by a margin that was not measured."),
+    ],
+)
+def test_the_sentence_on_greedy_texts_is_made_of_this_reports_data_and_stands_in_every_view(
+    compared: list[dict[str, Any] | None], facts: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    report = of_rows(*compared, **facts)
+    assert sentence in greedy_sentence(report) and greedy_sentence(of_rows(None)) == ""
+    gpu = of_rows(*compared, **facts, hardware={"processor": "X", "gpu": "Y", "cores": 1, "threads": 1})
+    assert "on a CPU" not in greedy_sentence(gpu)
+    assert sentence in page_of(report, tmp_path) and sentence in " ".join(shown(report, 600).split())
 
 
-# --- figures that are not there -------------------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_figure_that_could_not_be_measured_is_a_dash_everywhere(tmp_path: Path) -> None:
-    assert number(None) == number(float("nan")) == "–"
-    assert estimate(NOTHING) == estimate(None) == counted(NOTHING) == shares([]) == shares(None) == speedup({}) == "–"
-    assert estimate({**ESTIMATE, "low": None}) == "2.50"
+def test_the_tables_have_a_row_per_method_and_a_cell_per_column() -> None:
+    assert len(markdown_table(REPORT).splitlines()) == len(REPORT["rows"]) + 2
+    assert all(len(cells) == len(COLUMNS) for cells in table_rows(REPORT))
+    headings = [table.heading for table in page_tables(REPORT)]
+    assert headings[-2:] == ["Other batch sizes and contexts", "By task"]
+    assert all(len(cells) == len(table.columns) for table in page_tables(REPORT) for cells in table.rows)
+
+
+def test_acceptance_counted_both_ways_and_the_split_of_the_time_stand_in_tables() -> None:
+    """Of 100 passes of the draft 20 each accepted 0 to 4 tokens: 2 on average, and 5 texts ended inside the draft."""
+
+    def cells(heading: str) -> dict[str, str]:
+        table = next(table for table in page_tables(REPORT) if table.heading.startswith(heading))
+        found = next(cells for cells in table.rows if cells[:2] == ("greedy", DRAFT))
+        return dict(zip(table.columns, found, strict=True))
+
+    both, speed = cells("Acceptance"), cells("Speed")
+    assert both["accepted per pass"].startswith("2.00 ") and both["acceptance length, 1 + Σ"] == "3.00"
+    assert both["tokens per target pass"].startswith("2.95 ") and both["ended in a draft"] == "5"
+    assert both["reached 1, 2, …"] == "0.80 0.60 0.40 0.20"
+    assert [speed[part] for part in ("draft", "verify", "overhead")] == ["30%", "60%", "10%"]
+
+
+def test_a_terminal_of_80_columns_shows_every_figure_whole() -> None:
+    lines = [line.rstrip() for line in shown(REPORT).splitlines()]
+    assert max(map(len, lines)) <= 80
+    (best,) = [line for line in lines if "2.50× [2.25, 2.75]" in line and "Fastest" not in line]
+    assert best.split()[-6:] == ["2.95", "250", "2.50×", "[2.25,", "2.75]", "2.75×"]
+    assert terminal_table(REPORT).row_count == len(REPORT["rows"]) + 3, "a heading for each setting"
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_bar_is_as_long_as_its_speed_up_and_all_settings_have_one_scale() -> None:
+    greedy, sampled, typical = bar_charts(REPORT)
+    by_name = {bar.name: bar for bar in greedy.bars}
+    assert list(by_name) == methods(REPORT) and "plain" not in by_name, "its speed-up is the line at 1"
+    assert by_name[HEADS].width == pytest.approx(2 * greedy.one) and greedy.one == sampled.one
+    assert by_name[DRAFT].shown == "2.50× [2.25, 2.75]"
+    assert by_name[PEER].kind == "peer" and {bar.kind for bar in typical.bars} == {"ours lossy"}
+    assert max(sum(bar.interval or ()) for chart in (greedy, sampled, typical) for bar in chart.bars) < 100
+
+
+def test_a_curve_is_drawn_for_each_setting_and_the_first_place_on_the_other_axis_stays_unfolded() -> None:
+    drawn = speedup_curves(REPORT, "batch_size")
+    assert [(picture.heading, picture.main) for picture in drawn] == [
+        ("greedy, context 512", True),
+        ("greedy, context 8,192", False),
+        ("T=1, context 512", True),
+        ("T=1, context 8,192", False),
+    ]
+    assert [entry.name for entry in drawn[0].legend] == methods(REPORT)
+    assert len({(entry.colour, entry.glyph) for entry in drawn[0].legend}) == 4
+    assert speedup_curves(full_report(grid=[]), "batch_size") == []
+    assert len(crossover_figure(REPORT).axes) == 3 * 2
+
+
+@styled
+def _picture() -> str:
+    figure, axes = panel()
+    for index in range(10):
+        axes.plot([1, 2], [index, 1], **series(index))
+    shade_below_one(axes)
+    axes.set_title("a <b> & $x^2$")
+    return svg(figure, 'an "apt" title')
+
+
+def test_a_pictures_ink_and_colours_are_the_pages() -> None:
+    drawn = _picture()
+    assert drawn.startswith('<svg role="img" aria-label="an &quot;apt&quot; title"') and drawn == _picture()
+    assert not any(colour in drawn for colour in (*COLOURS, INK)) and "currentColor" in drawn and "var(--c7)" in drawn
+    assert drawn.count(GRID) == drawn.count(f"var(--grid, {GRID})") > 0
+    assert "a &lt;b&gt; &amp; $x^2$</text>" in drawn, "text, not paths, and no formula"
+    assert "http" not in drawn.replace("http://www.w3.org", "") and "<script" not in drawn
+    light, dark = css().split("@media (prefers-color-scheme: dark)")
+    assert light.count("--c") == dark.count("--c") == len(COLOURS)
+    assert series(0) != series(8) and series(8)["color"] == series(0)["color"]
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_stands_alone_holds_every_figure_and_marks_drafted_tokens(tmp_path: Path) -> None:
+    page = page_of({**REPORT, "title": "a <b>title</b>"}, tmp_path)
+    assert "Zoe<mark> has 3 + 4 =</mark> 7<mark> apples.</mark>\n<mark>The answer is</mark> 7.</div>" in page
+    assert "default-src 'none'" in page and "a &lt;b&gt;title" in page
+    assert not any(word in page for word in ("src=", "<script", "<link", "@import", "url(http", "None", "nan"))
+    assert page.index("<details") > page.index('class="lead"')
+    assert all(f">{cell}</td>" in page for cells in table_rows(REPORT) for cell in cells)
+
+
+def test_what_was_not_measured_is_a_dash_and_parts_without_data_are_left_out(tmp_path: Path) -> None:
     report = of_rows(parted(0, 1, None, early=1))
     report["cost_curve_ms"] = {"1": 1.0}
-    empty = dict.fromkeys(
-        ("speedup_of_totals", "tokens_per_second", "tokens_per_pass", "accepted_per_drafted"), NOTHING
-    )
-    pairs = dict.fromkeys(("speedup", "speedup_with_prefill", "speedup_over_transformers"), NO_SPREAD)
+    figures = ("speedup_of_totals", "tokens_per_second", "tokens_per_pass", "accepted_per_drafted")
+    no_spread = {"median": None, "low_quartile": None, "high_quartile": None, "observations": 0}
+    pairs = dict.fromkeys(("speedup", "speedup_with_prefill", "speedup_over_transformers"), no_spread)
     lists = {"conditional_acceptance": [NOTHING], "unconditional_acceptance": [NOTHING]}
-    rest = {"accepted_length_histogram": {}, "time_split": None, "predicted_speedup": None}
-    report["rows"][0] |= {**empty, **pairs, **lists, **rest}
+    rest = {"time_split": None, "predicted_speedup": None}
+    report["rows"][0] |= {**dict.fromkeys(figures, NOTHING), **pairs, **lists, **rest}
     assert table_rows(report)[0][3:] == ("–",) * 5
-    write_html(report, tmp_path / "report.html")
-    assert "None" not in (tmp_path / "report.html").read_text()
+    page = page_of(report, tmp_path)
+    assert not any(part in page for part in ("None", "By task", "Over batch size", "and what was drafted"))
+    assert set(COUNTS) & set(methods(report)) == set()

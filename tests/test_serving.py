@@ -8,17 +8,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from scripted_endpoint import Endpoint, Reply, Request, serve
+from scripted_endpoint import Reply, Request, ScriptedEndpoint, serve
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.measure.proof.faults import tiny_target
 from decoding.measure.proof.reference import Reference
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
-from trainer.servers.answers import Asked
+from trainer.servers.answers import Completion, CompletionRequest, Prompt
 from trainer.servers.client import ServedModel
+from trainer.servers.connection import Endpoint
 from trainer.servers.writer import ServedWriter
-from trainer.target.connection import Served
 
 KEY = "sk-ThisIsNoRealKeyOnlyATest"
 
@@ -39,11 +39,15 @@ def choice(text: str = "ab", reason: str = "length", **more: Any) -> Reply:
 
 
 @contextmanager
-def asked(script: Callable[[Request], Reply]) -> Iterator[tuple[ServedModel, Endpoint]]:
+def asked(script: Callable[[Request], Reply]) -> Iterator[tuple[ServedModel, ScriptedEndpoint]]:
     with serve(script) as endpoint:
-        served = Served(address=endpoint.address, model="tiny", retries=0, concurrency=4)
+        served = Endpoint(address=endpoint.address, model="tiny", concurrency=4)
         with ServedModel(served) as model:
             yield model, endpoint
+
+
+def one(model: ServedModel, prompt: Prompt, max_tokens: int = 1, **more: Any) -> Completion:
+    return model.many([CompletionRequest(prompt, max_tokens, **more)])[0]
 
 
 def refused_with(field: str, then: Reply) -> Callable[[Request], Reply]:
@@ -61,7 +65,7 @@ def refused_with(field: str, then: Reply) -> Callable[[Request], Reply]:
 
 def test_a_request_has_the_prompts_ids_the_controls_and_its_seed() -> None:
     with asked(lambda request: choice(token_ids=[3, 4])) as (model, endpoint):
-        model.many([Asked((1, 2), 7, 0.5, 0.9, seed=2**31 + 3, controls={"top_k": 0})])
+        model.many([CompletionRequest((1, 2), 7, 0.5, 0.9, seed=2**31 + 3, controls={"top_k": 0})])
     (request,) = endpoint.requests
     assert request.path == "/v1/completions" and request.key == KEY
     expected = {"model": "tiny", "prompt": [1, 2], "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "seed": 3}
@@ -79,26 +83,25 @@ def test_a_request_has_the_prompts_ids_the_controls_and_its_seed() -> None:
 )
 def test_token_ids_are_read_under_every_name_that_servers_give_them(told: dict[str, Any]) -> None:
     with asked(lambda request: choice(**told)) as (model, _):
-        answer = model.complete([1], max_tokens=2)
+        answer = one(model, (1,), 2)
     assert answer.token_ids == (3, 4)
-    assert answer.logprobs == ((-1, -2) if "logprobs" in told else None)
 
 
 def test_the_prompt_that_the_server_read_is_told_beside_the_choice_or_above_it() -> None:
     for reply in (choice(prompt_token_ids=[1, 2]), (200, {**choice()[1], "prompt_token_ids": [1, 2]})):
         with asked(lambda request, reply=reply: reply) as (model, _):
-            assert model.complete("x", max_tokens=1).prompt_ids == (1, 2)
+            assert one(model, "x").prompt_ids == (1, 2)
 
 
 def test_answers_come_in_the_order_of_the_requests() -> None:
     with asked(lambda request: choice(text=str(request.body["seed"]))) as (model, _):
-        answers = model.many([Asked("x", 1, seed=seed) for seed in range(20)])
+        answers = model.many([CompletionRequest("x", 1, seed=seed) for seed in range(20)])
     assert [answer.text for answer in answers] == [str(seed) for seed in range(20)]
 
 
 def test_a_server_that_refuses_the_wish_for_ids_is_asked_without_it_from_then_on() -> None:
     with asked(refused_with("return_token_ids", choice())) as (model, endpoint):
-        assert [model.complete("x", max_tokens=1).text for _ in range(2)] == ["ab", "ab"]
+        assert [one(model, "x").text for _ in range(2)] == ["ab", "ab"]
     assert ["return_token_ids" in request.body for request in endpoint.requests] == [True, False, False]
 
 
@@ -106,23 +109,18 @@ def test_a_chat_is_sent_as_messages() -> None:
     message = {"role": "assistant", "content": "hello"}
     reply = (200, {"choices": [{"message": message, "finish_reason": "stop", "token_ids": [5]}]})
     with asked(lambda request: reply) as (model, endpoint):
-        answer = model.chat([{"role": "user", "content": "hi"}], max_tokens=3, logprobs=2)
+        answer = one(model, ({"role": "user", "content": "hi"},), 3, logprobs=2)
     assert (answer.text, answer.token_ids, answer.finish_reason) == ("hello", (5,), "stop")
     assert endpoint.requests[0].path == "/v1/chat/completions"
     assert endpoint.requests[0].body["messages"] == [{"role": "user", "content": "hi"}]
     assert endpoint.requests[0].body["top_logprobs"] == 2
 
 
-def test_tokenize_and_metrics_stand_beside_v1_and_are_none_where_they_are_missing() -> None:
-    def script(request: Request) -> Reply:
-        pages: dict[str, Reply] = {"/tokenize": (200, {"tokens": [7, 8]}), "/metrics": (200, "passes 12")}
-        return pages.get(request.path, (404, "nothing"))
-
-    with asked(script) as (model, endpoint):
-        assert model.tokenize("ab") == (7, 8) and model.metrics() == "passes 12"
-        assert endpoint.requests[0].body["prompt"] == endpoint.requests[0].body["content"] == "ab"
+def test_metrics_are_next_to_v1_and_none_if_they_are_missing() -> None:
+    with asked(lambda request: (200, "passes 12") if request.path == "/metrics" else (404, "nothing")) as (model, _):
+        assert model.metrics() == "passes 12"
     with asked(lambda request: (404, "nothing")) as (model, _):
-        assert model.tokenize("ab") is None and model.metrics() is None
+        assert model.metrics() is None
 
 
 @pytest.mark.parametrize(
@@ -137,7 +135,7 @@ def test_tokenize_and_metrics_stand_beside_v1_and_are_none_where_they_are_missin
 )
 def test_an_error_is_one_sentence_without_the_key(reply: Reply, sentence: str) -> None:
     with asked(lambda request: reply) as (model, _), pytest.raises(ValueError, match=sentence) as caught:
-        model.complete("x", max_tokens=1)
+        one(model, "x")
     assert KEY not in str(caught.value)
 
 
@@ -159,8 +157,8 @@ def test_the_end_that_a_server_leaves_out_is_put_back(target: CausalLM) -> None:
         assert writer.write([(1, 2)], 5, True, 0)[0].tokens == (3, 4)
 
 
-def test_ids_written_as_texts_are_read(target: CausalLM) -> None:
-    told = {"logprobs": {"tokens": ["token_id:3", "token_id:4"], "token_logprobs": [-1.0, -2.0]}}
+def test_ids_beside_the_log_probabilities_are_read(target: CausalLM) -> None:
+    told = {"logprobs": {"content": [{"id": 3, "token": "a"}, {"id": 4, "token": "b"}]}}
     with writing(lambda request: choice(**(told if "logprobs" in request.body else {})), target) as writer:
         assert writer.source == "token ids beside the log-probabilities"
         assert writer.write([(1, 2)], 2, False, 0)[0].tokens == (3, 4) and writer.retold == 0
@@ -192,7 +190,7 @@ def test_another_prompt_and_an_unknown_token_are_refused(target: CausalLM) -> No
 
 def test_controls_that_servers_have_of_their_own_are_switched_off(target: CausalLM) -> None:
     with serve(lambda request: choice(token_ids=[3])) as endpoint:
-        with ServedModel(Served(address=endpoint.address, model="tiny", retries=0)) as model:
+        with ServedModel(Endpoint(address=endpoint.address, model="tiny")) as model:
             writer = ServedWriter(model, Reference(target, SamplingConfig(0.7, top_k=5)), None, (1,))
             for greedy in (True, False):
                 writer.write([(1,)], 1, greedy, 0)
@@ -206,7 +204,7 @@ def test_controls_that_a_server_does_not_take_are_left_out_unless_they_are_to_be
         assert writer.takes_ids and writer.refused_controls == ("top_k",)
         assert writer.write([(1,)], 1, False, 0)[0].tokens == (3,)
         assert "top_k" not in endpoint.requests[-1].body
-        with pytest.raises(ValueError, match="the server takes no top_k: leave --top-k out"):
+        with pytest.raises(ValueError, match="takes no top_k"):
             ServedWriter(model, Reference(target, SamplingConfig(0.7, top_k=5)), None, (1,))
 
 
@@ -215,7 +213,7 @@ def test_a_server_on_this_machine_is_not_looked_for_through_a_proxy(monkeypatch:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
     with asked(lambda request: choice(token_ids=[3])) as (model, _):
-        assert model.complete([1], max_tokens=1).token_ids == (3,)
+        assert one(model, (1,)).token_ids == (3,)
 
 
 # --- without the package ----------------------------------------------------------------------------------------------

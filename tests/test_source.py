@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tiny_training import Recorder, ToyObjective, interrupt, toy_examples, train_toy
+from tiny_training import Recorder, ToyObjective, toy_examples, train_toy
 from torch import Tensor
 
 from trainer.data.batch import Batch, Example, batch_indices
 from trainer.data.source import Offline, PlacedExample
 from trainer.recipe.common import TrainingSection
-from trainer.run.loop import Interrupted, _my_positions
+from trainer.run.loop import _my_positions
 
 DATA = toy_examples(5)
 
@@ -25,12 +25,6 @@ def test_a_fixed_set_gives_the_examples_of_its_order_with_their_places(batch_siz
         indices = batch_indices(step, batch_size, 5, 3)
         assert source.examples_at(step, range(batch_size)) == [PlacedExample(DATA[index], index) for index in indices]
         assert not source.writes_at(step)
-
-
-def test_every_process_gets_the_rows_of_its_positions() -> None:
-    source = Offline(DATA, 6, seed=0)
-    whole = source.examples_at(2, range(6))
-    assert source.examples_at(2, range(0, 6, 2)) == whole[::2] and source.examples_at(2, range(1, 6, 2)) == whole[1::2]
 
 
 def test_the_positions_of_a_batch_are_dealt_out_to_the_processes_in_turn() -> None:
@@ -75,16 +69,6 @@ def test_micro_batches_are_cut_of_the_rows_in_their_order(tmp_path: Path) -> Non
     seen: list[tuple[int, list[int], tuple[int, ...]]] = []
     train_toy(tmp_path, Noting(), None, Diary(), steps=2, batch_size=4, micro_batch_size=2)
     assert seen == [(step, rows, (-1, -1)) for step in (0, 1) for rows in ([0, 1], [2, 3])]
-
-
-def test_a_run_that_goes_on_asks_for_its_next_step(tmp_path: Path) -> None:
-    recorder, first, then = Recorder(), Diary(), Diary()
-    recorder.actions[2] = interrupt
-    with pytest.raises(Interrupted):
-        train_toy(tmp_path, ToyObjective(), recorder, first, steps=4)
-    recorder.actions.clear()
-    train_toy(tmp_path, ToyObjective(), recorder, then, steps=4)
-    assert [(what, step) for what, step, _ in then.asked] == [("rows", 2), ("write", 3), ("rows", 3)]
 
 
 def test_what_a_source_writes_with_is_not_what_dropout_draws_from(tmp_path: Path) -> None:

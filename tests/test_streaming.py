@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from fake_hub import TOKEN, FakeHub, Repository
 from fake_hub import hub as hub
@@ -20,11 +21,8 @@ from trainer.data.dataset import Dataset, load_dataset
 from trainer.data.token_cache import cache_folder
 from trainer.recipe.common import DataSection
 
-datasets = pytest.importorskip("datasets", reason="reads hub data sets, needs pip install headstart[data]")
-
 NAME, SHARDS, PER_SHARD = "zoe/chats", 4, 30
 ROWS = [{"prompt": f"a b {'c ' * (place % 7)}", "answer": f"{'d e ' * (1 + place % 5)}f"} for place in range(120)]
-FORMATS = ["jsonl", "parquet"]
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +85,7 @@ def refused(action: Callable[[], object]) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("format", "packing"), [("jsonl", True), ("parquet", False)])
 def test_the_sequences_are_those_of_a_file_with_the_same_rows_and_no_copy_of_the_set_is_kept(
     hub: FakeHub, tmp_path: Path, format: str, packing: bool
 ) -> None:
@@ -104,8 +101,7 @@ def test_the_sequences_are_those_of_a_file_with_the_same_rows_and_no_copy_of_the
     assert sorted(path.name for path in kept) == ["SHA256SUMS", "account.json", "sequences.arrow"]
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("format", "processes"), [("jsonl", 1), ("parquet", 2)])
 def test_no_shard_is_asked_for_behind_the_last_of_max_rows(hub: FakeHub, format: str, processes: int) -> None:
     publish(hub, shards(ROWS, format))
     for most, read in ((PER_SHARD, 1), (PER_SHARD + 1, 2)):
@@ -115,19 +111,13 @@ def test_no_shard_is_asked_for_behind_the_last_of_max_rows(hub: FakeHub, format:
         assert sorted(fetched(hub)) == sorted(f"train-{place:05d}-of-00004.{format}" for place in range(read))
 
 
-def test_a_second_start_asks_the_hub_for_nothing_but_the_commit(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish(hub, shards(ROWS))
-    first = loaded()
-    seen = tokenized(monkeypatch)
-    hub.requests.clear()
-    again = loaded()
-    assert not seen and hub.asked("zoe") == [f"GET /api/datasets/{NAME}"]
-    assert plain(again.examples) == plain(first.examples) and again.sha256 == first.sha256
-
-
 def test_a_named_commit_whose_tokens_are_cached_needs_no_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = publish(hub, shards(ROWS))
     first = loaded()
+    seen = tokenized(monkeypatch)
+    hub.requests.clear()
+    loaded()
+    assert not seen and hub.asked("zoe") == [f"GET /api/datasets/{NAME}"], "the commit alone is asked for"
     hub.requests.clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     again = loaded(f"{NAME}@{commit}")
@@ -147,70 +137,16 @@ def test_a_set_that_changes_gives_its_new_rows_and_its_earlier_commit_the_old_on
     assert loaded(f"{NAME}@{earlier}").sha256 == old.sha256 != loaded(f"{NAME}@main").sha256 == new.sha256
 
 
-def test_name_configuration_split_and_order_have_digests_of_their_own(hub: FakeHub) -> None:
-    files = {f"{part}/{path}": content for part in ("en", "de") for path, content in shards(ROWS).items()}
-    files |= {"en/data/test-00000-of-00001.jsonl": encoded(ROWS[:3], "jsonl")}
-    names = "\n".join(
-        f"- config_name: {part}\n  data_files:\n  - split: train\n    path: {part}/data/train*\n"
-        f"  - split: test\n    path: en/data/test*"
-        for part in ("en", "de")
-    )
-    files["README.md"] = f"---\nconfigs:\n{names}\n---\n".encode()
-    publish(hub, files)
-    assert "Config name is missing" in (told := refused(loaded)) and "'en'" in told and "'de'" in told
-    found = [loaded(f"{NAME}:en"), loaded(f"{NAME}:de"), loaded(f"{NAME}:en", shuffle_buffer=8)]
-    found.append(loaded(f"{NAME}:en", shuffle_buffer=9))
-    found.append(loaded(f"{NAME}:en", split="test"))
-    assert len({dataset.sha256 for dataset in found}) == 5 and len(found[-1].examples) == 3
-
-
-def test_a_shuffle_takes_rows_of_every_part_of_the_set_in_the_same_order_each_time(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [
-        {"text": " ".join("abcdefghijkl"[place // 30 + n % (2 + place % 4)] for n in range(9))} for place in range(120)
-    ]
-    publish(hub, shards(rows))
-    first = plain(loaded(max_rows=20, shuffle_buffer=50).examples)
-    in_order = plain(loaded(max_rows=20).examples)
-    assert first != in_order and len({example.tokens[0] for example in in_order}) == 1
-    assert len({example.tokens[0] for example in first}) > 1
-    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "other"))
-    assert plain(loaded(max_rows=20, shuffle_buffer=50).examples) == first
-    every = plain(loaded(shuffle_buffer=50).examples)
-    assert sorted(every) == sorted(plain(loaded().examples)) and every != plain(loaded().examples)
-
-
-def test_a_shuffle_of_what_is_not_streamed_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"data\.shuffle_buffer \(5\) shuffles streamed sets, .* data\.streaming"):
-        section(streaming=False, shuffle_buffer=5)
-
-
-def test_files_are_read_where_they_lie_with_streaming_as_without(hub: FakeHub, tmp_path: Path) -> None:
-    file = write_rows(tmp_path / "rows.jsonl", ROWS)
-    assert loaded(file).sha256 == loaded(file, streaming=False).sha256 and not hub.requests
-
-
-def test_a_split_that_is_not_there_is_refused_with_those_that_are(hub: FakeHub) -> None:
-    publish(hub, {**shards(ROWS), **shards(ROWS, split="test")})
-    told = refused(lambda: loaded(split="train[:10]"))
-    assert "has no split 'train[:10]' but " in told and "train" in told and "test" in told and "data.max_rows" in told
-    assert not list(cache_folder().iterdir())
-
-
 def test_a_set_that_is_not_there_or_is_no_data_is_one_sentence(hub: FakeHub) -> None:
     assert f"shows no {NAME}: check the name; if it is private" in refused(loaded)
+    publish(hub, {**shards(ROWS), **shards(ROWS, split="test")})
+    told = refused(lambda: loaded(split="train[:10]"))
+    assert "has no split 'train[:10]' but " in told and "data.max_rows" in told and not list(cache_folder().iterdir())
+    hub.repositories.clear()
     publish(hub, {"README.md": b"# words"})
     assert f"{NAME} cannot be streamed from the hub: " in refused(loaded)
     assert f"{NAME} has no revision 'other': give a branch" in refused(lambda: loaded(f"{NAME}@other"))
-
-
-@pytest.mark.parametrize("token", [True, False])
-def test_a_gated_set_names_the_page_with_its_terms(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, token: bool) -> None:
-    publish(hub, shards(ROWS))
     hub.repositories[f"datasets/{NAME}"].gated = True
-    if not token:
-        monkeypatch.delenv("HF_TOKEN")
     assert f"it is gated: accept its terms at {hub.address}/datasets/{NAME}, then run `hf auth login`" in refused(
         loaded
     )
@@ -225,11 +161,10 @@ def test_without_the_hub_the_remedy_is_a_named_commit(hub: FakeHub, monkeypatch:
     assert "HF_HUB_OFFLINE is set: unset it, or name the commit whose tokens are cached here" in refused(loaded)
 
 
-@pytest.mark.parametrize("format", FORMATS)
 def test_a_connection_that_breaks_is_tried_again_and_lost_ends_in_one_sentence(
-    hub: FakeHub, caplog: pytest.LogCaptureFixture, format: str
+    hub: FakeHub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = shards(ROWS, format)
+    files = shards(ROWS)
     commit = publish(hub, files)
     third = f"/datasets/{NAME}/resolve/{commit}/{list(files)[2]}"
     hub.drops[third] = ["content", "answer"]
@@ -247,8 +182,6 @@ def test_a_connection_that_breaks_is_tried_again_and_lost_ends_in_one_sentence(
 def test_data_inspect_streams(hub: FakeHub, tmp_path: Path) -> None:
     publish(hub, shards(ROWS))
     tiny_tokenizer().save_pretrained(tmp_path / "target")
-    words = ["data", "inspect", NAME, "--target", str(tmp_path / "target"), "--streaming", "--max-rows", "20"]
+    words = ["data", "inspect", NAME, "--target", str(tmp_path / "target"), "data.streaming=true", "data.max_rows=20"]
     told = CliRunner().invoke(app, words, catch_exceptions=False)
     assert told.exit_code == 0 and f"{NAME}, row 3" in told.stdout and len(fetched(hub)) == 1
-    refusal = CliRunner().invoke(app, [*words[:-3], "--shuffle-buffer", "5"])
-    assert refusal.exit_code == 2 and "data.shuffle_buffer (5) shuffles streamed sets" in refusal.stderr

@@ -1,6 +1,5 @@
 """One call for any causal language model: rows of trees in one pass are every path of every row on its own."""
 
-import itertools
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -11,12 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis_profiles import examples
-from tiny_models import FAMILIES, FEW_ATTENTIONS, WINDOW, full_forward, tiny_model
+from tiny_models import FAMILIES, FEW_ATTENTIONS, full_forward, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dynamic import TreeMasks
 from decoding.model.lm_head import capture_lm_head_input, last_position
 from decoding.rules.tree import TokenTree, TreeShape
 
@@ -50,6 +50,11 @@ def layers_of(cache: PreallocatedCache) -> list[Any]:
     return list(cache.layers)
 
 
+def add(text: list[int], token: int) -> int:
+    text.append(token)
+    return token
+
+
 def path_text(tree: TokenTree, node: int) -> list[int]:
     return [tree.token_list[ancestor] for ancestor in (0, *tree.shape.path(node))]
 
@@ -72,14 +77,6 @@ def assert_every_node_is_its_path_alone(
 
 
 @pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
-def test_every_nodes_logits_are_those_of_its_path_alone(family: str, attention: str) -> None:
-    assert len(PREFIX) > WINDOW
-    model = causal_lm(family, attention)
-    logits = model.verify([TREE], filled(model, [PREFIX])).logits
-    assert_every_node_is_its_path_alone(family, [PREFIX], [TREE], logits)
-
-
-@pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
 def test_rows_of_different_lengths_and_trees_are_each_row_alone(family: str, attention: str) -> None:
     model = causal_lm(family, attention)
     trees = [TokenTree.chain([9, 2]), TREE, TokenTree.chain([4])]
@@ -88,22 +85,11 @@ def test_rows_of_different_lengths_and_trees_are_each_row_alone(family: str, att
     assert_every_node_is_its_path_alone(family, RAGGED, trees, output.logits)
 
 
+@pytest.mark.parametrize("given", [RAGGED, [PREFIX, PREFIX, PREFIX]], ids=["ragged", "of one length"])
 @pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
-def test_a_text_appended_in_blocks_is_the_text_run_whole(family: str, attention: str) -> None:
+def test_prefill_append_and_step_are_each_row_alone(family: str, attention: str, given: list[list[int]]) -> None:
     model = causal_lm(family, attention)
-    text = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-    for cuts in ([0, 11], [0, 1, 11], [0, 7, 8, 11], [0, 3, 6, 9, 11]):
-        cache = model.new_cache(4)
-        for begin, end in itertools.pairwise(cuts):
-            output = model.append([text[begin:end]], cache)
-            assert output.logits.shape == (1, 16) and output.hidden.shape == (1, model.hidden_size)
-            torch.testing.assert_close(output.logits[0], alone(family, tuple(text[:end])), **FLOAT)
-
-
-@pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
-def test_prefill_append_and_step_of_ragged_rows_are_each_row_alone(family: str, attention: str) -> None:
-    model = causal_lm(family, attention)
-    texts = [list(text) for text in RAGGED]
+    texts = [list(text) for text in given]
     cache = model.new_cache(8, 3)
 
     def assert_alone(logits: Tensor) -> None:
@@ -111,59 +97,14 @@ def test_prefill_append_and_step_of_ragged_rows_are_each_row_alone(family: str, 
             torch.testing.assert_close(logits[row], alone(family, tuple(text)), **FLOAT)
 
     assert_alone(model.prefill(texts, cache).logits)
+    assert_alone(model.step(torch.tensor([add(text, row) for row, text in enumerate(texts)]), cache).logits)
     for blocks in ([[1], [2, 3, 4, 5, 6, 7], [8, 9]], [[6, 6], [1, 2], [3, 4]]):
         for text, block in zip(texts, blocks, strict=True):
             text += block
         assert_alone(model.append(blocks, cache).logits)
-    for token in (3, 9):
-        for row, text in enumerate(texts):
-            text.append((token + row) % 16)
-        assert_alone(model.step(torch.tensor([text[-1] for text in texts]), cache).logits)
-
-
-@pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
-def test_rows_of_one_length_step_without_a_mask_of_ours(family: str, attention: str) -> None:
-    model = causal_lm(family, attention)
-    texts = [[*PREFIX, 1], [*PREFIX, 2]]
-    cache = filled(model, [PREFIX, PREFIX])
-    logits = model.step(torch.tensor([1, 2]), cache).logits
-    for row, text in enumerate(texts):
-        torch.testing.assert_close(logits[row], alone(family, tuple(text)), **FLOAT)
-
-
-@examples(20)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    family=st.sampled_from(["llama", "mistral", "qwen2-mixed"]),
-)
-def test_any_trees_behind_any_prefixes_are_every_path_alone(seed: int, lengths: list[int], family: str) -> None:
-    chance = random.Random(seed)
-    model = causal_lm(family)
-    texts = [[chance.randrange(16) for _ in range(length)] for length in lengths]
-    trees = [random_tree(chance, chance.randint(1, 9)) for _ in texts]
-    logits = model.verify(trees, filled(model, texts)).logits
-    assert_every_node_is_its_path_alone(family, texts, trees, logits)
 
 
 # --- trees that are in the cache in part -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-mixed", "gemma3"])
-def test_a_tree_run_level_by_level_is_the_tree_run_whole(family: str) -> None:
-    model = causal_lm(family)
-    whole = model.verify([TREE], filled(model, [PREFIX]))
-    level_cache = filled(model, [PREFIX])
-    begin, logits, hidden = 0, [], []
-    for end in (1, 3, 6, 7):  # where each level of the tree ends
-        level = TokenTree(TREE.tokens[:end], TREE.shape.keep(range(end)))
-        output = model.verify([level], level_cache, first=[begin])
-        assert output.logits.shape[1] == end - begin
-        logits.append(output.logits)
-        hidden.append(output.hidden)
-        begin = end
-    torch.testing.assert_close(torch.cat(logits, 1), whole.logits, **FLOAT)
-    torch.testing.assert_close(torch.cat(hidden, 1), whole.hidden, **FLOAT)
 
 
 @examples(20)
@@ -183,7 +124,7 @@ def test_each_row_runs_its_tree_in_parts_of_its_own(seed: int, lengths: list[int
     parts = [
         TokenTree(tree.tokens[:count], tree.shape.keep(range(count))) for tree, count in zip(trees, first, strict=True)
     ]
-    assert_every_node_is_its_path_alone(family, texts, parts, model.verify(parts, cache).logits)
+    assert_every_node_is_its_path_alone(family, texts, parts, model.verify(parts, cache).logits)  # any trees, anywhere
     logits = model.verify(trees, cache, first).logits
     for row, (text, tree, skipped) in enumerate(zip(texts, trees, first, strict=True)):
         assert cache.lengths[row] == len(text) + len(tree)
@@ -216,13 +157,6 @@ def test_a_slot_is_prefilled_while_other_rows_hold_text() -> None:
     torch.testing.assert_close(model.prefill([late], cache, [1]).logits[0], alone("mistral", tuple(late)), **FLOAT)
     texts = [RAGGED[0], late, RAGGED[2]]
     assert_every_node_is_its_path_alone("mistral", texts, [TREE] * 3, model.verify([TREE] * 3, cache).logits)
-
-
-def test_prefilling_a_row_that_holds_something_is_our_own_bug() -> None:
-    model = causal_lm("llama")
-    cache = filled(model, RAGGED)
-    with pytest.raises(AssertionError, match="these rows are not empty"):
-        model.prefill([[1, 2]], cache, [1])
 
 
 @torch.inference_mode()
@@ -276,7 +210,8 @@ def test_an_attention_that_takes_no_trees_mask_is_refused_by_name(attention: str
 def seen(model: CausalLM, shapes: Sequence[TreeShape], starts: list[int], window: int | None = None) -> list[list[str]]:
     """The mask of each row as text: a line per query, ``x`` where it looks and ``.`` where it does not."""
     size = max(len(shape) for shape in shapes)
-    mask = model._masks._mask(shapes, starts, [0] * len(shapes), size, window)
+    masks = TreeMasks(model.model, {"full_attention": window})
+    mask = masks.of_trees(shapes, starts, [0] * len(shapes), size)
     assert mask.shape == (len(mask), 1, size, max(starts) + size)
     rows = mask.expand(len(shapes), -1, -1, -1)[:, 0] == 0
     return [
@@ -288,21 +223,12 @@ def seen(model: CausalLM, shapes: Sequence[TreeShape], starts: list[int], window
 FORK, LINE = TreeShape((-1, 0, 0, 1)), TreeShape.chain(2)
 
 
-def test_a_node_looks_at_its_rows_prefix_and_its_own_path(tiny_llama: CausalLM) -> None:
-    assert seen(tiny_llama, [FORK], [3]) == [["xxxx...", "xxxxx..", "xxxx.x.", "xxxxx.x"]]
-
-
 def test_masks_of_trees_of_different_shapes_behind_prefixes_of_different_lengths(tiny_llama: CausalLM) -> None:
     # The keys of the second row are its one, its three nodes, and what it must not look at.
     assert seen(tiny_llama, [FORK, LINE], [3, 1]) == [
         ["xxxx...", "xxxxx..", "xxxx.x.", "xxxxx.x"],
         ["xx.....", "xxx....", "xxxx..."],
     ]
-
-
-def test_rows_that_are_alike_share_one_mask(tiny_llama: CausalLM) -> None:
-    assert tiny_llama._masks._mask([FORK, FORK], [3, 3], [0, 0], 4, None).shape == (1, 1, 4, 7)
-    assert seen(tiny_llama, [FORK, FORK], [3, 2])[0] == seen(tiny_llama, [FORK, FORK], [3, 3])[0]
 
 
 def test_a_window_is_counted_in_positions_of_the_text_not_in_keys(tiny_llama: CausalLM) -> None:
@@ -312,23 +238,6 @@ def test_a_window_is_counted_in_positions_of_the_text_not_in_keys(tiny_llama: Ca
     lines = ["..xx....", "...xx...", "...x.x..", ".....xx.", "......xx"]
     assert seen(tiny_llama, [deep], [3], window=2) == [lines]
     assert seen(tiny_llama, [deep, LINE], [3, 1], window=2) == [lines, ["xx......", ".xx.....", "..xx...."]]
-
-
-def test_trees_of_one_shape_share_a_mask_and_the_store_stays_bounded(tiny_llama: CausalLM) -> None:
-    model = CausalLM(tiny_llama.model)
-    for length in range(600):
-        model._masks.among_nodes(TreeShape.chain(length % 290 + 2))
-    assert len(model._masks._stored) <= 257
-    assert model._masks.among_nodes(TreeShape((-1, 0, 0))) is model._masks.among_nodes(TreeShape((-1, 0, 0)))
-
-
-def test_the_mask_of_a_long_block_is_not_stored(tiny_llama: CausalLM) -> None:
-    """A turn of a conversation that is appended to a cache is one block, and its mask as large as that squared."""
-    model = CausalLM(tiny_llama.model)
-    for length in (1000, 2000):
-        mask = model._masks.among_nodes(TreeShape.chain(length))
-        assert torch.equal(mask == 0, torch.ones(length + 1, length + 1).tril().bool())
-    assert sum(mask.numel() for mask in model._masks._stored.values()) == 0
 
 
 # --- hidden states ---------------------------------------------------------------------------------------------------
@@ -349,20 +258,6 @@ def test_hidden_is_exactly_what_the_lm_head_reads(family: str) -> None:
         assert torch.equal(F.linear(output.hidden, lm_head.weight, lm_head.bias), written[-1])
     assert output.hidden.shape[-1] == model.hidden_size == lm_head.in_features
     assert family != "granite" or torch.equal(written[-1] / 8, output.logits)
-
-
-def test_hidden_is_the_last_hidden_state_after_the_final_norm(tiny_llama: CausalLM) -> None:
-    hidden = tiny_llama.append([PREFIX], tiny_llama.new_cache(16)).hidden
-    with torch.inference_mode():
-        states = tiny_llama.model(torch.tensor([PREFIX]), output_hidden_states=True).hidden_states
-    torch.testing.assert_close(hidden[-1], states[-1][0, -1], **FLOAT)
-
-
-def test_of_ragged_rows_hidden_is_each_rows_last(tiny_llama: CausalLM) -> None:
-    together = tiny_llama.prefill(RAGGED, tiny_llama.new_cache(16, 3)).hidden
-    for row, text in enumerate(RAGGED):
-        own = tiny_llama.prefill([text], tiny_llama.new_cache(16)).hidden[0]
-        torch.testing.assert_close(together[row], own, **FLOAT)
 
 
 def test_a_prefill_pays_for_the_logits_of_one_position_per_row(tiny_llama: CausalLM) -> None:
@@ -386,13 +281,6 @@ def test_keeping_the_last_position_only_still_captures_the_whole(tiny_llama: Cau
     assert not model.get_output_embeddings()._forward_pre_hooks, "the hook is taken off again"
 
 
-def test_the_hook_is_taken_off_when_the_forward_fails(tiny_llama: CausalLM) -> None:
-    model = tiny_llama.model
-    with pytest.raises(IndexError), capture_lm_head_input(model):
-        model(torch.tensor([[99]]))
-    assert not model.get_output_embeddings()._forward_pre_hooks
-
-
 def test_many_long_prompts_run_in_groups_and_give_what_they_give_together(
     tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,10 +300,3 @@ def test_many_long_prompts_run_in_groups_and_give_what_they_give_together(
     assert passes == [(2, 5), (2, 4), (1, 3)] and cache.lengths == whole.lengths == [5, 1, 3, 0, 3, 4]
     assert torch.allclose(found.hidden, expected.hidden, atol=1e-5)
     assert torch.allclose(found.logits, expected.logits, atol=1e-5)
-
-
-def test_a_prompt_longer_than_a_group_runs_alone(tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decoding.model.causal_lm._PREFILL_TOKENS", 2)
-    cache = tiny_llama.new_cache(16, 2)
-    tiny_llama.prefill([[3, 1, 4, 1], [5]], cache)
-    assert cache.lengths == [4, 1]

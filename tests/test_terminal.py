@@ -13,7 +13,7 @@ from rich.text import Text
 from test_stream import Utf8
 
 from decoding.generate import Step
-from decoding.tally import Tally
+from decoding.stream import Tally
 from trainer.terminal.console import say, standard_output, waiting
 from trainer.terminal.streaming import CtrlC, PlainSpeed, is_live, legend, live_line, show_steps, shows_styles, summary
 

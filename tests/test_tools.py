@@ -16,8 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from trainer.commands.regenerate import run_regenerate
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset, load_dataset
-from trainer.data.rows import open_source
-from trainer.data.token_cache import fingerprint
 from trainer.recipe.common import DataSection
 
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
@@ -68,24 +66,16 @@ def test_the_tools_of_a_row_stand_in_its_prompt(
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("none", [None, [], "", "[]"])
+@pytest.mark.parametrize("none", [None, "[]"])
 def test_a_row_may_have_no_tools(tmp_path: Path, none: Any) -> None:
     (example,) = load(tmp_path, {"messages": ASKED, "tools": none}).examples
     assert text(example) == "user:Hi;assistant:Yes;"
 
 
-@pytest.mark.parametrize("tools", ["a hammer", [3], {"name": "f"}])
+@pytest.mark.parametrize("tools", ["a hammer", [3]])
 def test_tools_that_are_no_functions_are_refused_naming_the_row(tmp_path: Path, tools: Any) -> None:
     with pytest.raises(ValueError, match=r"line 1: the tools are .*remove the field"):
         load(tmp_path, {"messages": ASKED, "tools": tools})
-
-
-def test_of_a_tokenizers_templates_the_one_for_tools_is_taken(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = {"default": "none;" + TOOL_TEMPLATE, "tool_use": TOOL_TEMPLATE}
-    path = write_rows(tmp_path / "rows.jsonl", [{"messages": ASKED}, {"messages": ASKED, "tools": [TOOL]}])
-    first, second = load_dataset(path, DataSection(train="t", heldout="h"), tokenizer).examples
-    assert text(first).startswith("none;user") and text(second).startswith(SHOWN)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +83,6 @@ def test_of_a_tokenizers_templates_the_one_for_tools_is_taken(tmp_path: Path) ->
     [
         ("tools", {"messages": ASKED, "tools": [TOOL]}),
         ("reasoning_content", answered(content="Yes", reasoning_content="Hm")),
-        ("tool_calls", answered(content="Yes", tool_calls=[TOOL])),
     ],
 )
 def test_a_template_that_leaves_a_field_out_is_told_once_with_the_number_of_rows(
@@ -106,23 +95,7 @@ def test_a_template_that_leaves_a_field_out_is_told_once_with_the_number_of_rows
     assert message.startswith(f"2 rows have {field}, ") and "data.chat_template" in message
 
 
-def test_the_tools_of_prompts_without_any_template_are_told_too(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    load(tmp_path, {"prompt": "Hi", "answer": "Yes", "tools": [TOOL]}, template=None)
-    assert [message[:17] for message in caplog.messages] == ["1 rows have tools"]
-
-
-def test_rows_that_differ_by_their_tools_are_cached_apart(tmp_path: Path) -> None:
-    section, found = DataSection(train="t", heldout="h"), set()
-    for tools in (None, [TOOL], [TOOL, TOOL]):
-        path = write_rows(tmp_path / "rows.jsonl", [{"messages": ASKED, "tools": tools}])
-        found.add(fingerprint(open_source(path, section), section, byte_tokenizer(TOOL_TEMPLATE)))
-    assert len(found) == 3
-
-
-@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'], ids=["object", "text"])
-@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=["missing", "null", "empty"])
+@pytest.mark.parametrize(("arguments", "content"), [({"x": 1}, {}), ('{"x": 1}', {"content": None})])
 def test_a_tool_call_is_trained_and_its_result_is_not(tmp_path: Path, content: dict[str, Any], arguments: Any) -> None:
     call = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
     result = {"role": "tool", "tool_call_id": "1", "content": "9"}
@@ -133,8 +106,7 @@ def test_a_tool_call_is_trained_and_its_result_is_not(tmp_path: Path, content: d
     assert trained(example) == '!f{"x": 1};Yes;'
 
 
-@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-@pytest.mark.parametrize("content", ["Yes", None])
+@pytest.mark.parametrize(("name", "content"), [("reasoning_content", "Yes"), ("reasoning", None)])
 def test_reasoning_is_trained_with_the_answer_and_alone(tmp_path: Path, name: str, content: str | None) -> None:
     (example,) = load(tmp_path, answered(content=content, **{name: "Hm"})).examples
     assert trained(example) == f"<think>Hm</think>{content or ''};"

@@ -5,34 +5,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.run import tracking
-from trainer.run.tracking import tracker_of
+from trainer.run import log
+from trainer.run.log import tracker_of
 
 KEY = "0123456789" * 4
-
-
-@pytest.fixture(autouse=True)
-def nobody_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home without a login, an environment without a word about wandb."""
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_SILENT", "NETRC"):
-        monkeypatch.setenv(name, "")  # so that it is put back
-        monkeypatch.delenv(name)
-    for name in ("HOME", "WANDB_CONFIG_DIR"):
-        monkeypatch.setenv(name, str(tmp_path))
-    return tmp_path
 
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What stands for the process's own, so that nothing of it outlives a test."""
     given: dict[str, str] = {}
-    monkeypatch.setattr(tracking, "os", SimpleNamespace(environ=given))
+    monkeypatch.setattr(log, "os", SimpleNamespace(environ=given))
     return given
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, there: bool = True, logged_in: bool = False) -> None:
-    monkeypatch.setattr(tracking, "is_installed", lambda: there)
-    monkeypatch.setattr(tracking, "_is_logged_in", lambda: logged_in)
+    monkeypatch.setattr(log, "wandb_is_installed", lambda: there)
+    monkeypatch.setattr(log, "_is_logged_in", lambda: logged_in)
 
 
 def test_a_recipe_that_says_nothing_is_not_tracked(
@@ -70,7 +59,15 @@ def test_a_login_and_a_mode_of_the_users_own_are_respected(
     assert tracker_of("wandb") == "wandb" and environment["WANDB_MODE"] == "shared"
 
 
-def test_without_the_library_nothing_is_tracked(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, there=False)
-    environment["WANDB_API_KEY"] = KEY
-    assert tracker_of("wandb") is None and tracker_of(None) is None
+def test_wandbs_own_login_is_found_without_asking_anybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the tracker is an optional extra")
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_SILENT", "NETRC"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name in ("HOME", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    assert not log._is_logged_in()
+    netrc = tmp_path / ".netrc"
+    netrc.write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
+    netrc.chmod(0o600)
+    assert log._is_logged_in()

@@ -1,12 +1,9 @@
 """Token trees: topology, masks, paths."""
 
-import random
 from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from pydantic import ValidationError
 
@@ -39,14 +36,6 @@ def test_a_node_attends_to_itself_and_its_ancestors_only() -> None:
     ]
 
 
-def test_a_chain_is_a_tree_with_one_branch() -> None:
-    chain = TreeShape.chain(3)
-    assert chain.parents == (-1, 0, 1, 2) and chain.is_chain
-    assert torch.equal(chain.ancestor_mask, torch.ones(4, 4, dtype=torch.bool).tril())
-    assert TreeShape.chain(0).parents == (-1,) and TreeShape.chain(0).is_chain
-    assert not TreeShape((-1, 0, 0)).is_chain
-
-
 @pytest.mark.parametrize("parents", [(), (0,), (-1, 1), (-1, 0, 2), (-1, -1), (-1, 0, 3, 0)])
 def test_a_parent_that_does_not_come_first_is_refused(parents: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"parent"):
@@ -60,21 +49,9 @@ def test_paths_of_ranks_become_nodes_by_depth_with_the_best_sibling_first() -> N
     assert ranks == (0, 1, 0, 2, 0, 0)
 
 
-def test_a_path_given_twice_is_one_node_and_the_empty_path_is_the_root() -> None:
-    shape, ranks = TreeShape.from_paths([[0], [0], []])
-    assert (shape.parents, ranks) == ((-1, 0), (0,))
-
-
 def test_a_path_without_its_parent_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"tree path \[0, 1\] has no parent: add \[0\]"):
         TreeShape.from_paths([[1], [0, 1]])
-
-
-def test_cutting_by_depth_keeps_a_tree() -> None:
-    nodes = SHAPE.nodes_up_to(2)
-    assert nodes == (0, 1, 2, 3, 4, 5)
-    assert SHAPE.keep(nodes).parents == (-1, 0, 0, 1, 2, 2)
-    assert SHAPE.keep((0, 2, 5, 6)).parents == (-1, 0, 1, 2)
 
 
 def test_following_a_text_stops_where_the_tree_does_not_have_it() -> None:
@@ -83,18 +60,6 @@ def test_following_a_text_stops_where_the_tree_does_not_have_it() -> None:
     assert tree.follow([2, 4]) == (2, 4)
     assert tree.follow([2, 3]) == (2,)
     assert tree.follow([7]) == () and tree.follow([]) == ()
-
-
-def test_of_duplicate_children_the_first_is_found() -> None:
-    tree = TokenTree(torch.tensor([9, 5, 5, 7]), TreeShape((-1, 0, 0, 2)))
-    assert tree.child_with_token(0, 5) == 1
-    assert tree.child_with_token(0, 7) is None
-
-
-def test_a_chain_of_tokens_begins_with_the_root() -> None:
-    tree = TokenTree.chain([4, 5, 6])
-    assert tree.token_list == tree.tokens.tolist() == [4, 5, 6]
-    assert tree.shape == TreeShape.chain(2) and len(tree) == 3
 
 
 def test_a_tree_whose_tokens_the_host_knows_costs_no_transfer() -> None:
@@ -116,32 +81,11 @@ def test_how_many_tokens_two_texts_begin_with_in_common(
     assert common_length(first, second) == common_length(second, first) == length
 
 
-def test_tokens_and_shape_must_agree() -> None:
-    with pytest.raises(AssertionError, match="2 tokens for a tree of 3 nodes"):
-        TokenTree(torch.tensor([1, 2]), TreeShape.chain(2))
-
-
 def test_the_shape_annotations_are_enforced_here() -> None:
     with pytest.raises(TypeCheckError):
         TokenTree(torch.tensor([[1, 2]]), TreeShape.chain(1))
     with pytest.raises(TypeCheckError):
         TokenTree(torch.tensor([1.0, 2.0]), TreeShape.chain(1))
-
-
-@given(seed=st.integers(0, 2**32 - 1), size=st.integers(1, 12))
-def test_every_property_agrees_with_walking_up_from_each_node(seed: int, size: int) -> None:
-    chance = random.Random(seed)
-    shape = TreeShape((-1, *(chance.randrange(node) for node in range(1, size))))
-    for node in range(size):
-        ancestors, walker = [node], node
-        while shape.parents[walker] != -1:
-            walker = shape.parents[walker]
-            ancestors.append(walker)
-        assert shape.path(node) == tuple(reversed(ancestors[:-1]))
-        assert shape.depths[node] == len(ancestors) - 1
-        assert shape.ancestor_mask[node].nonzero().flatten().tolist() == sorted(ancestors)
-    assert sorted(child for children in shape.children for child in children) == list(range(1, size))
-    assert all(list(children) == sorted(children) for children in shape.children)
 
 
 def test_a_recipe_asks_for_no_more_nodes_than_a_file_may_hold() -> None:

@@ -18,7 +18,6 @@ from decoding.measure.proof.enumeration import (
     contexts,
     deterministic_draft,
     distribution,
-    draft_of,
     model_pair,
     outcomes,
     sampled_draft,
@@ -42,7 +41,6 @@ from decoding.rules.verify import (
 
 WITH = ProposalKind.SAMPLED
 WITHOUT = ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
-DETERMINISTIC = ProposalKind.DETERMINISTIC
 MIXED = ProposalKind.MIXED
 
 
@@ -94,21 +92,6 @@ def test_one_rule_keeps_at_least_as_many_as_another(
 ) -> None:
     gains = length_differences(fewer, more, CHAINS if fewer[0] == "token" else TREES)
     assert min(gains) > -LOSSLESS and max(gains) > 0.01
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "shapes"),
-    [
-        ("block", "top-k", CHAINS),
-        ("traversal", "top-k", CHAINS | TREES),
-        ("sampled-verify", "top-k", CHAINS | TREES),
-    ],
-)
-def test_for_deterministic_drafts_the_rules_keep_the_same_number(
-    one: str, other: str, shapes: dict[str, tuple[int, ...]]
-) -> None:
-    differences = length_differences((one, DETERMINISTIC), (other, DETERMINISTIC), shapes)
-    assert max(map(abs, differences)) < LOSSLESS
 
 
 def length_differences(
@@ -176,21 +159,6 @@ def test_on_a_chain_two_rules_agree_outcome_by_outcome(one: Rule, other: Rule, k
 def positive(found: dict[Verdict, float]) -> dict[Verdict, float]:
     """Without what only rounding makes possible."""
     return {verdict: chance for verdict, chance in found.items() if chance > LOSSLESS}
-
-
-@pytest.mark.parametrize("kind", [WITH, WITHOUT, DETERMINISTIC])
-def test_on_a_chain_traversal_and_block_verification_make_the_same_of_the_same_uniforms(kind: ProposalKind) -> None:
-    # Without replacement a chain is drawn as with it, so its label alone differs.
-    seen = set()
-    for seed in range(40):
-        p, q = model_pair("dense" if seed % 2 else "zeros", 3, 3, seed)
-        drafted = draft_of(kind, TreeShape.chain(3), q)(source_of(seed))
-        as_block = Proposal(drafted.tree, WITH, drafted.q) if kind is WITHOUT else drafted
-        rows = target_rows(drafted.tree, p)
-        verdict = BLOCK_VERIFICATION(as_block, rows, source_of(seed))
-        assert TRAVERSAL_VERIFICATION(drafted, rows, source_of(seed)) == verdict
-        seen.add(len(verdict.path))
-    assert len(seen) >= 3
 
 
 def source_of(seed: int) -> GeneratorSource:

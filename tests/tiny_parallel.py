@@ -8,8 +8,7 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.embeddings import added_to_embeddings, input_embeddings
-from decoding.model.lm_head import lm_head_input
+from decoding.model.lm_head import added_to_embeddings, input_embeddings, lm_head_input
 from decoding.model.parallel import ParallelConfig, ParallelDraft, ParallelParts
 
 

@@ -9,8 +9,7 @@ from tiny_training import tiny_tokenizer
 
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example
-from trainer.drafts.generations import Order, Origin, TextWriter, WindowFiles
-from trainer.drafts.on_policy import PolicySource
+from trainer.drafts.on_policy import Order, Origin, PolicySource, TextWriter, WindowFiles
 from trainer.processes import Process
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import PolicySection

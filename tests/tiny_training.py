@@ -185,7 +185,6 @@ class Recorder:
         self.figures: dict[int, dict[str, float]] = {}
         self.evaluated: list[int] = []
         self.began_at: list[int] = []
-        self.ends_at: set[int] = set()
         self.actions: dict[int, Any] = {}
 
     @property
@@ -195,9 +194,8 @@ class Recorder:
     def hooks(self) -> Hooks:
         return Hooks(self._on_step, self._evaluate, lambda progress: self.began_at.append(progress.step))
 
-    def _evaluate(self, progress: Progress) -> bool:
+    def _evaluate(self, progress: Progress) -> None:
         self.evaluated.append(progress.step)
-        return progress.step in self.ends_at
 
     def _on_step(self, progress: Progress, figures: dict[str, float]) -> None:
         self.figures[progress.step] = figures

@@ -4,25 +4,23 @@ import os
 import sys
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainer.commands.artefact_options import ExportOptions, PushOptions
 from trainer.commands.options import (
     ChatOptions,
     CompareOptions,
     DemoOptions,
     EvaluateOptions,
+    ExportOptions,
     GenerateOptions,
     PlanOptions,
+    PushOptions,
 )
 from trainer.commands.proof_options import DiagnoseOptions, DoctorOptions, VerifyOptions
 from trainer.commands.training_options import (
-    FeaturesOptions,
     InspectOptions,
-    PlanTrainingOptions,
     RealignOptions,
     RegenerateOptions,
     TrainOptions,
@@ -82,6 +80,7 @@ def options(
     "headstart train recipes/quickstart/medusa1.yaml",
     "headstart train recipes/any/medusa1.yaml name=heads target=ORG/NAME \\\n"
     "  data.train=answers.jsonl data.heldout=test.jsonl output=runs/heads",
+    resumes=True,
 )
 def train(options: TrainOptions) -> None:
     """Train heads or a draft from a recipe. A killed run resumes.
@@ -89,44 +88,16 @@ def train(options: TrainOptions) -> None:
     On several processes: accelerate launch scripts/train.py RECIPE ...
     """
     from trainer.recipe.reading import load_recipe
-    from trainer.run.train import run_recipe
 
-    profile = None if options.profile is None else Path(options.profile)
-    run_recipe(load_recipe(options.recipe, options.overrides or ()), profile=profile)
+    recipe = load_recipe(options.recipe, options.overrides or ())
+    if options.dry_run:
+        from trainer.commands.dry_run import dry_run
 
+        dry_run(recipe)
+    else:
+        from trainer.run.train import run_recipe
 
-@command(
-    app,
-    FeaturesOptions,
-    "headstart features recipes/any/medusa1.yaml name=heads target=ORG/NAME \\\n"
-    "  data.train=answers.jsonl data.heldout=test.jsonl output=runs/heads \\\n"
-    "  features.folder=runs/features",
-    resumes=True,
-)
-def features(options: FeaturesOptions) -> None:
-    """Store the states or the teacher that a recipe trains on. A killed run resumes."""
-    from trainer.commands.prepare import prepare_features
-    from trainer.recipe.reading import load_recipe
-
-    prepare_features(load_recipe(options.recipe, options.overrides or ()))
-
-
-@command(
-    app,
-    PlanTrainingOptions,
-    "headstart plan-training recipes/any/medusa1.yaml name=heads \\\n"
-    "  target=ORG/NAME data.train=answers.jsonl data.heldout=test.jsonl \\\n"
-    "  output=runs/heads --processes 8",
-    name="plan-training",
-)
-def plan_training(options: PlanTrainingOptions) -> None:
-    """Print the memory, disk and hours of a training run."""
-    from trainer.commands.plan_training import print_plan
-    from trainer.recipe.reading import load_recipe
-    from trainer.run.planning import Launch
-
-    launch = Launch(options.processes, options.zero_stage)
-    print_plan(load_recipe(options.recipe, options.overrides or ()), launch, options.steps)
+        run_recipe(recipe)
 
 
 @command(
@@ -222,7 +193,7 @@ def demo(options: DemoOptions) -> None:
     app,
     EvaluateOptions,
     "headstart evaluate --target quickstart --drafter lookup \\\n"
-    "  --prompts quickstart/heldout.jsonl --prompt-tokens 64 --output runs/lookup",
+    "  --prompts quickstart/heldout.jsonl --context 64 --output runs/lookup",
     "headstart evaluate --target ORG/NAME --drafter heads:runs/heads/final \\\n"
     "  --drafter lookup --prompts test.jsonl --output runs/measured",
     resumes=True,
@@ -312,8 +283,8 @@ def export(options: ExportOptions) -> None:
 
 @command(app, PushOptions, "headstart push exported/heads ORG/HEADS")
 def push(options: PushOptions) -> None:
-    """Upload a run or an exported folder to the Hub."""
-    from trainer.export.push import push as run_push
+    """Upload an exported folder to the Hub."""
+    from trainer.export import push as run_push
 
     print(run_push(**vars(options)))
 

@@ -1,8 +1,7 @@
-"""A small Llama trained from nothing, for the embedded default target: the objective, and its kind of job."""
+"""A small Llama trained from nothing, for the embedded default target: the objective, and its job."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,12 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from decoding.drafters import Drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_tokenizer
-from trainer.data.batch import Batch, Example, flat_rows
-from trainer.data.dataset import Dataset
-from trainer.data.source import BatchSource, Offline
-from trainer.data.splits import load_splits
+from trainer.data.batch import Batch, flat_rows
+from trainer.data.dataset import load_splits
 from trainer.files.transformers4 import write_model
-from trainer.job import (
-    Largest,
-    Phase,
-    Stored,
-    shared_identity,
-    trained_itemsize,
-    trained_numbers,
-)
+from trainer.job import Job, shared_identity
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
-from trainer.processes import Process
-from trainer.recipe.common import TrainingSection
 from trainer.recipe.pretrain import PretrainRecipe, PretrainSection
-from trainer.target.store import Writer
 
 
 class LanguageModelTraining(nn.Module):
@@ -88,6 +75,9 @@ class PretrainObjective:
     def drafter(self) -> Drafter | None:
         return None
 
+    def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
+        """Do nothing: a model has no tree."""
+
     def save(self, folder: Path) -> None:
         model = copy.deepcopy(self.module.model)
         model.to(torch.bfloat16)  # type: ignore[arg-type]  # transformers' stubs
@@ -96,87 +86,10 @@ class PretrainObjective:
         write_model(model, self._tokenizer, folder)
 
 
-@dataclass(frozen=True)
-class PretrainKind:
-    """The kind of a recipe for a model from nothing: see `trainer.job.Kind`."""
-
-    recipe: PretrainRecipe
-
-    @property
-    def target(self) -> str | None:
-        return None
-
-    @property
-    def tokenizer(self) -> str:
-        return self.recipe.model.tokenizer
-
-    @property
-    def stored(self) -> Stored | None:
-        return None
-
-    @property
-    def keeps_target(self) -> bool:
-        return False
-
-    @property
-    def steps_per_writing(self) -> int:
-        return 1
-
-    def phases(self) -> list[Phase]:
-        return [Phase("a step", 0, self.recipe.training.steps)]
-
-    def measured_from(self, phase: Phase) -> int:
-        return phase.first
-
-    def small(self, rows: int, scratch: Path) -> PretrainRecipe:
-        return self.recipe
-
-    def without_store(self) -> PretrainRecipe:
-        return self.recipe
-
-    def assemble(self, device: torch.device, process: Process, check_costs: bool = False) -> "PretrainJob":
-        recipe, tokenizer = self.recipe, load_tokenizer(self.tokenizer)
-        dataset, heldout = load_splits(recipe.data, tokenizer)
-        identity = shared_identity(recipe, None, dataset, heldout)
-        torch.manual_seed(recipe.training.seed)  # for the weights, which start at random
-        objective = PretrainObjective(tokenizer, recipe.model)
-        return PretrainJob(recipe, tokenizer, dataset, heldout, objective, identity)
-
-
-@dataclass(frozen=True)
-class PretrainJob:
-    """A model to be trained from nothing: see `trainer.job.Job`."""
-
-    recipe: PretrainRecipe
-    tokenizer: PreTrainedTokenizerBase
-    dataset: Dataset
-    heldout: Dataset
-    objective: PretrainObjective
-    identity: Mapping[str, Any]
-
-    @property
-    def target(self) -> None:
-        """None: there is no target."""
-
-    def source(self, section: TrainingSection, process: Process, folder: Path | None = None) -> BatchSource:
-        return Offline(self.dataset.examples, section.batch_size, section.seed)
-
-    def writer(self, examples: Sequence[Example]) -> Writer | None:
-        return None
-
-    def target_again(self, device: torch.device) -> None:
-        """Return None: there is no target."""
-
-    def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
-        """Do nothing: a model has no tree."""
-
-    def passing_bytes(self, largest: Largest) -> int:
-        """See `trainer.job.Job.passing_bytes`; the logits of all trained tokens exist at once."""
-        shape, itemsize = self.recipe.model, trained_itemsize(self.recipe)
-        layer = 10 * shape.hidden_size + 4 * shape.intermediate_size
-        vocab = self.objective.module.get_parameter("model.lm_head.weight").shape[0]
-        layers = largest.positions * layer * shape.num_hidden_layers * itemsize
-        return layers + largest.trained * vocab * (2 * itemsize + 8)
-
-    def artefact_bytes(self) -> dict[str, int]:
-        return {"the finished artefact": 4 * trained_numbers(self.objective)}
+def assemble_pretraining(recipe: PretrainRecipe) -> Job:
+    """Make the job of a recipe for a model from nothing."""
+    tokenizer = load_tokenizer(recipe.tokenizer_name)
+    dataset, heldout = load_splits(recipe.data, tokenizer)
+    identity = shared_identity(recipe, None, dataset, heldout)
+    torch.manual_seed(recipe.training.seed)  # for the weights, which start at random
+    return Job(recipe, tokenizer, dataset, heldout, None, PretrainObjective(tokenizer, recipe.model), identity)

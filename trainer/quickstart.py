@@ -2,7 +2,7 @@
 
 The standard library is real text on every machine, so the whole toolkit can be tried without a hub. The target is built
 once, in the user's cache folder (or HEADSTART_CACHE); recipes and commands call it ``quickstart``. Heads and drafts
-learn its own answers, ``quickstart/answers.jsonl``, which `trainer.run.embedded` lets it write once.
+learn its own answers, ``quickstart/answers.jsonl``, which `trainer.run.train` lets it write once.
 """
 
 import hashlib

@@ -1,13 +1,13 @@
 """Drafters: each proposes a token tree for the target to verify."""
 
 from decoding.drafters.base import Drafter, DraftSession
-from decoding.drafters.cascade import CascadeDrafter
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
+from decoding.drafters.experimental.cascade import CascadeDrafter
+from decoding.drafters.experimental.lookahead import LookaheadDrafter
+from decoding.drafters.experimental.other_tokenizer import OtherTokenizerDrafter
 from decoding.drafters.hybrid import HybridDrafter
-from decoding.drafters.lookahead import LookaheadDrafter
 from decoding.drafters.medusa import MedusaDrafter
-from decoding.drafters.other_tokenizer import OtherTokenizerDrafter
 from decoding.drafters.parallel import ParallelDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 

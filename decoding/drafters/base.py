@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -12,8 +13,8 @@ from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.drawing import GeneratorSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import common_length
+from decoding.rules.sampling import History, HistoryRows, SamplingConfig
+from decoding.rules.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,7 @@ class DraftRequest:
     written, a row for each token since the row's last request, the prompt's tokens included. The text's first token was
     written from none: its row is zero.
 
-    ``shared``: number of leading tokens that are those of the row's last request, so that a session need not compare
-    them with what it remembers; None if it is unknown. The texts of the loop only grow.
+    Between two requests a row's text only grows.
     """
 
     tokens: Sequence[int]
@@ -37,16 +37,6 @@ class DraftRequest:
     max_depth: int
     max_nodes: int
     states: Float[Tensor, "tokens hidden"] | None = None
-    shared: int | None = None
-
-    def common_with(self, held: list[int], asked: int) -> int:
-        """Return the length of the text's common beginning with ``held``.
-
-        The first ``asked`` tokens of ``held`` are those of an earlier request. Tokens known to be shared with that one
-        are not read.
-        """
-        known = min(self.shared or 0, asked)
-        return known + common_length(self.tokens[known : len(held)], held[known:])
 
 
 @dataclass(frozen=True)
@@ -55,6 +45,34 @@ class TextStart:
 
     prompt_length: int
     source: GeneratorSource
+
+
+class TextRows:
+    """Random source and history of the text in each row, under the same sampling controls.
+
+    ``vocab_size``: the target's. ``device``: that of the logits to which the controls apply.
+    """
+
+    def __init__(self, sampling: SamplingConfig, vocab_size: int, device: torch.device) -> None:
+        self.sampling = sampling
+        self.vocab_size = vocab_size
+        self.device = device
+        self.sources: dict[int, GeneratorSource] = {}
+        self._histories: dict[int, History] = {}
+
+    def admit(self, slot: int, start: TextStart) -> None:
+        """Begin a new text in row ``slot``, and forget the row's last text."""
+        self.sources[slot] = start.source
+        self._histories[slot] = History(self.sampling, start.prompt_length, self.vocab_size, self.device)
+
+    def move(self, slot: int, to: int) -> None:
+        """Move the text in row ``slot`` to row ``to``."""
+        self.sources[to] = self.sources.pop(slot)
+        self._histories[to] = self._histories.pop(slot)
+
+    def history_at(self, slot: int, text: Sequence[int], tree: TokenTree, nodes: Sequence[int]) -> HistoryRows:
+        """Return the history that the sampling controls read at ``nodes`` of a row's tree."""
+        return self._histories[slot].at(text, tree, nodes)
 
 
 class DraftSession(Protocol):
@@ -77,6 +95,32 @@ class DraftSession(Protocol):
         """Take note of the target's logits at every node of the last trees, (nodes, vocab) for each row."""
 
 
+class Rows(Protocol):
+    """Data of each text of a batch, kept by its row."""
+
+    def admit(self, slot: int, start: TextStart) -> None:
+        """Begin a new text in row ``slot``."""
+
+    def move(self, slot: int, to: int) -> None:
+        """Move the text in row ``slot`` to row ``to``."""
+
+
+class RowsSession:
+    """Base of sessions whose data of the texts are all in ``rows``, and that learn nothing from the target's logits."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def admit(self, slot: int, start: TextStart) -> None:
+        self._rows.admit(slot, start)
+
+    def move(self, slot: int, to: int) -> None:
+        self._rows.move(slot, to)
+
+    def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
+        """Do nothing: the texts hold everything that the session needs."""
+
+
 class Drafter(ABC):
     """A way to draft: opens sessions, and holds models and settings, which never change."""
 
@@ -86,25 +130,18 @@ class Drafter(ABC):
     rough_cost: float = 0.1
     """Seconds of its largest draft over those of a target pass, roughly, for decisions that follow no clock."""
 
+    max_positions: int | None = None
+    """Length of the longest text that it can draft for, in tokens; None if its own models set no limit."""
+    reads_states = False
+    """True if its requests must hold ``states``, which the loop else does not keep."""
+    budgets: tuple[Budget, ...]
+    """Sizes of the trees that it can draft, by increasing cost; the last one is the default."""
+    label_with_size = ""
+
     @property
     def label(self) -> str:
         """Name in tables: the kind of drafter, with the size of its drafts if two of a kind may differ in it."""
-        return self.name
-
-    @property
-    def max_positions(self) -> int | None:
-        """Length of the longest text that it can draft for, in tokens; None if its own models set no limit."""
-        return None
-
-    @property
-    def reads_states(self) -> bool:
-        """True if its requests must hold ``states``, which the loop else does not keep."""
-        return False
-
-    @property
-    @abstractmethod
-    def budgets(self) -> tuple[Budget, ...]:
-        """Sizes of the trees that it can draft, by increasing cost; the last one is the default."""
+        return self.label_with_size or self.name
 
     @abstractmethod
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
@@ -142,26 +179,23 @@ class TextSession(Protocol):
         """Draft a tree; ``request.max_depth`` is at least 1."""
 
     def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """Take note of the target's logits at every node of the last tree."""
+        """Take note of the target's logits at every node of the last tree; most drafters learn nothing from them."""
+        return
 
 
 class TextDrafter(Drafter):
     """A drafter that drafts for one text at a time."""
 
-    def for_rows(self, rows: int) -> "TextDrafter":
-        """Return the drafter of ``rows`` texts at a time: one with steps of fixed shapes has a cache for one alone."""
-        return self
-
     @abstractmethod
     def open_text(self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int) -> TextSession:
         """Start on a text of at most ``max_length`` tokens."""
 
-    def check(self, target: CausalLM, rows: int, max_length: int) -> None:
-        """Raise ValueError, before any text begins, for a target or a number of rows that `open_text` cannot serve."""
+    def check(self, target: CausalLM, max_length: int) -> None:
+        """Raise ValueError, before any text begins, for a target or a length that it cannot draft for."""
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
-        self.check(target, rows, max_length)
-        return _TextByText(self.for_rows(rows), target, sampling, max_length)
+        self.check(target, max_length)
+        return _TextByText(self, target, sampling, max_length)
 
 
 class _TextByText:

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from decoding.drafters.base import TextStart
-from decoding.drafters.text_rows import TextRows
+from decoding.drafters.base import RowsSession, TextRows, TextStart
 from decoding.model.causal_lm import CausalLM
 from decoding.model.vocabulary import over_vocabulary
 from decoding.rules.sampling import SamplingConfig
@@ -184,3 +183,11 @@ class DraftState:
         only the target has gets q = 0.
         """
         return over_vocabulary(logits, self.draft.output_tokens, self._vocab_size)
+
+
+class StateSession(RowsSession):
+    """A session of a draft on a batch, whose state follows the texts."""
+
+    def __init__(self, state: DraftState) -> None:
+        super().__init__(state)
+        self._state = state

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from decoding.drafters.base import Drafter, DraftRequest, TextStart
-from decoding.drafters.draft_state import DraftState, shared_tokens
+from decoding.drafters.base import Drafter, DraftRequest
+from decoding.drafters.draft_state import DraftState, StateSession, shared_tokens
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -38,22 +38,13 @@ class DraftTreeDrafter(Drafter):
         self.draft = draft
         self.depth = depth
         self.width = width
-        self.nodes = min(nodes, self._met(depth))
+        # Depth and size grow together.
+        sizes = [(level, 1 + max(level, (nodes - 1) * level // depth)) for level in range(1, depth + 1)]
+        # The beam meets the root, its children, and the children of the best of each further level.
+        self.budgets = tuple(Budget(level, min(size, 1 + width + (level - 1) * width**2)) for level, size in sizes)
+        self.max_positions = draft.max_text
+        self.label_with_size = f"draft model, tree of {self.max_nodes - 1}"
         self.rough_cost = 0.05 * depth
-
-    @property
-    def label(self) -> str:
-        return f"draft model, tree of {self.max_nodes - 1}"
-
-    @property
-    def max_positions(self) -> int | None:
-        return self.draft.max_text
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
-        return tuple(
-            Budget(depth, min(nodes, self._met(depth))) for depth, nodes in tree_budgets(self.depth, self.nodes)
-        )
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DraftTreeSession":
         known = shared_tokens(self.draft, target)
@@ -62,44 +53,20 @@ class DraftTreeDrafter(Drafter):
         state = DraftState(self.draft, target, sampling, rows, max_length, 1 + self.width * self.depth)
         return DraftTreeSession(self, state, sampling)
 
-    def _met(self, depth: int) -> int:
-        """Return the number of nodes that the beam meets down to ``depth``, the root included."""
-        return 1 + self.width + (depth - 1) * self.width**2
 
-    def bounds_within(self, request: DraftRequest) -> Budget:
-        """Return the bounds of the tree to draft for a request."""
-        nodes = max(1, min(self.nodes, request.max_nodes))
-        return Budget(min(self.depth, request.max_depth, nodes - 1), nodes)
-
-
-def tree_budgets(depth: int, nodes: int) -> tuple[Budget, ...]:
-    """Return the budgets of a drafter whose trees fit any bounds up to these: depth and size grow together."""
-    return tuple(Budget(level, 1 + max(level, (nodes - 1) * level // depth)) for level in range(1, depth + 1))
-
-
-class DraftTreeSession:
+class DraftTreeSession(StateSession):
     """A session of the draft on a batch: one pass and one transfer to the host per level of all trees together."""
 
     def __init__(self, drafter: DraftTreeDrafter, state: DraftState, sampling: SamplingConfig) -> None:
+        super().__init__(state)
         self._drafter = drafter
-        self._state = state
         self._sampling = sampling
-
-    def admit(self, slot: int, start: TextStart) -> None:
-        self._state.admit(slot, start)
-
-    def move(self, slot: int, to: int) -> None:
-        self._state.move(slot, to)
-
-    def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        """Do nothing: the texts hold everything that the session needs."""
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         device = self._state.draft.device
-        beams = [
-            _Beam(request.tokens[-1], self._drafter.bounds_within(request), self._drafter.width) for request in requests
-        ]
+        most = self._drafter.budgets[-1]
+        beams = [_Beam(request, most, self._drafter.width) for request in requests]
         if not any(beam.level for beam in beams):
             return [Proposal.root_only(request.tokens[-1], device) for request in requests]
         texts = [request.tokens for request in requests]
@@ -146,13 +113,14 @@ class DraftTreeSession:
 class _Beam:
     """A row's tree under construction: all nodes met so far, and those among them that run through the draft."""
 
-    def __init__(self, root: int, bounds: Budget, width: int) -> None:
-        self._bounds, self._width = bounds, width
-        self._tokens, self._parents, self._scores = [root], [-1], [0.0]
+    def __init__(self, request: DraftRequest, most: Budget, width: int) -> None:
+        nodes = max(1, min(most.nodes, request.max_nodes))
+        self._bounds, self._width = Budget(min(most.depth, request.max_depth, nodes - 1), nodes), width
+        self._tokens, self._parents, self._scores = [request.tokens[-1]], [-1], [0.0]
         self._depth = 0
         self.run = [0]
         """Nodes that ran or run now, in the order of their keys in the draft's cache."""
-        self.level = [0] if bounds.depth > 0 else []
+        self.level = [0] if self._bounds.depth > 0 else []
         """Nodes that run now, the last ones of ``run``."""
 
     @property
@@ -187,6 +155,6 @@ class _Beam:
         return self._tree_of([0, *sorted(self._best())], device)
 
     def _tree_of(self, nodes: Sequence[int], device: torch.device | str = "cpu") -> TokenTree:
-        place = {node: index for index, node in enumerate(nodes)}
-        shape = TreeShape(tuple(place.get(self._parents[node], -1) for node in nodes))
+        index_of = {node: index for index, node in enumerate(nodes)}
+        shape = TreeShape(tuple(index_of.get(self._parents[node], -1) for node in nodes))
         return TokenTree.of_list([self._tokens[node] for node in nodes], shape, device)

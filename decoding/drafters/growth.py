@@ -1,336 +1,265 @@
-"""Growth of trees, depth by depth: every node's children come from a distribution of their own."""
+"""Growth of trees of a fixed shape, depth by depth: every node's children come from a distribution of their own."""
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import islice
-from typing import Protocol
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from decoding.drafters.base import DraftRequest
-from decoding.drafters.static_tree import StaticTree
-from decoding.drafters.text_rows import TextRows
+from decoding.drafters.base import DraftRequest, TextRows
 from decoding.model.markov import DecodingBias
 from decoding.policies import Budget
 from decoding.rules.drawing import draw_rows_without_replacement
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.sampling import HistoryRows, probabilities
+from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, best_tokens, probabilities
 from decoding.rules.tree import TokenTree, TreeShape
 
+Cut = tuple[TreeShape, tuple[int, ...]]
+"""A shape, and the rank of every drafted node among its parent's best tokens (from 0)."""
 
-class PathLogits(Protocol):
-    """Logits at every node of the trees of one step: a function of a node's row and of the tokens on its path."""
+NodeLogits = Callable[
+    [int, Int[Tensor, " nodes"], Int[Tensor, " nodes"]], tuple[Float[Tensor, "some vocab"], Int[Tensor, " nodes"]]
+]
+"""Function from nodes of one depth (the root's is 0), given as their rows in the batch and their tokens.
 
-    def logits(self, rows: Int[Tensor, " nodes"], paths: Int[Tensor, "nodes tokens"]) -> Float[Tensor, "nodes vocab"]:
-        """Return the logits of the token after each path, over the target's vocabulary.
+Returns logits over the target's vocabulary, and the index of each node in them: nodes may share their logits.
+"""
 
-        ``rows``: the row of each node's text in the batch. ``paths``: the tokens from the root to the node, both
-        included; all nodes of a call have the same depth. The logits may be on another device than the paths.
-        """
+
+class StaticTree:
+    """A tree of ranks and its cuts: to a depth, and to the nodes whose paths use only the best ``width`` ranks.
+
+    A cut never depends on the drafted tokens.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]]) -> None:
+        """Take ``paths`` of ranks as `TreeShape.from_paths` does; ValueError if there are none."""
+        self._shape, ranks = TreeShape.from_paths(paths)
+        self.max_depth = self._shape.max_depth
+        if self.max_depth < 1:
+            raise ValueError("the tree is empty: give it at least the path [0]")
+        self._ranks = (0, *ranks)
+        self.ranks = max(self._ranks) + 1
+        """Number of a node's best tokens that the tree may hold."""
+        self.is_chain = self._shape.is_chain
+        widest = [0]  # the largest rank on the path to each node
+        for node, parent in enumerate(self._shape.parents[1:], start=1):
+            widest.append(max(widest[parent], self._ranks[node]))
+        self._widest = tuple(widest)
+        self._cuts = lru_cache(maxsize=None)(self._cut)
+        self.budgets = self._sizes()
+
+    @staticmethod
+    def chain(length: int) -> "StaticTree":
+        """Make a chain of ``length`` best tokens."""
+        return StaticTree([(0,) * depth for depth in range(1, length + 1)])
+
+    def cut(self, request: DraftRequest) -> Cut:
+        """Return the widest cut within the request's bounds."""
+        return self._cuts(min(request.max_depth, self.max_depth), min(request.max_nodes, len(self._shape)))
+
+    def _sizes(self) -> tuple[Budget, ...]:
+        """List the budgets: all ranks and rank 0 alone, each to every depth, and 1, 2, 4, ... ranks to full depth."""
+        widths = [1]
+        while 2 * widths[-1] < self.ranks:
+            widths.append(2 * widths[-1])
+        cuts = [self._nodes(depth, width) for depth in range(1, self.max_depth + 1) for width in (1, self.ranks)]
+        cuts += [self._nodes(self.max_depth, width) for width in widths]
+        # By size: a deeper draft costs one more head, a larger one a wider target pass.
+        sizes = {(len(nodes), max(self._shape.depths[node] for node in nodes)) for nodes in cuts}
+        return tuple(Budget(depth, nodes) for nodes, depth in sorted(sizes) if nodes > 1)
+
+    def _nodes(self, depth: int, width: int) -> tuple[int, ...]:
+        depths = self._shape.depths
+        return tuple(node for node in range(len(depths)) if depths[node] <= depth and self._widest[node] < width)
+
+    def _cut(self, depth: int, nodes: int) -> Cut:
+        fitting = [cut for width in range(1, self.ranks + 1) if len(cut := self._nodes(depth, width)) <= nodes]
+        kept = fitting[-1] if fitting else self._nodes(depth, 1)[: max(nodes, 1)]
+        return self._shape.keep(kept), tuple(self._ranks[node] for node in kept[1:])
 
 
 @dataclass(frozen=True)
 class ConditionalLogits:
-    """Logits that were computed for all depths at once, with a bias by the token before.
+    """Logits that were computed for all depths at once, with a bias by the token before: a `NodeLogits`.
 
-    ``base[d - 1]`` predicts the nodes at depth d (from 1) of every row. ``bias`` None: they are conditional on nothing.
-    ``finish`` maps them to the target's vocabulary; None if they are over it already.
+    ``base[d]`` predicts the children of the nodes at depth d of every row. ``bias`` None: they depend on no drafted
+    token. ``finish`` maps them to the target's vocabulary; None if they are over it already.
     """
 
     base: Float[Tensor, "depths rows outputs"]
     bias: DecodingBias | None = None
     finish: Callable[[Float[Tensor, "nodes outputs"]], Float[Tensor, "nodes vocab"]] | None = None
 
-    def logits(self, rows: Int[Tensor, " nodes"], paths: Int[Tensor, "nodes tokens"]) -> Float[Tensor, "nodes vocab"]:
-        """Return the logits after each path: one look-up or product of the bias for all nodes of the call."""
-        logits = self.base[paths.shape[1] - 1][rows.to(self.base.device)]
+    def __call__(self, depth: int, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.base[depth]
         if self.bias is not None:
-            logits = self.bias.added_to(logits, paths[:, -1])
-        return logits if self.finish is None else self.finish(logits)
+            logits = self.bias.added_to(logits[rows.to(logits.device)], tokens)
+            rows = torch.arange(len(rows), device=rows.device)
+        return logits if self.finish is None else self.finish(logits), rows
 
 
-@dataclass(frozen=True)
-class _Level:
+class _Level(NamedTuple):
     """The nodes of one depth that have children, in all trees of a batch; node numbers run on from tree to tree."""
 
     rows: Int[Tensor, " parents"]
-    paths: Int[Tensor, "parents depth"]
-    """Nodes from the root to each parent, both included."""
+    parents: Int[Tensor, " parents"]
     children: Int[Tensor, " children"]
-    child_parents: Int[Tensor, " children"]
-    """Index in ``paths`` of each child's parent."""
-    child_ranks: Int[Tensor, " children"]
-    width: int
-    """Number of tokens to choose for each parent: as many as the widest needs."""
-    parents: tuple[tuple[int, ...], ...]
-    """The parents in each row's tree, by their numbers there."""
+    choice: tuple[Int[Tensor, " children"], Int[Tensor, " children"]]
+    """Each child's parent, as an index in ``parents``, and its rank."""
     slots: Int[Tensor, "parents width"]
-    """On the host: the child of each rank of each parent; node 0 where there is none."""
+    """On the host: the child of each rank of each parent; node 0 if there is none."""
+    parents_by_row: tuple[tuple[int, ...], ...]
+    """The parents in each row's tree, by their numbers there."""
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A plan for the trees of a batch, from their shapes alone: the nodes to run, and the place of each token."""
-
-    shapes: tuple[TreeShape, ...]
-    roots: Int[Tensor, " rows"]
-    levels: tuple[_Level, ...]
-
-    @staticmethod
-    def of_trees(trees: tuple[tuple[TreeShape, tuple[int, ...]], ...], device: torch.device) -> "_Plan":
-        """Plan the ``trees``: each is a shape, and every drafted node's rank among its parent's best tokens."""
-        shapes = tuple(shape for shape, _ in trees)
-        first = [0]
-        for shape in shapes:
-            first.append(first[-1] + len(shape))
-        levels = [_level(trees, first, depth, device) for depth in range(max(shape.max_depth for shape in shapes))]
-        return _Plan(shapes, torch.tensor(first[:-1], device=device), tuple(levels))
-
-
-def _level(
-    trees: Sequence[tuple[TreeShape, Sequence[int]]], first: Sequence[int], depth: int, device: torch.device
-) -> _Level:
-    """Collect the parents at one depth and their children; ``first`` holds the number of each tree's root."""
-    rows: list[int] = []
-    paths: list[list[int]] = []
-    children: list[int] = []
-    child_parents: list[int] = []
-    child_ranks: list[int] = []
-    parents: list[tuple[int, ...]] = []
-    for row, (shape, ranks) in enumerate(trees):
-        with_children = [node for node, found in enumerate(shape.children) if found and shape.depths[node] == depth]
-        parents.append(tuple(with_children))
-        for parent in with_children:
-            of_parent = shape.children[parent]
-            children += [first[row] + child for child in of_parent]
-            child_parents += [len(paths)] * len(of_parent)
-            child_ranks += [ranks[child - 1] for child in of_parent]
-            rows.append(row)
-            paths.append([first[row] + node for node in (0, *shape.path(parent))])
-    slots = torch.zeros(len(paths), max(child_ranks) + 1, dtype=torch.long)
-    slots[child_parents, child_ranks] = torch.tensor(children)
-    return _Level(
-        rows=torch.tensor(rows, device=device),
-        paths=torch.tensor(paths, device=device),
-        children=torch.tensor(children, device=device),
-        child_parents=torch.tensor(child_parents, device=device),
-        child_ranks=torch.tensor(child_ranks, device=device),
-        width=slots.shape[1],
-        parents=tuple(parents),
-        slots=slots,
-    )
+def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
+    """List the levels of a batch of trees, from their shapes alone."""
+    first = [0, *accumulate(len(shape) for shape, _ in cuts)]
+    levels = []
+    for depth in range(max(shape.max_depth for shape, _ in cuts)):
+        rows: list[int] = []
+        parents: list[int] = []
+        children: list[int] = []
+        owners: list[int] = []
+        ranks: list[int] = []
+        by_row: list[tuple[int, ...]] = []
+        for row, (shape, ranks_of) in enumerate(cuts):
+            own = tuple(node for node, below in enumerate(shape.children) if below and shape.depths[node] == depth)
+            by_row.append(own)
+            for parent in own:
+                owners += [len(parents)] * len(shape.children[parent])
+                rows.append(row)
+                parents.append(first[row] + parent)
+                children += [first[row] + child for child in shape.children[parent]]
+                ranks += [ranks_of[child - 1] for child in shape.children[parent]]
+        slots = torch.zeros(len(parents), max(ranks) + 1, dtype=torch.long)
+        slots[owners, ranks] = torch.tensor(children)
+        on_device = partial(torch.tensor, device=device)
+        choice = on_device(owners), on_device(ranks)
+        level = _Level(on_device(rows), on_device(parents), on_device(children), choice, slots, tuple(by_row))
+        levels.append(level)
+    return levels
 
 
-class _Filling:
-    """The tokens of all trees of a batch, one tree after the other, while they are chosen depth by depth."""
+class Growth:
+    """Growth of a tree of fixed shape, in all rows of a batch at once.
 
-    def __init__(self, plan: _Plan, requests: Sequence[DraftRequest]) -> None:
-        device = requests[0].hidden.device
-        roots = torch.tensor([request.tokens[-1] for request in requests]).to(device, non_blocking=True)
-        self._sizes = [len(shape) for shape in plan.shapes]
-        self.tokens = roots.new_zeros(sum(self._sizes))
-        self.tokens[plan.roots] = roots
+    Drawn (``sampled``, above temperature 0): a node's children are drawn without replacement from q after its path. q
+    is the distribution after every sampling control. If it has fewer tokens than the shape has children, the other
+    children are not drafted, nor what would follow them. A shape is cut to a request before anything is drawn: if drawn
+    tokens decided what is kept, the draft would not be lossless. Each node takes one number of its row's source, so
+    that the draws of a row do not depend on the rows next to it.
 
-    def fill(self, level: _Level, chosen: Int[Tensor, "parents width"]) -> None:
-        """Give each child its token, the one of its rank among those chosen for its parent."""
-        self.tokens[level.children] = chosen.to(self.tokens.device)[level.child_parents, level.child_ranks]
-
-    def by_row(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Split a tensor with an entry for each node into those of each tree."""
-        parts: tuple[Tensor, ...] = values.split(self._sizes)
-        return parts
-
-
-class StaticGrowth:
-    """Growth to a fixed shape: a node's child of rank r holds the r-th best token (from 0) after its path."""
-
-    def __init__(self, tree: StaticTree) -> None:
-        self._tree = tree
-        self._plan = lru_cache(maxsize=64)(_Plan.of_trees)
-
-    def propose(self, requests: Sequence[DraftRequest], paths: PathLogits) -> list[Proposal]:
-        """Draft with one call of ``paths`` per depth, for the parents of all trees, without a transfer to the host."""
-        cuts = tuple(self._tree.cut(request.max_depth, request.max_nodes) for request in requests)
-        plan = self._plan(cuts, requests[0].hidden.device)
-        filling = _Filling(plan, requests)
-        for level in plan.levels:
-            logits = paths.logits(level.rows, filling.tokens[level.paths])
-            filling.fill(level, logits.topk(level.width).indices)
-        rows = zip(filling.by_row(filling.tokens), plan.shapes, strict=True)
-        return [Proposal(TokenTree(tokens, shape), ProposalKind.DETERMINISTIC) for tokens, shape in rows]
-
-
-class SampledGrowth:
-    """Growth to a fixed shape by draws: a node's children are drawn without replacement from q after its path.
-
-    q is the distribution after every sampling control. Where it has fewer tokens than the shape has children, the
-    children that are left over are not drafted, nor what would follow them. A shape is cut to a request before anything
-    is drawn: the drawn tokens themselves never decide what is kept, which would not be lossless.
+    Not drawn: a node's child of rank r holds the r-th best token (from 0) after its path, penalties and processors
+    included.
     """
 
-    def __init__(self, tree: StaticTree) -> None:
-        self._tree = tree
-        self._plan = lru_cache(maxsize=64)(_Plan.of_trees)
-        self._kind = ProposalKind.SAMPLED if tree.is_chain else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
+    def __init__(self, tree: StaticTree, sampled: bool) -> None:
+        self.tree = tree
+        self.sampled = sampled
+        self._levels = lru_cache(maxsize=64)(_levels)
 
-    @property
-    def kind(self) -> ProposalKind:
-        """Kind of all its proposals; with and without replacement are one for the single children of a chain."""
-        return self._kind
+    def kind(self, sampling: SamplingConfig) -> ProposalKind:
+        """Return the kind of all its proposals under these controls."""
+        if not self.sampled or sampling.greedy:
+            return ProposalKind.DETERMINISTIC
+        # With and without replacement are one for the single children of a chain.
+        return ProposalKind.SAMPLED if self.tree.is_chain else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 
-    def propose(self, requests: Sequence[DraftRequest], paths: PathLogits, texts: TextRows) -> list[Proposal]:
-        """Draft with one call of ``paths`` per depth, for the parents of all trees, and one transfer to the host.
+    def propose(self, requests: Sequence[DraftRequest], nodes: NodeLogits, texts: TextRows) -> list[Proposal]:
+        """Draft with one call of ``nodes`` per depth, for the parents of all trees.
 
-        Controls that read the history cost one more transfer per depth. Each node takes one number of its row's source,
-        so that the draws of a row do not depend on the rows beside it.
+        Waits for the device once, if the tree is drawn and branches or has processors; controls that read the history
+        cost one more transfer per depth.
         """
-        shapes = [self._tree.cut(request.max_depth, request.max_nodes)[0] for request in requests]
-        plan = self._plan(tuple((shape, _draw_order(shape)) for shape in shapes), requests[0].hidden.device)
-        if not plan.levels:
-            return [Proposal.root_only(request.tokens[-1], texts.device) for request in requests]
-        filling = _Filling(plan, requests)
-        uniforms = _uniforms(shapes, texts)
+        sampling, device = texts.sampling, texts.device
+        kind = self.kind(sampling)
+        cuts = tuple(self.tree.cut(request) for request in requests)
+        shapes = [shape for shape, _ in cuts]
+        if drawn := kind.has_q:
+            cuts = tuple((shape, _draw_order(shape)) for shape in shapes)
+        sizes = [len(shape) for shape in shapes]
+        tokens = torch.cat(
+            [F.pad(torch.tensor([r.tokens[-1]]), (0, n - 1)) for r, n in zip(requests, sizes, strict=True)]
+        )
+        tokens = tokens.to(device, non_blocking=True)
+        uniforms = torch.zeros(0)
+        if drawn:  # roots have 0
+            taken = [texts.sources[row].uniforms(size - 1) for row, size in enumerate(sizes)]
+            uniforms = torch.cat([F.pad(of_row, (1, 0)) for of_row in taken])
         q = torch.zeros(0)
-        for level in plan.levels:
-            known = filling.tokens.clamp(max=texts.vocab_size - 1)  # a valid id where nothing was drawn: never read
-            logits = paths.logits(level.rows, known[level.paths]).to(texts.device)
-            weights = probabilities(logits, texts.sampling, self._history(requests, plan, level, known, texts))
-            filling.fill(level, draw_rows_without_replacement(weights, uniforms[level.slots]))
-            q = q if len(q) else weights.new_zeros(len(known), texts.vocab_size)
-            q[level.paths[:, -1].to(q.device)] = weights
-        drawn: list[int] = filling.tokens.tolist()
-        nodes = iter(drawn)
-        return [
-            self._proposal(shape, list(islice(nodes, len(shape))), of_row, texts)
-            for shape, of_row in zip(shapes, filling.by_row(q), strict=True)
-        ]
+        for depth, level in enumerate(self._levels(cuts, device)):
+            known = tokens.clamp(max=texts.vocab_size - 1)  # a valid id where nothing was drawn: never read
+            logits, index = nodes(depth, level.rows, known[level.parents])
+            logits, index = logits.to(device), index.to(device)
+            history = None
+            if sampling.needs_history:
+                logits, index = logits[index], torch.arange(len(index), device=device)
+                history = _history(requests, shapes, level, known, texts)
+            if drawn:
+                weights = probabilities(logits, sampling, history)[index]
+                chosen = draw_rows_without_replacement(weights, uniforms[level.slots])
+                q = q if len(q) else weights.new_zeros(len(tokens), texts.vocab_size)
+                q[level.parents] = weights
+            else:
+                chosen = _best(adjusted_logits(logits, sampling, history), level.slots.shape[1])[index]
+            tokens[level.children] = chosen.to(device)[level.choice]
+        by_row = tokens.split(sizes)
+        if not drawn:
+            return [Proposal(TokenTree(of_row, shape), kind) for of_row, shape in zip(by_row, shapes, strict=True)]
+        if not len(q):
+            return [Proposal.root_only(request.tokens[-1], device) for request in requests]
+        trees = [TokenTree(of_row, shape) for of_row, shape in zip(by_row, shapes, strict=True)]
+        if sampling.processors or not self.tree.is_chain:  # else every token was drawn
+            lists = torch.split(tokens.cpu(), sizes)
+            trees = [TokenTree.of_list(row.tolist(), shape, device) for row, shape in zip(lists, shapes, strict=True)]
+        pairs = zip(trees, q.split(sizes), strict=True)
+        return [_drawn(tree, of_row, kind, texts.vocab_size) for tree, of_row in pairs]
 
-    def _history(
-        self,
-        requests: Sequence[DraftRequest],
-        plan: _Plan,
-        level: _Level,
-        known: Int[Tensor, " nodes"],
-        texts: TextRows,
-    ) -> HistoryRows | None:
-        """Return the history before the children of each parent of the level; None if no control reads it."""
-        if not texts.sampling.needs_history:
-            return None
-        nodes = iter(known.tolist())
-        parts = []
-        for row, (request, shape) in enumerate(zip(requests, plan.shapes, strict=True)):
-            tree = TokenTree.of_list(list(islice(nodes, len(shape))), shape)
-            parts.append(texts.history_at(row, request.tokens, tree, level.parents[row]))
-        return HistoryRows.cat(parts)
 
-    def _proposal(
-        self, shape: TreeShape, tokens: Sequence[int], q: Float[Tensor, "nodes vocab"], texts: TextRows
-    ) -> Proposal:
-        """Return a row's proposal, without the nodes that were not drawn and those below them."""
-        if max(tokens) >= texts.vocab_size:
-            kept = [0]
-            for node, parent in enumerate(shape.parents[1:], start=1):
-                if tokens[node] < texts.vocab_size and parent in kept:
-                    kept.append(node)
-            shape, tokens, q = shape.keep(kept), [tokens[node] for node in kept], q[kept]
-        if len(shape) == 1:
-            return Proposal.root_only(tokens[0], texts.device)
-        last_parent = max(shape.parents)
-        return Proposal(TokenTree.of_list(tokens, shape, texts.device), self._kind, q[: last_parent + 1])
+def _best(logits: Float[Tensor, "rows vocab"], count: int) -> Int[Tensor, "rows count"]:
+    return best_tokens(logits)[:, None] if count == 1 else logits.topk(count).indices
 
 
 def _draw_order(shape: TreeShape) -> tuple[int, ...]:
-    """Return each drafted node's place among its siblings, in the order in which they are drawn."""
-    places = [0] * len(shape)
-    for children in shape.children:
-        for place, child in enumerate(children):
-            places[child] = place
-    return tuple(places[1:])
+    """Return each drafted node's index among its siblings, in the order in which they are drawn."""
+    indices = {child: index for children in shape.children for index, child in enumerate(children)}
+    return tuple(indices[node] for node in range(1, len(shape)))
 
 
-def _uniforms(shapes: Sequence[TreeShape], texts: TextRows) -> Float64[Tensor, " nodes"]:
-    """Take a number in [0, 1) from its row's source for every drafted node of all trees; roots have 0."""
-    drawn = [texts.sources[row].uniforms(len(shape) - 1) for row, shape in enumerate(shapes)]
-    return torch.cat([F.pad(of_row, (1, 0)) for of_row in drawn])
+def _history(
+    requests: Sequence[DraftRequest],
+    shapes: Sequence[TreeShape],
+    level: _Level,
+    known: Int[Tensor, " nodes"],
+    texts: TextRows,
+) -> HistoryRows:
+    """Return the history before the children of each parent of the level."""
+    tokens = known.cpu().split([len(shape) for shape in shapes])
+    return HistoryRows.cat(
+        [
+            texts.history_at(row, request.tokens, TokenTree.of_list(tokens[row].tolist(), shapes[row]), parents)
+            for row, (request, parents) in enumerate(zip(requests, level.parents_by_row, strict=True))
+        ]
+    )
 
 
-class DynamicGrowth:
-    """Growth to the likeliest tree at this position: the nodes with the largest products of probabilities.
-
-    No other tree of this size has a larger sum: each depth runs every node that can still have a child among the best.
-    """
-
-    def __init__(self, largest: Budget) -> None:
-        self._largest = largest
-
-    def _bounds(self, request: DraftRequest) -> Budget:
-        nodes = max(1, min(self._largest.nodes, request.max_nodes))
-        return Budget(min(self._largest.depth, request.max_depth, nodes - 1), nodes)
-
-    def propose(self, requests: Sequence[DraftRequest], paths: PathLogits) -> list[Proposal]:
-        """Draft with one call of ``paths`` per depth, for all trees, and one transfer to the host after each."""
-        device = requests[0].hidden.device
-        trees = [_GrowingTree(request.tokens[-1], self._bounds(request)) for request in requests]
-        ranks = self._largest.nodes - 1
-        while any(tree.level for tree in trees):
-            rows = [row for row, tree in enumerate(trees) for _ in tree.level]
-            texts = [tree.tokens_to(path) for tree in trees for path in tree.level]
-            logits = paths.logits(torch.tensor(rows, device=device), torch.tensor(texts, device=device)).float()
-            children = iter(_best_children(logits, ranks))
-            for tree in trees:
-                tree.grow(list(islice(children, len(tree.level))))
-        return [Proposal(tree.best(device), ProposalKind.DETERMINISTIC) for tree in trees]
-
-
-def _best_children(logits: Float[Tensor, "nodes vocab"], ranks: int) -> list[list[tuple[int, float]]]:
-    """Return token and probability of each node's best children, best first."""
-    best, tokens = logits.topk(min(ranks, logits.shape[-1]))
-    shares = (best - logits.logsumexp(-1, keepdim=True)).exp()
-    # fp32 holds every id below 2^24, so ids and shares come to the host in one transfer.
-    token_lists, share_lists = torch.stack([tokens.float(), shares]).tolist()
-    return [
-        [(int(token), min(share, 1.0)) for token, share in zip(*node, strict=True) if share > 0]
-        for node in zip(token_lists, share_lists, strict=True)
-    ]
-
-
-class _GrowingTree:
-    """A row's tree under construction. Its nodes are paths of ranks: () is the root, rank 0 the best child."""
-
-    def __init__(self, root: int, bounds: Budget) -> None:
-        self._bounds = bounds
-        self._tokens: dict[tuple[int, ...], int] = {(): root}
-        self._shares: dict[tuple[int, ...], float] = {(): 1.0}
-        self._depth = 0
-        self.level: list[tuple[int, ...]] = [()] if bounds.depth > 0 else []
-        """Nodes to run next."""
-
-    def tokens_to(self, path: tuple[int, ...]) -> list[int]:
-        """Return the tokens from the root to a node."""
-        return [self._tokens[path[:length]] for length in range(len(path) + 1)]
-
-    def grow(self, children: Sequence[Sequence[tuple[int, float]]]) -> None:
-        """Give each node of the level its children, tokens with probabilities, and choose the next level."""
-        for path, of_path in zip(self.level, children, strict=True):
-            for rank, (token, share) in enumerate(of_path):
-                self._tokens[*path, rank] = token
-                self._shares[*path, rank] = self._shares[path] * share
-        self._depth += 1
-        # Products never rise along a path: a node outside the best cannot get a child among them.
-        fresh = [path for path in self._best() if len(path) == self._depth]
-        self.level = fresh if self._depth < self._bounds.depth else []
-
-    def _best(self) -> list[tuple[int, ...]]:
-        """Return the best nodes so far; among equals the one met first, so parents come before children."""
-        return heapq.nlargest(self._bounds.nodes, self._shares, key=self._shares.__getitem__)
-
-    def best(self, device: torch.device) -> TokenTree:
-        """Return the tree to propose."""
-        shape, ranks = TreeShape.from_paths(self._best())
-        paths = [tuple(ranks[node - 1] for node in shape.path(last)) for last in range(len(shape))]
-        return TokenTree.of_list([self._tokens[path] for path in paths], shape, device)
+def _drawn(tree: TokenTree, q: Float[Tensor, "nodes vocab"], kind: ProposalKind, vocab_size: int) -> Proposal:
+    """Return a row's proposal, without the nodes that were not drawn (token ``vocab_size``) and those below them."""
+    device = tree.tokens.device
+    if tree.on_host and max(tree.token_list) >= vocab_size:
+        kept = [0]
+        for node, parent in enumerate(tree.shape.parents[1:], start=1):
+            if tree.token_list[node] < vocab_size and parent in kept:
+                kept.append(node)
+        q = q[kept]
+        tree = TokenTree.of_list([tree.token_list[node] for node in kept], tree.shape.keep(kept), device)
+    if len(tree) == 1:
+        return Proposal(tree, ProposalKind.DETERMINISTIC)
+    return Proposal(tree, kind, q[: max(tree.shape.parents) + 1])

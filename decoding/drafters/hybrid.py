@@ -6,18 +6,17 @@ and on earlier steps alone, never on tokens drawn in this step, so every step's 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStart
-from decoding.drafters.token_trie import TokenTrie
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
-from decoding.rules.proposal import Drawn, Proposal, ProposalKind
+from decoding.rules.proposal import DrawnPart, Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree, fetch_tokens
+from decoding.rules.tree import TokenTree, TokenTrie, fetch_tokens
 
 _PRIOR_TRIALS = 4.0
 """Trials that a prior counts for: of a text's mean, and of that mean for one length of match."""
@@ -57,36 +56,22 @@ class HybridDrafter(Drafter):
         self.name = f"{first.name} with {lookup.name}"
         self.artefact = first.artefact
         self.rough_cost = first.rough_cost
-
-    @property
-    def label(self) -> str:
-        return f"{self.first.label}, with {self.lookup.label}"
-
-    @property
-    def max_positions(self) -> int | None:
-        limits = [drafter.max_positions for drafter in (self.first, self.lookup)]
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    @property
-    def reads_states(self) -> bool:
-        return self.first.reads_states or self.lookup.reads_states
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
-        return tuple(
-            Budget(max(first.depth, lookup.depth), first.nodes + lookup.nodes - 1) for first, lookup in self._pairs()
-        )
+        self.label_with_size = f"{first.label}, with {lookup.label}"
+        limits = [drafter.max_positions for drafter in (first, lookup)]
+        self.max_positions = min((limit for limit in limits if limit is not None), default=None)
+        self.reads_states = first.reads_states or lookup.reads_states
+        longer = max(len(first.budgets), len(lookup.budgets))
+        self._pairs = [
+            (first.budgets[min(k, len(first.budgets) - 1)], lookup.budgets[min(k, len(lookup.budgets) - 1)])
+            for k in range(longer)
+        ]
+        self.budgets = tuple(Budget(max(a.depth, b.depth), a.nodes + b.nodes - 1) for a, b in self._pairs)
 
     def split(self, max_nodes: int) -> tuple[int, int]:
         """Split ``max_nodes`` between the trees of ``first`` and ``lookup``; each share counts its own root."""
-        fitting = [first.nodes for first, lookup in self._pairs() if first.nodes + lookup.nodes - 1 <= max_nodes]
+        fitting = [first.nodes for first, lookup in self._pairs if first.nodes + lookup.nodes - 1 <= max_nodes]
         first_nodes = fitting[-1] if fitting else max_nodes
         return first_nodes, max_nodes - first_nodes + 1
-
-    def _pairs(self) -> list[tuple[Budget, Budget]]:
-        first, lookup = self.first.budgets, self.lookup.budgets
-        longer = max(len(first), len(lookup))
-        return [(first[min(k, len(first) - 1)], lookup[min(k, len(lookup) - 1)]) for k in range(longer)]
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         first, lookup = self.first.kinds(sampling), self.lookup.kinds(sampling)
@@ -97,7 +82,7 @@ class HybridDrafter(Drafter):
         return HybridSession(self, sessions)
 
 
-class Grafted(NamedTuple):
+class GraftedProposal(NamedTuple):
     """A proposal, its two parts, and the numbers that the nodes of each part have in its tree."""
 
     proposal: Proposal
@@ -105,39 +90,38 @@ class Grafted(NamedTuple):
     nodes: tuple[list[int], list[int]]
 
 
-@dataclass
 class _Mean:
-    """A running mean of the last trials."""
+    """A running mean of the last trials, with a prior."""
 
-    value: float = 0.0
-    trials: float = 0.0
+    def __init__(self) -> None:
+        self._value, self._trials = 0.0, 0.0
 
     def add(self, value: float) -> None:
-        self.trials = min(self.trials + 1, _MEMORY)
-        self.value += (value - self.value) / self.trials
+        self._trials = min(self._trials + 1, _MEMORY)
+        self._value += (value - self._value) / self._trials
 
     def with_prior(self, prior: float) -> float:
-        return (self.trials * self.value + _PRIOR_TRIALS * prior) / (self.trials + _PRIOR_TRIALS)
+        return (self._trials * self._value + _PRIOR_TRIALS * prior) / (self._trials + _PRIOR_TRIALS)
 
 
-@dataclass
-class _Thrift:
+class _FirstChoice:
     """Decisions of one text on drafting with the first drafter, and the results that they follow."""
 
-    looked_up: list[_Mean] = field(default_factory=lambda: [_Mean() for _ in range(_LENGTHS)])
-    """Tokens accepted of the lookup's own tree, by the class of its match."""
-    added: list[_Mean] = field(default_factory=lambda: [_Mean() for _ in range(_LENGTHS)])
-    """Tokens accepted beyond those, in steps with both trees."""
-    added_to_any: _Mean = field(default_factory=_Mean)
-    untried: int = 0
-    last: tuple[int, int, Grafted] | None = None
-    """Length of the text, class of the match and trees of the last step with a draft."""
+    def __init__(self) -> None:
+        self._looked_up = [_Mean() for _ in range(_LENGTHS)]
+        """Tokens accepted of the lookup's own tree, by the class of its match."""
+        self._added = [_Mean() for _ in range(_LENGTHS)]
+        """Tokens accepted beyond those, in steps with both trees."""
+        self._added_to_any = _Mean()
+        self._untried = 0
+        self.last: tuple[int, int, GraftedProposal] | None = None
+        """Length of the text, class of the match and trees of the last step with a draft."""
 
     def wants_first(self, length: int, least_gain: float) -> bool:
         """Decide a step whose lookup has a match of this class."""
-        added = self.added[length].with_prior(self.added_to_any.with_prior(1.0))
-        wants = added >= least_gain * (1 + self.looked_up[length].with_prior(0.0)) or self.untried >= _UNTRIED
-        self.untried = 0 if wants else self.untried + 1
+        added = self._added[length].with_prior(self._added_to_any.with_prior(1.0))
+        wants = added >= least_gain * (1 + self._looked_up[length].with_prior(0.0)) or self._untried >= _UNTRIED
+        self._untried = 0 if wants else self._untried + 1
         return wants
 
     def learn(self, tokens: Sequence[int]) -> None:
@@ -147,11 +131,11 @@ class _Thrift:
         begin, length, (proposal, (first, lookup), _) = self.last
         written, self.last = tokens[begin : begin + proposal.tree.shape.max_depth], None
         looked_up = len(lookup.tree.follow(written))
-        self.looked_up[length].add(looked_up)
+        self._looked_up[length].add(looked_up)
         if len(first.tree) > 1:
             added = len(proposal.tree.follow(written)) - looked_up
-            self.added[length].add(added)
-            self.added_to_any.add(added)
+            self._added[length].add(added)
+            self._added_to_any.add(added)
 
 
 class HybridSession:
@@ -160,16 +144,16 @@ class HybridSession:
     def __init__(self, drafter: HybridDrafter, sessions: Sequence[DraftSession]) -> None:
         self._drafter = drafter
         self._sessions = sessions
-        self._thrift: dict[int, _Thrift] = {}
-        self._last: list[Grafted] = []
+        self._choices: dict[int, _FirstChoice] = {}
+        self._last: list[GraftedProposal] = []
 
     def admit(self, slot: int, start: TextStart) -> None:
-        self._thrift[slot] = _Thrift()
+        self._choices[slot] = _FirstChoice()
         for session in self._sessions:
             session.admit(slot, start)
 
     def move(self, slot: int, to: int) -> None:
-        self._thrift[to] = self._thrift.pop(slot)
+        self._choices[to] = self._choices.pop(slot)
         for session in self._sessions:
             session.move(slot, to)
 
@@ -179,7 +163,10 @@ class HybridSession:
         looked_up = self._sessions[1].propose(
             [replace(request, max_nodes=nodes) for request, (_, nodes) in zip(requests, splits, strict=True)]
         )
-        lengths = [_class_of(proposal) for proposal in looked_up]
+        lengths = [  # the class of each match, from 0 (none); drafts of unknown match count as 1
+            min(max(proposal.matched, 1).bit_length(), _LENGTHS - 1) if len(proposal.tree) > 1 else 0
+            for proposal in looked_up
+        ]
         firsts = self._sessions[0].propose(  # with a depth of 0 too: a session takes note of every request
             [
                 replace(request, max_nodes=nodes, max_depth=self._first_depth(row, request, lengths[row]))
@@ -189,14 +176,14 @@ class HybridSession:
         fetch_tokens([proposal.tree for proposal in (*firsts, *looked_up)])
         self._last = [graft(first, lookup) for first, lookup in zip(firsts, looked_up, strict=True)]
         for row, (request, grafted) in enumerate(zip(requests, self._last, strict=True)):
-            self._thrift[row].last = (len(request.tokens), lengths[row], grafted) if request.max_depth else None
+            self._choices[row].last = (len(request.tokens), lengths[row], grafted) if request.max_depth else None
         return [grafted.proposal for grafted in self._last]
 
     def _first_depth(self, row: int, request: DraftRequest, length: int) -> int:
         """Return the greatest depth of the first drafter's tree; 0 where it is not to draft."""
-        thrift = self._thrift[row]
-        thrift.learn(request.tokens)
-        return request.max_depth if request.max_depth and thrift.wants_first(length, self._drafter.least_gain) else 0
+        choice = self._choices[row]
+        choice.learn(request.tokens)
+        return request.max_depth if request.max_depth and choice.wants_first(length, self._drafter.least_gain) else 0
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
         if [id(proposal) for proposal in proposals] != [id(grafted.proposal) for grafted in self._last]:
@@ -208,12 +195,12 @@ class HybridSession:
             )
 
 
-def graft(first: Proposal, lookup: Proposal) -> Grafted:
+def graft(first: Proposal, lookup: Proposal) -> GraftedProposal:
     """Join two trees: the nodes of the first keep their numbers, and the nodes that only the second has follow."""
     if len(first.tree) == 1 or len(lookup.tree) == 1:
         whole, root = (first, [0]) if len(lookup.tree) == 1 else (lookup, [0])
         every = list(range(len(whole.tree)))
-        return Grafted(whole, (first, lookup), (every, root) if whole is first else (root, every))
+        return GraftedProposal(whole, (first, lookup), (every, root) if whole is first else (root, every))
     # The kind is that of the two kinds even if the second adds no node, which depends on the drawn tokens: a q kept for
     # some draws and dropped for others is not the distribution of those for which it was kept.
     kind = _kind(first.kind, lookup.kind)
@@ -224,10 +211,10 @@ def graft(first: Proposal, lookup: Proposal) -> Grafted:
         grafted.append(trie.child(grafted[parent], token))
     drawn = None
     if kind is ProposalKind.GRAFTED:  # the first may be a graft itself, of which a part was drawn
-        drawn = first.drawn or Drawn(len(first.tree), first.kind)
+        drawn = first.drawn or DrawnPart(len(first.tree), first.kind)
     q = first.q if drawn else None
     proposal = Proposal(trie.tree(first.tree.tokens.device), kind, q, drawn, lookup.matched)
-    return Grafted(proposal, (first, lookup), (own, grafted))
+    return GraftedProposal(proposal, (first, lookup), (own, grafted))
 
 
 def _kind(first: ProposalKind, lookup: ProposalKind) -> ProposalKind:
@@ -235,11 +222,6 @@ def _kind(first: ProposalKind, lookup: ProposalKind) -> ProposalKind:
     if lookup is not ProposalKind.DETERMINISTIC:
         return ProposalKind.MIXED
     return ProposalKind.GRAFTED if first.has_q else first
-
-
-def _class_of(lookup: Proposal) -> int:
-    """Return the class of a lookup's match, from 0 (none) to `_LENGTHS` - 1; drafts of unknown match count as 1."""
-    return min(max(lookup.matched, 1).bit_length(), _LENGTHS - 1) if len(lookup.tree) > 1 else 0
 
 
 def _below_root(tree: TokenTree) -> list[tuple[int, int]]:

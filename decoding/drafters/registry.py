@@ -12,16 +12,16 @@ from typing import Any, Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters.base import Drafter
-from decoding.drafters.cascade import CascadeDrafter
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
+from decoding.drafters.experimental.cascade import CascadeDrafter
+from decoding.drafters.experimental.lookahead import LookaheadDrafter
+from decoding.drafters.experimental.other_tokenizer import OtherTokenizerDrafter
 from decoding.drafters.hybrid import HybridDrafter
-from decoding.drafters.lookahead import LookaheadDrafter
 from decoding.drafters.medusa import MedusaDrafter
-from decoding.drafters.other_tokenizer import OtherTokenizerDrafter
 from decoding.drafters.parallel import ParallelDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
-from decoding.drafters.spec import WHOLE, DrafterSpec, Option, one_of, options_of, read_options, split_words, whole
+from decoding.drafters.spec import DrafterSpec, Option, one_of, options_of, read_options, split_spec
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from decoding.model.hub import local_folder
@@ -59,162 +59,76 @@ class Entry:
     make: Callable[[Any, Mapping[str, Any]], Drafter]
 
 
-def _entry(
-    summary: str,
-    weights: Weights | None,
-    kind: Callable[..., Drafter],
-    own: Mapping[str, Option] | None = None,
-    **parameters: str,
-) -> Entry:
-    """Make an entry whose options are parameters of the drafter's class (``option=parameter``) and ``own`` ones."""
-    options = {**(own or {}), **options_of(kind, **parameters)}
+def _entry(summary: str, weights: Weights | None, kind: Callable[..., Drafter]) -> Entry:
+    """Make an entry whose options are the parameters of the drafter's class after its weights."""
+    count = 0 if weights is None else 1
+    return Entry(summary, weights, options_of(kind, count), lambda loaded, values: kind(*[loaded][:count], **values))
 
-    def make(loaded: Any, values: Mapping[str, Any]) -> Drafter:
-        return kind(*([] if weights is None else [loaded]), **_parameters(values, options))
-
-    return Entry(summary, weights, options, make)
-
-
-def _parameters(values: Mapping[str, Any], options: Mapping[str, Option]) -> dict[str, Any]:
-    return {options[name].parameter: value for name, value in values.items()}
-
-
-# --- drafters of one part ---------------------------------------------------------------------------------------------
-
-
-def _draft() -> Entry:
-    options = options_of(
-        DraftModelDrafter,
-        branching="branching",
-        with_replacement="with_replacement",
-        stop_below="stop_below",
-        sampled="sampled",
-    )
-    # ``tokens`` is a shorter way to give the branching of a chain: its length.
-    tokens = Option("branching", len(options["branching"].default), WHOLE, whole)
-    options = {"tokens": tokens, **options}
-
-    def make(draft: Any, values: Mapping[str, Any]) -> Drafter:
-        parameters = _parameters(values, options)
-        if "tokens" in values:
-            parameters["branching"] = (1,) * values["tokens"]
-        return DraftModelDrafter(draft, **parameters)
-
-    summary = "a small model with the target's tokenizer: a chain, or a tree of fixed shape"
-    return Entry(summary, "draft", options, make)
-
-
-def _foreign(weights: ForeignDraft, **options: Any) -> Drafter:
-    return OtherTokenizerDrafter(*weights, **options)
-
-
-_HEADS = _entry(
-    "the tokens of trained heads, as a tree",
-    "heads",
-    MedusaDrafter,
-    tree="tree",
-    dynamic_nodes="dynamic_nodes",
-    sampled="sampled",
-)
-_TREE = _entry(
-    "such a small model's best-first tree, which grows where the model is surest",
-    "draft",
-    DraftTreeDrafter,
-    depth="depth",
-    width="width",
-    nodes="nodes",
-)
-_PARALLEL = _entry(
-    "a small model that drafts all its tokens in one pass: a chain, or a tree",
-    "parallel draft",
-    ParallelDrafter,
-    tokens="tokens",
-    tree="tree",
-    dynamic_nodes="dynamic_nodes",
-    sampled="sampled",
-)
-_LOOKUP = _entry(
-    "tokens that followed earlier occurrences of the text's last few",
-    None,
-    PromptLookupDrafter,
-    tokens="num_draft_tokens",
-    ngram="max_ngram",
-    min_ngram="min_ngram",
-    branches="num_branches",
-)
-_LOOKAHEAD = _entry(
-    "n-grams that the target itself guesses in idle positions of its passes",
-    None,
-    LookaheadDrafter,
-    window="window",
-    ngram="ngram",
-    guesses="guesses",
-    text_ngrams="text_ngrams",
-)
-
-
-# --- drafters with a lookup beside them -------------------------------------------------------------------------------
 
 _PREFIX = "lookup_"
-_FIRSTS = {"heads": _HEADS, "draft": _draft(), "draft-tree": _TREE, "parallel": _PARALLEL}
-_LOOKUP_OPTIONS = {
-    f"{_PREFIX}{name}": option._replace(parameter=f"{_PREFIX}{option.parameter}")
-    for name, option in _LOOKUP.options.items()
-}
 
 
-def _parted(values: Mapping[str, Any]) -> tuple[dict[str, Any], PromptLookupDrafter]:
-    """Return the values that are not the lookup's, and a lookup made of the others."""
-    own = {name: value for name, value in values.items() if not name.startswith(_PREFIX)}
-    rest = {name.removeprefix(_PREFIX): value for name, value in values.items() if name not in own}
-    lookup = _LOOKUP.make(None, rest)
-    assert isinstance(lookup, PromptLookupDrafter)
-    return own, lookup
+def _with_lookup(
+    summary: str,
+    weights: Weights,
+    own: Mapping[str, Option],
+    make: Callable[[Any, PromptLookupDrafter, dict[str, Any]], Drafter],
+) -> Entry:
+    """Make an entry with a lookup next to its weights. The lookup's options begin with `_PREFIX`."""
 
+    def make_both(loaded: Any, values: Mapping[str, Any]) -> Drafter:
+        others = {name: value for name, value in values.items() if name in own}
+        lookup = {name.removeprefix(_PREFIX): value for name, value in values.items() if name not in own}
+        return make(loaded, PromptLookupDrafter(**lookup), others)
 
-def _cascade() -> Entry:
-    own_options = options_of(CascadeDrafter, tokens="num_draft_tokens")
-
-    def make(draft: Any, values: Mapping[str, Any]) -> Drafter:
-        own, lookup = _parted(values)
-        return CascadeDrafter(draft, lookup, **_parameters(own, own_options))
-
-    summary = "a small model's chain, itself speculated by a lookup"
-    return Entry(summary, "draft", {**own_options, **_LOOKUP_OPTIONS}, make)
+    of_lookup = {_PREFIX + name: option for name, option in options_of(PromptLookupDrafter).items()}
+    return Entry(summary, weights, {**own, **of_lookup}, make_both)
 
 
 def _hybrid(first: Entry | None = None) -> Entry:
     """Make the entry of a lookup joined to ``first``; with None the entry of the list, before ``of`` is known."""
+    joined = options_of(HybridDrafter, skipped=2)
 
-    def make(weights: Any, values: Mapping[str, Any]) -> Drafter:
+    def make(weights: Any, lookup: PromptLookupDrafter, values: dict[str, Any]) -> Drafter:
         if first is None:
             raise ValueError(f"a hybrid joins a lookup to another drafter: give of=NAME, one of {', '.join(_FIRSTS)}")
-        own, lookup = _parted(values)
-        joined = {name: value for name, value in own.items() if name in join_options}
-        options = {name: value for name, value in own.items() if name in first.options}
-        return HybridDrafter(first.make(weights, options), lookup, **_parameters(joined, join_options))
+        own = {name: value for name, value in values.items() if name in first.options}
+        rest = {name: value for name, value in values.items() if name in joined}
+        return HybridDrafter(first.make(weights, own), lookup, **rest)
 
-    of = Option("of", None, *one_of(*_FIRSTS))
-    join_options = options_of(HybridDrafter, least_gain="least_gain")
-    options = {"of": of, **join_options, **(first.options if first else {}), **_LOOKUP_OPTIONS}
+    options = {"of": one_of(*_FIRSTS), **joined, **(first.options if first else {})}
     summary = "heads, draft, draft-tree or parallel (of=NAME, with its options) and a lookup in one tree"
-    return Entry(summary, first.weights if first else "heads or draft", options, make)
+    return _with_lookup(summary, first.weights or "draft" if first else "heads or draft", options, make)
 
 
-# --- the list ---------------------------------------------------------------------------------------------------------
+def _other_tokenizer(weights: ForeignDraft, tokens: int = 5) -> Drafter:
+    return OtherTokenizerDrafter(*weights, tokens)
 
+
+_FIRSTS = {
+    "heads": _entry("the tokens of trained heads, as a tree", "heads", MedusaDrafter),
+    "draft": _entry("a chain by a small model with the target's tokenizer", "draft", DraftModelDrafter),
+    "draft-tree": _entry(
+        "such a small model's best-first tree, which grows where the model is surest", "draft", DraftTreeDrafter
+    ),
+    "parallel": _entry(
+        "a small model that drafts all its tokens in one pass: a chain, or a tree", "parallel draft", ParallelDrafter
+    ),
+}
 REGISTRY: Mapping[str, Entry] = {
     **_FIRSTS,
-    "lookup": _LOOKUP,
-    "lookahead": _LOOKAHEAD,
-    "cascade": _cascade(),
-    "hybrid": _hybrid(),
-    "other-tokenizer": _entry(
-        "a small model with another tokenizer, by text",
-        "draft and tokenizer",
-        _foreign,
-        options_of(OtherTokenizerDrafter, tokens="num_draft_tokens"),
+    "lookup": _entry("tokens that followed earlier occurrences of the text's last few", None, PromptLookupDrafter),
+    "lookahead": _entry(
+        "n-grams that the target itself guesses in idle positions of its passes", None, LookaheadDrafter
     ),
+    "cascade": _with_lookup(
+        "a small model's chain, itself speculated by a lookup",
+        "draft",
+        options_of(CascadeDrafter, skipped=2),
+        lambda draft, lookup, values: CascadeDrafter(draft, lookup, **values),
+    ),
+    "hybrid": _hybrid(),
+    "other-tokenizer": _entry("a small model with another tokenizer, by text", "draft and tokenizer", _other_tokenizer),
 }
 
 
@@ -234,7 +148,7 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
     heads, ``parallel`` if it holds a parallel draft, else ``draft-tree`` if an option is one of the tree's, else
     ``draft``.
     """
-    name, path, given = split_words(text, tuple(REGISTRY))
+    name, path, given = split_spec(text, tuple(REGISTRY))
     given = {**given, **options}
     if name is None or (name == "hybrid" and path is not None and "of" not in given):
         name, given = "hybrid", {"of": _recognised(path, given), **given}
@@ -264,13 +178,14 @@ def weights_of(spec: DrafterSpec) -> Weights | None:
 
 
 def _recognised(path: str | None, options: Mapping[str, Any]) -> str:
+    """Return the name of the drafter whose weights are in the path."""
     assert path is not None
     folder = local_folder(path, weights=False)
     if is_heads_folder(folder):
         return "heads"
     if parallel_folder(folder) is not None:
         return "parallel"
-    return "draft-tree" if options.keys() & _TREE.options.keys() else "draft"
+    return "draft-tree" if options.keys() & _FIRSTS["draft-tree"].options.keys() else "draft"
 
 
 class DrafterLoader:
@@ -294,24 +209,19 @@ class DrafterLoader:
         assert spec.path is not None
         key = entry.weights, spec.path
         if key not in self._loaded:
-            self._loaded[key] = self.read_weights(*key)
+            self._loaded[key] = self._read(*key)
         return entry.make(self._loaded[key], spec.options)
 
-    def read_weights(self, weights: Weights, path: str) -> LoadedWeights:
-        """Read weights of this kind; ValueError if they cannot be read or do not fit the target."""
+    def _read(self, weights: Weights, path: str) -> LoadedWeights:
         if weights == "heads":
             return load_heads(path, self._target)
-        tokenizer = self._target_tokenizer()
-        if weights == "draft":
-            return load_draft(path, self._target, tokenizer, self._trusted)
-        if weights == "parallel draft":
-            return load_parallel_draft(path, self._target, tokenizer, self._trusted)
-        if tokenizer is None:
-            raise ValueError(f"{path} drafts by text, which needs the target's tokenizer: give it as tokenizer")
-        draft = load_draft(path, self._target, None, self._trusted, other_tokenizer=True)
-        return ForeignDraft(draft, load_tokenizer(path, self._trusted), tokenizer)
-
-    def _target_tokenizer(self) -> PreTrainedTokenizerBase | None:
         if isinstance(self._tokenizer, str):
             self._tokenizer = load_tokenizer(self._tokenizer, self._trusted)
-        return self._tokenizer
+        if weights == "draft":
+            return load_draft(path, self._target, self._tokenizer, self._trusted)
+        if weights == "parallel draft":
+            return load_parallel_draft(path, self._target, self._tokenizer, self._trusted)
+        if self._tokenizer is None:
+            raise ValueError(f"{path} drafts by text, which needs the target's tokenizer: give it as tokenizer")
+        draft = load_draft(path, self._target, None, self._trusted, other_tokenizer=True)
+        return ForeignDraft(draft, load_tokenizer(path, self._trusted), self._tokenizer)

@@ -17,7 +17,10 @@ from decoding.rules.sampling import ForPromptLength, SamplingConfig
 
 
 class TimedText(NamedTuple):
-    """A decoded text: its new tokens, how many of them came at the first emission, and the time before and after it."""
+    """A decoded text: its new tokens, how many of them came at the first emission, and the time before and after it.
+
+    The seconds of a text of a batch are the batch's, divided by its rows.
+    """
 
     tokens: tuple[int, ...]
     first_tokens: int
@@ -45,76 +48,45 @@ class _Clock(BaseStreamer):
 
 def transformers_generate(
     target: CausalLM,
-    prompt: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     config: DecodingConfig,
     assistant: CausalLM | None = None,
     num_assistant_tokens: int | None = None,
-) -> TimedText:
-    """Decode one prompt by `model.generate` with the same controls; by assisted generation with ``assistant``.
+) -> list[TimedText]:
+    """Decode prompts, padded on the left, by `model.generate` with the same controls; each text ends with its EOS.
 
-    ``num_assistant_tokens`` fixes the draft length, as ours is fixed. None keeps `transformers`' defaults: a length
-    that adapts, and a confidence threshold that ends a draft early.
+    With ``assistant`` one prompt is decoded by assisted generation. ``num_assistant_tokens`` fixes the draft length, as
+    ours is fixed. None keeps `transformers`' defaults: a length that adapts, and a confidence threshold that ends a
+    draft early.
     """
-    input_ids = torch.tensor([list(prompt)], device=target.device)
+    longest = max(len(prompt) for prompt in prompts)
+    generation_config = _generation_config(config)
+    pad: int = generation_config.pad_token_id
+    rows = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    input_ids = torch.tensor(rows, device=target.device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
+    attention_mask = (torch.arange(longest, device=target.device) >= longest - lengths[:, None]).long()
     models = [target.model] if assistant is None else [target.model, assistant.model]
     options: dict[str, Any] = {} if assistant is None else {"assistant_model": assistant.model}
+    generate: Callable[..., Tensor] = target.model.generate  # type: ignore[assignment]  # a mixin's, not in the type
     clock = _Clock()
     with _seeded(target, config), _bare_generation_configs(models, num_assistant_tokens):
         begin = time.perf_counter()
-        output = _generate_of(target)(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            generation_config=_generation_config(config),
-            logits_processor=_processors(config.sampling),
-            streamer=clock,
-            **options,
-        )
-        end = time.perf_counter()
-    tokens = tuple(output[0, len(prompt) :].tolist())
-    return TimedText(tokens, clock.first_tokens, clock.first_at - begin, end - clock.first_at)
-
-
-def transformers_generate_batch(
-    target: CausalLM, prompts: Sequence[Sequence[int]], config: DecodingConfig
-) -> list[TimedText]:
-    """Decode prompts padded on the left by `model.generate`; return each one's new tokens, up to and with its EOS.
-
-    Its seconds are the batch's, divided by its rows.
-    """
-    longest = max(len(prompt) for prompt in prompts)
-    padding = [longest - len(prompt) for prompt in prompts]
-    generation_config = _generation_config(config)
-    pad: int = generation_config.pad_token_id
-    input_ids = torch.tensor(
-        [[pad] * missing + list(prompt) for missing, prompt in zip(padding, prompts, strict=True)], device=target.device
-    )
-    attention_mask = torch.ones_like(input_ids)
-    for row, missing in enumerate(padding):
-        attention_mask[row, :missing] = 0
-    clock = _Clock()
-    with _seeded(target, config), _bare_generation_configs([target.model], None):
-        begin = time.perf_counter()
-        output = _generate_of(target)(
+        output = generate(
             input_ids,
             attention_mask=attention_mask,
             generation_config=generation_config,
             logits_processor=_processors(config.sampling),
             streamer=clock,
+            **options,
         )
         end = time.perf_counter()
     first, rest = (seconds / len(prompts) for seconds in (clock.first_at - begin, end - clock.first_at))
-    ends = set(config.eos_token_ids)
     texts: list[TimedText] = []
     for row in output[:, longest:].tolist():
-        stop = next((index + 1 for index, token in enumerate(row) if token in ends), len(row))
-        texts.append(TimedText(tuple(row[:stop]), 1, first, rest))
+        stop = next((index + 1 for index, token in enumerate(row) if token in config.eos_token_ids), len(row))
+        texts.append(TimedText(tuple(row[:stop]), clock.first_tokens // len(prompts), first, rest))
     return texts
-
-
-def _generate_of(target: CausalLM) -> Callable[..., Tensor]:
-    """The model's `generate`: a mixin's, which the type of a model does not name."""
-    generate: Callable[..., Tensor] = target.model.generate  # type: ignore[assignment]  # see above
-    return generate
 
 
 @contextmanager
@@ -134,21 +106,16 @@ def _bare_generation_configs(models: Sequence[PreTrainedModel], num_assistant_to
     `generate` takes unset controls from the model's config, and the draft length from the assistant's: fixed to
     ``num_assistant_tokens``, or `transformers`' defaults.
     """
-    kept = [model.generation_config for model in models]
-    for model in models:
-        model.generation_config = GenerationConfig()
-        if num_assistant_tokens is not None:
-            model.generation_config.num_assistant_tokens = num_assistant_tokens
-            model.generation_config.num_assistant_tokens_schedule = "constant"
-            model.generation_config.assistant_confidence_threshold = 0
-    try:
-        with ExitStack() as modes:
-            for model in models:
-                modes.enter_context(in_eval_mode(model))
-            yield
-    finally:
-        for model, config in zip(models, kept, strict=True):
-            model.generation_config = config
+    with ExitStack() as restored:
+        for model in models:
+            restored.enter_context(in_eval_mode(model))
+            restored.callback(setattr, model, "generation_config", model.generation_config)
+            model.generation_config = GenerationConfig()
+            if num_assistant_tokens is not None:
+                model.generation_config.num_assistant_tokens = num_assistant_tokens
+                model.generation_config.num_assistant_tokens_schedule = "constant"
+                model.generation_config.assistant_confidence_threshold = 0
+        yield
 
 
 def _processors(sampling: SamplingConfig) -> LogitsProcessorList:

@@ -1,18 +1,26 @@
-"""Figures of a report as text for tables. A figure that was not measured is null in the report and a dash here."""
+"""Figures and sentences of a report as text. A figure that was not measured is null in the report and a dash here."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from decoding.measure.names import PLAIN
+from decoding.measure.markdown import one_line
 from decoding.metrics import FEWEST, Estimate
 
+PLAIN = "plain"
+"""Name of plain decoding in this project's loop, the method that every speed-up is over."""
+TRANSFORMERS = "transformers generate"
 NONE = "–"
 NEAR = {"bfloat16": 0.5, "float16": 0.1, "float32": 0.01}
 """Largest gap between two logits, by dtype, that rounding can reverse (for logits of some tens)."""
 
+Report = dict[str, Any]
+"""A report of `decoding.measure.evaluate`, or one of its rows."""
 Figure = dict[str, Any] | None
 """A `decoding.metrics.Estimate` or `Spread` as JSON; None if it was not measured."""
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
 
 
 def told(found: Estimate) -> dict[str, Any]:
@@ -36,6 +44,11 @@ def number(value: float | None, digits: int = 2) -> str:
     return NONE if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
+def times(value: float | None) -> str:
+    """Format a speed-up without its interval: ``2.31×``."""
+    return NONE if value is None else f"{number(value)}×"
+
+
 def estimate(figure: Figure, unit: str = "") -> str:
     """Format an estimate: ``2.31 [2.20, 2.43]``, without the brackets if it has no interval."""
     return _with_range(figure, "value", "low", "high", unit)
@@ -44,28 +57,6 @@ def estimate(figure: Figure, unit: str = "") -> str:
 def spread(figure: Figure, unit: str = "") -> str:
     """Format a median and its quartiles: ``2.52× [2.36, 2.57]``."""
     return _with_range(figure, "median", "low_quartile", "high_quartile", unit)
-
-
-def counted(figure: Figure) -> str:
-    """Format a share and its number of observations: ``0.89 (312)``."""
-    text = number(figure["value"]) if figure else NONE
-    return text if text == NONE or figure is None else f"{text} ({figure['observations']:,})"
-
-
-def shares(figures: Sequence[Figure] | None, most: int | None = None) -> str:
-    """Format the shares of the first ``most`` positions (None: all), each with its number of observations."""
-    return " ".join(counted(figure) for figure in (figures or [])[:most]) or NONE
-
-
-def speedup(row: dict[str, Any], name: str = "speedup") -> str:
-    """Format a row's speed-up: ``2.12× [1.95, 2.30]; median 2.52× [2.36, 2.57]``.
-
-    First comes the ratio of all tokens/s, then the median ratio of paired runs.
-    """
-    median = spread(row.get(name), "×")
-    totals = estimate(row.get(f"{name}_of_totals"), "×")
-    parts = [part for part in (totals, f"median {median}" if median != NONE else NONE) if part != NONE]
-    return "; ".join(parts) or NONE
 
 
 def _with_range(figure: Figure, middle: str, low: str, high: str, unit: str) -> str:
@@ -78,25 +69,142 @@ def _with_range(figure: Figure, middle: str, low: str, high: str, unit: str) -> 
     return text + unit + ("" if NONE in ends else f" [{ends[0]}, {ends[1]}]")
 
 
-def identical(compared: Figure) -> str:
-    """Format a comparison with plain decoding's texts.
+def shares(figures: Sequence[Figure] | None, most: int | None = None) -> str:
+    """Format the shares of the first ``most`` positions (None: all), each with its observations: ``0.89 (312)``."""
+    return (
+        " ".join(
+            f"{number(figure['value'])} ({figure['observations']:,})"
+            if figure and number(figure["value"]) != NONE
+            else NONE
+            for figure in (figures or [])[:most]
+        )
+        or NONE
+    )
 
-    ``11 of 12, largest logit margin where they part 0.0312, one ended early``
+
+def speedup(row: Report, name: str = "speedup") -> str:
+    """Format a row's speed-up: ``2.12× [1.95, 2.30]; median 2.52× [2.36, 2.57]``.
+
+    First comes the ratio of all tokens/s, then the median ratio of paired runs.
     """
-    if not compared:
-        return ""
-    text = f"{compared['identical']} of {compared['of']}"
-    margin, early = compared.get("largest_margin"), compared.get("ended_early", 0)
-    if compared["identical"] + early < compared["of"]:
-        text += f", largest logit margin where they part {NONE if margin is None else format(margin, '.3g')}"
-    return text + (f", {_count_of(early)} ended early" if early else "")
+    median = spread(row.get(name), "×")
+    totals = estimate(row.get(f"{name}_of_totals"), "×")
+    parts = [part for part in (totals, f"median {median}" if median != NONE else NONE) if part != NONE]
+    return "; ".join(parts) or NONE
 
 
-def _count_of(number: int) -> str:
-    return "one" if number == 1 else str(number)
+def speed_of(row: Report) -> float | None:
+    """Return the speed-up of all tokens/s; the median of paired runs where only this was measured."""
+    totals, pairs = row.get("speedup_of_totals") or {}, row.get("speedup") or {}
+    found: float | None = totals.get("value")
+    return pairs.get("median") if found is None else found
 
 
-def greedy_sentence(report: dict[str, Any]) -> str:
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def cells(report: Report) -> list[Report]:
+    """Return the rows of every batch size and context length."""
+    return [*report["rows"], *(report.get("grid") or [])]
+
+
+def settings(report: Report) -> list[str]:
+    """Return the report's settings in its order."""
+    return list(dict.fromkeys(row["setting"] for row in report["rows"]))
+
+
+def named(rows: Iterable[Report], setting: str) -> list[Report]:
+    """Return the rows of one setting."""
+    return [row for row in rows if row["setting"] == setting]
+
+
+def methods(report: Report) -> list[str]:
+    """Return the measured methods but plain decoding; a method's index is that of its colour in all pictures."""
+    return list(dict.fromkeys(row["method"] for row in report["rows"] if row["method"] != PLAIN))
+
+
+def is_peer(row: Report) -> bool:
+    """Return True for plain decoding and for methods of other software."""
+    return bool(row["method"] == PLAIN or str(row["method"]).startswith("transformers"))
+
+
+def curve(report: Report, row: Report, axis: str) -> list[tuple[int, float]]:
+    """Return (position on the axis, speed-up) of the row's method along ``axis`` ("batch_size" or "context"), in order.
+
+    The other axis stays where the row has it. Cells that were not timed have no point.
+    """
+    other = "context" if axis == "batch_size" else "batch_size"
+    return sorted(
+        (each[axis], speed)
+        for each in cells(report)
+        if each.get("setting") == row["setting"] and each["method"] == row["method"]
+        if each.get(other) == row.get(other) and each.get(axis) is not None and (speed := speed_of(each)) is not None
+    )
+
+
+def below_from(points: Sequence[tuple[int, float]]) -> int | None:
+    """Return the first position from which every speed-up is below 1; None if the last is not, or the only one."""
+    found = None
+    for position, speed in reversed(points):
+        if speed >= 1:
+            break
+        found = position
+    return found if len(points) > 1 else None
+
+
+# --- sentences --------------------------------------------------------------------------------------------------------
+
+
+def answers(report: Report) -> list[str]:
+    """Write the fastest method of each setting in a sentence, and from where on it no longer pays."""
+    return [_answer(report, setting) for setting in settings(report)]
+
+
+def _answer(report: Report, setting: str) -> str:
+    timed = [row for row in named(report["rows"], setting) if speed_of(row) is not None and row["method"] != PLAIN]
+    if not timed:
+        return one_line(f"Nothing but plain decoding was timed, {setting}.")
+    best = max(timed, key=lambda row: speed_of(row) or 0.0)
+    figure = best.get("speedup_of_totals") or {"value": speed_of(best), "low": None, "high": None}
+    said = f"{estimate(figure, '×')} plain decoding, {setting}, batch {best.get('batch_size') or 1}"
+    if figure["value"] <= 1:
+        return one_line(f"Nothing is faster than plain decoding: at best {best['method']}, {said}.")
+    if figure["low"] is not None and figure["low"] <= 1:
+        said += "; its interval holds 1×, so these prompts do not show a gain"
+    falls, falls_with_context = (below_from(curve(report, best, axis)) for axis in ("batch_size", "context"))
+    said += f"; below 1× from batch {falls:,} on" if falls else ""
+    said += f"; below 1× from {falls_with_context:,} tokens of context on" if falls_with_context else ""
+    return one_line(f"Fastest: {best['method']}{' (lossy)' * (best['label'] == 'lossy')}, {said}.")
+
+
+def caption(report: Report) -> str:
+    """Describe the target, the machine, the prompts and the commit."""
+    machine = report["hardware"]
+    first: Report = next(iter(report["rows"]), {})
+    prompts = f"{report['prompts']} prompts"
+    if first.get("context"):
+        prompts += f" of {first['context']:,} tokens"
+    if left_out := (report.get("prompts_left_out") or 0) + (report.get("later_turns_left_out") or 0):
+        prompts += f" ({left_out} too long, left out)"
+    where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
+    others = [each for each in report.get("processors") or [] if each != machine["processor"]]
+    if others:  # a killed evaluation was resumed elsewhere
+        where += f", and before on {_and(others)}"
+    if (processes := report.get("processes") or 1) > 1:
+        where += f", {processes} processes side by side"
+    commits = report.get("commits") or [report["commit"]]
+    return one_line(
+        f"{report['parameters'] / 1e6:.1f}M-parameter target in {report['dtype']} on {where}; "
+        f"{prompts}, up to {report['max_new_tokens']} new tokens, batch {first.get('batch_size') or 1}; "
+        f"commit{'s' * (len(commits) > 1)} {_and(commits)}"
+    )
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def greedy_sentence(report: Report) -> str:
     """Write a sentence that compares the report's greedy texts with plain decoding's; empty if it has none."""
     compared = [
         row["identical_to_plain"] for row in report["rows"] if row.get("identical_to_plain") and row["method"] != PLAIN
@@ -113,19 +221,16 @@ def greedy_sentence(report: dict[str, Any]) -> str:
     dtype, largest = str(report.get("dtype")), max(margins, default=None)
     if differing > early and largest is not None:
         sentence += f"; where they part, the two candidates' logits are at most {largest:.3g} apart"
-    exact = dtype == "float32" and not (report.get("hardware") or {}).get("gpu")
-    if exact:
+    if dtype == "float32" and not (report.get("hardware") or {}).get("gpu"):
         return f"{sentence}. In fp32 on a CPU none may: this is a fault, please report it."
     if differing > early:
-        sentence += f", {_judged(largest, dtype)}"
+        sentence += f", {_near_tie(largest, dtype)}"
     if early:
-        sentence += (
-            f"; {_count_of(early)} ended where the other went on, which rounding does not explain: a fault to report"
-        )
+        sentence += f"; {early} ended where the other went on, which rounding does not explain: a fault to report"
     return f"{sentence}."
 
 
-def _judged(largest: float | None, dtype: str) -> str:
+def _near_tie(largest: float | None, dtype: str) -> str:
     if largest is None:
         return "by a margin that was not measured"
     if largest <= NEAR.get(dtype, 0.0):

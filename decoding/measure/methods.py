@@ -8,11 +8,10 @@ from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
-from decoding.measure.baselines import TimedText, transformers_generate, transformers_generate_batch
-from decoding.measure.names import PLAIN, TRANSFORMERS
+from decoding.measure.baselines import transformers_generate
+from decoding.measure.figures import PLAIN, TRANSFORMERS
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import FixedPolicy, Policy, named_policy
 from decoding.rules.proposal import ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import Rule, lossless_rule_for, typical_acceptance
@@ -54,7 +53,6 @@ class Method:
     decode: Decode
     decode_batch: DecodeBatch | None = None
     """None for a method that decodes one text at a time only."""
-    max_nodes: int = 1
     artefact: str | None = None
     """Kind of the trained artefact that drafts: "heads", "draft", or None."""
     drafter: str | None = None
@@ -78,8 +76,6 @@ class EvaluationConfig:
     temperatures: tuple[float, ...] = (1.0,)
     eos_token_ids: tuple[int, ...] = ()
     settings: tuple[str, ...] = ("greedy", "sampling")
-    policies: tuple[str, ...] = ("fixed",)
-    """Names of `decoding.policies`; every drafter gets a row with each."""
     seed: int = 0
     batch_sizes: tuple[int, ...] = (1,)
     contexts: tuple[int | None, ...] = (None,)
@@ -89,15 +85,9 @@ class EvaluationConfig:
         for setting in self.settings:
             if setting not in SETTINGS:
                 raise ValueError(f"setting is {setting!r}: give greedy, sampling or typical")
-        for policy in self.policies:
-            named_policy(policy)  # raises for a name that is none, before any model is read
-        if self.rounds < 1:
-            raise ValueError(f"rounds is {self.rounds}: give at least 1")
         if not self.temperatures or min(self.temperatures) <= 0:
             given = ", ".join(f"{each:g}" for each in self.temperatures)
             raise ValueError(f"temperatures are {given or 'none'}: give numbers above 0 (0 is the setting greedy)")
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise ValueError(f"batch_sizes is {list(self.batch_sizes)}: give at least one, each of at least 1")
 
 
 class Setting(NamedTuple):
@@ -130,24 +120,17 @@ def settings_of(config: EvaluationConfig) -> list[Setting]:
     return found
 
 
-def our_method(
-    target: CausalLM,
-    setting: str,
-    name: str,
-    drafter: Drafter | None,
-    config: DecodingConfig,
-    policy: Policy | None = None,
-) -> Method:
-    """Make the method of a drafter (None: plain decoding) in this project's loop; a policy adapts over all texts."""
-    engine = Engine(target, drafter, policy or FixedPolicy())
+def our_method(target: CausalLM, setting: str, name: str, drafter: Drafter | None, config: DecodingConfig) -> Method:
+    """Make the method of a drafter (None: plain decoding) in this project's loop."""
+    engine = Engine(target, drafter)
 
     def run(prompt: Sequence[int], seed: int) -> Run:
         return _run_of(engine.decode(prompt, replace(config, seed=seed)))
 
     def run_batch(prompts: Sequence[Sequence[int]], seeds: Sequence[int], batch_size: int) -> list[Run]:
         steps: list[list[Any]] = [[] for _ in prompts]
-        for place, step in engine.steps(prompts, config, batch_size=batch_size, seeds=seeds):
-            steps[place].append(step)
+        for index, step in engine.steps(prompts, config, batch_size=batch_size, seeds=seeds):
+            steps[index].append(step)
         return [_run_of(Generation.of(of_one)) for of_one in steps]
 
     label, temperature = config.label, config.sampling.temperature
@@ -159,8 +142,7 @@ def our_method(
         label,
         run,
         run_batch,
-        drafter.max_nodes,
-        drafter.artefact,
+        artefact=drafter.artefact,
         temperature=temperature,
         rule=_rule_name(drafter, config.sampling, config.rule),
         shape="chain" if drafter.chains_only else "tree",
@@ -207,16 +189,13 @@ def transformers_method(
 ) -> Method:
     """Make the method of `transformers`' generate, or of assisted generation, under the same controls."""
 
-    def run(prompt: Sequence[int], seed: int) -> Run:
-        own = replace(config, seed=seed)
-        return _timed(transformers_generate(target, prompt, own, assistant, num_assistant_tokens))
-
     def run_batch(prompts: Sequence[Sequence[int]], seeds: Sequence[int], batch_size: int) -> list[Run]:
         runs: list[Run] = []
         for first in range(0, len(prompts), batch_size):
-            some = prompts[first : first + batch_size]
-            texts = transformers_generate_batch(target, some, replace(config, seed=seeds[first]))
-            runs += map(_timed, texts)
+            some, own = prompts[first : first + batch_size], replace(config, seed=seeds[first])
+            for text in transformers_generate(target, some, own, assistant, num_assistant_tokens):
+                after_first = len(text.tokens) - text.first_tokens
+                runs.append(Run(text.tokens, after_first, text.first_seconds, text.decode_seconds))
         return runs
 
     assisted = assistant is not None
@@ -224,16 +203,12 @@ def transformers_method(
         setting,
         name,
         "lossless",
-        run,
+        lambda prompt, seed: run_batch([prompt], [seed], 1)[0],
         None if assisted else run_batch,
         artefact="draft" if assisted else None,
         temperature=config.sampling.temperature,
         max_positions=None if assistant is None else assistant.max_positions,
     )
-
-
-def _timed(text: TimedText) -> Run:
-    return Run(text.tokens, len(text.tokens) - text.first_tokens, text.first_seconds, text.decode_seconds)
 
 
 def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: EvaluationConfig) -> list[Method]:
@@ -245,10 +220,7 @@ def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: Eva
         if not setting.typical:
             methods += _peers(target, setting.name, drafters, decoding)
         for name, drafter in drafters.items():
-            for policy in config.policies:
-                full_name = name if policy == "fixed" else f"{name}, {policy}"
-                method = our_method(target, setting.name, full_name, drafter, decoding, named_policy(policy))
-                methods.append(replace(method, drafter=name))
+            methods.append(replace(our_method(target, setting.name, name, drafter, decoding), drafter=name))
     return methods
 
 

@@ -1,4 +1,4 @@
-"""Questions of an evaluation: read from the files that benchmarks come in, asked turn by turn, at any length.
+"""Questions of an evaluation: read from the files that benchmarks come in, asked turn by turn, dealt over waves.
 
 Spec-Bench (2401.07851), MT-Bench, gsm8k, HumanEval, mbpp and any other .jsonl file; a folder of SPEED-Bench
 (2604.09557) that its user prepared, as .jsonl or Parquet.
@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.fields import Tools, find_answer, prompt_of, tools_of
+from decoding.fields import Tools, check_messages, find_answer, prompt_of, tools_of
 from decoding.jsonl import read_rows
-from decoding.prompts import before_the_answer, encode_prompt
+from decoding.prompts import encode_prompt
 
 MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
 _SPEC_BENCH = frozenset({"translation", "summarization", "qa", "math_reasoning", "rag"})
@@ -62,27 +62,19 @@ def read_questions(path: str | Path, field: str | None = None) -> list[Question]
     questions = list(_questions(path, field))
     ids = Counter(question.id for question in questions)
     if max(ids.values()) > 1:
-        questions = [replace(question, id=str(place)) for place, question in enumerate(questions, start=1)]
+        questions = [replace(question, id=str(line)) for line, question in enumerate(questions, start=1)]
     return _with_tasks(questions)
 
 
 def read_prompts(
-    path: str | Path,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-    field: str | None = None,
-    prompt_tokens: int | None = None,
-    chat: bool = True,
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, limit: int, field: str | None = None, chat: bool = True
 ) -> list[tuple[int, ...]]:
     """Return the first turns of the first ``limit`` questions as token ids, without a chat template unless ``chat``.
 
-    ``field``: as of `read_questions`. ``prompt_tokens`` keeps only that many first tokens of each. ValueError for a
-    file without prompts.
+    ``field``: as of `read_questions`. ValueError for a file without prompts.
     """
-    questions = list(islice(_questions(path, field), limit))
-    asked = [question if chat else replace(question, plain=True) for question in questions]
-    asker = Asker(asked, tokenizer, all_turns=False, prompt_tokens=prompt_tokens)
-    return [asker.prompt(place) for place in range(len(asked))]
+    asker = Asker(list(islice(_questions(path, field), limit)), tokenizer, chat=chat, all_turns=False)
+    return [asker.prompt(index) for index in range(len(asker.questions))]
 
 
 def _questions(path: str | Path, field: str | None) -> Iterator[Question]:
@@ -107,15 +99,18 @@ def _with_tasks(questions: list[Question]) -> list[Question]:
 
 def _question(number: int, row: dict[str, Any], field: str | None, where: str) -> Question:
     name, value = prompt_of(row, field, where)
-    opening = before_the_answer(value, where)
     later: tuple[str, ...] = ()
-    if isinstance(value, list) and isinstance(value[0], str):
-        later = tuple(value[1:])
-        if wrong := [turn for turn in later if not isinstance(turn, str)]:
-            raise ValueError(f"{where}: a later turn is {type(wrong[0]).__name__}, not text")
-    messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else opening
-    if not messages:
-        raise ValueError(f"{where}: nothing is asked before the first answer: begin with the user's message")
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        messages = check_messages(value, where)
+        roles = [message["role"] for message in messages]
+        messages = messages[: roles.index("assistant") if "assistant" in roles else len(messages)]
+        if not messages:
+            raise ValueError(f"{where}: nothing is asked before the first answer: begin with the user's message")
+    else:
+        turns = value if isinstance(value, list) and value else [value]
+        if wrong := [turn for turn in turns if not isinstance(turn, str)]:
+            raise ValueError(f"{where}: the prompt is {type(wrong[0]).__name__}, not text")
+        messages, later = [{"role": "user", "content": turns[0]}], tuple(turns[1:])
     named = next((row[key] for key in _ID_FIELDS if row.get(key) is not None), number)
     task = next((row[key] for key in _TASK_FIELDS if isinstance(row.get(key), str)), None)
     plain = field is None and name == "text" and find_answer(row) is None
@@ -146,14 +141,12 @@ def _files_of(folder: Path) -> list[Path]:
 
 def evenly(questions: Sequence[Question], limit: int) -> list[Question]:
     """Return ``limit`` questions in the file's order, as many of each task as there can be; the first of each."""
-    if limit >= len(questions):
-        return list(questions)
-    places: dict[str | None, list[int]] = {}
-    for place, question in enumerate(questions):
-        places.setdefault(question.task, []).append(place)
-    turns = [(turn, place) for own in places.values() for turn, place in enumerate(own)]
-    chosen = sorted(place for _, place in sorted(turns, key=lambda pair: pair[0])[:limit])
-    return [questions[place] for place in chosen]
+    seen: Counter[str | None] = Counter()
+    ranked = []
+    for index, question in enumerate(questions):
+        ranked.append((seen[question.task], index))
+        seen[question.task] += 1
+    return [questions[index] for index in sorted(index for _, index in sorted(ranked)[:limit])]
 
 
 # --- asking -----------------------------------------------------------------------------------------------------------
@@ -161,21 +154,19 @@ def evenly(questions: Sequence[Question], limit: int) -> list[Question]:
 
 @dataclass(frozen=True)
 class Asker:
-    """Writer of the questions' prompts as token ids: a `decoding.measure.waves.PromptSource`.
+    """Writer of the questions' prompts as token ids: a `PromptSource`.
 
-    ``thinking`` is handed to the chat template. ``all_turns`` False asks first turns only. ``prompt_tokens`` keeps that
-    many first tokens of each prompt. ``longest``: a first turn of more tokens loses the beginning of its message,
-    or if it is a plain text its end. ``filler`` are all questions of the file in its order: a prompt that is asked for
-    with a context is preceded by the texts of the questions before it, the last before the first.
+    ``thinking`` is handed to the chat template; without ``chat`` none is used. ``all_turns`` False asks first turns
+    only. ``filler`` are all questions of the file in its order: a prompt that is asked for with a context is preceded
+    by the texts of the questions before it, the last before the first.
     """
 
     questions: Sequence[Question]
     tokenizer: PreTrainedTokenizerBase
     thinking: bool | None = None
     all_turns: bool = True
-    prompt_tokens: int | None = None
     filler: Sequence[Question] = ()
-    longest: int | None = None
+    chat: bool = True
 
     def __post_init__(self) -> None:
         template = self.tokenizer.chat_template
@@ -192,32 +183,27 @@ class Asker:
     def tasks(self) -> Sequence[str | None]:
         return [question.task for question in self.questions]
 
-    def turns(self, place: int) -> int:
-        return 1 + len(self.questions[place].later) if self.all_turns else 1
+    def turns(self, index: int) -> int:
+        return 1 + len(self.questions[index].later) if self.all_turns else 1
 
-    def prompt(self, place: int, context: int | None = None, answers: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
+    def prompt(self, index: int, context: int | None = None, answers: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
         """Return a turn's prompt: its question behind the earlier turns and their answers, in the chat template."""
-        question = self.questions[place]
+        question = self.questions[index]
         messages = [*question.opening]
         for answer, turn in zip(answers, question.later, strict=False):
             text = str(self.tokenizer.decode(list(answer), skip_special_tokens=True))
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": turn}]
-        if context is None:
-            tokens = self._encode(messages, question)[: self.prompt_tokens]
-            if self.longest is None or answers or len(tokens) <= self.longest:
-                return tokens
-            context = self.longest
-        return self._filled(place, messages, context)
+        return self._encode(messages, question) if context is None else self._filled(question, messages, context)
 
     def _encode(self, messages: list[dict[str, Any]], question: Question) -> tuple[int, ...]:
-        return encode_prompt(messages, self.tokenizer, not question.plain, self.thinking, question.tools)
+        chat = self.chat and not question.plain
+        return encode_prompt(messages, self.tokenizer, chat, self.thinking, question.tools)
 
-    def _filled(self, place: int, messages: list[dict[str, Any]], context: int) -> tuple[int, ...]:
+    def _filled(self, question: Question, messages: list[dict[str, Any]], context: int) -> tuple[int, ...]:
         """Return the prompt with so much text before the user's first message that it has ``context`` tokens at most.
 
         A plain text that is longer is cut at its end; a user's message that is longer loses its beginning.
         """
-        question = self.questions[place]
         if question.plain and len(tokens := self._encode(messages, question)) >= context:
             return tokens[:context]
         first = next((index for index, message in enumerate(messages) if message["role"] == "user"), 0)
@@ -241,17 +227,14 @@ class Asker:
     def _tail_ids(self, question: Question, text: str, context: int) -> list[int]:
         """Return at least ``context`` tokens, if the file has as many: those of the questions before, then the text."""
         filler = self.filler or self.questions
-        at = next((place for place, other in enumerate(filler) if other.id == question.id), 0)
-        ids = self._ids_of(text)
+        at = next((index for index, other in enumerate(filler) if other.id == question.id), 0)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         for other in (*filler[:at][::-1], *filler[at + 1 :][::-1]):
             if len(ids) >= context:
                 break
             before = "\n".join(message["content"] for message in other.opening)
-            ids = self._ids_of(f"{before}\n\n") + ids
+            ids = self.tokenizer(f"{before}\n\n", add_special_tokens=False)["input_ids"] + ids
         return ids
-
-    def _ids_of(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def asked(self) -> dict[str, Any]:
         """Tell what was asked of every method: the template and its digest, the thinking mode, the turns.
@@ -262,11 +245,80 @@ class Asker:
         template = self.tokenizer.chat_template if chat else None
         if template is not None and not isinstance(template, str):  # several, by name
             template = json.dumps(template, sort_keys=True)
-        told = [(each.id, each.task, each.later if self.all_turns else ()) for each in self.questions]
+        questions = [(each.id, each.task, each.later if self.all_turns else ()) for each in self.questions]
         return {
             "template": "chat" if chat else "none",
             "template_sha256": None if template is None else sha256(template.encode()).hexdigest(),
             "thinking": self.thinking,
-            "turns": "all" if any(self.turns(place) > 1 for place in range(len(self.questions))) else "first",
-            "questions_sha256": sha256(json.dumps(told).encode()).hexdigest(),
+            "turns": "all" if any(self.turns(index) > 1 for index in range(len(self.questions))) else "first",
+            "questions_sha256": sha256(json.dumps(questions).encode()).hexdigest(),
         }
+
+
+# --- waves ------------------------------------------------------------------------------------------------------------
+
+
+class PromptSource(Protocol):
+    """Questions, by index from 0, each with one turn or several."""
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """Names of the questions, each its own."""
+
+    @property
+    def tasks(self) -> Sequence[str | None]:
+        """Task of each question; None where the questions have none."""
+
+    def turns(self, index: int) -> int:
+        """Return the number of turns of a question."""
+
+    def prompt(self, index: int, context: int | None = None, answers: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
+        """Return the prompt of the turn behind these answers to the turns before; ``context``: at most its tokens."""
+
+
+@dataclass(frozen=True)
+class TokenPrompts:
+    """Prompts as token ids, of one turn each, used as they are at every context."""
+
+    prompts: Sequence[Sequence[int]]
+
+    @property
+    def ids(self) -> Sequence[str]:
+        return [str(index) for index in range(len(self.prompts))]
+
+    @property
+    def tasks(self) -> Sequence[str | None]:
+        return [None] * len(self.prompts)
+
+    def turns(self, index: int) -> int:
+        return 1
+
+    def prompt(self, index: int, context: int | None = None, answers: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
+        return tuple(self.prompts[index])
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Questions of one task, by index, that are decoded and timed at once."""
+
+    index: int
+    questions: tuple[int, ...]
+
+
+def waves_of(tasks: Sequence[str | None], batch_size: int) -> list[Wave]:
+    """Deal the questions over waves: one each at batch size 1, else about twice the batch size of one task.
+
+    A task's waves are of equal size, so that none is left with too few texts to fill the batch's rows for long.
+    """
+    groups: list[list[int]] = []
+    for task in dict.fromkeys(tasks):
+        indices = [index for index, own in enumerate(tasks) if own == task]
+        if batch_size == 1:
+            groups += [[index] for index in indices]
+        else:
+            parts = max(1, round(len(indices) / (2 * batch_size)))
+            ends = [round(len(indices) * part / parts) for part in range(parts + 1)]
+            groups += [indices[begin:end] for begin, end in pairwise(ends)]
+    if batch_size == 1:
+        groups.sort()
+    return [Wave(index, tuple(indices)) for index, indices in enumerate(groups)]

@@ -22,17 +22,17 @@ _ABOUT = ("hardware", "versions", "commit", "processes")
 """Facts that may differ among the files of a folder; their times then do not compare."""
 
 
-class Cell(NamedTuple):
-    """A place of the grid: texts decoded at a time, and the longest prompt in tokens (None: each of its own length)."""
+class GridCell(NamedTuple):
+    """A cell of the grid: texts decoded at a time, and the longest prompt in tokens (None: each of its own length)."""
 
     batch_size: int
     context: int | None
 
 
-class Key(NamedTuple):
+class RunKey(NamedTuple):
     """The name of a record: ``turn`` is that of the conversation, ``round`` that of the repetition, both from 0."""
 
-    cell: Cell
+    cell: GridCell
     wave: int
     turn: int
     setting: str
@@ -44,7 +44,7 @@ class Key(NamedTuple):
 class Record:
     """The texts of one wave by one method: ``prompts`` are the ids of its questions, a run and a digest for each."""
 
-    key: Key
+    key: RunKey
     prompts: tuple[str, ...]
     digests: tuple[str, ...]
     runs: tuple[Run, ...]
@@ -55,16 +55,16 @@ class Records:
 
     def __init__(self, path: Path | None = None, known: Iterable[Mapping[str, Any]] = ()) -> None:
         """``known`` are the lines of earlier files behind their provenance."""
-        self.by_key: dict[Key, Record] = {}
-        self.margins: dict[Key, tuple[Margin, ...]] = {}
-        self.left_out: dict[tuple[Cell, int, int, str], tuple[str, ...]] = {}
+        self.by_key: dict[RunKey, Record] = {}
+        self.margins: dict[RunKey, tuple[Margin, ...]] = {}
+        self.left_out: dict[tuple[GridCell, int, int, str], tuple[str, ...]] = {}
         """Ids of the questions whose later turn was too long, by cell, wave, turn and setting."""
         self.cost_curve: dict[int, float] | None = None
         for line in known:
             self.take(line)
         self._file = None if path is None else path.open("a", encoding="utf-8")
-        self.about: dict[str, Any] | None = None
-        """Provenance of what is added from here on: it is written before that, and not for a run that adds nothing."""
+        self.provenance: dict[str, Any] | None = None
+        """Provenance of what is added from here on; it is written with the first line added."""
 
     def take(self, line: Mapping[str, Any]) -> None:
         """Add what a line holds."""
@@ -73,11 +73,11 @@ class Records:
             return
         if "provenance" in line:
             return
-        cell = Cell(*line["cell"])
+        cell = GridCell(*line["cell"])
         if "left_out" in line:
             self.left_out[cell, line["wave"], line["turn"], line["setting"]] = tuple(line["left_out"])
             return
-        key = Key(cell, *(line[name] for name in Key._fields[1:]))
+        key = RunKey(cell, *(line[name] for name in RunKey._fields[1:]))
         if "margins" in line:
             self.margins[key] = tuple(line["margins"])
         else:
@@ -88,10 +88,10 @@ class Records:
         """Add a line and write it, flushed: a kill loses nothing of it."""
         self.take(line)
         if self._file is not None:
-            if self.about is not None:
-                write_line(self._file, self.about)
-                self.about = None
-            write_line(self._file, line)
+            new = [line] if self.provenance is None else [{"provenance": self.provenance}, line]
+            self.provenance = None
+            self._file.writelines(json.dumps(each) + "\n" for each in new)
+            self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:
@@ -107,14 +107,9 @@ class Records:
             yield {"cell": cell, "wave": wave, "turn": turn, "setting": setting, "left_out": ids}
 
 
-def line_of(key: Key, **content: Any) -> dict[str, Any]:
+def line_of(key: RunKey, **content: Any) -> dict[str, Any]:
     """Return a line with the fields of the key."""
     return {**key._asdict(), **content}
-
-
-def write_line(file: Any, line: Mapping[str, Any]) -> None:
-    file.write(json.dumps(line) + "\n")
-    file.flush()
 
 
 def _run(values: Sequence[Any]) -> Run:
@@ -127,7 +122,7 @@ def _run(values: Sequence[Any]) -> Run:
 
 
 def open_records(folder: Path, rank: int, provenance: Mapping[str, Any]) -> Records:
-    """Open the file of process ``rank`` to go on where an earlier run of the same settings stood.
+    """Open the file of process ``rank`` to resume where an earlier run of the same settings stopped.
 
     Call `check_identity` before, on every process, and let none begin before all have opened theirs. A half line, which
     a kill may have left, is cut off.
@@ -139,11 +134,8 @@ def open_records(folder: Path, rank: int, provenance: Mapping[str, Any]) -> Reco
         os.truncate(path, _whole(path.read_bytes()))
     records = Records(path, known)
     lines = read_lines(path)
-    about = {"provenance": dict(provenance)}
-    if not lines:
-        records.add(about)
-    elif any(lines[0]["provenance"].get(name) != provenance.get(name) for name in _ABOUT):
-        records.about = about
+    if not lines or any(lines[0]["provenance"].get(name) != provenance.get(name) for name in _ABOUT):
+        records.provenance = dict(provenance)
     return records
 
 
@@ -158,13 +150,9 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
         for name in {**wanted, **found}:
             if found.get(name) != wanted.get(name):
                 raise ValueError(
-                    f"{file} holds runs with {_named(name, found)}, not {_named(name, wanted)}: give another output, "
-                    "or --restart to drop them"
+                    f"{file} holds runs with {name} {json.dumps(found.get(name)):.60}, not "
+                    f"{json.dumps(wanted.get(name)):.60}: give another output, or --restart to drop them"
                 )
-
-
-def _named(name: str, identity: Mapping[str, Any]) -> str:
-    return f"{name} {json.dumps(identity.get(name)):.60}"
 
 
 def record_files(folder: Path) -> list[Path]:
@@ -192,7 +180,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def provenance_of(lines: Sequence[Mapping[str, Any]], path: Path) -> dict[str, Any]:
     """Return the provenance that a file's lines begin with; ValueError for a file that begins otherwise."""
     if not lines or "provenance" not in lines[0]:
-        raise ValueError(f"{path} does not begin with its provenance: it is no file of `headstart evaluate`'s runs")
+        raise ValueError(f"{path} does not begin with its provenance: it is not a file of runs by `headstart evaluate`")
     return dict(lines[0]["provenance"])
 
 

@@ -6,7 +6,7 @@ Pure functions of their arguments, except that `is_hub_id` and `published_comman
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ _QUERY = re.compile(
     r"((?:^|[?&;#\s])[\w-]*(?:token|key|secret|password|signature|sig|auth)=)[^&#;\s'\"`)\]>]+", re.IGNORECASE
 )
 _SECRET_KEY = re.compile(rf"(?:.*[_-])?{_KEYS}|token", re.IGNORECASE)
-_DRAFTER = re.compile(r"(?!file:|https?:)(?P<name>[a-z][a-z-]+):(?P<path>[^,=]+)(?P<options>(?:,.*)?)")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -87,31 +86,15 @@ def without_secrets(text: str) -> str:
 
 
 def published_command(arguments: Sequence[str]) -> str:
-    """Return a command line fit to publish: paths cut to their last part, values of secret options withheld."""
-    return shlex.join(_published(arguments))
+    """Return a command line fit to publish: each path cut to its last part, secrets withheld."""
+    program, *words = arguments or [""]
+    return shlex.join([basename(program), *map(_published_word, words)] if program else [])
 
 
-def _published(arguments: Sequence[str]) -> Iterator[str]:
-    secret = False
-    for place, argument in enumerate(arguments):
-        option, equals, value = argument.partition("=")
-        if secret and not argument.startswith("-"):
-            yield WITHHELD
-        elif equals and _is_secret_key(option.lstrip("-")):
-            yield f"{option}={WITHHELD}"
-        elif equals and _DRAFTER.fullmatch(argument) is None:
-            yield f"{without_local_paths(option)}={_published_value(value)}"
-        else:
-            yield basename(argument) if place == 0 else _published_value(argument)
-        secret = not equals and argument.startswith("-") and _is_secret_key(argument.lstrip("-"))
-
-
-def _published_value(value: str) -> str:
-    """Return an option's value fit to publish; of a drafter's ``NAME:PATH,option=value`` the path is cut."""
-    spec = _DRAFTER.fullmatch(value)
-    if spec is None:
-        return published_name(value)
-    return f"{spec['name']}:{published_name(spec['path'])}{without_local_paths(spec['options'])}"
+def _published_word(word: str) -> str:
+    """Return a word, an option with its value, or a drafter's ``NAME:PATH,option=value`` fit to publish."""
+    parts = re.split(r"([=,]|(?<=[a-z]):)", without_secrets(word)) if "://" not in word else [word]
+    return "".join(published_name(part) for part in parts)
 
 
 def published_name(value: str) -> str:

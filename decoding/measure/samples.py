@@ -1,5 +1,6 @@
 """Samples of decoded texts that tell which tokens came from the draft."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -8,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.generate import Step
 from decoding.measure.evaluate import Measurement, cells_of
-from decoding.measure.methods import Method, Run
-from decoding.measure.records import Cell, Record
+from decoding.measure.methods import Run
+from decoding.measure.records import GridCell, RunKey
 from decoding.measure.redact import without_secrets
 from decoding.stream import stream_pieces
 
@@ -27,47 +28,38 @@ def samples_of(
     """
     cell = cells_of(measurement.config)[0]
     found: list[dict[str, Any]] = []
-    for setting in dict.fromkeys(method.setting for method in measurement.methods):
-        if (method := _fastest(measurement, rows, setting)) is not None:
-            found += islice(_texts(measurement, cell, method, tokenizer), _OF_A_SETTING)
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        drafted = [row for row in rows if row["setting"] == setting and row["shape"] is not None]
+        if drafted:
+            fastest = max(drafted, key=lambda row: row["tokens_per_second"]["value"] or 0.0)
+            found += islice(_texts(measurement, cell, setting, fastest["method"], tokenizer), _OF_A_SETTING)
     return found[:_MOST]
 
 
-def _fastest(measurement: Measurement, rows: Sequence[Mapping[str, Any]], setting: str) -> Method | None:
-    speeds = {
-        row["method"]: row["tokens_per_second"]["value"] or 0.0
-        for row in rows
-        if row["setting"] == setting and row["shape"] is not None
-    }
-    name = max(speeds, key=lambda method: speeds[method], default=None)
-    return next((each for each in measurement.methods if (each.setting, each.name) == (setting, name)), None)
-
-
 def _texts(
-    measurement: Measurement, cell: Cell, method: Method, tokenizer: PreTrainedTokenizerBase
+    measurement: Measurement, cell: GridCell, setting: str, method: str, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[dict[str, Any]]:
     """Yield a method's texts, the first of each task before the others, without those that hold a secret."""
     source = measurement.source
-    places = {name: place for place, name in enumerate(source.ids)}
-    by_task: dict[str | None, list[tuple[Record, int]]] = {}
-    for record in sorted(measurement.records.by_key.values(), key=lambda record: record.key.wave):
-        key = record.key
-        if (key.cell, key.setting, key.method, key.turn, key.round) == (cell, method.setting, method.name, 0, 0):
-            for row, prompt in enumerate(record.prompts):
-                by_task.setdefault(source.tasks[places[prompt]], []).append((record, row))
-    firsts = [texts[0] for texts in by_task.values()]
-    others = [text for texts in by_task.values() for text in texts[1:]]
-    for record, row in (*firsts, *others):
-        place = places[record.prompts[row]]
-        pieces = pieces_of(record.runs[row], tokenizer, measurement.config.eos_token_ids)
+    index_of = {name: index for index, name in enumerate(source.ids)}
+    texts: list[tuple[int, int, Run]] = []
+    seen: Counter[str | None] = Counter()
+    for key, record in sorted(measurement.records.by_key.items(), key=lambda item: item[0].wave):
+        if key == RunKey(cell, key.wave, 0, setting, method, 0):
+            for prompt, run in zip(record.prompts, record.runs, strict=True):
+                task = source.tasks[index_of[prompt]]
+                texts.append((min(seen[task], 1), index_of[prompt], run))
+                seen[task] += 1
+    for _, index, run in sorted(texts, key=lambda text: text[0]):
+        pieces = pieces_of(run, tokenizer, measurement.config.eos_token_ids)
         written = "".join(text for text, _ in pieces)
         if without_secrets(written) != written:  # spread over pieces, it cannot be withheld alone
             continue
-        prompt = without_secrets(str(tokenizer.decode(list(source.prompt(place, cell.context)))))
+        prompt = without_secrets(str(tokenizer.decode(list(source.prompt(index, cell.context)))))
         yield {
-            "setting": method.setting,
-            "method": method.name,
-            "task": source.tasks[place],
+            "setting": setting,
+            "method": method,
+            "task": source.tasks[index],
             "prompt": prompt[-_PROMPT_CHARACTERS:],
             "pieces": pieces,
         }

@@ -1,6 +1,6 @@
 """Any transformers causal language model behind one call: tokens or trees in, hidden states and logits out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -20,10 +20,9 @@ from decoding.model.architecture import (
 )
 from decoding.model.attention import leave_out_cudnn
 from decoding.model.cache import PreallocatedCache
-from decoding.model.dynamic import DynamicSteps, last_of, stacked
-from decoding.model.embeddings import added_to_embeddings
+from decoding.model.dynamic import DynamicSteps, TreeMasks, last_of, stacked
 from decoding.model.forward import ModelOutput, run_model
-from decoding.model.masks import TreeMasks
+from decoding.model.lm_head import added_to_embeddings
 from decoding.model.static import StaticSteps, row_bucket
 from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
@@ -74,7 +73,7 @@ class CausalLM:
         self.static = static
         """The way in which its steps have fixed shapes; None if they have not."""
         if static is not None:
-            self._static = StaticSteps(model, self.windows(), self._last_place, static)
+            self._static = StaticSteps(model, self._masks, self._last_place, static)
 
     @property
     def is_static(self) -> bool:
@@ -187,7 +186,7 @@ class CausalLM:
             return self.prefill(blocks, cache, keep_states=keep_states)
         trees = [TokenTree.chain(block) for block in blocks]
         if self._static is not None and self._static.fits(trees) and not keep_states:
-            output = self._static.run(trees, cache, last_only=True)
+            output = self._run(trees, cache, None, last_of(list(map(len, blocks)), 1, self.device))
         else:
             output = self._dynamic.append(blocks, cache, keep_states)
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0], output.states)
@@ -215,15 +214,11 @@ class CausalLM:
         Returns hidden states and logits of each block's last token and of the masks, (rows, 1 + masks, hidden) and
         (rows, 1 + masks, vocab). ``added``: additions to the embeddings of each block's tokens; masks get none.
         """
-        lengths = [len(block) for block in blocks]
+        lengths = list(map(len, blocks))
         trees = [TokenTree.chain([*block, *masks]) for block in blocks]
         select = last_of([len(tree) for tree in trees], 1 + len(masks), self.device)
         addition = None if added is None else stacked(added, max(lengths) + len(masks), self.device)
-        if self._static is not None and cache.device is not None and self._static.fits(trees):
-            output = self._static.run(trees, cache, kept=lengths, added=addition)
-            return ModelOutput(select(output.hidden), select(output.logits))
-        with added_to_embeddings(self.model, addition):
-            return self._dynamic.run(trees, cache, [0] * len(trees), select, lengths)
+        return self._run(trees, cache, None, select, lengths, addition)
 
     @torch.inference_mode()
     def verify(
@@ -239,15 +234,28 @@ class CausalLM:
         Returns (rows, nodes, hidden) and (rows, nodes, vocab); rows with fewer nodes than others are padded. With
         ``read`` each row's last ``read`` nodes alone, and dynamic shapes spare the lm_head the others.
         """
-        first = first or [0] * len(trees)
         select = None
         if read is not None:
-            counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]
+            skipped = first or [0] * len(trees)
+            counts = [len(tree) - before for tree, before in zip(trees, skipped, strict=True)]
             select = last_of(counts, read, self.device)
-        if self._static is not None and self._static.fits(trees):
-            output = self._static.run(trees, cache, first)
+        return self._run(trees, cache, first, select)
+
+    def _run(
+        self,
+        trees: Sequence[TokenTree],
+        cache: PreallocatedCache,
+        first: Sequence[int] | None,
+        select: Callable[[Tensor], Tensor] | None,
+        kept: Sequence[int] | None = None,
+        added: Tensor | None = None,
+    ) -> ModelOutput:
+        """Run trees in fixed shapes, if the model has them and the trees fit, or as they come."""
+        if self._static is not None and cache.device is not None and self._static.fits(trees):
+            output = self._static.run(trees, cache, first, kept, added)
             return output if select is None else ModelOutput(select(output.hidden), select(output.logits))
-        return self._dynamic.run(trees, cache, first, select)
+        with added_to_embeddings(self.model, added):
+            return self._dynamic.run(trees, cache, first or [0] * len(trees), select, kept)
 
     def prepare(self, cache: PreallocatedCache, rows: int, nodes: Sequence[int], longest: int) -> None:
         """Record the CUDA graphs that the texts in the first ``rows`` will need soon, before their steps are timed.

@@ -13,9 +13,6 @@ import torch
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.tree import TokenTree
 
-PREFIX = 128
-"""Cached tokens behind which passes are measured, where nothing else is asked for."""
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -69,7 +66,7 @@ class _Passes:
         self.model, self.prefix, self.rows = model, prefix, rows
         self.cache = model.new_cache(prefix + most, rows)
         # Different tokens: a mixture of experts reads the experts of each.
-        tokens = [(10 + 7919 * place) % model.vocab_size for place in range(prefix + most)]
+        tokens = [(10 + 7919 * index) % model.vocab_size for index in range(prefix + most)]
         model.prefill([tokens[:prefix]] * rows, self.cache)
         self.trees = {size: [TokenTree.chain(tokens[-size:], model.device)] * rows for size in sizes}
 
@@ -85,44 +82,33 @@ class _Passes:
         return passed
 
 
-def _medians(passes: Sequence[tuple[_Passes, int]], repeats: int, seconds: float = math.inf) -> list[float]:
-    """Time each of ``passes`` ``repeats`` times and return their medians; a pass is a model's, over a size.
+def measure_costs(
+    target: CausalLM,
+    sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    draft: CausalLM | None = None,
+    at_once: int = 1,
+    prefix: int = 128,
+    rows: int = 1,
+    repeats: int = 15,
+    seconds: float = math.inf,
+) -> Costs:
+    """Measure the median seconds of a target pass over n new tokens behind ``prefix`` cached ones, for n in ``sizes``.
 
-    They take turns, so that what else the machine does hits all alike. After ``seconds`` no further round begins; at
-    least three are measured.
+    Each of ``rows`` texts has n new tokens. A ``draft`` model's forward is measured too; ``at_once``: the tokens that a
+    parallel draft drafts in one. All passes take turns, so that what else the machine does hits all alike. After
+    ``seconds`` no further round begins; at least three are measured. A target pass that looks cheaper than one over
+    fewer tokens is noise, and is taken to cost as much as that one.
     """
+    passes = _Passes(target, sizes, prefix, rows)
+    timed = [(passes, size) for size in sizes]
+    if draft is not None:
+        timed.append((_Passes(draft, (at_once,), prefix, rows), at_once))
     warm_up, began = 2, time.perf_counter()
     rounds: list[list[float]] = []
     for repeat in range(warm_up + repeats):
         if repeat >= warm_up + 3 and time.perf_counter() - began > seconds:
             break
-        rounds.append([model.seconds(size) for model, size in passes])
-    return [statistics.median(times) for times in zip(*rounds[warm_up:], strict=True)]
-
-
-def measure_cost_curve(
-    model: CausalLM,
-    sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
-    prefix: int = PREFIX,
-    repeats: int = 15,
-    rows: int = 1,
-    seconds: float = math.inf,
-) -> dict[int, float]:
-    """Measure the median seconds of a pass over n new tokens after ``prefix`` cached ones, for each n in ``sizes``.
-
-    Each of ``rows`` texts has n new tokens. After ``seconds`` no further round begins; at least three are measured.
-    """
-    passes = _Passes(model, sizes, prefix, rows)
-    return dict(zip(sizes, _medians([(passes, size) for size in sizes], repeats, seconds), strict=True))
-
-
-def measure_costs(target: CausalLM, draft: CausalLM, sizes: Sequence[int], at_once: int = 1) -> Costs:
-    """Measure the costs of a target and a draft model by a few passes of each, before anything is decoded.
-
-    ``at_once``: the tokens that a parallel draft drafts in one forward, which costs the same for fewer.
-
-    A pass that looks cheaper than one over fewer tokens is noise, and is taken to cost as much as that one.
-    """
-    passes, drafting = _Passes(target, sizes, PREFIX, 1), _Passes(draft, (at_once,), PREFIX, 1)
-    forward, *curve = _medians([(drafting, at_once), *((passes, size) for size in sizes)], repeats=7)
-    return Costs(dict(zip(sizes, accumulate(curve, max), strict=True)), dict.fromkeys((1, at_once), forward))
+        rounds.append([each.seconds(size) for each, size in timed])
+    medians = [statistics.median(times) for times in zip(*rounds[warm_up:], strict=True)]
+    curve = dict(zip(sizes, accumulate(medians[: len(sizes)], max), strict=True))
+    return Costs(curve, {} if draft is None else dict.fromkeys((1, at_once), medians[-1]))

@@ -1,8 +1,12 @@
-"""Dtypes by the names that users give them, and the device that models are loaded on. Imports PyTorch alone."""
+"""Dtypes by the names that users give them, int8 weights, and the device that models are loaded on."""
+
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -13,5 +17,22 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def default_device() -> torch.device:
-    """Return the first GPU, or the CPU where there is none."""
+    """Return the first GPU, or the CPU if there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def quantised(model: Model, lm_head: bool = True) -> Model:
+    """Round the weights of a transformers model's linear layers to int8, row by row; in place.
+
+    ``lm_head=False`` leaves the lm_head in its dtype, for losses that read its weight. The weights are widened to the
+    model's dtype at every call: the model is smaller, but slower. ValueError without torchao.
+    """
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError as error:
+        raise ValueError("int8 weights need torchao: pip install 'headstart[quantise]'") from error
+    left_out = None if lm_head else model.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
+    quantize_(
+        model, Int8WeightOnlyConfig(), lambda module, name: isinstance(module, nn.Linear) and module is not left_out
+    )
+    return model

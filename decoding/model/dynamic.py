@@ -1,21 +1,118 @@
-"""Steps in the shapes in which they come, for target and draft: tokens or trees after each row of a cache."""
+"""Steps in the shapes in which they come, for target and draft: tokens or trees after each row of a cache.
+
+Each node of a tree attends to its row's prefix and to its own path.
+"""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from decoding.model.cache import PreallocatedCache
 from decoding.model.forward import ModelOutput, run_model
-from decoding.model.masks import TreeMasks
-from decoding.rules.tree import TokenTree
+from decoding.rules.tree import TokenTree, TreeShape
 
 _APPENDED_TOKENS = 1 << 10
 """Greatest number of tokens that all rows together append in one pass: each has a mask of as many numbers as keys."""
+
+
+_LARGEST_STORED = 256
+"""Nodes of the largest tree whose shape is kept on the device: a block of appended text has more, and seldom occurs
+again."""
+
+
+def blocked_keys(
+    begin: Int[Tensor, "rows 1"],
+    depths: Int[Tensor, "rows nodes"],
+    key_depths: Int[Tensor, "rows span"],
+    hidden_from: Bool[Tensor, "rows nodes span"],
+    keys: int,
+    window: int | None,
+) -> Bool[Tensor, "rows nodes keys"]:
+    """Mark the ``keys`` first positions of a row that each of its nodes must not attend to.
+
+    A row's keys are its prefix, its tree's nodes from ``begin`` on, then padding. ``depths`` are those of the nodes
+    that run, ``key_depths`` those of all nodes, and ``hidden_from`` marks the nodes that are not on a node's own path.
+    """
+    key, span = torch.arange(keys, device=begin.device)[None], key_depths.shape[1]
+    node = (key - begin).clamp(0, span - 1)
+    behind_prefix = key >= begin
+    hidden = hidden_from.gather(2, node[:, None].expand(-1, depths.shape[1], -1))
+    blocked = behind_prefix[:, None] & (hidden | (key >= begin + span)[:, None])
+    if window is not None:
+        places = torch.where(behind_prefix, begin + key_depths.gather(1, node), key)
+        blocked = blocked | ((depths + begin)[:, :, None] - places[:, None] >= window)
+    return blocked
+
+
+class TreeMasks:
+    """Maker of the attention masks of one model: each node attends to its row's prefix and to its own path."""
+
+    def __init__(self, model: PreTrainedModel, windows: dict[str, int | None]) -> None:
+        """Take the ``windows`` of `decoding.model.architecture.windows`."""
+        self.windows = windows
+        self._model = model
+        self._stored = lru_cache(maxsize=256)(self._of_shape)
+
+    def of_trees(self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int) -> Any:
+        """Make additive masks (rows, 1, queries, keys): boolean 4-D masks are silently wrong under eager attention.
+
+        Returns one mask for all layers, or a dict by layer type for models that mix full and sliding attention.
+        """
+        make = self._shared if len(set(starts)) == len(set(first)) == len(set(shapes)) == 1 else self._ragged
+        return self.by_layer_type(lambda window: make(shapes, starts, first, size, window))
+
+    def by_layer_type(self, make: Callable[[int | None], Tensor]) -> Any:
+        """Make a mask for each window; return the only one, or a dict by layer type."""
+        masks = {kind: make(window) for kind, window in self.windows.items()}
+        return masks if len(masks) > 1 else masks["full_attention"]
+
+    def additive(self, blocked: Bool[Tensor, "rows nodes keys"]) -> Float[Tensor, "rows 1 nodes keys"]:
+        """Return the additive mask in the model's dtype."""
+        dtype = self._model.dtype
+        mask = torch.zeros(blocked.shape, dtype=dtype, device=blocked.device)
+        return mask.masked_fill_(blocked, torch.finfo(dtype).min)[:, None]
+
+    def _shared(
+        self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None
+    ) -> Tensor:
+        """Make one mask for all rows, (1, 1, queries, keys): they have the same length and the same tree."""
+        start, device = starts[0], self._model.device
+        depths, hidden = self._of(shapes[0])
+        blocked = torch.zeros(size, start + len(depths), dtype=torch.bool, device=device)
+        blocked[:, start:] = hidden[first[0] :]
+        if window is not None and start + shapes[0].max_depth >= window:
+            places = torch.cat([torch.arange(start, device=device), depths + start])
+            blocked |= depths[first[0] :, None] + start - places >= window
+        return self.additive(blocked[None])
+
+    def _ragged(
+        self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None
+    ) -> Tensor:
+        """Make a mask for each row, (rows, 1, queries, keys), padding included."""
+        device, span = self._model.device, max(skipped + size for skipped in first)
+        hidden_from = torch.ones(len(shapes), size, span, dtype=torch.bool, device=device)
+        key_depths = torch.zeros(len(shapes), span, dtype=torch.long, device=device)
+        depths = torch.zeros(len(shapes), size, dtype=torch.long, device=device)
+        for row, (shape, skipped) in enumerate(zip(shapes, first, strict=True)):
+            key_depths[row, : len(shape)], hidden = self._of(shape)
+            hidden_from[row, : len(shape) - skipped, : len(shape)] = hidden[skipped:]
+            depths[row, : len(shape) - skipped] = key_depths[row, skipped : len(shape)]
+        begin = torch.tensor(starts).to(device, non_blocking=True)[:, None]
+        width = max(start + skipped for start, skipped in zip(starts, first, strict=True)) + size
+        return self.additive(blocked_keys(begin, depths, key_depths, hidden_from, width, window))
+
+    def _of(self, shape: TreeShape) -> tuple[Tensor, Tensor]:
+        return (self._stored if len(shape) <= _LARGEST_STORED else self._of_shape)(shape)
+
+    def _of_shape(self, shape: TreeShape) -> tuple[Tensor, Tensor]:
+        """Return on the model's device the depths of a tree's nodes, and which nodes are hidden from each."""
+        return shape.depth_tensor.to(self._model.device), ~shape.ancestor_mask.to(self._model.device)
 
 
 class DynamicSteps:
@@ -66,7 +163,7 @@ class DynamicSteps:
         rows, starts = len(tokens), cache.lengths[: len(tokens)]
         masks = None  # `transformers` builds the masks of its layers
         if len(set(starts)) > 1 or any(self._masks.windows.values()):
-            masks = self._masks.of_tokens(starts)
+            masks = self._masks.of_trees([TreeShape.chain(0)] * rows, starts, [0] * rows, 1)
         positions = self._positions(starts, cache, 0)
         cache.begin(range(rows), 1, self._device)
         output = run_model(self._model, tokens[:, None], positions, cache, masks)

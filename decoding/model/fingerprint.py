@@ -6,20 +6,21 @@ on the way its weights are split into files. `fingerprint` covers a module in me
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.model.hub import local_folder
 from decoding.model.loading import TOKENIZER_PROBE, is_heads_folder, reason
 from decoding.model.parallel import CONFIG_NAME as PARALLEL_CONFIG
 from decoding.model.parallel import WEIGHTS_NAME as PARALLEL_WEIGHTS
-from decoding.model.stored import weight_files
+from decoding.model.stored import read_header, weight_files
 from decoding.model.vocabulary import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
 
 _DIGITS = 16
@@ -35,18 +36,6 @@ _SAYS_NOTHING = (
 """Keys of a config that tell a model's origin and the way it runs, but do not change its outputs."""
 _ADAPTERS_SAY_NOTHING = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_CHUNK = 1 << 24
-
-
-class Stored(NamedTuple):
-    """A tensor in a safetensors file: ``begin`` and ``end`` are the offsets of its bytes in the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    path: Path
-    begin: int
-    end: int
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -59,7 +48,7 @@ def fingerprint(module: nn.Module) -> str:
         digest.update(_json_bytes(_behaviour(module.config.to_dict())))
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+        digest.update(_bytes_of(tensor))
     return digest.hexdigest()[:_DIGITS]
 
 
@@ -83,10 +72,12 @@ def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tupl
     """Compute `stored_fingerprint`; ``files`` (names, sizes, times of changes) is a key of the cache."""
     try:
         digest = hashlib.sha256(_json_bytes(_described(folder, trust_remote_code)))
-        for tensor in sorted(tensors_of(folder)):
-            digest.update(f"{tensor.name}{tensor.shape}{tensor.dtype}".encode())
-            _update_from_file(digest, tensor)
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        for name, path in sorted(files_of_tensors(folder).items()):
+            with safe_open(path, framework="pt", backend="pread") as file:  # one tensor in memory at a time
+                part, tensor = file.get_slice(name), file.get_tensor(name)
+            digest.update(f"{name}{tuple(part.get_shape())}{part.get_dtype()}".encode())
+            digest.update(_bytes_of(tensor))
+    except (OSError, KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:
         raise ValueError(f"what is stored in {folder} cannot be read: {reason(error)}") from error
     return digest.hexdigest()[:_DIGITS]
 
@@ -133,46 +124,24 @@ def _sorted(value: Any) -> Any:
     return sorted(value, key=str) if isinstance(value, list) else value
 
 
-def tensors_of(folder: Path) -> Iterator[Stored]:
-    """Yield every tensor stored in a folder: those that transformers would load, and a parallel draft's parts.
+def files_of_tensors(folder: Path) -> dict[str, Path]:
+    """Return the file of every tensor stored in a folder: those that transformers would load, and a parallel draft's.
 
-    ValueError for a folder without weights.
+    ValueError for a folder without weights, and for a file that is cut off.
     """
-    if (parts := folder / PARALLEL_WEIGHTS).is_file():
-        yield from _tensors_in(parts)
+    remedy = "fetch or write it again"
+    files = [path for path in (folder / PARALLEL_WEIGHTS,) if path.is_file()]
     if (adapters := folder / _ADAPTER_WEIGHTS).is_file():
-        yield from _tensors_in(adapters)
-        return
-    files = weight_files(folder, "fetch or write it again")
-    if not files:
+        files.append(adapters)
+    elif weights := weight_files(folder, remedy):
+        files += weights
+    else:
         raise ValueError(f"{folder} holds no weights: no .safetensors file is there (pickled weights are not loaded)")
-    for path in sorted(files):
-        yield from _tensors_in(path)
+    return {name: path for path in files for name in read_header(path, remedy)}
 
 
-def _tensors_in(path: Path) -> Iterator[Stored]:
-    """Yield the tensors of a safetensors file: eight bytes of length, a JSON header, then all bytes."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size - 8:
-            raise ValueError(f"{path} is no whole safetensors file: fetch or write it again")
-        header = json.loads(file.read(length))
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            begin, end = (8 + length + offset for offset in tensor["data_offsets"])
-            yield Stored(name, tensor["dtype"], tuple(tensor["shape"]), path, begin, end)
-
-
-def _update_from_file(digest: Any, tensor: Stored) -> None:
-    with tensor.path.open("rb") as file:
-        file.seek(tensor.begin)
-        left = tensor.end - tensor.begin
-        while left:
-            piece = file.read(min(left, _CHUNK))
-            if not piece:
-                raise ValueError(f"{tensor.path} ends before its tensor {tensor.name!r}: fetch or write it again")
-            digest.update(piece)
-            left -= len(piece)
+def _bytes_of(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def values_fingerprint(value: Any) -> str:

@@ -6,8 +6,8 @@ token before their own, t+1+k.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -15,13 +15,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from decoding.model.finite import check_finite
-from decoding.model.header import SHARD_BYTES, check_tensors, check_whole, read_object
+from decoding.model.lm_head import OutputLayer
 from decoding.model.markov import MarkovBias
-from decoding.model.output_layer import OutputLayer
 from decoding.model.stored import (
+    SHARD_BYTES,
     WEIGHTS_NAME,
+    check_finite,
+    check_tensors,
+    check_whole,
     has_weights,
+    read_config_of,
     read_weights,
     weights_header,
     write_weights,
@@ -232,6 +235,54 @@ class MedusaHeads(nn.Module):
         return loaded(config, read_weights(folder, _REMEDY), folder, dtype).to(device)
 
 
+class StackedHeads:
+    """All heads of a target run at once, for decoding: one product per layer of blocks, one for a shared lm_head.
+
+    The blocks' weights are stored side by side, and the given heads become views of them: no weight is held twice, even
+    if the heads are stacked again. Heads that are later moved to another device or dtype are no longer those that run
+    here. A Markov bias is left out: it is added where the tokens are chosen.
+    """
+
+    def __init__(self, heads: MedusaHeads) -> None:
+        self._heads: list[MedusaHead] = list(heads.heads)  # type: ignore[arg-type]  # ModuleList's items
+        self._like = next(heads.parameters())
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        for layer in range(heads.config.num_layers):
+            linears: list[nn.Linear] = [head.blocks[layer].linear for head in self._heads]  # type: ignore[misc]
+            weight = _side_by_side([linear.weight for linear in linears])
+            bias = _side_by_side([linear.bias for linear in linears])
+            self._layers.append((weight, bias[:, None]))
+
+    def __call__(
+        self, hidden: Float[Tensor, "rows hidden"], count: int, lm_head: nn.Module | None = None
+    ) -> Float[Tensor, "count rows vocab"]:
+        """Return the logits of the first ``count`` heads, on the device of their output layers.
+
+        ``lm_head``: the target's, for heads that share it.
+        """
+        x = hidden.to(self._like).expand(count, -1, -1)
+        for weight, bias in self._layers:
+            x = x + F.silu(torch.baddbmm(bias[:count], x, weight[:count].mT))
+        if self._heads[0].lm_head is None:
+            return self._heads[0].written(x, lm_head)
+        return torch.stack([head.written(x[k], None) for k, head in enumerate(self._heads[:count])])
+
+
+def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
+    """Make the parameters views of one tensor (parameters, ...) and return it; nothing moves if they already are."""
+    first, size = parameters[0].detach(), parameters[0].numel()
+    storage = first.untyped_storage().data_ptr()
+    if all(
+        part.untyped_storage().data_ptr() == storage and part.storage_offset() == first.storage_offset() + k * size
+        for k, part in enumerate(parameters)
+    ):
+        return first.as_strided((len(parameters), *first.shape), (size, *first.stride()))
+    stacked = torch.stack([part.detach() for part in parameters])
+    for part, view in zip(parameters, stacked, strict=True):
+        part.data = view
+    return stacked
+
+
 def loaded(
     config: MedusaConfig, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None = None
 ) -> MedusaHeads:
@@ -254,23 +305,8 @@ def loaded(
 
 
 def read_config(folder: Path) -> MedusaConfig:
-    """Read the ``config.json`` beside the weights of heads. ValueError unless it describes heads in `FORMAT`."""
+    """Read the ``config.json`` next to the weights of heads. ValueError unless it describes heads in `FORMAT`."""
     for name, there in ((CONFIG_NAME, (folder / CONFIG_NAME).is_file()), (WEIGHTS_NAME, has_weights(folder))):
         if not there:
             raise ValueError(f"{folder} holds no Medusa heads: {name} is missing")
-    stored = read_object(folder / CONFIG_NAME, _REMEDY)
-    if stored.get("tree") == []:
-        raise ValueError(f"{folder / CONFIG_NAME} holds an empty tree: give it at least the path [0]")
-    if stored.pop("sequential", False):
-        raise ValueError(f"{folder} holds Hydra heads, which are not supported any more: {_REMEDY}")
-    known = [field.name for field in fields(MedusaConfig)]
-    if stored.pop("format", None) != FORMAT:
-        raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads (no format: {FORMAT!r}): {_REMEDY}")
-    if unknown := [key for key in stored if key not in known]:
-        raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads: {unknown[0]} is unknown; {_REMEDY}")
-    if missing := [key for key in ("hidden_size", "vocab_size", "tree") if key not in stored]:
-        raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads: {missing[0]} is missing; {_REMEDY}")
-    try:
-        return MedusaConfig(**stored)
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG_NAME} does not describe Medusa heads: {error}") from error
+    return read_config_of(MedusaConfig, folder / CONFIG_NAME, FORMAT, _REMEDY)

@@ -35,8 +35,6 @@ _WEIGHTS = (*WEIGHT_FILES, "adapter_model.safetensors", "parallel.safetensors")
 _FOLDERS = ("*/*",)
 _REVISION = re.compile(r"(?!.*(?:\.\.|//))[^\s\\~^:?*\[\x00-\x1f\x7f/,-][^\s\\~^:?*\[\x00-\x1f\x7f,]*")
 """Names that git takes, less those that would leave the cache's folder or end a drafter's path."""
-_NAMED = 8
-"""Greatest number of folders that an error lists."""
 LOG_IN = "run `hf auth login`, or set HF_TOKEN"
 
 _only_cached: ContextVar[bool] = ContextVar("only_cached", default=False)
@@ -90,7 +88,7 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
     if named is None:
         if not Path(name).is_dir():
             raise ValueError(
-                f"there is no folder {name}{beside(Path(name))}: give a folder with a model, or a hub id such as "
+                f"there is no folder {name}{similar(Path(name))}: give a folder with a model, or a hub id such as "
                 "ORG/NAME or ORG/NAME@REVISION"
             )
         return Path(name)
@@ -101,21 +99,6 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
     return folder
 
 
-def folder_with(name: str | Path, *wanted: Sequence[str]) -> Path:
-    """Return the folder of this name; for a hub id with the files of the first of these lists of patterns that it has.
-
-    Patterns are those of file names at the top of the repository. Errors: `local_folder`.
-    """
-    named = hub_name(name)
-    if named is None:
-        return local_folder(name)
-    for patterns in wanted:
-        folder = _snapshot(named, patterns)
-        if any(any(folder.glob(pattern)) for pattern in patterns):
-            break
-    return folder
-
-
 def commit_of(name: str | Path) -> str | None:
     """Return the commit hash to which a hub id was resolved, or will be from now on; None for a folder."""
     return None if hub_name(name) is None else local_folder(name, weights=False).name
@@ -123,11 +106,11 @@ def commit_of(name: str | Path) -> str | None:
 
 def revisions(names: Mapping[str, str | Path | None]) -> dict[str, str]:
     """Return ORG/NAME@COMMIT under the key of each name that is a hub id: the very files that were read."""
-    told = {}
-    for key, name in names.items():
-        if name is not None and (named := hub_name(name)) is not None:
-            told[key] = f"{named.repo_id}@{commit_of(name)}"
-    return told
+    return {
+        key: f"{named.repo_id}@{commit_of(name)}"
+        for key, name in names.items()
+        if name is not None and (named := hub_name(name)) is not None
+    }
 
 
 def short_name(name: str) -> str:
@@ -166,7 +149,7 @@ def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = 
         return Path(folder)
     # Raised here, outside the handler: an exception's context would hold the request and its header.
     raise ValueError(
-        f"nothing can be read from {str(named)!r}: there is no such folder{beside(Path(str(named)))}, and loading it "
+        f"nothing can be read from {str(named)!r}: there is no such folder{similar(Path(str(named)))}, and loading it "
         f"from the Hub failed: {problem}"
     )
 
@@ -182,37 +165,29 @@ def explained(error: Exception, named: HubName, page: str) -> str:
         return f"{address} shows no {repo_id}: check the name; if it is private, {LOG_IN}"
     if isinstance(error, RevisionNotFoundError):
         return f"{repo_id} has no revision {named.revision!r}: give a branch, a tag or a whole commit hash"
-    if isinstance(error, HfHubHTTPError):
-        return _refused(error.response.status_code, error, repo_id, address)
-    if isinstance(error, LocalEntryNotFoundError):
-        return _not_cached(error, named, address)
-    return f"{type(error).__name__}: {shortened(error)}"
-
-
-def _refused(status: int, error: HfHubHTTPError, repo_id: str, address: str) -> str:
-    if status == 401:
-        return f"{address} does not accept the token (401): {LOG_IN} to a valid one"
-    if status == 403:
-        return f"the token may not read {repo_id} (403): use one that may"
-    if status == 429:
-        return f"{address} got too many requests (429): wait a few minutes, or {LOG_IN} for a higher limit"
-    return f"{address} answered {status} ({shortened(error.server_message or error)}): try again later"
-
-
-def _not_cached(error: Exception, named: HubName, address: str) -> str:
-    """Say that the cache lacks it, and why the Hub was not asked or did not answer."""
-    cause = error.__cause__
-    fetch = f"fetch it once with `hf download {named.repo_id}" + (
-        f" --revision {named.revision}`" if named.revision else "`"
-    )
-    if isinstance(cause, OfflineModeIsEnabled):
-        return f"HF_HUB_OFFLINE is set and the cache lacks it or a part of it: {fetch}, or unset HF_HUB_OFFLINE"
-    if _only_cached.get():
-        return f"only the cache may be read, which lacks it or a part of it: {fetch}, or allow downloads"
+    cause = (error.__cause__ or error) if isinstance(error, LocalEntryNotFoundError) else error
     if isinstance(cause, HfHubHTTPError):
-        return _refused(cause.response.status_code, cause, named.repo_id, address)
-    told = type(cause or error).__name__
-    return f"{address} cannot be reached ({told}) and the cache lacks it or a part of it: check the connection"
+        status = cause.response.status_code
+        answers = {
+            401: f"{address} does not accept the token (401): {LOG_IN} to a valid one",
+            403: f"the token may not read {repo_id} (403): use one that may",
+            429: f"{address} got too many requests (429): wait a few minutes, or {LOG_IN} for a higher limit",
+        }
+        return answers.get(
+            status, f"{address} answered {status} ({shortened(cause.server_message or cause)}): try again later"
+        )
+    if not isinstance(error, LocalEntryNotFoundError):
+        return f"{type(error).__name__}: {shortened(error)}"
+    if _only_cached.get() or isinstance(cause, OfflineModeIsEnabled):
+        revision = f" --revision {named.revision}" if named.revision else ""
+        return (
+            f"the cache lacks it or a part of it, and the Hub may not be asked (HF_HUB_OFFLINE, local_files_only): "
+            f"fetch it once with `hf download {repo_id}{revision}`, or allow downloads"
+        )
+    return (
+        f"{address} cannot be reached ({type(cause).__name__}) and the cache lacks it or a part of it: check the "
+        "connection"
+    )
 
 
 def shortened(text: object) -> str:
@@ -225,14 +200,9 @@ def without_login(address: object) -> str:
     return re.sub(r"(?<=://)[^/@]*@", "", str(address))
 
 
-def beside(folder: Path) -> str:
-    """List the folders beside a missing one; in the working folder only those with a similar name."""
+def similar(folder: Path) -> str:
+    """Ask for folders of similar names next to a missing one."""
     parent = folder.parent
-    if not parent.is_dir():
-        return ""
-    found = sorted(path.name for path in parent.iterdir() if path.is_dir())
-    if parent == Path("."):
-        close = get_close_matches(folder.name, found)
-        return f" (is it {' or '.join(close)}?)" if close else ""
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return f" ({parent}/ holds {', '.join(found[:_NAMED]) or 'no folders'}{more})"
+    found = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
+    close = get_close_matches(folder.name, found)
+    return f" (is it {' or '.join(str(parent / name) for name in close)}?)" if close else ""

@@ -1,7 +1,8 @@
-"""The place where a model's lm_head reads the last hidden state: capture the state there, or work on it there.
+"""The two ends of a model: where it embeds the tokens that it reads, and where its lm_head reads the last hidden state.
 
-The output embeddings are the one layer that every architecture names (`get_output_embeddings`), so nothing here knows
-a family. All work at the lm_head, in decoding and in training, goes through this module.
+Input and output embeddings are the layers that every architecture names (`get_input_embeddings`,
+`get_output_embeddings`), so nothing here knows a family. All work there, in decoding and in training, goes through this
+module.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,10 +12,52 @@ from typing import Any, TypeVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from decoding.model.banded import attention_in_bands
+from decoding.model.attention import attention_in_bands
 
 Result = TypeVar("Result")
+
+
+class OutputLayer(nn.Linear):
+    """Linear layer from hidden states to the vocabulary, of whatever is trained on a target."""
+
+    def forward(self, hidden: Tensor, read: Callable[[Tensor, Tensor], Any] = F.linear) -> Any:
+        """Return ``read(hidden, weight)``: by default the logits.
+
+        A loss that needs the weight is given as ``read``, because sharded training gathers the weight for this call
+        only.
+        """
+        return read(hidden, self.weight)
+
+
+def input_embeddings(model: nn.Module) -> nn.Embedding:
+    """Return the layer that embeds the tokens."""
+    layer: nn.Embedding = model.get_input_embeddings()  # type: ignore[operator]  # nn.Module's getattr
+    return layer
+
+
+def _lm_head(model: nn.Module) -> nn.Linear:
+    layer: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
+    return layer
+
+
+@contextmanager
+def added_to_embeddings(model: nn.Module, addition: Float[Tensor, "batch positions width"] | None) -> Iterator[None]:
+    """Add ``addition`` (None: nothing) to the input embeddings in this thread's forwards of the model in the context.
+
+    The sum is in the embeddings' dtype, on their device. Gradients flow to the addition.
+    """
+    if addition is None:
+        yield
+        return
+    thread = get_ident()
+
+    def hook(module: nn.Module, args: tuple[Any, ...], embedded: Tensor) -> Tensor:
+        return embedded + addition.to(embedded) if get_ident() == thread else embedded
+
+    with _hooked(input_embeddings(model).register_forward_hook, hook):
+        yield
 
 
 @contextmanager
@@ -33,10 +76,17 @@ def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] |
         captured.append(args[0])
         return (select(args[0]), *args[1:]) if select else None
 
-    handle = None
-    try:  # from here on: a hook that an interrupt left behind would spoil every later forward
-        handle = _lm_head(model).register_forward_pre_hook(hook)
+    with _hooked(_lm_head(model).register_forward_pre_hook, hook):
         yield captured
+
+
+@contextmanager
+def _hooked(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Iterator[None]:
+    """Register a hook inside the context. One that an interrupt left behind would spoil every later forward."""
+    handle = None
+    try:
+        handle = register(hook)
+        yield
     finally:
         if handle is not None:
             handle.remove()
@@ -75,8 +125,3 @@ def run_in_lm_head(model: nn.Module, hidden: Tensor, work: Callable[[Tensor, Ten
         else:
             layer.forward = own
     return result
-
-
-def _lm_head(model: nn.Module) -> nn.Linear:
-    layer: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
-    return layer

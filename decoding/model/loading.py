@@ -19,15 +19,13 @@ from decoding.errors import UserError
 from decoding.model.architecture import is_spread, places_of, why_not_static
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import default_device
-from decoding.model.finite import check_finite
 from decoding.model.folder import adapted_model, check_model_folder
-from decoding.model.header import read_header, read_object
 from decoding.model.heads import CONFIG_NAME, FORMAT, MedusaHeads, read_config
 from decoding.model.hub import local_folder
 from decoding.model.parallel import CONFIG_NAME as PARALLEL_CONFIG
 from decoding.model.parallel import ParallelDraft, ParallelParts, is_parallel_folder
 from decoding.model.parallel import read_config as read_parallel_config
-from decoding.model.stored import weight_files
+from decoding.model.stored import check_finite, read_header, read_object, weight_files
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary
 
 _LOGGER = logging.getLogger(__name__)

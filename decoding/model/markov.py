@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from decoding.model.output_layer import OutputLayer
+from decoding.model.lm_head import OutputLayer
 
 _SPREAD = 0.02
 """Standard deviation of the embedding's initial weights, as in most language models."""

@@ -8,9 +8,8 @@ was written is added to that token's embedding. Masks have no such state.
 
 import json
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,10 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.embeddings import input_embeddings
-from decoding.model.finite import check_finite
-from decoding.model.header import check_tensors, check_whole, read_header, read_object
+from decoding.model.lm_head import input_embeddings
 from decoding.model.markov import MarkovBias
+from decoding.model.stored import check_finite, check_tensors, check_whole, read_config_of, read_header
 from decoding.rules.tree import MOST_NODES, checked_paths
 
 CONFIG_NAME = "parallel.json"
@@ -184,20 +182,4 @@ def is_parallel_folder(folder: Path) -> bool:
 
 def read_config(folder: Path) -> ParallelConfig:
     """Read the `CONFIG_NAME` in a draft's folder. ValueError unless it describes a parallel draft in `FORMAT`."""
-    stored = read_object(folder / CONFIG_NAME, _REMEDY)
-    try:
-        return _config_of(stored)
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG_NAME} does not describe a parallel draft ({error}): {_REMEDY}") from error
-
-
-def _config_of(stored: dict[str, Any]) -> ParallelConfig:
-    """Return the config with these fields; ValueError unless they are its own, in `FORMAT`."""
-    if stored.pop("format", None) != FORMAT:
-        raise ValueError(f"no format: {FORMAT!r}")
-    if unknown := [name for name in stored if name not in {field.name for field in fields(ParallelConfig)}]:
-        raise ValueError(f"{unknown[0]} is unknown")
-    required = [field.name for field in fields(ParallelConfig) if field.default is MISSING]
-    if missing := [name for name in required if name not in stored]:
-        raise ValueError(f"{missing[0]} is missing")
-    return ParallelConfig(**stored)
+    return read_config_of(ParallelConfig, folder / CONFIG_NAME, FORMAT, _REMEDY)

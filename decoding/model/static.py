@@ -13,22 +13,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from decoding.model.architecture import STATIC_MODES, why_not_static
 from decoding.model.cache import PreallocatedCache
-from decoding.model.embeddings import added_to_embeddings
+from decoding.model.dynamic import TreeMasks, blocked_keys, stacked
 from decoding.model.forward import ModelOutput, run_model
+from decoding.model.lm_head import added_to_embeddings
 from decoding.rules.tree import TokenTree, TreeShape
 
 NODE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 _FREE_TOKENS = 64
 """Tokens in a pass up to which a GPU takes no longer than for a single token: there, a few large buckets suffice."""
 _KEY_BUCKET = 256
-_ALIGNMENT = 8  # bytes
 _AHEAD = 2
 """Buckets of keys whose graphs are recorded before a text comes to them."""
+
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 class Size(NamedTuple):
@@ -38,8 +40,6 @@ class Size(NamedTuple):
     nodes: int
     span: int
     keys: int
-    last_only: bool
-    """True if the lm_head computes logits of each row's last node alone."""
     added: int = 0
     """Width of the additions to the nodes' embeddings; 0 for none."""
 
@@ -70,36 +70,9 @@ def key_bucket(keys: int) -> int:
     return power * 3 // 4 if power > _KEY_BUCKET and keys <= power * 3 // 4 else power
 
 
-class _Fields:
-    """Tensors of several shapes and dtypes side by side in one byte buffer, which one copy fills."""
-
-    def __init__(self, fields: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
-        self._fields = fields
-        self.bytes = torch.zeros(self._carve(None)[-1], dtype=torch.uint8, device=device)
-        self.tensors: list[Tensor] = self._carve(self.bytes)[0]
-
-    def _carve(self, buffer: Tensor | None) -> tuple[list[Tensor], int]:
-        tensors, begin = [], 0
-        for shape, dtype in self._fields:
-            end = begin + prod(shape) * dtype.itemsize
-            if buffer is not None:
-                tensors.append(buffer[begin:end].view(dtype).view(shape))
-            begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return tensors, begin
-
-    def staged(self) -> tuple[Tensor, list[Tensor]]:
-        """Return an uninitialised host buffer of the same layout and its tensors, to fill in and copy over.
-
-        The buffer is pinned, so that the copy does not block, and new at each step: PyTorch reuses its memory only when
-        the copy from it is done.
-        """
-        host = torch.empty(self.bytes.shape, dtype=torch.uint8, pin_memory=self.bytes.is_cuda)
-        return host, self._carve(host)[0]
-
-
 @dataclass(frozen=True)
-class Layout:
-    """Shapes of a step's trees. A step with the same layout as the one before needs no copy of the tree fields."""
+class TreeLayout:
+    """Shapes of a step's trees. A step with the same layout as the one before needs no copy of them to the device."""
 
     shapes: tuple[TreeShape, ...]
     firsts: tuple[int, ...]
@@ -114,25 +87,21 @@ class StaticInputs:
     """Inputs of a step, all on the model's device. Each row has a tree of ``span`` nodes; the last ``nodes`` of it run.
 
     ``tokens`` (rows, nodes) · ``starts`` (rows,): place of each row's root in its slot · ``dropped`` (rows,): number of
-    its text's positions before that slot's first · ``firsts`` (rows,): number of cached nodes · ``last`` (rows,): index
-    of each row's last own node among those that run, the rest being padding · ``depths`` (rows, nodes): depths of the
-    nodes that run · ``key_depths`` (rows, span): depths of all nodes · ``hidden_from`` (rows, nodes, span): true where
-    a node must not attend to another · ``added`` (rows, nodes, width): additions to the nodes' embeddings, or None.
+    its text's positions before that slot's first · ``firsts`` (rows,): number of cached nodes · ``depths`` (rows,
+    nodes): depths of the nodes that run · ``key_depths`` (rows, span): depths of all nodes · ``hidden_from`` (rows,
+    nodes, span): true where a node must not attend to another · ``added`` (rows, nodes, width): additions to the nodes'
+    embeddings, or None.
     """
 
     def __init__(self, size: Size, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         rows, nodes, span = size[:3]
-        integers, flags = torch.long, torch.bool
-        self._step = _Fields([((rows,), integers), ((rows,), integers), ((rows, nodes), integers)], device)
-        self._tree = _Fields(
-            [((rows,), integers)] * 2
-            + [((rows, nodes), integers), ((rows, span), integers), ((rows, nodes, span), flags)],
-            device,
-        )
-        self.starts, self.dropped, self.tokens = self._step.tensors
-        self.firsts, self.last, self.depths, self.key_depths, self.hidden_from = self._tree.tensors
+        self._step_shapes: Shapes = ((rows,), (rows,), (rows, nodes))
+        self._tree_shapes: Shapes = ((rows,), (rows, nodes), (rows, span))
+        self._step, (self.starts, self.dropped, self.tokens) = _side_by_side(self._step_shapes, device)
+        self._tree, (self.firsts, self.depths, self.key_depths) = _side_by_side(self._tree_shapes, device)
+        self.hidden_from = torch.zeros(rows, nodes, span, dtype=torch.bool, device=device)
         self.added = torch.zeros(rows, nodes, size.added, dtype=dtype, device=device) if size.added else None
-        self._layout: Layout | None = None
+        self._layout: TreeLayout | None = None
 
     def add(self, added: Tensor) -> None:
         """Copy the additions of a step in, (rows, nodes, width) of those that run; those of the others are zero."""
@@ -142,7 +111,7 @@ class StaticInputs:
 
     def fill(
         self,
-        layout: Layout,
+        layout: TreeLayout,
         starts: Sequence[int],
         dropped: Sequence[int],
         tokens: Tensor | Sequence[Sequence[int]],
@@ -155,52 +124,57 @@ class StaticInputs:
         if layout != self._layout:
             self._fill_layout(layout)
             self._layout = layout
-        host, (host_starts, host_dropped, host_tokens) = self._step.staged()
-        missing = [0] * (len(self.starts) - len(starts))
-        host_starts[:] = torch.tensor([*starts, *missing])
-        host_dropped[:] = torch.tensor([*dropped, *missing])
+        host, (host_starts, host_dropped, host_tokens) = _side_by_side(self._step_shapes, self._step.device, True)
+        host_starts[: len(starts)] = torch.tensor(starts)
+        host_dropped[: len(dropped)] = torch.tensor(dropped)
         if isinstance(tokens, Tensor):
-            end = self.starts.nbytes + self.dropped.nbytes
-            self._step.bytes[:end].copy_(host[:end], non_blocking=True)
+            end = 2 * len(self.starts)
+            self._step[:end].copy_(host[:end], non_blocking=True)
             self.tokens[: tokens.shape[0], : tokens.shape[1]].copy_(tokens)
             return
         width = host_tokens.shape[1]
-        padded = [[*row, *[0] * (width - len(row))] for row in tokens] + [[0] * width for _ in missing]
-        host_tokens[:] = torch.tensor(padded)
-        self._step.bytes.copy_(host, non_blocking=True)
+        host_tokens[: len(tokens)] = torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens])
+        self._step.copy_(host, non_blocking=True)
 
-    def _fill_layout(self, layout: Layout) -> None:
-        host, (firsts, last, depths, key_depths, hidden_from) = self._tree.staged()
-        host.zero_()
-        hidden_from.fill_(True)
+    def _fill_layout(self, layout: TreeLayout) -> None:
+        host, (firsts, depths, key_depths) = _side_by_side(self._tree_shapes, self._tree.device, True)
+        hidden_from = torch.ones(self.hidden_from.shape, dtype=torch.bool, pin_memory=self._tree.is_cuda)
         # Every node attends to at least one key, padding too: a softmax over none is NaN in fp16, which would stay in
         # the cache.
         hidden_from.diagonal(dim1=1, dim2=2).fill_(False)
-        members: dict[tuple[TreeShape, int], list[int]] = {}
-        for row, key in enumerate(zip(layout.shapes, layout.firsts, strict=True)):
-            members.setdefault(key, []).append(row)
-        for (shape, first), rows in members.items():
-            of_tree = shape.depth_tensor
-            firsts[rows], last[rows] = first, len(shape) - first - 1
-            depths[rows, : len(shape) - first] = of_tree[first:]
-            key_depths[rows, : len(shape)] = of_tree
-            hidden_from[rows, : len(shape) - first, : len(shape)] = ~shape.ancestor_mask[first:]
-        self._tree.bytes.copy_(host, non_blocking=True)
+        for row, (shape, first) in enumerate(zip(layout.shapes, layout.firsts, strict=True)):
+            own = len(shape) - first
+            firsts[row] = first
+            depths[row, :own] = shape.depth_tensor[first:]
+            key_depths[row, : len(shape)] = shape.depth_tensor
+            hidden_from[row, :own, : len(shape)] = ~shape.ancestor_mask[first:]
+        self._tree.copy_(host, non_blocking=True)
+        self.hidden_from.copy_(hidden_from, non_blocking=True)
+
+
+def _side_by_side(shapes: Shapes, device: torch.device, on_host: bool = False) -> tuple[Tensor, list[Tensor]]:
+    """Make a buffer of zeros, which one copy fills, and its parts of these shapes.
+
+    A buffer ``on_host`` is pinned for a GPU, so that the copy does not block. PyTorch uses its memory again only when
+    the copy from it is done.
+    """
+    sizes = list(map(prod, shapes))
+    pinned = on_host and device.type == "cuda"
+    buffer = torch.zeros(sum(sizes), dtype=torch.long, device="cpu" if on_host else device, pin_memory=pinned)
+    return buffer, [part.view(shape) for part, shape in zip(buffer.split(sizes), shapes, strict=True)]
 
 
 class StaticSteps:
     """Runner of one model's steps on one cache, with a graph for each bucket that occurs."""
 
-    def __init__(
-        self, model: PreTrainedModel, windows: dict[str, int | None], max_positions: int | None, mode: str
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, masks: TreeMasks, max_positions: int | None, mode: str) -> None:
         """``max_positions``: places that the model has embeddings for; None for rotary embeddings of any place."""
         if mode not in STATIC_MODES:
             raise ValueError(f"static mode is {mode!r}: give one of {', '.join(STATIC_MODES)}")
         if reason := why_not_static(model):
             raise ValueError(reason)
         self._model = model
-        self._windows = windows
+        self._masks = masks
         self._max_positions = max_positions
         self.captures = mode == "graphs"
         """True if steps on a GPU are recorded as CUDA graphs."""
@@ -224,29 +198,24 @@ class StaticSteps:
         trees: Sequence[TokenTree],
         cache: PreallocatedCache,
         first: Sequence[int] | None = None,
-        last_only: bool = False,
         kept: Sequence[int] | None = None,
         added: Tensor | None = None,
     ) -> ModelOutput:
         """Run a tree after each of the first rows; return (rows, nodes, hidden) and (rows, nodes, vocab), with padding.
 
-        The nodes of row i from ``first[i]`` on run, the others are cached. ``last_only`` returns the last node of each
-        row alone, (rows, 1, ...). The cache keeps the first ``kept[i]`` nodes of those that run (None: all). ``added``
-        (rows, nodes, width) is added to their embeddings. The next step of this model overwrites the results.
+        The nodes of row i from ``first[i]`` on run, the others are cached. The cache keeps the first ``kept[i]`` nodes
+        of those that run (None: all). ``added`` (rows, nodes, width) is added to their embeddings. The next step of
+        this model overwrites the results.
         """
-        layout = Layout(tuple(tree.shape for tree in trees), tuple(first or [0] * len(trees)))
+        layout = TreeLayout(tuple(tree.shape for tree in trees), tuple(first or [0] * len(trees)))
         if all(tree.on_host for tree in trees):
             lists = [tree.token_list[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
-            return self._run(layout, lists, cache, last_only, kept, added)
+            return self._run(layout, lists, cache, kept, added)
         # The tokens stay on the device: a draft's tokens are verified before the host has read them.
         device = next(tree.tokens.device for tree in trees if not tree.on_host)
-        parts = [
-            tree.tokens[skipped:].to(device, non_blocking=True)
-            for tree, skipped in zip(trees, layout.firsts, strict=True)
-        ]
-        equal = len(set(layout.counts)) == 1
-        tokens = torch.stack(parts) if equal else pad_sequence(parts, True)
-        return self._run(layout, tokens, cache, last_only, kept, added)
+        parts = [tree.tokens[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
+        tokens = stacked(parts, max(layout.counts), device)
+        return self._run(layout, tokens, cache, kept, added)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, cache: PreallocatedCache) -> ModelOutput:
@@ -254,15 +223,14 @@ class StaticSteps:
 
         Returns (rows, 1, hidden) and (rows, 1, vocab).
         """
-        layout = Layout((TreeShape.chain(0),) * len(tokens), (0,) * len(tokens))
-        return self._run(layout, tokens[:, None], cache, False)
+        layout = TreeLayout((TreeShape.chain(0),) * len(tokens), (0,) * len(tokens))
+        return self._run(layout, tokens[:, None], cache)
 
     def _run(
         self,
-        layout: Layout,
+        layout: TreeLayout,
         tokens: Tensor | Sequence[Sequence[int]],
         cache: PreallocatedCache,
-        last_only: bool,
         kept: Sequence[int] | None = None,
         added: Tensor | None = None,
     ) -> ModelOutput:
@@ -273,17 +241,15 @@ class StaticSteps:
         span = nodes if not any(layout.firsts) else node_bucket(rows, max(map(len, layout.shapes)))
         needed = max(cache.lengths[:asked]) + nodes
         cache.reserve(needed)
-        last_only = last_only and nodes > 1  # a single node is the last one
         keys = min(cache.capacity, key_bucket(needed))
         width = 0 if added is None else added.shape[-1]
-        bucket = self._bucket(Size(rows, nodes, span, keys, last_only, width), cache)
+        bucket = self._bucket(Size(rows, nodes, span, keys, width), cache)
         bucket.inputs.fill(layout, starts, cache.dropped[:asked], tokens)
         if added is not None:
             bucket.inputs.add(added)
         hidden, logits = bucket.run()
         cache.advance(range(asked), counts if kept is None else kept)
-        given = 1 if last_only else max(counts)
-        return ModelOutput(hidden[:asked, :given], logits[:asked, :given])
+        return ModelOutput(hidden[:asked, : max(counts)], logits[:asked, : max(counts)])
 
     def _bucket(self, size: Size, cache: PreallocatedCache) -> "_Bucket":
         if cache.buffers != self._buffers:
@@ -303,14 +269,14 @@ class StaticSteps:
         if not (self.captures and asked and cache.device):
             return
         rows, lengths = min(cache.rows, row_bucket(asked)), cache.lengths[:asked]
-        kinds = {(size.nodes, size.span, size.last_only, size.added) for size in self._steps if size.rows == rows}
-        kinds |= {(bucket, bucket, False, 0) for bucket in (node_bucket(rows, count) for count in nodes)}
-        layout = Layout((TreeShape.chain(0),) * asked, (0,) * asked)
-        for own, span, last_only, width in sorted(kinds):
+        kinds = {(size.nodes, size.span, size.added) for size in self._steps if size.rows == rows}
+        kinds |= {(bucket, bucket, 0) for bucket in (node_bucket(rows, count) for count in nodes)}
+        layout = TreeLayout((TreeShape.chain(0),) * asked, (0,) * asked)
+        for own, span, width in sorted(kinds):
             cache.reserve(max(lengths) + own)
             keys, most = key_bucket(max(lengths) + own), min(cache.capacity, key_bucket(longest + own))
             for _ in range(_AHEAD):
-                bucket = self._bucket(Size(rows, own, span, min(keys, most), last_only, width), cache)
+                bucket = self._bucket(Size(rows, own, span, min(keys, most), width), cache)
                 if not bucket.has_run:
                     bucket.inputs.fill(layout, lengths, cache.dropped[:asked], [[0]] * asked)
                     bucket.run()
@@ -323,32 +289,16 @@ class StaticSteps:
         if self._max_positions is not None:
             positions = positions.clamp(max=self._max_positions - 1)
         cache.begin_static((inputs.starts + inputs.firsts)[:, None] + node_index, size.keys)
-        masks: Any = {kind: self._mask(inputs, size, window) for kind, window in self._windows.items()}
-        if len(masks) == 1:
-            (masks,) = masks.values()
+        begin, trees = inputs.starts[:, None], (inputs.depths, inputs.key_depths, inputs.hidden_from)
+        masks = self._masks.by_layer_type(
+            lambda window: self._masks.additive(blocked_keys(begin, *trees, size.keys, window))
+        )
         try:
-            select = partial(nodes_at, inputs.last) if size.last_only else None
             with added_to_embeddings(self._model, inputs.added):
-                output = run_model(self._model, inputs.tokens, positions, cache, masks, select)
+                output = run_model(self._model, inputs.tokens, positions, cache, masks)
             return output.hidden, output.logits
         finally:
             cache.block = None
-
-    def _mask(self, inputs: StaticInputs, size: Size, window: int | None) -> Tensor:
-        """Return the additive mask, (rows, 1, nodes, keys)."""
-        key = torch.arange(size.keys, device=inputs.tokens.device)[None]
-        begin = inputs.starts[:, None]
-        node = (key - begin).clamp(0, size.span - 1)
-        in_prefix = key < begin
-        in_tree = ~in_prefix & (key < begin + size.span)
-        hidden_from = inputs.hidden_from.gather(2, node[:, None].expand(-1, size.nodes, -1))
-        blocked = ~in_prefix[:, None] & (~in_tree[:, None] | hidden_from)
-        if window is not None:
-            key_positions = torch.where(in_prefix, key, begin + inputs.key_depths.gather(1, node))
-            queries = inputs.depths + begin
-            blocked = blocked | (queries[:, :, None] - key_positions[:, None] >= window)
-        mask = torch.zeros(blocked.shape, dtype=self._model.dtype, device=blocked.device)
-        return mask.masked_fill(blocked, torch.finfo(self._model.dtype).min)[:, None]
 
 
 def nodes_at(index: Tensor, values: Tensor) -> Tensor:

@@ -1,31 +1,127 @@
-"""Weights in a folder: one safetensors file, or shards of it with an index; no second copy of them takes memory.
+"""What a folder stores: JSON objects, and weights in one safetensors file or in shards with an index.
 
-Files are written from where the tensors lie, and are read into the memory that the tensors keep: weights of any size
-need room for themselves and little else.
+A size in a ``config.json`` is a claim. The header of a safetensors file is the evidence, as the library checks it
+against the length of the file. Both are small: a wrong claim costs milliseconds here, not the memory that it names.
+Weights are written from where they lie and read into the memory that they keep: no second copy takes memory.
 """
 
 import json
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from decoding.model.header import SHARD_BYTES, StoredTensor, read_header, read_object
-
+Config = TypeVar("Config")
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 WEIGHT_FILES = (WEIGHTS_NAME, INDEX_NAME, "model-*.safetensors")
 """Patterns of all names of such files, for a download."""
-_PATTERN = "model{suffix}.safetensors"
-_PATHS = (PurePosixPath, PureWindowsPath)
+SHARD_BYTES = 5 * 10**9
+"""Greatest size of a file of weights, in bytes; a larger tensor has a file of its own."""
+FLOATS = ("BF16", "F16", "F32", "F64")
+"""Dtypes that heads may have, by their safetensors names."""
+_MOST_BYTES = 256 << 20
+"""Greatest size of a JSON file, in bytes; the index of the largest models has a few MiB."""
+_PIECE = 1 << 18
+"""Values of a tensor that are tested for NaN at a time: a test of a whole tensor would take twice its memory."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as its file's header describes it: the safetensors name of its dtype (``BF16``) and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """Read a JSON file that holds an object. ValueError with ``remedy`` if it is missing or holds anything else."""
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise ValueError(f"{path} cannot be read as JSON ({error}): {remedy}") from error
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path} holds a {type(stored).__name__}, not an object: {remedy}")
+    return stored
+
+
+def read_config_of(kind: type[Config], path: Path, format: str, remedy: str) -> Config:
+    """Read a JSON file that holds its ``format`` and each field of the dataclass ``kind``, and nothing else.
+
+    ValueError with ``remedy`` for any other file, and for values that the dataclass refuses.
+    """
+    stored = read_object(path, remedy)
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    try:
+        if stored.pop("format", None) != format:
+            raise ValueError(f"no format: {format!r}")
+        for key in (*known, *stored):
+            if key not in stored or key not in known:
+                raise ValueError(f"{key} is {'missing' if key in known else 'unknown'}")
+        return kind(**stored)
+    except ValueError as error:
+        raise ValueError(f"{path} does not hold a {kind.__name__} ({error}): {remedy}") from error
+
+
+def check_whole(key: str, value: object, least: int = 1) -> None:
+    """Raise ValueError unless the size ``key`` is an int of at least ``least``; True and 1.0 are refused as well."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{key} is {reprlib.repr(value)}: give a whole number, {least} or more")
+
+
+# --- headers ----------------------------------------------------------------------------------------------------------
+
+
+def read_header(path: Path, remedy: str) -> dict[str, StoredTensor]:
+    """Read a safetensors file's names, dtypes and shapes, not its values. ValueError if it is missing or cut off."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+            return {name: StoredTensor(part.get_dtype(), tuple(part.get_shape())) for name, part in stored.items()}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors ({error}): {remedy}") from error
+
+
+def check_tensors(
+    path: Path, header: Mapping[str, StoredTensor], expected: Iterable[tuple[str, tuple[int, ...]]], remedy: str
+) -> None:
+    """Raise ValueError unless the header of weights has exactly these names and shapes, in one floating dtype.
+
+    ``path``: the file or the folder that the header is of, for messages. ``expected`` is read up to the first missing
+    name only, however many names a wrong config makes it yield.
+    """
+    if not header:
+        raise ValueError(f"{path} holds no tensors: {remedy}")
+    known = set()
+    for name, shape in expected:
+        if name not in header:
+            raise ValueError(f"{path} does not fit its config: {name} is missing; {remedy}")
+        if header[name].shape != shape:
+            raise ValueError(
+                f"{path} does not fit its config: size mismatch, {name} is {header[name].shape} and would be {shape}; "
+                f"{remedy}"
+            )
+        known.add(name)
+    if unknown := sorted(header.keys() - known):
+        raise ValueError(f"{path} does not fit its config: {unknown[0]} is unknown; {remedy}")
+    dtypes = sorted({tensor.dtype for tensor in header.values()})
+    if len(dtypes) > 1 or dtypes[0] not in FLOATS:
+        raise ValueError(f"{path} holds weights in {' and '.join(dtypes)}: save them in one of {', '.join(FLOATS)}")
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write ``model.safetensors``, or shards with an index where the tensors take more than ``shard_bytes``.
+    """Write ``model.safetensors``, or shards with an index if the tensors take more than ``shard_bytes``.
 
     Earlier weights of the folder are replaced. Contiguous tensors on the CPU are written from where they lie; others
     are copied there first.
@@ -33,7 +129,10 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int 
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # Tensors that lie side by side in one storage (`StackedHeads`) are several all the same: hence no get_storage_id.
     split = split_state_dict_into_shards_factory(
-        state, get_storage_size=lambda tensor: tensor.nbytes, filename_pattern=_PATTERN, max_shard_size=shard_bytes
+        state,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
     )
     for left in (path for pattern in WEIGHT_FILES for path in folder.glob(pattern)):
         left.unlink()
@@ -56,9 +155,9 @@ def named_files(folder: Path, remedy: str) -> list[Path]:
     """
     if (folder / WEIGHTS_NAME).is_file():
         return [folder / WEIGHTS_NAME]
-    if not (folder / INDEX_NAME).is_file():
-        return []
     path = folder / INDEX_NAME
+    if not path.is_file():
+        return []
     index = read_object(path, remedy)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(index.get("metadata", {}), dict):
@@ -66,6 +165,14 @@ def named_files(folder: Path, remedy: str) -> list[Path]:
     if outside := [name for name in weight_map.values() if not _is_shard(name)]:
         raise ValueError(f"{path} names {reprlib.repr(outside[0])}, which is no file inside its folder: {remedy}")
     return [folder / name for name in dict.fromkeys(weight_map.values())]
+
+
+def _is_shard(name: object) -> bool:
+    """Return True for the name of a safetensors file inside the folder (symbolic links may leave it)."""
+    if not isinstance(name, str) or not name.endswith(".safetensors") or "\0" in name:
+        return False
+    paths = (PurePosixPath(name), PureWindowsPath(name))
+    return not any(path.is_absolute() or path.drive or ".." in path.parts for path in paths)
 
 
 def weight_files(folder: Path, remedy: str) -> list[Path]:
@@ -98,8 +205,28 @@ def read_weights(folder: Path, remedy: str) -> dict[str, Tensor]:
     return dict(stored_weights(folder, remedy))
 
 
-def _is_shard(name: object) -> bool:
-    """Return True for the name of a safetensors file inside the folder (symbolic links may leave it)."""
-    if not isinstance(name, str) or not name.endswith(".safetensors") or "\0" in name:
-        return False
-    return not any(kind(name).is_absolute() or kind(name).drive or ".." in kind(name).parts for kind in _PATHS)
+# --- NaN and infinity: a single one makes every output of a draft or of heads worthless -------------------------------
+
+
+def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors that hold a NaN or an infinity, in the mapping's order."""
+    return [name for name, tensor in tensors.items() if _count_non_finite(tensor)]
+
+
+def check_finite(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
+    """Raise ValueError for the first tensor that holds a NaN or an infinity, with the count of such values.
+
+    ``what`` names the owner of the tensors in the message; ``remedy`` says what to do ("give an earlier checkpoint").
+    """
+    if broken := non_finite(tensors):
+        tensor, others = tensors[broken[0]], len(broken) - 1
+        raise ValueError(
+            f"{what} holds weights that are no numbers: {_count_non_finite(tensor)} of the {tensor.numel()} values of "
+            f"{broken[0]} are NaN or infinite{f', and {others} more of its tensors hold some' * bool(others)}; {remedy}"
+        )
+
+
+def _count_non_finite(tensor: Tensor) -> int:
+    narrow = tensor.is_floating_point() and tensor.itemsize == 1  # torch has no isfinite for 8-bit floats
+    pieces = tensor.detach().reshape(-1).split(_PIECE)
+    return sum(int((~torch.isfinite(piece.float() if narrow else piece)).sum()) for piece in pieces)

@@ -1,77 +1,51 @@
 """Sampling controls of `transformers`: reads its generation configs and builds its logits processors."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+import copy
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import (
-    ExponentialDecayLengthPenalty,
     GenerationConfig,
-    InfNanRemoveLogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedConfig,
     RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
 )
 
 from decoding.rules.sampling import ForPromptLength, LogitsProcessor, SamplingConfig
 
 Processor = LogitsProcessor | ForPromptLength
 
-_BEAMS = "beam search is another algorithm than sampling"
-_ENCODER = "it belongs to encoder-decoder models, and the target has no encoder"
-_NO_WARPER = "top_k, top_p, min_p or typical_p cut the tail instead"
-_OTHER_SPEEDUP = "choose the drafter here, not in the generation config"
-_REFUSED: dict[str, tuple[object, str]] = {
-    "num_beams": (1, _BEAMS),
-    "num_beam_groups": (1, _BEAMS),
-    "diversity_penalty": (0, _BEAMS),
-    "constraints": (None, _BEAMS),
-    "force_words_ids": (None, _BEAMS),
-    "penalty_alpha": (0, "contrastive search is another algorithm than sampling"),
-    "dola_layers": (None, "it contrasts layers of the target, but only the last one is read here"),
-    "guidance_scale": (1, "it needs a second pass of the target for every token"),
-    "watermarking_config": (None, "a watermark comes after the controls, where nothing can be added"),
-    "encoder_repetition_penalty": (1, _ENCODER),
-    "encoder_no_repeat_ngram_size": (0, _ENCODER),
-    "forced_bos_token_id": (None, _ENCODER),
-    "forced_eos_token_id": (None, "a text that is cut at its greatest length ends without EOS"),
-    "token_healing": (False, "it rewrites the prompt: do that before decoding"),
-    "num_return_sequences": (1, "give the prompt once for every text that you want"),
-    "prompt_lookup_num_tokens": (None, _OTHER_SPEEDUP),
-    "assistant_early_exit": (None, _OTHER_SPEEDUP),
-    "assistant_ensemble_weight": (None, _OTHER_SPEEDUP),
-    "speculation_type": (None, _OTHER_SPEEDUP),
-    "use_mtp": (False, _OTHER_SPEEDUP),
+_REFUSED = {
+    "beam search is another algorithm": "num_beams num_beam_groups diversity_penalty constraints force_words_ids",
+    "it is another algorithm than sampling": "penalty_alpha dola_layers watermarking_config",
+    "it needs a second pass of the target for every token": "guidance_scale",
+    "the target has no encoder": "encoder_repetition_penalty encoder_no_repeat_ngram_size forced_bos_token_id",
+    "a text that is cut at its greatest length ends without EOS": "forced_eos_token_id",
+    "it rewrites the prompt: do that before decoding": "token_healing",
+    "give the prompt once for every text that you want": "num_return_sequences",
+    "choose the drafter here, not in the generation config": "prompt_lookup_num_tokens assistant_early_exit "
+    "assistant_ensemble_weight speculation_type use_mtp",
 }
-"""Unsupported options that change the text: the value that disables each, and the remedy for the error message."""
-_REFUSED_IF_SAMPLING: dict[str, tuple[object, str]] = {
-    "top_h": (None, _NO_WARPER),
-    "epsilon_cutoff": (0, _NO_WARPER),
-    "eta_cutoff": (0, _NO_WARPER),
-}
-_READ = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "eos_token_id")
-_PROCESSED = ("sequence_bias", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens")
-_PROCESSED_LENGTH = ("min_length", "min_new_tokens", "exponential_decay_length_penalty", "remove_invalid_values")
-# The options below do not change the next token. These end a text, which `DecodingConfig` decides here; ...
-_END = ("max_length", "max_new_tokens", "max_time", "stop_strings", "bos_token_id", "pad_token_id")
-# ... these are read only by beam search, an assistant, an encoder or contrastive search; ...
-_BEAM = ("early_stopping", "length_penalty", "decoder_start_token_id", "low_memory", "max_matching_ngram_size")
-_ASSISTANT = ("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-_LOOKBEHIND = ("assistant_lookbehind", "target_lookbehind")
-# ... and these set how `generate` computes, and which outputs it returns.
-_CACHE = ("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size")
-_RUN = ("compile_config", "disable_compile", "continuous_batching_config", "renormalize_logits", "transformers_version")
-_OUTPUT = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate")
-_KNOWN = frozenset[str]().union(
-    _READ, _PROCESSED, _PROCESSED_LENGTH, _END, _BEAM, _ASSISTANT, _LOOKBEHIND, _CACHE, _RUN, _OUTPUT
-)
+"""Unsupported options that change the text, by the reason. A value of None, 0 or False disables them."""
+_REFUSED_IF_SAMPLING = {"top_k, top_p, min_p or typical_p cut the tail instead": "top_h epsilon_cutoff eta_cutoff"}
+_OFF_AT_ONE = {"num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty", "num_return_sequences"}
+_KNOWN_NAMES = """
+do_sample temperature top_k top_p min_p typical_p repetition_penalty eos_token_id sequence_bias no_repeat_ngram_size
+bad_words_ids suppress_tokens begin_suppress_tokens min_length min_new_tokens exponential_decay_length_penalty
+remove_invalid_values
+max_length max_new_tokens max_time stop_strings bos_token_id pad_token_id
+early_stopping length_penalty decoder_start_token_id low_memory max_matching_ngram_size is_assistant
+num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind
+use_cache cache_implementation cache_config max_cache_len prefill_chunk_size compile_config disable_compile
+continuous_batching_config renormalize_logits transformers_version output_attentions output_hidden_states output_scores
+output_logits return_dict_in_generate
+"""
+"""Options that are read here; that end a text, as `DecodingConfig` does; that beam search or an assistant alone reads;
+and that set how `generate` computes and what it returns."""
+_KNOWN = frozenset(_KNOWN_NAMES.split())
 
 
 def sampling_from_generation_config(
@@ -86,15 +60,15 @@ def sampling_from_generation_config(
     belong in `DecodingConfig`. ValueError, with its name, for an option that is set and not supported.
     """
     sample = bool(config.do_sample)
-    _refuse_unsupported(config, _REFUSED | _REFUSED_IF_SAMPLING if sample else _REFUSED)
+    _refuse_unsupported(config, {**_REFUSED, **(_REFUSED_IF_SAMPLING if sample else {})})
     penalty = config.repetition_penalty or 1.0
-    made = list(_processors(config, torch.device(device)))
+    # `SamplingConfig.repetition_penalty` is applied before all processors. `generate` applies the sequence bias before
+    # it, and the caller's penalty in its place: for both, the penalty has to be a processor as well.
     if penalty != 1 and (config.sequence_bias or RepetitionPenaltyLogitsProcessor in map(type, processors)):
-        # `SamplingConfig.repetition_penalty` is applied before all processors. `generate` applies the sequence bias
-        # before it, and the caller's penalty in its place: for both, the penalty has to be a processor as well.
-        made.insert(1 if config.sequence_bias else 0, RepetitionPenaltyLogitsProcessor(float(penalty)))
         penalty = 1.0
-    merged = _merge(made, processors)
+        merged = _processors(config, processors, device)
+    else:
+        merged = _processors(config, processors, device, repetition_penalty=None)
     if not sample:
         return SamplingConfig(repetition_penalty=penalty, processors=merged)
     temperature = 1.0 if config.temperature is None else config.temperature
@@ -111,87 +85,42 @@ def sampling_from_generation_config(
     )
 
 
-def bad_words_processor(
-    bad_words: Sequence[Sequence[int]], eos_token_ids: Sequence[int] = ()
-) -> NoBadWordsLogitsProcessor:
-    """Make a processor that never writes these token sequences; a single EOS token stays allowed, so that texts end.
-
-    Most tokenizers write a word differently after a space and at the start of a text: give both.
-    """
-    words = [list(word) for word in bad_words if list(word) not in [[token] for token in eos_token_ids]]
-    if not words or [] in words:
-        raise ValueError(f"the bad words are {list(bad_words)}: give at least one, each with at least one token")
-    return NoBadWordsLogitsProcessor(words)
-
-
-def logit_bias_processor(biases: Mapping[int, float]) -> SequenceBiasLogitsProcessor:
-    """Make a processor that adds ``biases[token]`` to a token's logit, as OpenAI's ``logit_bias`` does."""
-    if not biases:
-        raise ValueError("no token has a bias: give {token: bias}")
-    return SequenceBiasLogitsProcessor([[[token], float(bias)] for token, bias in biases.items()])
-
-
-def _refuse_unsupported(config: GenerationConfig, refused: Mapping[str, tuple[object, str]]) -> None:
-    for name, (neutral, remedy) in refused.items():
-        value = getattr(config, name, None)
-        if value is not None and value != neutral:
-            raise ValueError(f"{name} is {value}, which is not supported: {remedy}; unset it")
+def _refuse_unsupported(config: GenerationConfig, refused: Mapping[str, str]) -> None:
+    for reason, names in refused.items():
+        for name in names.split():
+            if (value := getattr(config, name, None)) and not (value == 1 and name in _OFF_AT_ONE):
+                raise ValueError(f"{name} is {value}, which is not supported: {reason}; unset it")
     # Only options that `transformers` defines: `generate` ignores the other entries of published configs.
-    for name in sorted(vars(GenerationConfig()).keys() - _KNOWN - _REFUSED.keys() - _REFUSED_IF_SAMPLING.keys()):
+    every = " ".join((*_REFUSED.values(), *_REFUSED_IF_SAMPLING.values())).split()
+    for name in sorted(vars(GenerationConfig()).keys() - _KNOWN - set(every)):
         if not name.startswith("_") and getattr(config, name, None) is not None:
             raise ValueError(f"{name} is {getattr(config, name)}, which is not supported: unset it")
 
 
-def _processors(config: GenerationConfig, device: torch.device) -> Iterator[Processor]:
-    """Yield the processors that `generate` puts before the caller's, in its order, without the repetition penalty."""
-    if config.sequence_bias:
-        yield SequenceBiasLogitsProcessor(config.sequence_bias)
-    if config.no_repeat_ngram_size:
-        yield NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size)
-    if config.bad_words_ids is not None:
-        yield bad_words_processor(config.bad_words_ids, _eos_token_ids(config))
-    if config.min_length:
-        eos = _eos_tensor(config, "min_length", device)
-        yield MinLengthLogitsProcessor(config.min_length, eos)
-    if config.min_new_tokens:
-        eos = _eos_tensor(config, "min_new_tokens", device)
-        yield _for_prompt_length(
-            partial(MinNewTokensLengthLogitsProcessor, min_new_tokens=config.min_new_tokens, eos_token_id=eos)
-        )
-    if config.remove_invalid_values:
-        yield InfNanRemoveLogitsProcessor()
-    if config.exponential_decay_length_penalty is not None:
-        eos = _eos_tensor(config, "exponential_decay_length_penalty", device)
-        yield _for_prompt_length(partial(ExponentialDecayLengthPenalty, config.exponential_decay_length_penalty, eos))
-    if config.suppress_tokens is not None:
-        yield SuppressTokensLogitsProcessor(config.suppress_tokens, device=str(device))
-    if config.begin_suppress_tokens is not None:
-        yield _for_prompt_length(
-            partial(SuppressTokensAtBeginLogitsProcessor, config.begin_suppress_tokens, device=str(device))
-        )
+class _Generating(GenerationMixin):
+    """What `generate` reads of a model when it makes its logits processors."""
+
+    config = PreTrainedConfig()
 
 
-def _for_prompt_length(build: Callable[[int], LogitsProcessor]) -> ForPromptLength:
-    return ForPromptLength(lru_cache(maxsize=256)(build))
+def _processors(
+    config: GenerationConfig, given: Sequence[Processor], device: torch.device | str, **changes: None
+) -> tuple[Processor, ...]:
+    """Return the processors that `generate` itself makes of the config and the caller's; none if there are none."""
+    own = copy.deepcopy(config)
+    own.update(do_sample=False, **changes)  # without what it makes of temperature, top_k, ...
+    eos = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).flatten().tolist()
+    own._eos_token_tensor = torch.tensor(eos, device=device) if eos else None
+    for name in ("min_length", "min_new_tokens", "exponential_decay_length_penalty"):
+        if getattr(own, name, None) and not eos:
+            value = getattr(own, name)
+            raise ValueError(f"{name} is {value} but eos_token_id is not set: set it, or unset {name}")
 
+    @lru_cache(maxsize=256)
+    def build(prompt_length: int) -> Any:
+        callers = [each.build(prompt_length) if isinstance(each, ForPromptLength) else each for each in given]
+        generating: Any = _Generating()
+        given_last = LogitsProcessorList(callers)
+        return generating._get_logits_processor(own, prompt_length, logits_processor=given_last, device=str(device))
 
-def _eos_token_ids(config: GenerationConfig) -> list[int]:
-    eos: Any = config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-
-def _eos_tensor(config: GenerationConfig, required_by: str, device: torch.device) -> Tensor:
-    if not (eos := _eos_token_ids(config)):
-        value = getattr(config, required_by)
-        raise ValueError(f"{required_by} is {value} but eos_token_id is not set: set it, or unset {required_by}")
-    return torch.tensor(eos, device=device)
-
-
-def _merge(made: Sequence[Processor], given: Sequence[Processor]) -> tuple[Processor, ...]:
-    """Return the config's processors, then the caller's; a caller's one replaces the config's one of the same type."""
-    placed = [next((own for own in given if _type(own) is _type(default)), default) for default in made]
-    return (*placed, *(own for own in given if not any(own is other for other in placed)))
-
-
-def _type(processor: Processor) -> type:
-    return type(processor.build(0) if isinstance(processor, ForPromptLength) else processor)
+    return (ForPromptLength(build),) if build(1) else ()

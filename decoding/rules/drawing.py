@@ -107,28 +107,14 @@ class GeneratorSource:
         return token
 
 
-def draw_without_replacement(
-    weights: Float[Tensor, " vocab"], count: int, source: RandomSource
-) -> Int[Tensor, " drawn"]:
-    """Draw up to ``count`` distinct indices in turn, each in proportion to the weights of those not yet drawn.
-
-    Returns them in draw order; fewer if no weight is left.
-    """
-    weights = weights.clone()
-    drawn: list[int] = []
-    while len(drawn) < count and bool((weights > 0).any()):
-        drawn.append(source.draw(weights))
-        weights[drawn[-1]] = 0
-    return torch.tensor(drawn, dtype=torch.long)
-
-
 def draw_rows_without_replacement(
     weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, "rows count"]
 ) -> Int[Tensor, "rows count"]:
-    """Draw up to ``count`` distinct indices per row as `draw_without_replacement` does, from uniforms in [0, 1).
+    """Draw up to ``count`` distinct indices per row, from uniforms in [0, 1).
 
-    Runs on the weights' device without waiting for it; the uniforms may be on the host. Behind a row's last index, when
-    no weight is left or some are NaN, stands ``vocab``, which is no index.
+    They are drawn in turn, each in proportion to the weights of those not yet drawn. Runs on the weights' device
+    without waiting for it; the uniforms may be on the host. After a row's last index, when no weight is left or some
+    are NaN, comes ``vocab``, which is no index.
     """
     if not weights.is_mps:  # which has no float64
         uniforms = uniforms.to(weights.device, non_blocking=True)

@@ -31,7 +31,7 @@ class ProposalKind(Enum):
         return self not in (ProposalKind.DETERMINISTIC, ProposalKind.MIXED)
 
 
-class Drawn(NamedTuple):
+class DrawnPart(NamedTuple):
     """The part of a grafted proposal that was drawn: the first ``nodes`` of its tree, root included, as ``kind``."""
 
     nodes: int
@@ -53,7 +53,7 @@ class Proposal:
     tree: TokenTree
     kind: ProposalKind
     q: Float[Tensor, "parents vocab"] | None = None
-    drawn: Drawn | None = None
+    drawn: DrawnPart | None = None
     matched: int = 0
 
     def __post_init__(self) -> None:

@@ -13,6 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from decoding.rules.tree import TokenTree
+
 
 @runtime_checkable
 class LogitsProcessor(Protocol):
@@ -56,21 +58,19 @@ class SamplingConfig:
     processors: tuple[LogitsProcessor | ForPromptLength, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}: give 0 for greedy decoding, or a positive number")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}: give 0 to switch it off, or a positive number of tokens")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: give a share of probability in (0, 1]")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"min_p is {self.min_p}: give a share of the best token's probability in [0, 1)")
-        if not 0 < self.typical_p <= 1:
-            raise ValueError(f"typical_p is {self.typical_p}: give a share of probability in (0, 1]")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: give a positive number, 1 for none")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(getattr(self, name)) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)}: give a number, 0 for none")
+        infinite = float("inf")
+        for name, fits, wanted in (
+            ("temperature", 0 <= self.temperature < infinite, "0 for greedy decoding, or a positive number"),
+            ("top_k", self.top_k >= 0, "0 to switch it off, or a positive number of tokens"),
+            ("top_p", 0 < self.top_p <= 1, "a share of probability in (0, 1]"),
+            ("min_p", 0 <= self.min_p < 1, "a share of the best token's probability in [0, 1)"),
+            ("typical_p", 0 < self.typical_p <= 1, "a share of probability in (0, 1]"),
+            ("repetition_penalty", 0 < self.repetition_penalty < infinite, "a positive number, 1 for none"),
+            ("presence_penalty", abs(self.presence_penalty) < infinite, "a number, 0 for none"),
+            ("frequency_penalty", abs(self.frequency_penalty) < infinite, "a number, 0 for none"),
+        ):
+            if not fits:
+                raise ValueError(f"{name} is {getattr(self, name)}: give {wanted}")
         if not isinstance(self.processors, tuple):
             raise ValueError(f"processors is a {type(self.processors).__name__}: give a tuple of processors")
         for processor in self.processors:
@@ -140,6 +140,86 @@ class HistoryRows(NamedTuple):
 
 def _padded(texts: Int[Tensor, "rows length"], longest: int) -> Int[Tensor, "rows longest"]:
     return F.pad(texts, (0, longest - texts.shape[1]))
+
+
+class History:
+    """The history of one text, updated as the text grows. Costs nothing if no control reads the history."""
+
+    def __init__(
+        self, sampling: SamplingConfig, prompt_length: int, vocab_size: int, device: torch.device | str
+    ) -> None:
+        self._sampling = sampling
+        self._prompt_length = prompt_length
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+        self._known = 0
+        """Number of tokens of the text that the tensors below describe."""
+        device = self._device
+        self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device) if sampling.needs_seen else None
+        self._counts = torch.zeros(vocab_size, dtype=torch.int32, device=device) if sampling.needs_counts else None
+        self._text = torch.zeros(0, dtype=torch.long, device=device) if sampling.processors else None
+
+    def at(self, tokens: Sequence[int], tree: TokenTree, nodes: Sequence[int] | None = None) -> HistoryRows:
+        """Return one row for each of ``nodes`` (None: all nodes): the history before the token that follows the node.
+
+        It consists of ``tokens``, the whole text so far, which ends with the root of ``tree``, and of the path from
+        below the root down to the node, the node included. Only tokens appended since the last call are read: the text
+        of two calls may grow, but nothing of it may change.
+        """
+        if not self._sampling.needs_history:
+            return HistoryRows()
+        assert tokens[-1] == tree.token_list[0], "the root of the tree is the last token of the text"
+        if len(tokens) > self._known:
+            self._read(list(tokens[self._known :]))
+        path_tokens = [
+            [tree.token_list[ancestor] for ancestor in tree.shape.path(node)]
+            for node in (range(len(tree)) if nodes is None else nodes)
+        ]
+        return self._rows(path_tokens)
+
+    def _read(self, fresh: list[int]) -> None:
+        """Add ``fresh``, the tokens after the known ones, to the tensors."""
+        new = self._on_device(fresh)
+        if self._seen is not None:
+            self._seen.index_fill_(0, new, True)
+        if self._counts is not None:
+            _count(self._counts, new[max(self._prompt_length - self._known, 0) :])
+        if self._text is not None:
+            self._text = torch.cat([self._text, new])
+        self._known += len(fresh)
+
+    def _rows(self, path_tokens: list[list[int]]) -> HistoryRows:
+        """Return one row per path: the history of the text followed by the path's tokens."""
+        row_count = len(path_tokens)
+        seen = counts = texts = None
+        lengths: tuple[int, ...] = ()
+        if self._seen is not None or self._counts is not None:
+            # The index of (row, token) in the flattened (rows, vocab) tensor.
+            flat = [row * self._vocab_size + token for row, path in enumerate(path_tokens) for token in path]
+            index = self._on_device(flat)
+            if self._seen is not None:
+                seen = self._seen.repeat(row_count, 1)
+                seen.view(-1).index_fill_(0, index, True)
+            if self._counts is not None:
+                counts = self._counts.repeat(row_count, 1)
+                _count(counts.view(-1), index)
+        if self._text is not None:
+            deepest = max(map(len, path_tokens), default=0)
+            padded = [token for path in path_tokens for token in path + [0] * (deepest - len(path))]
+            paths = self._on_device(padded).view(row_count, deepest)
+            texts = torch.cat([self._text.expand(row_count, -1), paths], dim=1)
+            lengths = tuple(len(self._text) + len(path) for path in path_tokens)
+        prompt_lengths = (self._prompt_length,) * len(lengths)
+        return HistoryRows(seen, counts, texts, lengths, prompt_lengths)
+
+    def _on_device(self, values: list[int]) -> Tensor:
+        # Non-blocking: does not wait for the work queued on the device.
+        return torch.tensor(values, dtype=torch.long).to(self._device, non_blocking=True)
+
+
+def _count(counts: Tensor, index: Tensor) -> None:
+    """Add 1 to ``counts`` at each index, once per occurrence; in place."""
+    counts.scatter_add_(0, index, torch.ones_like(index, dtype=counts.dtype))
 
 
 def adjusted_logits(

@@ -139,10 +139,6 @@ class TreeShape:
             node = self.parents[node]
         return tuple(reversed(nodes))
 
-    def nodes_up_to(self, depth: int) -> tuple[int, ...]:
-        """Return the nodes no deeper than ``depth``, in order; they form a tree as well."""
-        return tuple(node for node, node_depth in enumerate(self.depths) if node_depth <= depth)
-
     def keep(self, nodes: Sequence[int]) -> "TreeShape":
         """Return the tree of the given nodes alone; each node's parent must stand before it in ``nodes``."""
         new_index = {node: index for index, node in enumerate(nodes)}
@@ -217,6 +213,45 @@ class TokenTree:
         return tuple(path), best[node]
 
 
+class TokenTrie:
+    """Paths below one root token; the common beginning of two paths is stored, run and counted once."""
+
+    def __init__(self, root: int) -> None:
+        self._tokens = [root]
+        self._parents = [-1]
+        self._child: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        """Count the nodes, the root included."""
+        return len(self._tokens)
+
+    def add(self, path: Sequence[int], max_nodes: int | None = None) -> int:
+        """Add the path below the root, as far as ``max_nodes`` allows; return its last node."""
+        node = 0
+        for token in path:
+            if len(self) == max_nodes and (node, token) not in self._child:
+                break
+            node = self.child(node, token)
+        return node
+
+    def child(self, parent: int, token: int) -> int:
+        """Return the first child of ``parent`` that holds ``token``; add one if there is none."""
+        known = self._child.get((parent, token))
+        return self.grow(parent, token) if known is None else known
+
+    def grow(self, parent: int, token: int) -> int:
+        """Add a last child to ``parent``, even if a sibling holds the same token, and return it."""
+        child = len(self._tokens)
+        self._tokens.append(token)
+        self._parents.append(parent)
+        self._child.setdefault((parent, token), child)
+        return child
+
+    def tree(self, device: torch.device | str = "cpu") -> TokenTree:
+        """Return the tree so far, its nodes in the order of their addition."""
+        return TokenTree.of_list(self._tokens, TreeShape(tuple(self._parents)), device)
+
+
 def fetch_tokens(trees: Sequence[TokenTree], also: Sequence[Tensor] = ()) -> list[list[int]]:
     """Fetch the tokens of all trees to the host, and the integers of ``also`` with them, in one transfer.
 
@@ -243,4 +278,4 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     first, second = list(first[:shorter]), list(second[:shorter])
     if first == second:  # the usual case, at two nanoseconds per token
         return shorter
-    return next(place for place in range(shorter) if first[place] != second[place])
+    return next(index for index in range(shorter) if first[index] != second[index])

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.tree import TokenTree
 
 
 class Verdict(NamedTuple):
@@ -87,72 +86,20 @@ def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: 
         node = child
 
 
-def token_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """Verify a chain by speculative sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
-
-    A drafted x is kept with probability min(1, p(x)/q(x)). At the first rejection the target writes from the
-    normalised (p - q)+; if all tokens are kept, it writes from p after the last one.
-    """
-    q = proposal.q
-    assert q is not None
-    for position, ratio in enumerate(_chain_ratios(proposal.tree, p, q)):
-        if not source.accept(ratio):
-            residual = _residual(p[position], q[position])
-            # Without a residual p equals q up to rounding: the rejection was rounding, too, so write from p.
-            return Verdict(tuple(range(1, position + 1)), source.draw(p[position] if residual is None else residual))
-    length = len(proposal.tree) - 1
-    return Verdict(tuple(range(1, length + 1)), source.draw(p[length]))
-
-
-def block_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """Verify a chain as a whole (Sun et al. 2403.10444): in expectation keeps at least as many as token rejection.
-
-    With P(0) = 1 and P(i) = min(1, P(i-1) p(x_i)/q(x_i)), the whole chain of K tokens is kept with probability P(K).
-    A prefix of i < K tokens is kept with probability S/(S + (1 - P(i))), where S is the sum of (P(i) p - q)+ over the
-    vocabulary, p and q being those after x_i. The longest kept prefix counts, even if shorter ones were rejected. After
-    it the target writes from the normalised (P(i) p - q)+, after the whole chain from p. A deterministic x counts as
-    drawn from delta(x).
-    """
-    tree = proposal.tree
-    length = len(tree) - 1
-    q = proposal.q
-    if q is None:
-        q = torch.zeros_like(p[:length]).scatter_(1, tree.tokens[1:, None], 1.0)
-    reach = [1.0]
-    for ratio in _chain_ratios(tree, p, q):
-        reach.append(min(1.0, reach[-1] * ratio))
-    if length == 0 or (reach[length] > 0 and source.accept(reach[length])):
-        return Verdict(tuple(range(1, length + 1)), source.draw(p[length]))
-    rows = sum(value > 0 for value in reach[:length])  # no token after one of p = 0 is kept
-    scale = torch.tensor(reach[:rows], dtype=p.dtype, device=p.device)
-    residuals = (p[:rows] * scale[:, None]).sub_(q[:rows]).clamp_(min=0)
-    masses: list[float] = residuals.sum(-1).tolist()
-    # The prefixes are tested independently: from the longest down, the first that is kept decides.
-    kept = rows - 1
-    while kept > 0 and not (masses[kept] > 0 and source.accept(masses[kept] / (masses[kept] + (1 - reach[kept])))):
-        kept -= 1
-    # Without a residual at the root p equals q up to rounding, as in token rejection.
-    return Verdict(tuple(range(1, kept + 1)), source.draw(residuals[kept] if masses[kept] > 0 else p[kept]))
-
-
-def _chain_ratios(tree: TokenTree, p: Float[Tensor, "nodes vocab"], q: Float[Tensor, "parents vocab"]) -> list[float]:
-    """Return p(x)/q(x) of each drafted token of a chain, in one transfer to the host."""
-    drafted = tree.tokens[1:, None]
-    rows = len(drafted)
-    ratios: list[float] = (p[:rows].gather(1, drafted) / q[:rows].gather(1, drafted)).squeeze(1).tolist()
-    assert all(ratio < math.inf for ratio in ratios), UNDRAWN
-    return ratios
-
-
 def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """Verify a sampled tree by rejection, with replacement (SpecInfer 2305.09781) or without (RSD 2402.14160, Sequoia).
+    """Verify a tree by rejection, with replacement (SpecInfer 2305.09781) or without (RSD 2402.14160, Sequoia).
 
-    At each node the children are tried in draw order; each rejection replaces p by its residual, the normalised
-    (p - q)+. With replacement q does not change (a duplicate is always rejected, and still updates p); without it, the
-    rejected token is removed from q. If no child is kept, the target writes from the last p.
+    At each node the children are tried in draw order: child x is kept with probability min(1, p(x)/q(x)), and each
+    rejection replaces p by its residual, the normalised (p - q)+. On a chain this is the token rejection of speculative
+    sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318). With replacement q does not change (a duplicate is
+    always rejected, and still updates p); without it, the rejected token is removed from q. If no child is kept, the
+    target writes from the last p.
 
-    Grafted children come after the drawn ones, with q = delta(x). Of one drawn child and one grafted child x, one is
-    kept with probability p(x) + sum over y != x of min(p(y), q(y)): at least as often as of either alone.
+    A deterministic child x counts as drawn from delta(x), as in Medusa (2401.10774) and EAGLE (2401.15077): it is kept
+    with probability p(x), and the children may be tried in any order. Such verdicts have the same distribution as those
+    of `sampled_verify`. Grafted children come after the drawn ones, with q = delta(x). Of one drawn child and one
+    grafted child x, one is kept with probability p(x) + sum over y != x of min(p(y), q(y)): at least as often as of
+    either alone.
     """
     tree = proposal.tree
     path: list[int] = []
@@ -175,17 +122,6 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
     return Verdict(tuple(path), source.draw(p[node]))
 
 
-def top_k_children(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """Verify children whose set is a function of the context, as in Medusa (2401.10774) and EAGLE (2401.15077).
-
-    The children are tried one by one, in any order. Child x is kept with probability p(x); a rejected x gets p(x) = 0
-    and p is renormalised before the next child (so that a duplicate is never kept). If no child is kept, the target
-    writes from the last p. This is recursive rejection with q = delta(x); its verdicts have the same distribution as
-    those of `sampled_verify`.
-    """
-    return recursive_rejection(proposal, p, source)
-
-
 def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
     """Verify a tree as a whole, depth first and leaves first (Weng et al. 2505.12398).
 
@@ -193,8 +129,9 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
     leaf is kept with probability A, and the target writes from p after it. A rejected child changes its parent: p
     becomes the normalised (A p - q)+, and A becomes S/(S + (1 - A)), where S is the sum of (A p - q)+; the next child
     in draw order is tried with this p and A. A node whose children are all rejected is kept with its last A, and the
-    target writes from its last p; else the node is rejected as well. On a chain this is block verification. A
-    deterministic x counts as drawn from delta(x).
+    target writes from its last p; else the node is rejected as well. A deterministic x counts as drawn from delta(x).
+    On a chain this is block verification (Sun et al. 2403.10444), which in expectation keeps at least as many tokens as
+    token rejection.
     """
     tree = proposal.tree
 
@@ -297,11 +234,11 @@ _DRAWN = frozenset(kind for kind in ProposalKind if kind.has_q)
 _CHAIN = frozenset({ProposalKind.SAMPLED})
 
 GREEDY = Rule("greedy", True, _ANY, greedy)
-TOKEN_REJECTION = Rule("token rejection", True, _CHAIN, token_rejection, chains_only=True)
+TOKEN_REJECTION = Rule("token rejection", True, _CHAIN, recursive_rejection, chains_only=True)
 SAMPLED_VERIFY = Rule("sampled verify", True, _ANY, sampled_verify)
 RECURSIVE_REJECTION = Rule("recursive rejection", True, _DRAWN, recursive_rejection)
-TOP_K_CHILDREN = Rule("top-k children", True, _DETERMINISTIC, top_k_children)
-BLOCK_VERIFICATION = Rule("block verification", True, _CHAIN | _DETERMINISTIC, block_verification, chains_only=True)
+TOP_K_CHILDREN = Rule("top-k children", True, _DETERMINISTIC, recursive_rejection)
+BLOCK_VERIFICATION = Rule("block verification", True, _CHAIN | _DETERMINISTIC, traversal_verification, chains_only=True)
 TRAVERSAL_VERIFICATION = Rule("traversal verification", True, _DRAWN | _DETERMINISTIC, traversal_verification)
 
 RULES: dict[str, Rule] = {

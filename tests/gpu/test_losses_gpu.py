@@ -8,16 +8,15 @@ from loss_references import MIXES, VOCAB, a_teacher, gradients, inputs
 from torch import Tensor
 
 from trainer.learning.fused import fused_loss
-from trainer.learning.losses import LossMix
+from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
 from trainer.learning.products import add_product
-from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
-from trainer.recipe.loss import Term
+from trainer.recipe.common import Term
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
 def on_gpu(given: Any) -> Any:
-    if isinstance(given, HiddenTeacher | TopKTeacher):
+    if isinstance(given, HiddenTeacher):
         return type(given)(*(on_gpu(part) for part in given))
     if isinstance(given, Tensor):
         return given.detach().cuda().requires_grad_(given.requires_grad)
@@ -39,10 +38,9 @@ def check_same(mix: LossMix, reference: LossMix, teacher: Teacher | None = None,
 
 
 @pytest.mark.parametrize("weights", MIXES, ids="+".join)
-@pytest.mark.parametrize("kind", ["hidden", "top_k"])
 @pytest.mark.parametrize("chunk", [5, None])
-def test_a_fused_loss_is_the_cpus(weights: dict[Term, float], kind: str, chunk: int | None) -> None:
-    check_same(LossMix(weights), LossMix(weights), a_teacher(kind, dtype=torch.float32)[0], chunk=chunk)
+def test_a_fused_loss_is_the_cpus(weights: dict[Term, float], chunk: int | None) -> None:
+    check_same(LossMix(weights), LossMix(weights), a_teacher(torch.float32)[0], chunk=chunk)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -33,9 +33,9 @@ from trainer.learning.objective import Objective
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.run.checkpoint import Progress
+from trainer.run.distributed import build_optimizers
 from trainer.run.feed import Feed
 from trainer.run.loop import _STOP, _step
-from trainer.run.optimizer import build_optimizers
 
 MICRO_BATCHES = 2
 SECTION = TrainingSection(steps=3, batch_size=8, micro_batch_size=8 // MICRO_BATCHES, mixed_precision="no")
@@ -53,10 +53,10 @@ def joint(model: PreTrainedModel) -> Objective:
 
 KINDS: dict[str, Callable[[PreTrainedModel], Objective]] = {
     "heads": heads(),
-    "soft heads": heads(shared_lm_head=True, loss={"lk": 1.0}),
+    "soft heads": heads(shared_lm_head=True, loss={"jsd": 1.0}),
     "Markov": heads(markov_rank=3),
     "Medusa-2": joint,
-    "draft": lambda model: distilling.objective_for(model, loss={"forward_kl": 1.0, "hidden": 0.5}),
+    "draft": lambda model: distilling.objective_for(model, loss={"forward_kl": 1.0}),
     "parallel draft": lambda model: parallel_training.objective_for(model),
 }
 

@@ -18,8 +18,8 @@ from decoding.measure.evaluate import count_steps
 from trainer.job import Job
 from trainer.processes import ALONE
 from trainer.recipe.reading import parse_recipe
+from trainer.run.assemble import assemble
 from trainer.run.heldout import Evaluator
-from trainer.run.kinds import kind_of
 from trainer.target.loading import Target
 
 decoded: list[Sequence[int]] = []
@@ -43,7 +43,7 @@ def found(folder: Path, accelerator: Accelerator | None) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for dtype in ("fp32", "bf16"):
         recipe = parse_recipe(recipe_content(folder, "draft") | {"dtype": dtype})
-        job = kind_of(recipe).assemble(torch.device("cpu"), ALONE)
+        job = assemble(recipe, torch.device("cpu"), ALONE)
         for batch_size in (1, 3) if dtype == "fp32" else (3,):
             for temperature in (0.0, 1.0):
                 evaluator = evaluator_of(job, accelerator, batch_size=batch_size, temperature=temperature)
@@ -54,7 +54,7 @@ def found(folder: Path, accelerator: Accelerator | None) -> dict[str, Any]:
 
 def refusal(folder: Path, accelerator: Accelerator) -> str:
     """What each process says if the last one alone has a prompt that cannot be decoded."""
-    job = kind_of(parse_recipe(recipe_content(folder, "draft"))).assemble(torch.device("cpu"), ALONE)
+    job = assemble(parse_recipe(recipe_content(folder, "draft")), torch.device("cpu"), ALONE)
     evaluator = evaluator_of(job, accelerator, batch_size=1)
     if accelerator.is_last_process:
         evaluator.prompts[accelerator.process_index] = ()

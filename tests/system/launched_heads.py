@@ -28,11 +28,11 @@ from decoding.model.causal_lm import CausalLM
 from trainer.data.source import Offline
 from trainer.heads.medusa import HeadInputs, MedusaObjective, MedusaTraining
 from trainer.learning.objective import TermSums
-from trainer.recipe.common import TrainingSection
+from trainer.processes import build_accelerator, describe, zero_stage
+from trainer.recipe.common import LossSection, TrainingSection
 from trainer.recipe.heads import HeadsSection
-from trainer.recipe.loss import LossSection
 from trainer.run.checkpoint import Checkpoints, Progress
-from trainer.run.distributed import Runner, build_accelerator, describe, prepare, whole_parameters, zero_stage
+from trainer.run.distributed import Runner, prepare, whole_parameters
 from trainer.run.loop import Hooks, Interrupted, train
 from trainer.target.hidden import OnlineTarget
 
@@ -42,7 +42,7 @@ SECTION = TrainingSection(steps=STEPS, **SETTINGS)
 SECTION_OF_HEADS = HeadsSection(
     num_heads=3,
     markov_rank=5,
-    loss=LossSection(cross_entropy=1, lk=1),
+    loss=LossSection(cross_entropy=1, jsd=1),
 )
 EXAMPLES = toy_examples(12, vocab=15)  # an odd vocabulary: no tensor of the heads divides into equal parts by luck
 
@@ -99,7 +99,7 @@ def heads_objective(seed: int, dtype: torch.dtype = torch.float32) -> MedusaObje
 
 
 def accelerator_of_the_launcher() -> Accelerator:
-    accelerator = build_accelerator(SECTION)
+    accelerator = build_accelerator(SECTION.mixed_precision)
     if zero_stage(accelerator) == 3:  # which otherwise leaves parameters as small as these whole
         zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0
@@ -111,11 +111,10 @@ def run(folder: Path, accelerator: Accelerator, recorder: Recorder, seed: int = 
     accelerator.free_memory()  # which of the run before it is done with
     objective = heads_objective(seed)
 
-    def evaluate(progress: Progress) -> bool:
+    def evaluate(progress: Progress) -> None:
         drafted = Engine(target(), objective.drafter()).decode([1, 2, 3], DecodingConfig(max_new_tokens=6))
         assert drafted.tokens == Engine(target()).decode([1, 2, 3], DecodingConfig(max_new_tokens=6)).tokens
         recorder.evaluated.append(progress.step)
-        return False
 
     hooks = Hooks(recorder.hooks().on_step, evaluate)
     source = Offline(EXAMPLES, SECTION.batch_size, SECTION.seed)

@@ -11,9 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
-from trainer.processes import agreed
-from trainer.recipe.common import TrainingSection
-from trainer.run.distributed import build_accelerator
+from trainer.processes import agreed, build_accelerator
 
 RANK = int(os.environ["RANK"])
 WAIT, WORK = 3, 7  # seconds
@@ -28,10 +26,9 @@ def outcome(patient: bool) -> str:
 
 if __name__ == "__main__":
     with (
-        patch("trainer.run.distributed.TIMEOUT", timedelta(seconds=WAIT)),
         patch("trainer.processes.TIMEOUT", timedelta(seconds=WAIT)),
         patch("trainer.processes._SIGN_EVERY", 0.2),
     ):
-        build_accelerator(TrainingSection(steps=1, mixed_precision="no"))
+        build_accelerator()
         found = [outcome(patient) for patient in (True, False)]
     (Path(sys.argv[1]) / f"{RANK}.json").write_text(json.dumps(found))

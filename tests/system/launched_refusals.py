@@ -18,7 +18,6 @@ from whole_runs import write_recipe, write_workshop
 
 from trainer.commands.evaluate import run_evaluate
 from trainer.commands.options import EvaluateOptions
-from trainer.commands.prepare import prepare_features
 from trainer.recipe.reading import load_recipe
 from trainer.run.train import run_recipe
 
@@ -40,7 +39,7 @@ def train(*overrides: str, kind: str = "medusa") -> Callable[[Path], object]:
 
 
 def features(folder: Path) -> object:
-    return prepare_features(load_recipe(folder / "medusa.yaml", [f"features.folder={folder}/features"]), QUIET)
+    return train(f"features.folder={folder}/features")(folder)
 
 
 def evaluate(folder: Path) -> object:
@@ -55,25 +54,17 @@ def evaluate(folder: Path) -> object:
     return run_evaluate(options, QUIET)
 
 
-WRITES = ("draft.check_costs=false", "draft.policy.draft=1", "draft.policy.max_new_tokens=4")
 PLACES = {
     "costs": Place(0, "trainer.drafts.job.best_costs", train(kind="draft")),
-    "folders": Place(1, "trainer.run.train.check_folders", train()),
     "target": Place(1, "trainer.target.loading.load_model", train()),
-    "fingerprint": Place(0, "trainer.target.loading.kept_fingerprint", train()),
-    "rows": Place(1, "trainer.data.splits.load_dataset", train()),
-    "tracker": Place(0, "accelerate.Accelerator.init_trackers", train()),
+    "rows": Place(1, "trainer.data.dataset.load_dataset", train()),
     "batches": Place(1, "trainer.run.feed.collate", train()),
-    "texts": Place(1, "trainer.drafts.generations.WindowFiles.write", train(*WRITES, kind="draft")),
     "metrics": Place(0, "trainer.run.log.Log.step", train("training.steps=3"), OSError),
     "tree": Place(1, "trainer.heads.medusa.fit_tree", train("training.steps=1")),
-    "final": Place(0, "trainer.run.train.finish", train("training.steps=1")),
     "lock": Place(0, "trainer.target.store.hold", features),
-    "space": Place(1, "trainer.target.store._check_space", features),
     "shards": Place(1, "trainer.target.store.write_sealed", features, OSError),
     "models": Place(1, "trainer.commands.evaluate.load_models", evaluate),
-    "records": Place(1, "trainer.commands.evaluate.open_records", evaluate, OSError),
-    "decoding": Place(0, "trainer.commands.evaluate.measure", evaluate),
+    "decoding": Place(0, "trainer.commands.evaluate.Measurement.run", evaluate),
 }
 
 

@@ -5,7 +5,7 @@ policy. Exits with 0 if every process finds everything right.
 """
 
 import torch
-from launched_heads import EXAMPLES, SECTION, heads_objective
+from launched_heads import EXAMPLES, heads_objective
 from parallel_training import objective_for
 from tiny_models import tiny_model
 from torch.distributed import all_reduce, destroy_process_group, get_rank, init_process_group
@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainer.data.batch import collate
-from trainer.run.distributed import sharded_precision
+from trainer.processes import sharded_precision
 
-BF16 = sharded_precision(SECTION.model_copy(update={"mixed_precision": "bf16"}))
+BF16 = sharded_precision("bf16")
 
 
 def check_heads(mine: slice) -> None:

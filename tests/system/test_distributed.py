@@ -21,7 +21,6 @@ from whole_runs import (
     ROOT,
     SCRIPT,
     TORCHRUN,
-    TWO_PROCESSES,
     losses,
     provenance,
     start,
@@ -32,8 +31,7 @@ from whole_runs import finish as run_to_an_end
 from whole_runs import run as run_program
 
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.heads import MedusaHeads
-from trainer.run.consolidate import consolidate
+from trainer.run.finish import consolidate
 from trainer.run.loop import Interrupted
 
 TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
@@ -131,13 +129,6 @@ def test_two_processes_train_as_one(kind: str, launched: Callable[[str], Path], 
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_heads_are_saved_whole(kind: str, launched: Callable[[str], Path], alone: Any) -> None:
-    heads = MedusaHeads.from_pretrained(launched(kind) / "straight" / "heads")
-    for saved, expected in zip(heads.parameters(), alone[1].heads.parameters(), strict=True):
-        assert saved.shape == expected.shape and torch.allclose(saved, expected, atol=1e-3)
-
-
-@pytest.mark.parametrize("kind", TYPES)
 def test_checkpoints_hold_whole_tensors_by_name(kind: str, launched: Callable[[str], Path], alone: Any) -> None:
     (newest,) = (launched(kind) / "straight").glob(f"step-{STEPS:08d}")
     weights, moments = load_file(newest / "weights.safetensors"), load_file(newest / "optimizer.safetensors")
@@ -171,27 +162,6 @@ def test_a_run_may_change_its_launcher_at_every_resume(last: str, launched: Call
     assert list(chained) == ["3", "4", "5", "6", "7", "8"]
     for step, figures in chained.items():
         assert figures == pytest.approx(alone[0][int(step)], abs=1e-4)
-
-
-def test_what_zero_wrote_is_gone_on_from_in_one_process(
-    tmp_path: Path, launched: Callable[[str], Path], alone: Any
-) -> None:
-    shutil.copytree(launched("zero3") / "chain", tmp_path / "chain")
-    recorder = Recorder()
-    with cpu_accelerator() as accelerator:
-        run(tmp_path / "chain", accelerator, recorder, seed=3)
-    assert list(recorder.figures) == [7, 8]
-    for step, figures in recorder.figures.items():
-        assert figures == pytest.approx(alone[0][step], abs=1e-4)
-
-
-@pytest.mark.parametrize("launcher", [[*TORCHRUN, "--standalone", "--nproc_per_node", "2"], TWO_PROCESSES[:-1]])
-def test_a_launch_fails_with_the_process_that_fails(tmp_path: Path, launcher: list[str]) -> None:
-    """Or no test here that launches could fail: their processes are forked."""
-    script = tmp_path / "fails.py"
-    script.write_text("import os\n\nassert os.environ['RANK'] == '0', 'planted'\n")
-    done = run_to_an_end([*launcher, str(script)], tmp_path)
-    assert done.returncode != 0 and "AssertionError: planted" in done.stderr
 
 
 def test_in_bf16_fsdp2_rounds_products_and_neither_losses_nor_sums_of_gradients(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def test_both_processes_find_what_one_finds_in_every_dtype_at_every_temperature(
 
 
 def test_each_prompt_is_decoded_by_one_of_them(folder: Path) -> None:
-    """Of seven prompts one at a time the first has four; of batches of 2, 3 and 2 the first and the last."""
-    assert [of_process(folder, rank)["decoded"] for rank in (0, 1)] == [2 * 4 + 4 * 4, 2 * 3 + 4 * 3]
+    """Of seven prompts one at a time the first has four; of batches of 3, 2 and 2 the first and the last."""
+    assert [of_process(folder, rank)["decoded"] for rank in (0, 1)] == [2 * 4 + 4 * 5, 2 * 3 + 4 * 2]
 
 
 def test_a_prompt_that_one_cannot_decode_ends_the_evaluation_of_both(folder: Path) -> None:

@@ -28,11 +28,11 @@ from whole_runs import (
     write_workshop,
 )
 
-KILLS = 12
-STEPS = 80
+KILLS = 6
+STEPS = 40
 
 
-def test_a_run_killed_twelve_times_equals_the_one_that_was_never_killed(tmp_path: Path) -> None:
+def test_a_run_killed_six_times_equals_the_one_that_was_never_killed(tmp_path: Path) -> None:
     """Bit by bit: every step's loss, those done again included, and the weights at the end."""
     workshop = write_workshop(tmp_path)
     whole, killed = workshop / "whole", workshop / "killed"
@@ -114,7 +114,7 @@ def test_a_run_that_loses_its_weights_exits_2_and_goes_on_from_before_with_anoth
         f"the last good checkpoint, {output}/checkpoints/step-00000006, is kept: lower training.learning_rate" in said
     )
     assert not (output / "final").exists()
-    assert "tiny medusa: going on from step 6 of 12" in run([*DIRECT, recipe], output.parent)
+    assert "tiny medusa: resuming from step 6 of 12" in run([*DIRECT, recipe], output.parent)
     assert one_line(finish([*DIRECT, recipe, "training.learning_rate=.inf"], output.parent)).endswith(
         "training.learning_rate: Input should be a finite number (got inf)"
     )

@@ -9,30 +9,29 @@ from typing import Any
 
 import pytest
 import torch
+from test_gguf import LLAMA3, QWEN2, sentencepiece_like
 from tiny_models import tiny_model
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, pre_tokenizers
 from trained_pair import bpe_tokenizer, sentences, train_pair
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from decoding.drafters import DraftModelDrafter
-from decoding.measure.evaluate import margin_of
+from decoding.measure.proof.greedy import margin_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
-from trainer.export import export
+from trainer.export.exporter import NO_PROMPTS, export
 
 ROOT = Path(__file__).resolve().parents[2]
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(str(ROOT / "benchmarks"))
-    from llama_cpp_engine import PYTHON, Case, serve
+    from engines import LLAMA_CPP, LlamaCppCase, serve_llama_cpp
 
-pytestmark = pytest.mark.skipif(not PYTHON.is_file(), reason="runs in the engines' own environment, by `make engines`")
+pytestmark = pytest.mark.skipif(
+    not LLAMA_CPP.is_file(), reason="runs in the engines' own environment, by `make engines`"
+)
 
 TYPES = ("f32", "f16", "bf16", "q8_0")
 PROMPTS, MAX_NEW_TOKENS, DRAFT_TOKENS = 12, 48, 4
-QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 TEXTS = (
     *sentences(4, seed=2),
     Path(__file__).read_text(encoding="utf-8")[:3000],
@@ -63,18 +62,13 @@ def split_by(*parts: Any) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def sentencepiece_like() -> PreTrainedTokenizerFast:
+def sentencepiece() -> PreTrainedTokenizerFast:
     """A BPE with byte fallback, merged in the order of its tokens, that begins texts with <s> and a space."""
     words = ["▁A", "nn", "▁Ann", "ha", "▁h", "as", "▁ha", "▁has", "gg", "egg", "▁egg", "▁▁", "▁▁▁▁", "12"]
-    letters = ["▁", *"AEBTZabcdefghijklmnopqrstuvwxyz0123456789.,'"]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *words]
-    known = {token: i for i, token in enumerate(tokens)}
+    letters = "AEBTZabcdefghijklmnopqrstuvwxyz0123456789.,'"
+    known = {"▁", *letters, *words}
     pairs = [(word[:cut], word[cut:]) for word in words for cut in range(1, len(word))]
-    merges = [(left, right) for left, right in pairs if left in known and right in known]
-    tokenizer = Tokenizer(models.BPE(vocab=known, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    return sentencepiece_like([pair for pair in pairs if known.issuperset(pair)], letters=letters)
 
 
 TOKENIZERS = {
@@ -82,7 +76,7 @@ TOKENIZERS = {
     "smollm": lambda: split_by(pre_tokenizers.Digits(individual_digits=True)),
     "qwen2": lambda: split_by(pre_tokenizers.Split(Regex(QWEN2), "isolated")),
     "smaug-bpe": lambda: split_by(pre_tokenizers.Split(Regex(LLAMA3), "isolated")),
-    "sentencepiece": sentencepiece_like,
+    "sentencepiece": sentencepiece,
 }
 
 
@@ -101,7 +95,7 @@ class Desk:
         self.random: dict[str, CausalLM] = {}
 
     def file(self, source: Path, name: str, type: str = "f32") -> Path:
-        return export(source, self.folder / "gguf" / name, "gguf", type=type, check_prompts=0).folder / "model.gguf"
+        return export(source, self.folder / "gguf" / name, "gguf", type=type, prompts=NO_PROMPTS).folder / "model.gguf"
 
     def random_file(self, name: str, tokenizer: PreTrainedTokenizerFast, family: str, **changes: Any) -> Path:
         """A random model's file; large weights, so that logits differ by whole numbers."""
@@ -127,19 +121,21 @@ class Desk:
         model.save_pretrained(folder)
         return self.file(folder, "damaged-gguf")
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[LlamaCppCase]:
         target, draft = (
             {type: self.file(folder, f"{kind}-{type}", type) for type in TYPES}
             for kind, folder in zip(("target", "draft"), self.pair, strict=True)
         )
-        own = DraftModelDrafter(self.draft, (1,) * DRAFT_TOKENS)
-        found = [Case(f"plain {type}", target[type], probed=self.probed) for type in TYPES]
-        found += [Case(f"draft {type}", target[type], draft[type], drafter=own) for type in TYPES]
-        found.append(Case("damaged", target["f32"], self.with_other_embeddings(), drafter=own))
+        own = DraftModelDrafter(self.draft, DRAFT_TOKENS)
+        found = [LlamaCppCase(f"plain {type}", target[type], probed=self.probed) for type in TYPES]
+        found += [LlamaCppCase(f"draft {type}", target[type], draft[type], drafter=own) for type in TYPES]
+        found.append(LlamaCppCase("damaged", target["f32"], self.with_other_embeddings(), drafter=own))
         for name, (family, changes) in ARCHITECTURES.items():
-            found.append(Case(name, self.random_file(name, bpe_tokenizer(), family, **changes), probed=self.probed))
+            found.append(
+                LlamaCppCase(name, self.random_file(name, bpe_tokenizer(), family, **changes), probed=self.probed)
+            )
         for name, make in TOKENIZERS.items():
-            found.append(Case(f"split {name}", self.random_file(f"split-{name}", make(), "llama"), texts=TEXTS))
+            found.append(LlamaCppCase(f"split {name}", self.random_file(f"split-{name}", make(), "llama"), texts=TEXTS))
         return found
 
 
@@ -151,7 +147,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 @pytest.fixture(scope="module")
 def found(desk: Desk) -> dict[str, Row]:
     """The rows of all cases by name, from one process of llama.cpp."""
-    rows = serve(desk.target, desk.cases(), desk.prompts, MAX_NEW_TOKENS, desk.ends)
+    rows = serve_llama_cpp(desk.target, desk.cases(), desk.prompts, MAX_NEW_TOKENS, desk.ends)
     return {row["artefact"]: row for row in rows}
 
 
@@ -214,8 +210,4 @@ def test_llama_cpp_splits_texts_as_the_tokenizer_does(desk: Desk, found: dict[st
     tokenizer = load_tokenizer(str(desk.folder / f"split-{name}"))
     for text, tokens in zip(TEXTS, found[f"split {name}"]["tokenised"], strict=True):
         assert tokens == tokenizer(text)["input_ids"], text
-
-
-def test_the_texts_tell_the_tokenizers_apart(found: dict[str, Row]) -> None:
-    split = [str(found[f"split {name}"]["tokenised"]) for name in TOKENIZERS]
-    assert len(set(split)) == len(TOKENIZERS)
+    assert len({str(found[f"split {other}"]["tokenised"]) for other in TOKENIZERS}) == len(TOKENIZERS), "they differ"

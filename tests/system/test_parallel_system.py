@@ -6,12 +6,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from test_distributed import own_zero3
 from whole_runs import (
-    ACCELERATE,
     DIRECT,
     ROOT,
-    SCRIPT,
     TORCHRUN,
     losses,
     provenance,
@@ -64,14 +61,4 @@ def test_two_processes_train_the_draft_and_its_parts_as_one_does_though_two_are_
     run([*restarting, str(ROOT / "tests" / "system" / "launched_killed.py"), path, "checkpoint.every=2"], workshop)
     assert provenance(output)["num_processes"] == 2
     assert [line["step"] for line in repeated(output) if "loss" in line] == [3, 3, 4]
-    check_equal(output, alone)
-
-
-def test_so_do_two_processes_that_share_every_parameter(alone: Path, workshop: Path, tmp_path: Path) -> None:
-    """ZeRO-3 with no parameter too small to be sharded: bias and reader are gathered where they are used."""
-    pytest.importorskip("deepspeed", reason="DeepSpeed is an optional extra")
-    path, output = recipe(workshop, "zero3")
-    command = [*ACCELERATE, "--config_file", own_zero3(tmp_path), "--main_process_port", "0", SCRIPT, path]
-    run(command, workshop, ACCELERATE_USE_CPU=None)
-    assert provenance(output)["zero_stage"] == 3
     check_equal(output, alone)

@@ -22,7 +22,7 @@ STEPS = 30
 
 def command(output: str) -> list[str]:
     words = ["--target", "tuned", "--draft", STALE, "--prompts", "prompts.jsonl", "--output", output]
-    words += ["--max-new-tokens", "12", "--steps", str(STEPS), "--learning-rate", "0.1", "--dtype", "fp32"]
+    words += ["--max-new-tokens", "12", "--steps", str(STEPS), "training.learning_rate=0.1", "dtype=fp32"]
     return [*HEADSTART, "realign", *words]
 
 
@@ -47,6 +47,6 @@ def test_a_killed_realignment_typed_again_ends_with_the_draft_of_one_that_was_no
     target = CausalLM(load_model(str(workshop / "tuned"), torch.float32, torch.device("cpu")))
     draft = load_draft(str(killed / "final"), target, load_tokenizer(str(workshop / "tuned")))
     config = DecodingConfig(max_new_tokens=11)
-    drafted = Engine(target, DraftModelDrafter(draft, (1, 1, 1, 1))).decode([4, 5, 6], config)
+    drafted = Engine(target, DraftModelDrafter(draft, 4)).decode([4, 5, 6], config)
     assert drafted.tokens == Engine(target).decode([4, 5, 6], config).tokens == (8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12)
     assert len(drafted.steps) < 6  # a prefill and, drafting nothing, ten passes

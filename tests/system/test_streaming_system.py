@@ -21,8 +21,6 @@ from whole_runs import (
     write_workshop,
 )
 
-pytest.importorskip("datasets", reason="reads hub data sets, needs pip install headstart[data]")
-
 
 @pytest.fixture
 def hub() -> Iterator[FakeHub]:

@@ -12,7 +12,8 @@ SHARDS = 69  # 44 rows of 23 positions in a shard of 1,024
 
 
 def write_recipe(workshop: Path, name: str) -> str:
-    content = recipe_content(workshop, "draft")
+    content = recipe_content(workshop, "draft", micro_batch_size=4)
+    content["output"] = str(workshop / f"{name}-run")
     content["draft"] = {"teacher": {"folder": str(workshop / name), "top_k": 3, "tail": 2, "shard_tokens": 1024}}
     path = workshop / f"{name}.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -34,7 +35,7 @@ def test_a_killed_run_goes_on_and_two_processes_write_the_same_bytes(tmp_path: P
     write_rows(tmp_path / "train.jsonl", [{"text": counting_text(row, LENGTH)} for row in range(ROWS)])
     write_rows(tmp_path / "heldout.jsonl", [{"text": "a b c d e f g h"}])
     killed = tmp_path / "killed"
-    command = [*HEADSTART, "features", write_recipe(tmp_path, "killed")]
+    command = [*HEADSTART, "train", write_recipe(tmp_path, "killed")]
     with running(command, tmp_path) as process:
         wait_until(lambda: len(shards_of(killed)) >= 6, process)
         process.kill()
@@ -42,9 +43,9 @@ def test_a_killed_run_goes_on_and_two_processes_write_the_same_bytes(tmp_path: P
     before = shards_of(killed)
     assert 6 <= len(before) < 2 * SHARDS
     said = run(command, tmp_path)
-    assert f"teacher cache: {ROWS * (LENGTH - 1):,} positions in" in said and "positions/s" in said
+    assert f"teacher logits: {ROWS * (LENGTH - 1):,} positions in" in said and "positions/s" in said
 
-    run([*TWO_PROCESSES[:-1], "-m", "trainer.cli", "features", write_recipe(tmp_path, "two")], tmp_path)
+    run([*TWO_PROCESSES, write_recipe(tmp_path, "two")], tmp_path)
     whole = shards_of(killed)
     assert len(whole) == 2 * SHARDS and before.items() < whole.items()
     assert whole == shards_of(tmp_path / "two")

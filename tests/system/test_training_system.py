@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import tiny_model
-from tiny_training import tiny_tokenizer, write_rows
+from tiny_training import write_rows
 from whole_runs import (
     DEADLINE,
     DIRECT,
@@ -34,21 +33,12 @@ from whole_runs import (
     write_workshop,
 )
 
-from decoding.drafters import DraftModelDrafter, MedusaDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
-from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import load_draft, load_heads, load_model, load_tokenizer
 from trainer.terminal.exit_codes import ExitCode
 
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_workshop(tmp_path_factory.mktemp("workshop"))
-
-
-def target_of(workshop: Path) -> CausalLM:
-    return CausalLM(load_model(str(workshop / "target"), torch.float32, torch.device("cpu")))
 
 
 @pytest.fixture(scope="module")
@@ -58,32 +48,6 @@ def medusa_run(workshop: Path) -> Path:
     said = run([*ONE_PROCESS, write_recipe(workshop, "medusa", output)], workshop)
     assert f"finished: {output / 'final'}" in said
     return output
-
-
-def test_launched_heads_train_load_and_speed_up_decoding(workshop: Path, medusa_run: Path) -> None:
-    assert list(losses(medusa_run)) == list(range(1, STEPS + 1))
-    assert metrics(medusa_run)[-1]["heldout/tokens_per_pass"] > 2
-    target = target_of(workshop)
-    drafter = MedusaDrafter(load_heads(medusa_run / "final", target))
-    config = DecodingConfig(max_new_tokens=9)
-    drafted = Engine(target, drafter).decode([4, 5], config)
-    assert drafted.tokens == Engine(target).decode([4, 5], config).tokens == tuple(range(6, 15))
-    assert len(drafted.steps) < 6  # a prefill and, drafting nothing, eight passes
-    assert provenance(medusa_run)["num_processes"] == 1 and provenance(medusa_run)["steps"] == STEPS
-
-
-def test_a_draft_trains_loads_and_decodes(workshop: Path) -> None:
-    output = workshop / "draft"
-    overrides = ["training.steps=6", "draft.init.from_target.layers=[-1]", "draft.loss.tvd=1"]
-    run([*DIRECT, write_recipe(workshop, "draft", output), *overrides], workshop)
-    assert len(losses(output)) == 6 and provenance(output)["recipe"]["draft"]["loss"]["tvd"] == 1
-    target = target_of(workshop)
-    draft = load_draft(str(output / "final"), target, load_tokenizer(str(workshop / "target")))
-    assert draft.num_layers == 1
-    config = DecodingConfig(max_new_tokens=9)
-    drafted = Engine(target, DraftModelDrafter(draft, (1, 1, 1))).decode([4, 5], config)
-    # One layer of the counting model counts as well, so all that it drafts is accepted.
-    assert drafted.tokens == tuple(range(6, 15)) and [step.accepted for step in drafted.steps] == [0, 3, 3]
 
 
 def test_a_run_resumed_after_kill_9_equals_the_one_that_was_never_killed(workshop: Path, medusa_run: Path) -> None:
@@ -162,12 +126,6 @@ def test_two_processes_train_as_one_and_stop_and_resume_together(workshop: Path,
     assert len([line for line in metrics(output) if "loss" in line]) == STEPS  # one process writes
 
 
-def test_a_batch_that_the_processes_cannot_share_is_refused(workshop: Path) -> None:
-    done = finish([*TWO_PROCESSES, write_recipe(workshop, "medusa", workshop / "uneven")], workshop)
-    assert done.returncode != 0
-    assert "training.batch_size (8) is not a multiple of training.micro_batch_size (8) times 2 processes" in done.stderr
-
-
 @contextmanager
 def trap() -> Iterator[tuple[str, list[bytes]]]:
     """A server that stands in for the whole network and notes who calls."""
@@ -227,19 +185,3 @@ def test_a_sigterm_to_the_accelerate_launcher_stops_the_trainer_too_with_its_sta
             assert time.monotonic() < deadline, "the trainer went on without its launcher"
             time.sleep(0.01)
     assert checkpoint_steps(output)[-1] < 4000
-
-
-def test_a_run_on_another_target_or_other_data_is_not_taken_for_this_one(workshop: Path) -> None:
-    output = workshop / "moved"
-    recipe = write_recipe(workshop, "medusa", output, steps=2)
-    own = workshop / "own.jsonl"
-    own.write_text((workshop / "train.jsonl").read_text())
-    run([*DIRECT, recipe, f"data.train={own}"], workshop)
-    own.write_text((workshop / "heldout.jsonl").read_text())
-    done = finish([*DIRECT, recipe, f"data.train={own}"], workshop)
-    assert done.returncode == 2 and "a recipe with another training data" in done.stderr
-    other = workshop / "other-target"
-    tiny_model(vocab=16).save_pretrained(other)
-    tiny_tokenizer().save_pretrained(other)
-    done = finish([*DIRECT, recipe, f"target={other}"], workshop)
-    assert done.returncode == 2 and "a recipe with another target weights" in " ".join(done.stderr.split())

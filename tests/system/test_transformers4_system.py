@@ -77,7 +77,7 @@ def read(version_4: Path, drafts: Path) -> dict[str, Any]:
 def test_version_4_reads_every_exported_draft_as_the_same_model_and_tokenizer(
     drafts: Path, read: dict[str, Any]
 ) -> None:
-    assert len(read) == len(DRAFTS) > 15
+    assert len(read) == len(DRAFTS) > 10
     differing = {}
     for number, (name, (family, changes)) in enumerate(DRAFTS.items()):
         logits = full_forward(tiny_model(family, vocab=VOCABULARY, **changes), PROBE)

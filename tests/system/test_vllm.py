@@ -5,20 +5,13 @@ Needs the environment that `make vllm` makes, 3 GB, and runs by that command alo
 
 import json
 import os
-import re
 import shutil
-import socket
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from served_models import CHAIN, TOKENS, Desk, prompts
-from whole_runs import running, wait_until
 
 from decoding.drafters import DraftModelDrafter, MedusaDrafter
 from decoding.drafters.parallel import ParallelDrafter
@@ -29,13 +22,12 @@ from trainer.export import export
 ROOT = Path(__file__).resolve().parents[2]
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(str(ROOT / "benchmarks"))
-    from vllm_engine import Case, python, serve
+    from engines import VllmCase, serve_vllm, vllm_python
 
-ASKED_FOR = "HEADSTART_VLLM" in os.environ and python() is not None
+ASKED_FOR = "HEADSTART_VLLM" in os.environ and vllm_python() is not None
 pytestmark = pytest.mark.skipif(not ASKED_FOR, reason="runs in vLLM's own environment, by `make vllm`")
 
 PROMPTS, MAX_NEW_TOKENS, DRAFT_TOKENS = 6, 40, 4
-DEADLINE = 240.0
 Row = dict[str, Any]
 
 
@@ -68,7 +60,7 @@ def without_bias_key(config: dict[str, Any], _: dict[str, Any]) -> None:
     del config["medusa_fc_bias"]
 
 
-def cases_of(desk: Desk) -> list[Case]:
+def cases_of(desk: Desk) -> list[VllmCase]:
     """Every export and every trap, each a start of vLLM."""
     folder, target = desk.folder, desk.target
     heads = {"heads": {}, "shared": {"shared": True}, "biased": {"bias": 2.0}}
@@ -84,36 +76,23 @@ def cases_of(desk: Desk) -> list[Case]:
     at_once = {"parallel_drafting": True, "use_heterogeneous_vocab": True, "model": str(folder / "parallel")}
     return [
         # First: what lies in memory then is no weights of an earlier case.
-        Case("silent", medusa(damaged(folder / "heads", "silent", without_output_layers)), batch_sizes=(1,)),
-        Case("plain"),
-        Case("draft", drafts, DraftModelDrafter(draft, (1,) * DRAFT_TOKENS)),
-        Case("parallel draft", {**drafts, **at_once, "num_speculative_tokens": TOKENS}, ParallelDrafter(parallel)),
-        *(Case(name, medusa(folder / name), MedusaDrafter(own[name], CHAIN)) for name in trained),
-        Case("fewer than heads", medusa(folder / "heads", TOKENS - 1), MedusaDrafter(own["heads"], CHAIN[:-1])),
-        Case("more than heads", medusa(folder / "heads", TOKENS + 1), batch_sizes=(1,)),
-        Case("no biases", medusa(damaged(folder / "biased", "biases", without_bias_key)), batch_sizes=(1,)),
-        Case("eagle", medusa(Path(shutil.copytree(folder / "heads", folder / "eagle3-heads"))), batch_sizes=(1,)),
+        VllmCase("silent", medusa(damaged(folder / "heads", "silent", without_output_layers)), batch_sizes=(1,)),
+        VllmCase("plain"),
+        VllmCase("draft", drafts, DraftModelDrafter(draft, DRAFT_TOKENS)),
+        VllmCase("parallel draft", {**drafts, **at_once, "num_speculative_tokens": TOKENS}, ParallelDrafter(parallel)),
+        *(VllmCase(name, medusa(folder / name), MedusaDrafter(own[name], CHAIN)) for name in trained),
+        VllmCase("fewer than heads", medusa(folder / "heads", TOKENS - 1), MedusaDrafter(own["heads"], CHAIN[:-1])),
+        VllmCase("more than heads", medusa(folder / "heads", TOKENS + 1), batch_sizes=(1,)),
+        VllmCase("no biases", medusa(damaged(folder / "biased", "biases", without_bias_key)), batch_sizes=(1,)),
+        VllmCase("eagle", medusa(Path(shutil.copytree(folder / "heads", folder / "eagle3-heads"))), batch_sizes=(1,)),
     ]
 
 
 @pytest.fixture(scope="module")
 def found(desk: Desk) -> Row:
     """The rows of all cases, by name and batch size, from one process of vLLM."""
-    rows = serve(desk.folder / "target", desk.target, cases_of(desk), prompts(PROMPTS, seed=9), MAX_NEW_TOKENS)
-    print(f"\nvLLM {rows[0]['version']}, imported in {rows[0]['import_seconds']:.0f} s")
-    for row in rows:
-        print(told(row))
+    rows = serve_vllm(desk.folder / "target", desk.target, cases_of(desk), prompts(PROMPTS, seed=9), MAX_NEW_TOKENS)
     return {(row["artefact"], row.get("batch_size")): row for row in rows}
-
-
-def told(row: Row) -> str:
-    if "error" in row:
-        return f"{row['artefact']}: {row['error'][:100]}"
-    counts = "; ".join(f"{side} {row[side]}" for side in ("theirs", "ours") if side in row)
-    return (
-        f"{row['artefact']}, batch of {row['batch_size']}, started in {row['setup_seconds']:.1f} s: "
-        f"{row['equal']}/{row['prompts']} texts equal; {counts}"
-    )
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -154,65 +133,3 @@ def test_a_path_with_eagle3_is_taken_for_eagle_and_ends_vllm(found: Row) -> None
 
 def test_more_tokens_than_heads_end_vllm(found: Row) -> None:
     assert f"not initialized from checkpoint: {{'blocks.{TOKENS}." in found["more than heads", None]["error"]
-
-
-# --- the server -------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def served(desk: Desk, heads: Path) -> Iterator[str]:
-    """The server of `vllm serve`, of the target with heads; gives its base address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    interpreter = python()
-    assert interpreter is not None
-    # The program vllm itself asks for the version of a package of that name, which this build for CPUs lacks.
-    command = [str(interpreter), "-m", "vllm.entrypoints.openai.api_server", "--model", str(desk.folder / "target")]
-    command += ["--dtype", "float32"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny", "--enforce-eager"]
-    command += ["--max-num-seqs", "4", "--generation-config", "vllm", "--speculative-config", json.dumps(medusa(heads))]
-    settings = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-
-    def is_up() -> bool:
-        with suppress(OSError):
-            return bool(urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200)
-        return False
-
-    with running(command, desk.folder, os.environ | settings) as process:
-        wait_until(is_up, process, DEADLINE)
-        yield f"http://127.0.0.1:{port}/v1"
-
-
-def regenerate(folder: Path, *words: str) -> list[Row]:
-    command = [sys.executable, "-c", "from trainer.cli import main; main()", "regenerate"]
-    command += ["--prompts", "prompts.jsonl", "--max-new-tokens", "24", "--output", "answers.jsonl", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
-    for name in folder.glob("answers.jsonl*"):
-        name.unlink()
-    return rows
-
-
-def test_a_real_server_that_speculates_regenerates_the_answers_of_this_process(desk: Desk) -> None:
-    pytest.importorskip("openai", reason="an endpoint is asked by the openai package")
-    if not (desk.folder / "regenerate").is_dir():
-        export(desk.write_heads("regenerate-run"), desk.folder / "regenerate", "vllm")
-    asked = [{"prompt": "".join(map(chr, prompt))} for prompt in prompts(8, seed=4)]
-    (desk.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
-    own = regenerate(desk.folder, "--target", "target", "--dtype", "fp32")
-    with served(desk, desk.folder / "regenerate") as address:
-        other = regenerate(desk.folder, "--endpoint", address, "--model", "tiny", "--concurrency", "4")
-        page = urllib.request.urlopen(address.removesuffix("v1") + "metrics", timeout=DEADLINE).read().decode()
-    accepted = re.search(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", page, re.MULTILINE)
-    assert accepted is not None and float(accepted[1]) > 0, "the server speculated"
-    for row in own:
-        row.pop("answer_tokens", None)  # which a server does not tell
-    assert other == own
-    assert len(own) >= 6 and len({json.dumps(row["messages"][-1]) for row in own}) > 1

@@ -1,4 +1,4 @@
-"""The best weights and the end of patience: by held-out figures, and the same however often a run is killed."""
+"""The best weights by held-out figures: the same wherever a run is killed."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,8 @@ import pytest
 from tiny_training import Recorder, ToyObjective, train_toy
 
 from trainer.files import folders
-from trainer.recipe.common import EvaluationSection
-from trainer.run.best import Best
 from trainer.run.checkpoint import Checkpoints, Progress
+from trainer.run.heldout import Best
 
 
 class Killed(Exception):  # not an error
@@ -22,21 +21,19 @@ class Watched(Recorder):
     def __init__(self, folder: Path, objective: ToyObjective, dies_at: tuple[str, int] | None = None) -> None:
         super().__init__()
         self.checkpoints = Checkpoints(folder / "checkpoints", 2, {"seed": 0})
-        section = EvaluationSection(every=2, keep="best", patience=2)
-        self.best = Best(folder / "best", section, "toy", self.checkpoints.steps)
+        self.best = Best(folder / "best", "toy", self.checkpoints.steps)
         self.module, self.dies_at = objective.module, dies_at
 
     def _die(self, place: str, step: int) -> None:
         if self.dies_at == (place, step):
             raise Killed
 
-    def _evaluate(self, progress: Progress) -> bool:
+    def _evaluate(self, progress: Progress) -> None:
         super()._evaluate(progress)
         self._die("checkpoint", progress.step)
         figure = {2: 0.3, 4: 0.1, 6: 0.5, 8: 0.6}.get(progress.step, 0.2)
         self.best.offer(progress, figure, self.module)
         self._die("evaluation", progress.step)
-        return self.best.is_enough(progress.step)
 
     def _on_step(self, progress: Progress, figures: dict[str, float]) -> None:
         super()._on_step(progress, figures)
@@ -46,7 +43,7 @@ class Watched(Recorder):
 def watched_run(folder: Path, dies_at: tuple[str, int] | None = None) -> tuple[Progress, Watched]:
     objective = ToyObjective(dropout=0.3)
     watched = Watched(folder, objective, dies_at)
-    settings = {"steps": 16, "learning_rate": 3e-2, "checkpoint_every": 3, "evaluate_every": 2}
+    settings = {"steps": 12, "learning_rate": 3e-2, "checkpoint_every": 3, "evaluate_every": 2}
     return train_toy(folder / "checkpoints", objective, watched, **settings), watched
 
 
@@ -64,10 +61,9 @@ def test_a_run_killed_anywhere_ends_at_the_same_step_with_the_same_best_weights(
     """After every step, after every evaluation, and between the two where there is a checkpoint."""
     monkeypatch.setattr(folders, "flush_to_disk", lambda path: None)  # slow, and for worse than a kill
     straight = outcome(*watched_run(tmp_path / "straight"))
-    ended, best = straight[0].step, straight[1]
-    assert (best.progress.step, ended) == (8, 12)
-    places = [("step", step) for step in range(1, 13)] + [("evaluation", step) for step in range(2, 13, 2)]
-    places += [("checkpoint", 6), ("checkpoint", 12)]
+    assert straight[1].progress.step == 8
+    places = [("step", step) for step in range(1, 13)] + [("evaluation", step) for step in range(2, 11, 2)]
+    places += [("checkpoint", 6)]
     for number, place in enumerate(places):
         folder = tmp_path / str(number)
         with pytest.raises(Killed):

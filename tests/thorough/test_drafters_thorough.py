@@ -1,58 +1,41 @@
-"""Drafts of whole vocabularies, of parts of them, and of paddings: what needs the loop."""
-
-import random
+"""Every drafter through the whole loop with sampling: the text of a seed, and the target's distribution."""
 
 import pytest
-from drafter_checks import accept_some, request
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis_profiles import examples
-from test_drafters import PENALISED, SAMPLED, assert_same, open_session
-from tiny_models import tiny_model
+import test_concurrent
+from drafter_checks import DRAFTERS, check_greedy, check_text_of_the_seed
+from test_drafters import FEW
+from test_generate_sampling import FALSE_ALARM, TARGET_SEED, TEXTS, decode_many, drafter_called, small_llama
 
-from decoding.drafters import DraftModelDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 
 
-@pytest.mark.parametrize("vocab", [12, 20])
-def test_greedy_output_is_plain_greedy_with_a_draft_of_another_padding(tiny_llama: CausalLM, vocab: int) -> None:
-    draft = CausalLM(tiny_model("llama", vocab=vocab, seed=2))
-    for prompt in ([1, 2], [15, 13, 14]):
-        plain = Engine(tiny_llama).decode(prompt, DecodingConfig(16)).tokens
-        for branching in ((1, 1), (2, 2)):
-            drafter = DraftModelDrafter(draft, branching)
-            assert Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(16)).tokens == plain
+@pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - set(FEW)))
+def test_greedy_output_is_plain_greedy(tiny_llama: CausalLM, tiny_draft: CausalLM, name: str) -> None:
+    check_greedy(tiny_llama, DRAFTERS[name](tiny_llama, tiny_draft))
 
 
-@examples(20)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    branching=st.sampled_from([(1,), (1, 1, 1), (3, 2), (2, 1, 2)]),
-    sampling=st.sampled_from([SamplingConfig(), SAMPLED, PENALISED]),
-    rows=st.integers(2, 4),
-)
-def test_each_row_is_drafted_for_as_if_it_were_alone(
-    tiny_draft: CausalLM,
-    tiny_llama: CausalLM,
-    seed: int,
-    branching: tuple[int, ...],
-    sampling: SamplingConfig,
-    rows: int,
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_sampled_verify_writes_plain_decodings_text_of_the_seed(
+    tiny_llama: CausalLM, tiny_draft: CausalLM, name: str
 ) -> None:
-    """Whatever the others accept, however little room they have, in whichever steps nobody is asked."""
-    chance = random.Random(seed)
-    batch = open_session(tiny_draft, tiny_llama, branching, sampling, seed=seed, rows=rows)
-    loners = [open_session(tiny_draft, tiny_llama, branching, sampling, seed=seed + row) for row in range(rows)]
-    texts = [[chance.randrange(16) for _ in range(chance.randint(1, 9))] for _ in range(rows)]
-    for _ in range(4):
-        requests = [request(text, chance.randint(0, 4), chance.choice([1, 4, 99])) for text in texts]
-        for row, proposal in enumerate(batch.propose(requests)):
-            (wanted,) = loners[row].propose([requests[row]])
-            assert_same(proposal, wanted)
-            texts[row] += accept_some(proposal, chance)
-        if chance.random() < 0.3:  # steps of plain decoding
-            for text in texts:
-                text += [chance.randrange(16) for _ in range(chance.randint(1, 3))]
+    check_text_of_the_seed(tiny_llama, DRAFTERS[name](tiny_llama, tiny_draft))
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - set(test_concurrent.FEW)))
+def test_calls_from_several_threads_write_the_texts_that_each_would_alone(name: str) -> None:
+    test_concurrent.test_calls_from_several_threads_write_the_texts_that_each_would_alone(name, None)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_loop_writes_the_targets_distribution(name: str) -> None:
+    chance, accepted = decode_many(small_llama(TARGET_SEED), drafter_called(name), SamplingConfig(1.0))
+    assert chance > FALSE_ALARM
+    assert accepted > TEXTS / 10, "a draft that is never accepted proves little"
+
+
+@pytest.mark.parametrize("name", ["chain", "Markov heads"])
+def test_the_loop_writes_the_targets_distribution_under_every_control_at_once(name: str) -> None:
+    sampling = SamplingConfig(1.3, top_k=3, top_p=0.95, min_p=0.02, repetition_penalty=1.3)
+    chance, accepted = decode_many(small_llama(TARGET_SEED), drafter_called(name), sampling)
+    assert chance > FALSE_ALARM and accepted > TEXTS / 10

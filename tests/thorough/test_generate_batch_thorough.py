@@ -3,8 +3,7 @@
 import pytest
 import test_generate_batch as few
 from scripted_drafters import RandomPolicy
-from test_generate_batch import COUNT, DRAFTERS, FEW_DRAFTERS, PROMPTS, llama, plain_texts
-from tiny_models import OTHER_FAMILIES
+from test_generate_batch import COUNT, DRAFTERS, FEW_DRAFTERS, PROMPTS, drafter_of, llama, plain_texts
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -12,24 +11,12 @@ from decoding.generate import DecodingConfig
 OTHER_DRAFTERS = [name for name in DRAFTERS if name not in FEW_DRAFTERS]
 
 
-@pytest.mark.parametrize("batch_size", [2, 8, 20])
-@pytest.mark.parametrize("name", ["plain", "hostile trees", "hostile chains"])
-def test_every_row_is_plain_greedy(name: str, batch_size: int) -> None:
-    assert batch_size not in few.FEW_SIZES
-    few.test_every_row_is_plain_greedy(name, batch_size)
-
-
 @pytest.mark.parametrize("name", OTHER_DRAFTERS)
 def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str) -> None:
     few.test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name)
 
 
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
-def test_every_family_samples_each_row_as_it_is_alone(family: str) -> None:
-    few.test_every_family_samples_each_row_as_it_is_alone(family)
-
-
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_rows_stay_plain_greedy_where_a_policy_drafts_now_and_then(name: str) -> None:
-    texts = Engine(llama(), DRAFTERS[name](), RandomPolicy(0)).decode(PROMPTS[:5], DecodingConfig(COUNT), batch_size=3)
+    texts = Engine(llama(), drafter_of(name), RandomPolicy(0)).decode(PROMPTS[:5], DecodingConfig(COUNT), batch_size=3)
     assert [text.tokens for text in texts] == plain_texts()[:5]

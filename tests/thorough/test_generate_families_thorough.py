@@ -24,8 +24,3 @@ def test_speculative_greedy_is_plain_greedy(family: str, chains: bool) -> None:
 @pytest.mark.parametrize(("family", "attention"), OTHER_ATTENTIONS)
 def test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family: str, attention: str) -> None:
     few.test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family, attention)
-
-
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
-def test_a_draft_of_the_same_family_drafts_trees_for_ragged_rows(family: str) -> None:
-    few.test_a_draft_of_the_same_family_drafts_trees_for_ragged_rows(family)

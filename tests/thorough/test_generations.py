@@ -1,22 +1,17 @@
 """Texts written during the training: whose they are, where they are learnt from, when they collapsed, their files."""
 
 import json
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from scripted_drafters import ScriptedDrafter
-from tiny_models import full_forward, naive_greedy, tiny_model
+from tiny_models import naive_greedy
 from tiny_policies import PROMPTS, draft, orders_of, policy_of, target, writer_of
 from tiny_training import tiny_tokenizer
 
-from decoding.model.causal_lm import CausalLM
-from decoding.model.vocabulary import trimmed_vocabulary
-from trainer.data.batch import Example, collate
-from trainer.drafts.distill import OnlineTeacher
-from trainer.drafts.generations import Order, Origin, WindowFiles, Written, is_collapsed
+from trainer.data.batch import Example
+from trainer.drafts.on_policy import GeneratedText, Origin, WindowFiles, is_collapsed
 from trainer.processes import Process
 
 TABLE = [token for row in range(12) for token in (7, 20 + row, 7, 40 + row, 7, 9)]
@@ -51,27 +46,16 @@ def test_a_text_has_collapsed_if_it_is_empty_or_repeats_itself_to_no_end(
     assert is_collapsed(answer, ended) == collapsed
 
 
-@pytest.mark.parametrize("length", [40, 64, 100])
-@pytest.mark.parametrize("period", range(1, 17))
-def test_every_period_is_seen_at_every_cut(period: int, length: int) -> None:
-    """Four times and 32 tokens, wherever in the period the text is cut off; one token less is not enough."""
-    for repeated in (max(32, 4 * period), max(32, 4 * period) - 1):
-        answer = [*range(100, 100 + max(0, 120 - repeated)), *[token % period for token in range(repeated)]]
-        assert is_collapsed(answer, False) == (repeated == max(32, 4 * period))
-
-
 @cache
 def plain(place: int) -> tuple[int, ...]:
     """The target's own twelve tokens behind a prompt, greedily."""
     return naive_greedy(target().model, PROMPTS[place], 12)
 
 
-@pytest.mark.parametrize(("kind", "speculate"), [("target", False), ("target", True), ("loop", False)])
+@pytest.mark.parametrize("kind", ["target", "loop"])
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
-def test_at_temperature_0_target_and_loop_write_what_the_target_writes_greedily(
-    kind: Origin, speculate: bool, batch_size: int
-) -> None:
-    writer = writer_of(policy_of(loop=1, temperature=0, batch_size=batch_size, speculate=speculate), ends=())
+def test_at_temperature_0_target_and_loop_write_what_the_target_writes_greedily(kind: Origin, batch_size: int) -> None:
+    writer = writer_of(policy_of(loop=1, temperature=0, batch_size=batch_size), ends=())
     for text in writer.write(orders_of(kind), draft()):
         prompt = PROMPTS[text.position]
         assert text.tokens == (*prompt, *plain(text.position)) and text.answer == text.tokens[-12:]
@@ -81,13 +65,6 @@ def test_at_temperature_0_target_and_loop_write_what_the_target_writes_greedily(
 def test_at_temperature_0_the_draft_writes_what_it_writes_greedily() -> None:
     for text in writer_of(policy_of(draft=1, temperature=0), ends=()).write(orders_of("draft"), draft()):
         assert text.answer == naive_greedy(draft().model, PROMPTS[text.position], 12) and not text.rejected
-
-
-def test_a_text_goes_up_to_the_token_that_ends_it() -> None:
-    own = plain(0)
-    writer = writer_of(policy_of(target=1, temperature=0), ends=(own[4],))
-    (text,) = writer.write(orders_of("target", 1), draft())
-    assert text.answer == own[: own.index(own[4]) + 1]
 
 
 def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,79 +81,19 @@ def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: p
         ((0, 1, 2), (t[4], t[5], t[6])),
         ((0, 1), (t[8], wrong[9])),
     )
-    monkeypatch.setattr("trainer.drafts.drafter.named_drafter", lambda name, draft, tokens: drafter)
+    monkeypatch.setattr("trainer.drafts.distill.named_drafter", lambda name, draft, tokens: drafter)
     (text,) = writer_of(policy_of(loop=1, temperature=0), ends=()).write(orders_of("loop", 1), draft())
     assert text.answer == t and text.prompt_length == 3
     assert text.rejected == (3 + 2, 3 + 3, 3 + 9)
-    assert text.refused == ((wrong[2], t[3]), (wrong[3], t[4], t[5]), (wrong[9],))
     places = [place for place, trained in enumerate(text.example("rejected").trained) if trained]
     assert places == [5, 6, 12]
     assert text.example("all") == Example((*PROMPTS[0], *t), (False,) * 3 + (True,) * 12, 3)
-
-
-def test_a_correction_that_ends_the_text_is_learnt_and_a_draft_cut_off_by_an_accepted_end_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    t = plain(0)
-    end = next(place for place in range(2, 12) if t.index(t[place]) == place)
-    wrong = (t[end] + 1) % 16
-    script = [((0,), (t[place],)) for place in range(1, end - 1, 2)]
-    for last, rejected in (((wrong,), True), ((t[end], wrong), False)):
-        start = 1 + 2 * len(script)
-        chain = (*t[start:end], *last)
-        drafter = ScriptedDrafter(*script, (tuple(range(len(chain))), chain))
-        monkeypatch.setattr("trainer.drafts.drafter.named_drafter", lambda name, draft, tokens, it=drafter: it)
-        writer = writer_of(policy_of(loop=1, temperature=0), ends=(t[end],))
-        (text,) = writer.write(orders_of("loop", 1), draft())
-        assert text.answer == t[: end + 1] and text.rejected == ((3 + end,) if rejected else ())
-
-
-def test_what_a_draft_wrote_behind_an_end_of_its_own_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    t = plain(0)
-    end = next(token for token in range(16) if token not in t)
-    drafter = ScriptedDrafter(((0, 1, 2, 3), (t[1], end, t[3], t[4])))
-    monkeypatch.setattr("trainer.drafts.drafter.named_drafter", lambda name, draft, tokens: drafter)
-    (text,) = writer_of(policy_of(loop=1, temperature=0), ends=(end,)).write(orders_of("loop", 1), draft())
-    assert text.answer == t and text.rejected == (3 + 2,) and text.refused == ((end,),)
-    wrong = (t[2] + 1) % 16 if (t[2] + 1) % 16 != end else (t[2] + 2) % 16
-    later = ScriptedDrafter(((0, 1, 2, 3), (t[1], wrong, end, t[4])))
-    monkeypatch.setattr("trainer.drafts.drafter.named_drafter", lambda name, draft, tokens: later)
-    (text,) = writer_of(policy_of(loop=1, temperature=0), ends=(end,)).write(orders_of("loop", 1), draft())
-    assert text.refused == ((wrong, end),), "the end itself is trained"
-
-
-def test_a_replayed_text_goes_on_with_the_drafts_own_tokens_from_one_of_its_rejected_places() -> None:
-    """Draft-OPD whole: tokens 12 and 14 of the text are corrections, where the draft had 20 21 and 22 23 24."""
-    text = Written(0, 0, 0, "loop", 1, (10, 11, 12, 13, 14, 15), (2, 4), ((20, 21), (22, 23, 24)), False)
-    first = Example((10, 11, 20, 21), (False, False, True, True), 1)
-    second = Example((10, 11, 12, 13, 22, 23, 24), (False, False, True, False, True, True, True), 1)
-    found = Counter(text._replace(position=position).example("replayed") for position in range(200))
-    assert found.keys() == {first, second} and min(found.values()) > 60
-    assert text.example("replayed") == text.example("replayed")
-    assert text._replace(rejected=(), refused=()).example("replayed") == Example(text.tokens, (False,) * 6, 1)
-
-
-def test_the_target_teaches_a_replayed_text_at_every_token_of_the_draft_and_behind_it() -> None:
-    """Its distribution behind the draft's own tokens, at as many positions as are trained."""
-    own = tiny_model("llama")
-    text = Written(0, 0, 0, "loop", 1, (10, 11, 12, 13), (2,), ((5, 6),), False)
-    batch = collate([text.example("replayed")])
-    wanted = full_forward(own, (10, 11, 5, 6))[1:3]
-    assert torch.allclose(
-        OnlineTeacher(CausalLM(own)).for_batch(batch).known_logits(0, 2, 1.0).logits, wanted, atol=1e-5
-    )
 
 
 def test_a_draft_that_is_the_target_is_never_rejected_and_trains_nothing() -> None:
     for temperature in (0.0, 1.0):
         for text in writer_of(policy_of(loop=1, temperature=temperature)).write(orders_of("loop"), target()):
             assert not text.rejected and not any(text.example("rejected").trained)
-
-
-@pytest.mark.parametrize("speculate", [False, True])
-def test_the_draft_helps_the_target_where_that_is_asked_for(speculate: bool) -> None:
-    texts = writer_of(policy_of(target=1, speculate=speculate)).write(orders_of("target"), draft())
-    assert any(text.rejected for text in texts) == speculate
 
 
 @pytest.mark.parametrize("kind", ["target", "draft", "loop"])
@@ -190,31 +107,7 @@ def test_what_a_text_says_does_not_depend_on_those_beside_it(kind: Origin) -> No
     assert len({text.answer for text in together}) > 4
 
 
-def test_every_position_of_every_step_has_a_chance_of_its_own() -> None:
-    orders = [Order(step, position, 0, "target", PROMPTS[0]) for step in range(4) for position in range(4)]
-    texts = writer_of(policy_of(target=1), ends=()).write(orders, draft())
-    assert [(text.step, text.position) for text in texts] == [(order.step, order.position) for order in orders]
-    assert len({text.answer for text in texts}) == 16
-
-
-def test_a_draft_of_a_few_tokens_writes_only_those() -> None:
-    trimmed = trimmed_vocabulary(draft().model, [1, 4, 7, 9])
-    texts = writer_of(policy_of(draft=1)).write(orders_of("draft"), trimmed)
-    assert {token for text in texts for token in text.answer} == {1, 4, 7, 9}
-    for text in writer_of(policy_of(loop=1, temperature=0), ends=()).write(orders_of("loop"), trimmed):
-        assert text.answer == plain(text.position)
-
-
-def test_what_only_the_draft_knows_it_does_not_write() -> None:
-    """The lm_head of a draft whose vocabulary is padded further than the target's, and which prefers the padding."""
-    padded = tiny_model("llama", vocab=24, seed=1)
-    with torch.no_grad():
-        padded.get_output_embeddings().weight[16:] *= 30
-    texts = writer_of(policy_of(draft=1), ends=()).write(orders_of("draft"), CausalLM(padded))
-    assert max(token for text in texts for token in text.answer) < 16
-
-
-TEXT = Written(4, 2, 7, "loop", 2, (14, 15, 4, 5, 6), (3,), ((7, 8),), False)
+TEXT = GeneratedText(4, 2, 7, "loop", 2, (14, 15, 4, 5, 6), (3,), False)
 
 
 def files_in(folder: Path, process: int = 0, processes: int = 1, kept_steps: int = 100) -> WindowFiles:
@@ -227,12 +120,6 @@ def test_texts_are_read_as_they_were_written_with_their_answers_to_look_at(tmp_p
     assert files.read(4) == [TEXT, other] and not files.read(3)
     rows = [json.loads(line) for line in (tmp_path / "after-00000004-process-0-of-1.jsonl").read_text().splitlines()]
     assert [row["text"] for row in rows] == ["a b c", "a b c"] and rows[1]["collapsed"]
-
-
-def test_what_all_processes_wrote_is_read(tmp_path: Path) -> None:
-    for process in (1, 0):
-        files_in(tmp_path, process, 2).write(4, [TEXT._replace(position=process)])
-    assert [text.position for text in files_in(tmp_path).read(4)] == [0, 1]
 
 
 def test_texts_that_are_written_again_by_another_number_of_processes_stand_there_once(tmp_path: Path) -> None:

@@ -1,33 +1,16 @@
 """Two drafters in one tree: what is grafted, what kind it is, and that both sessions keep up."""
 
-import random
 from collections.abc import Sequence
 
 import pytest
 import torch
-from drafter_checks import (
-    accept_some,
-    check_bounds,
-    check_budgets,
-    check_greedy,
-    check_penalised_greedy,
-    check_text_of_the_seed,
-    opened,
-    paths,
-    request,
-)
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis_profiles import examples
+from drafter_checks import opened, paths, request
 from scripted_drafters import ScriptedDrafter
-from test_generate_sampling import FALSE_ALARM, decode_many, small_llama
 from torch import Tensor
 
-from decoding.drafters import Drafter, DraftModelDrafter, HybridDrafter, LookaheadDrafter, PromptLookupDrafter
+from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, HybridDrafter, LookaheadDrafter, PromptLookupDrafter
 from decoding.drafters.base import DraftRequest
 from decoding.drafters.hybrid import graft
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -103,56 +86,13 @@ def test_the_graft_is_deterministic_only_if_both_are_and_mixed_where_both_drew(
 
 
 def test_each_drafter_has_the_nodes_of_its_own_budget(tiny_draft: CausalLM) -> None:
-    drafter = HybridDrafter(DraftModelDrafter(tiny_draft, (2, 1)), PromptLookupDrafter(3))
-    # (1, 3) (2, 5) beside (1, 2) (2, 3) (3, 4)
+    drafter = HybridDrafter(DraftTreeDrafter(tiny_draft, 2, 2, 5), PromptLookupDrafter(3))
+    # (1, 3) (2, 5) next to (1, 2) (2, 3) (3, 4)
     assert drafter.budgets == (Budget(1, 4), Budget(2, 7), Budget(3, 8))
     assert [drafter.split(nodes) for nodes in (8, 7, 4, 3, 1)] == [(5, 4), (5, 3), (3, 2), (3, 1), (1, 1)]
-    check_budgets(drafter)
-    check_budgets(HybridDrafter(PromptLookupDrafter(), DraftModelDrafter(tiny_draft, (3, 2, 1))))
-
-
-def hybrids(draft: CausalLM) -> dict[str, Drafter]:
-    return {
-        "tree and lookup": HybridDrafter(DraftModelDrafter(draft, (2, 1, 1)), PromptLookupDrafter(4, num_branches=2)),
-        "chain and lookahead": HybridDrafter(DraftModelDrafter(draft, (1, 1, 1)), LookaheadDrafter(3, 3, 3)),
-        "replacement and lookup": HybridDrafter(DraftModelDrafter(draft, (2, 2), True), PromptLookupDrafter(4)),
-        "lookahead and lookup": HybridDrafter(LookaheadDrafter(3, 3, 3), PromptLookupDrafter(5)),
-    }
-
-
-NAMES = list(hybrids(small_llama(3)))
-
-
-@examples(60)
-@given(
-    name=st.sampled_from(NAMES), sampling=st.sampled_from([SamplingConfig(), SAMPLED]), seed=st.integers(0, 2**32 - 1)
-)
-def test_a_tree_stays_within_its_bounds(
-    tiny_llama: CausalLM, tiny_draft: CausalLM, name: str, sampling: SamplingConfig, seed: int
-) -> None:
-    check_bounds(hybrids(tiny_draft)[name], tiny_llama, sampling, seed, siblings_differ="replacement" not in name)
 
 
 # --- sessions -------------------------------------------------------------------------------------------------------
-
-
-@given(seed=st.integers(0, 2**32 - 1))
-def test_a_session_after_any_acceptances_is_a_fresh_session(
-    tiny_llama: CausalLM, tiny_draft: CausalLM, seed: int
-) -> None:
-    drafter = HybridDrafter(DraftModelDrafter(tiny_draft, (2, 1, 1)), PromptLookupDrafter(4, num_branches=2), 0)
-    chance = random.Random(seed)
-    session = opened(drafter, tiny_llama, rows=2)
-    texts = [[chance.randrange(4) for _ in range(chance.randint(1, 6))] for _ in range(2)]
-    for _ in range(5):
-        proposals = session.propose([request(text) for text in texts])
-        fresh = opened(drafter, tiny_llama, rows=2).propose([request(text) for text in texts])
-        for proposal, expected in zip(proposals, fresh, strict=True):
-            assert proposal.tree.token_list == expected.tree.token_list
-            assert proposal.tree.shape == expected.tree.shape
-        # Any path: the draft's own, a looked-up one, or one that begins as the one and ends as the other.
-        texts = [[*text, *accept_some(drafted, chance)] for text, drafted in zip(texts, proposals, strict=True)]
-        texts[0] += [chance.randrange(4) for _ in range(chance.choice([0, 3]))]  # steps in which it was not asked
 
 
 class Listening(ScriptedDrafter):
@@ -177,16 +117,8 @@ def test_each_session_is_told_what_the_target_said_at_its_own_nodes(tiny_llama: 
         assert own.tree.token_list == tokens and logits[:, 0].tolist() == nodes
 
 
-def test_logits_of_trees_it_did_not_draft_reach_nobody(tiny_llama: CausalLM) -> None:
-    first, lookup = Listening(((0,), (5,))), Listening(((0,), (6,)))
-    session = opened(HybridDrafter(first, lookup), tiny_llama)
-    session.propose([request([ROOT])])
-    session.observe([Proposal.root_only(ROOT)], [torch.zeros(1, 16)])
-    assert not first.heard and not lookup.heard
-
-
 def test_where_the_lookup_finds_nothing_a_drawn_chain_keeps_its_q(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
-    drafter = HybridDrafter(DraftModelDrafter(tiny_draft, (1, 1)), PromptLookupDrafter(2))
+    drafter = HybridDrafter(DraftModelDrafter(tiny_draft, 2), PromptLookupDrafter(2))
     session = opened(drafter, tiny_llama, SAMPLED)
     (proposal,) = session.propose([request([1, 2, 3])])
     assert proposal.kind is ProposalKind.SAMPLED and proposal.q is not None
@@ -194,20 +126,7 @@ def test_where_the_lookup_finds_nothing_a_drawn_chain_keeps_its_q(tiny_llama: Ca
     assert proposal.kind is ProposalKind.GRAFTED and proposal.q is not None
 
 
-def test_it_accepts_what_either_would(counting: CausalLM, tiny_draft: CausalLM) -> None:
-    # The draft knows nothing of counting, the lookup finds it from the second round on.
-    lookup = PromptLookupDrafter(3)
-    hybrid = HybridDrafter(DraftModelDrafter(tiny_draft, (1, 1)), lookup)
-    alone = Engine(counting, lookup).decode([0], DecodingConfig(40)).steps
-    together = Engine(counting, hybrid).decode([0], DecodingConfig(40)).steps
-    assert len(together) <= len(alone) < 30
-    counted = Engine(counting, HybridDrafter(DraftModelDrafter(counting, (1, 1)), lookup)).decode(
-        [0], DecodingConfig(40)
-    )
-    assert all(step.accepted >= 2 for step in counted.steps[1:-1])
-
-
-# --- thrift ---------------------------------------------------------------------------------------------------------
+# --- if the first drafter drafts ------------------------------------------------------------------------------------
 
 
 class Wrong(ScriptedDrafter):
@@ -263,44 +182,7 @@ def test_a_hybrid_of_a_hybrid_costs_what_its_drafting_part_costs() -> None:
     assert HybridDrafter(inner, LookaheadDrafter(3, 3, 3)).least_gain == inner.least_gain == Wrong.rough_cost
 
 
-def test_no_least_gain_below_0() -> None:
-    with pytest.raises(ValueError, match="least_gain is -1: give a share of a step's tokens, 0 to always draft"):
-        HybridDrafter(LookaheadDrafter(3, 3, 3), PromptLookupDrafter(), -1)
-
-
-# --- the loop -------------------------------------------------------------------------------------------------------
-
-
-def test_a_text_does_not_depend_on_its_neighbours(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
-    drafter = hybrids(tiny_draft)["tree and lookup"]
-    prompts = [[1, 2, 1, 2], [5], [7, 0, 7], [3, 3]]
-    config = DecodingConfig(16, SAMPLED, seed=3)
-    texts = Engine(tiny_llama, drafter).decode(prompts, config, batch_size=3)
-    for place, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        alone = Engine(tiny_llama, drafter).decode(prompt, DecodingConfig(16, SAMPLED, seed=3 + place))
-        assert text.tokens == alone.tokens
-
-
 def test_one_drafter_twice_is_refused() -> None:
     lookup = PromptLookupDrafter()
     with pytest.raises(ValueError, match="both drafters of the hybrid are the same prompt lookup: give two"):
         HybridDrafter(lookup, lookup)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_output_is_plain_greedy(tiny_llama: CausalLM, tiny_draft: CausalLM, name: str) -> None:
-    check_greedy(tiny_llama, hybrids(tiny_draft)[name])
-    check_penalised_greedy(tiny_llama, hybrids(tiny_draft)[name])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_text_of_a_seed_is_plain_decodings(tiny_llama: CausalLM, tiny_draft: CausalLM, name: str) -> None:
-    check_text_of_the_seed(tiny_llama, hybrids(tiny_draft)[name])
-
-
-def test_the_loop_writes_the_targets_distribution() -> None:
-    # Not every pair of tokens occurred before: chains with their q and mixed trees alternate in a text.
-    drafter = HybridDrafter(DraftModelDrafter(small_llama(3), (1, 1)), PromptLookupDrafter(2, 2, min_ngram=2))
-    chance, accepted = decode_many(small_llama(5), drafter, SAMPLED)
-    assert chance > FALSE_ALARM
-    assert accepted > 40, "a draft that is never accepted proves little"

@@ -1,6 +1,5 @@
 """Losslessness of grafted trees: every outcome of drafting, choosing and verifying enumerated."""
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -21,7 +20,6 @@ from decoding.measure.proof.enumeration import (
     ContextModel,
     Draft,
     distance_from_target,
-    enumerate_turn,
     grafted_draft,
     model_pair,
     outcomes,
@@ -31,16 +29,13 @@ from decoding.measure.proof.enumeration import (
 )
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
-from decoding.rules.drawing import GeneratorSource, RandomSource
+from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import Decide, Verdict, lossless_rule, recursive_rejection
 
 WITHOUT = ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
-
-
-# --- one turn --------------------------------------------------------------------------------------------------------
 
 
 def by_its_rule(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
@@ -66,18 +61,6 @@ def test_a_second_graft_leaves_the_drawn_part_as_the_first_graft_knew_it(models:
         p, q = model_pair(models, 3, 3, seed)
         once = grafted_draft(sampled_draft(SHAPES[shape], q, kind), (1, 2))
         assert distance_from_target(grafted_draft(once, (2, 1)), rule, p, 4) < LOSSLESS
-
-
-@pytest.mark.parametrize("models", ["dense", "zeros", "mixed"])
-def test_a_grafted_branch_is_worth_at_least_the_better_of_its_parts(models: str) -> None:
-    """Each part alone by the rule of its own that keeps the most tokens."""
-    for seed in range(4):
-        p, q = model_pair(models, 3, 3, seed)
-        drawn = sampled_draft(SHAPES["chain of 2"], q, ProposalKind.SAMPLED)
-        lookup = Proposal(TokenTree.chain([0, 1, 2]), ProposalKind.DETERMINISTIC)
-        drafts: list[Draft] = [grafted_draft(drawn, (1, 2)), drawn, lambda source, x=lookup: x]
-        grafted, *parts = (enumerate_turn(draft, by_its_rule, p, 4).accepted_length for draft in drafts)
-        assert grafted >= max(parts) - LOSSLESS
 
 
 def test_q_must_not_be_kept_where_the_lookup_happens_to_add_nothing() -> None:
@@ -109,56 +92,6 @@ def test_grafted_children_must_not_be_verified_as_drawn_ones() -> None:
     assert any(lossy)
 
 
-def test_a_graft_deeper_than_python_recurses_is_verified_to_its_end() -> None:
-    depth = sys.getrecursionlimit() + 100
-    drawn = Proposal(TokenTree.chain([0, 1]), ProposalKind.SAMPLED, torch.tensor([[0.0, 0.5, 0.5]]))
-    grafted = graft(drawn, Proposal(TokenTree.chain([0] + [2] * depth), ProposalKind.DETERMINISTIC)).proposal
-    only_two = torch.zeros(len(grafted.tree), 3).index_fill(1, torch.tensor([2]), 1)
-    verdict = by_its_rule(grafted, only_two, GeneratorSource.from_seed(0))
-    assert (len(verdict.path), verdict.token) == (depth, 2)
-
-
-# --- two turns -------------------------------------------------------------------------------------------------------
-
-
-def two_turns(chooses: Callable[[Context, int, int], bool], p: ContextModel, q: ContextModel) -> float:
-    """Enumerate two turns: a drawn chain of 2, then a drawn chain of 1 or a looked-up token 1, whichever is chosen.
-
-    ``chooses(context, accepted, drawn)`` is True for the drawn chain, from the text, the drafts accepted before and the
-    token that the second turn draws. Returns the distance from p's own texts of four tokens.
-    """
-
-    def program(source: RandomSource) -> Context:
-        first = sampled_draft(SHAPES["chain of 2"], q, ProposalKind.SAMPLED)(source)
-        verdict = by_its_rule(first, target_rows(first.tree, p), source)
-        text = (*(first.tree.token_list[node] for node in verdict.path), verdict.token)
-        token = source.draw(q(text))
-        drawn = Proposal(TokenTree.chain([0, token]), ProposalKind.SAMPLED, q(text)[None])
-        looked_up = Proposal(TokenTree.chain([0, 1]), ProposalKind.DETERMINISTIC)
-        second = drawn if chooses(text, len(verdict.path), token) else looked_up
-        rows = torch.stack([p(text), p((*text, second.tree.token_list[1]))])
-        verdict = by_its_rule(second, rows, source)
-        return (*text, *(second.tree.token_list[node] for node in verdict.path), verdict.token)
-
-    emitted: dict[Context, float] = {}
-    with shapes_unchecked():
-        for text, probability in outcomes(program):
-            emitted[text] = emitted.get(text, 0.0) + probability
-    completed, wanted = p.completed(emitted, 5), p.joint(5)
-    return max(abs(completed.get(text, 0.0) - probability) for text, probability in wanted.items())
-
-
-@pytest.mark.parametrize("models", ["dense", "zeros", "mixed"])
-def test_a_choice_by_the_text_and_by_earlier_steps_is_lossless(models: str) -> None:
-    p, q = model_pair(models, 3, 5, 0)
-    assert two_turns(lambda text, accepted, drawn: (sum(text) + accepted) % 2 == 0, p, q) < LOSSLESS
-
-
-def test_a_choice_by_the_tokens_drawn_in_the_same_step_is_lossy() -> None:
-    p, q = model_pair("dense", 3, 5, 0)
-    assert two_turns(lambda text, accepted, drawn: drawn == 1, p, q) > LOSSY
-
-
 # --- turns of the drafter itself --------------------------------------------------------------------------------------
 
 PROMPT = [1, 1, 0]
@@ -185,7 +118,8 @@ class Drawing(ScriptedDrafter):
         return frozenset({self._kind})
 
     def propose(self, request: DraftRequest) -> Proposal:
-        shape = self._shape.keep(self._shape.nodes_up_to(request.max_depth))
+        depths = self._shape.depths
+        shape = self._shape.keep([node for node, depth in enumerate(depths) if depth <= request.max_depth])
         after = self._q.after(tuple(request.tokens[len(PROMPT) :]))
         proposal = sampled_draft(shape, after, self._kind)(self._source)
         root = torch.tensor([request.tokens[-1]])
@@ -213,7 +147,7 @@ def distance_of_texts(
 
     def program(source: RandomSource) -> Context:
         first = Drawing(source, q, shape, hides)
-        drafter = HybridDrafter(first, PromptLookupDrafter(2, num_branches=2))
+        drafter = HybridDrafter(first, PromptLookupDrafter(2, branches=2))
         if twice:
             drafter = HybridDrafter(drafter, LookaheadDrafter(2, 2, 2))
         session, written = opened(drafter, target, SamplingConfig(1.0), len(PROMPT)), list[int]()

@@ -8,27 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from tiny_models import counting_model, naive_greedy, tiny_model
-from tiny_policies import DATA, PROMPTS, draft, policy_of, source_of, target, training_of, writer_of
-from tiny_training import Recorder, interrupt, recipe_content, tiny_tokenizer, train_toy
+from tiny_policies import DATA, PROMPTS, draft, policy_of, source_of, target, training_of
+from tiny_training import Recorder, interrupt, tiny_tokenizer, train_toy
 from torch import Tensor
 
 from decoding.model.causal_lm import CausalLM
-from trainer.data.batch import Example
 from trainer.data.source import BatchSource, Offline, PlacedExample
 from trainer.drafts.distill import DistillObjective, OnlineTeacher
-from trainer.drafts.generations import WindowFiles, Written
-from trainer.drafts.on_policy import PolicySource, draft_source, prompt_of
+from trainer.drafts.on_policy import GeneratedText, WindowFiles
 from trainer.drafts.start import InitialDraft
-from trainer.recipe.draft import DraftRecipe, DraftSection, PolicySection
+from trainer.recipe.draft import DraftSection, PolicySection
 from trainer.run.loop import Interrupted
 
 ALL = range(8)
 MIXED: dict[str, Any] = {"offline": 0.25, "target": 0.25, "draft": 0.25, "loop": 0.25}
 
 
-def written_in(folder: Path, done: int = 0) -> list[Written]:
+def written_in(folder: Path, done: int = 0) -> list[GeneratedText]:
     return WindowFiles(folder, tiny_tokenizer(), 100).read(done)
 
 
@@ -61,34 +58,10 @@ def test_a_policy_of_offline_alone_gives_the_batches_of_the_data_and_never_write
 def test_a_step_has_as_many_rows_of_a_kind_as_its_share_says_give_or_take_one(tmp_path: Path) -> None:
     policy = policy_of(offline=1, target=2, draft=3, loop=1.5)
     counts = kinds_at(tmp_path, policy, steps=400)
-    shares = policy.shares(0)
+    shares = policy.shares
     for kind, share in shares.items():
         assert all(abs(step[kind] - 8 * share) < 1 for step in counts)
         assert sum(step[kind] for step in counts) / 400 == pytest.approx(8 * share, abs=0.05)
-
-
-def test_even_shares_are_dealt_out_evenly_to_two_processes(tmp_path: Path) -> None:
-    source = source_of(tmp_path, policy_of(offline=0.5, draft=0.5), training_of(steps=20))
-    for step in range(20):
-        kinds = source._kinds(step)
-        assert Counter(kinds[0::2]) == Counter(kinds[1::2]) == {"offline": 2, "draft": 2}
-
-
-def test_shares_move_in_a_line_from_the_first_step_to_the_last(tmp_path: Path) -> None:
-    """Of 8 rows, over 5 steps: 8, 6, 4, 2 and 0 of the data."""
-    counts = kinds_at(tmp_path, policy_of(offline=(1.0, 0.0), loop=(0.0, 1.0)), steps=5)
-    assert [step["offline"] for step in counts] == [8, 6, 4, 2, 0]
-    assert [step["loop"] for step in counts] == [0, 2, 4, 6, 8]
-
-
-@pytest.mark.parametrize("shares", [{"draft": 0.7, "target": 0.2, "offline": 0.1}, {"target": 1e-9, "draft": 3}])
-def test_what_has_no_share_gets_no_row(tmp_path: Path, shares: dict[str, float]) -> None:
-    for step in kinds_at(tmp_path, policy_of(**shares), steps=200):
-        assert step["loop"] == 0
-
-
-def test_a_run_of_one_step_has_the_first_shares(tmp_path: Path) -> None:
-    assert kinds_at(tmp_path, policy_of(offline=(1.0, 0.0), loop=(0.0, 1.0)), steps=1) == [{"offline": 8}]
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------
@@ -101,13 +74,13 @@ def test_every_kind_of_row_is_what_it_is_called(tmp_path: Path) -> None:
     kinds = source._kinds(0)
     assert Counter(kinds) == {"offline": 2, "target": 2, "draft": 2, "loop": 2}
     for kind, row, own in zip(kinds, rows, Offline(DATA, 8, 0).examples_at(0, ALL), strict=True):
-        prompt = PROMPTS[own.place]
+        prompt = PROMPTS[own.example_index]
         if kind == "offline":
             assert row == own
             continue
         answer = naive_greedy((draft() if kind == "draft" else target()).model, prompt, 12)
         answer = answer[: answer.index(1) + 1] if 1 in answer else answer
-        assert row.example.tokens.tolist() == [*prompt, *answer] and row.place == -1
+        assert row.example.tokens.tolist() == [*prompt, *answer] and row.example_index == -1
         assert row.example.prompt_length == len(prompt) and not any(row.example.trained[: len(prompt)])
         if kind != "loop":
             assert all(row.example.trained[len(prompt) :])
@@ -128,7 +101,7 @@ def test_texts_are_written_for_several_steps_by_the_draft_as_it_is_at_the_first(
         asked.append(len(asked))
         return CausalLM(tiny_model("llama", seed=len(asked), num_hidden_layers=1))
 
-    policy = policy_of(draft=1, temperature=0, every=4, collapsed="keep")
+    policy = policy_of(draft=1, temperature=0, every=4)
     source = source_of(tmp_path, policy, draft_now=draft_now)
     assert [step for step in range(6) if source.writes_at(step)] == [0, 4]
     rows = batches(source, range(6))
@@ -136,61 +109,13 @@ def test_texts_are_written_for_several_steps_by_the_draft_as_it_is_at_the_first(
     for step, of_step in enumerate(rows):
         writer = tiny_model("llama", seed=1 + (step >= 4), num_hidden_layers=1)
         for own, row in zip(Offline(DATA, 8, 0).examples_at(step, ALL), of_step, strict=True):
-            plain = naive_greedy(writer, PROMPTS[own.place], 12)
+            plain = naive_greedy(writer, PROMPTS[own.example_index], 12)
             answer = tuple(row.example.tokens[row.example.prompt_length :].tolist())
-            assert answer == plain[: len(answer)] and (len(answer) == 12 or answer[-1] == 1)
+            assert row == own or (answer == plain[: len(answer)] and (len(answer) == 12 or answer[-1] == 1))
     assert {text.step for text in written_in(tmp_path, 4)} == {4, 5}, "nothing is written for steps behind the last"
 
 
-def test_a_window_without_a_row_to_write_is_passed_over(tmp_path: Path) -> None:
-    """The shares of 8 rows over 9 steps give the loop none in the first two: 0, 0.4, 0.8 … of them, but for chance."""
-    training = training_of(steps=200, batch_size=1, micro_batch_size=1)
-    source = source_of(tmp_path, policy_of(offline=(1, 0), loop=(0, 1), every=2), training)
-    for step in range(0, 200, 2):
-        wanted = any(source._kinds(later) == ["loop"] for later in (step, step + 1))
-        assert source.writes_at(step) == wanted and not source.writes_at(step + 1)
-    assert not source.writes_at(0) and source.writes_at(198)
-    assert source.examples_at(0, [0]) == Offline(DATA, 1, 0).examples_at(0, [0])
-
-
-def test_figures_count_what_was_written(tmp_path: Path) -> None:
-    source = source_of(tmp_path, policy_of(**MIXED, every=2))
-    figures = source.write(0, ALL)
-    texts = written_in(tmp_path)
-    assert figures["generated/texts"] == len(texts) == 12
-    assert figures["generated/tokens"] == sum(len(text.answer) for text in texts)
-    assert figures["generated/rejected"] == sum(len(text.rejected) for text in texts) > 0
-    assert figures["generated/collapsed"] == sum(text.collapsed for text in texts)
-    assert figures["generated/seconds"] > 0
-
-
 # --- prompts --------------------------------------------------------------------------------------------------------
-
-
-def test_a_plain_text_is_gone_on_with_from_its_beginning() -> None:
-    assert prompt_of(Example(tuple(range(10)), (True,) * 10, 0)) == (0, 1, 2, 3, 4)
-    assert prompt_of(Example(tuple(range(200)), (True,) * 200, 0)) == tuple(range(64))
-    assert prompt_of(Example((5, 6, 7), (False, False, True), 2)) == (5, 6)
-    assert prompt_of(Example((5,), (True,), 0)) == ()
-
-
-def long_and_short(folder: Path, *prompts: int) -> PolicySource:
-    """Examples with prompts of these lengths, on a target whose context holds 96 tokens."""
-    data = [Example((4,) * length + (5, 1), (False,) * length + (True, True), length) for length in prompts]
-    policy = policy_of(target=1, max_new_tokens=20)
-    files = WindowFiles(folder, tiny_tokenizer(), 100)
-    training = training_of(batch_size=len(data), micro_batch_size=1)
-    return PolicySource(data, training, policy, writer_of(policy), draft, files)
-
-
-def test_a_prompt_that_leaves_no_room_for_an_answer_keeps_its_own(tmp_path: Path) -> None:
-    (rows,) = batches(long_and_short(tmp_path, 76, 77), [0], range(2))
-    assert {row.example.prompt_length: row.place == -1 for row in rows} == {76: True, 77: False}
-
-
-def test_data_without_a_prompt_that_leaves_room_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"leaves room for draft.policy.max_new_tokens \(20\) in the target's context"):
-        long_and_short(tmp_path, 77, 90)
 
 
 # --- texts that collapsed -------------------------------------------------------------------------------------------
@@ -210,20 +135,6 @@ def test_the_datas_own_answer_stands_in_for_a_text_that_collapsed(tmp_path: Path
     assert figures["generated/collapsed"] == 8
     assert source.examples_at(0, ALL) == Offline(DATA, 8, 0).examples_at(0, ALL)
     assert all(text.collapsed and len(text.answer) == 12 for text in written_in(tmp_path)), "they are there to look at"
-
-
-def test_a_text_that_collapsed_is_learnt_all_the_same_if_that_is_asked_for(tmp_path: Path) -> None:
-    (rows,) = batches(source_of(tmp_path, policy_of(draft=1, temperature=0, collapsed="keep"), draft_now=stuck), [0])
-    assert all(row.place == -1 and len(set(row.example.tokens[-12:])) == 1 for row in rows)
-
-
-def test_a_text_that_collapsed_stops_the_run_if_that_is_asked_for(tmp_path: Path) -> None:
-    source = source_of(tmp_path, policy_of(draft=1, temperature=0, collapsed="stop"), draft_now=stuck)
-    with pytest.raises(
-        ValueError, match=r"'draft' for step 4 collapsed, ending in '.*([a-l]) \1': set draft.policy.co"
-    ):
-        source.write(3, ALL)
-    assert not list(tmp_path.iterdir())
 
 
 # --- training -------------------------------------------------------------------------------------------------------
@@ -253,77 +164,7 @@ class Distilling:
         return [parameter.detach() for parameter in self.objective.module.parameters()]
 
 
-def test_a_run_does_not_go_on_from_within_a_window_whose_texts_are_gone(tmp_path: Path) -> None:
-    run = Distilling(tmp_path, every=3)
-    run.recorder.actions[2] = interrupt
-    with pytest.raises(Interrupted):
-        run.train()
-    (text,) = (tmp_path / "generated").glob("after-00000000-*")
-    text.unlink()
-    with pytest.raises(ValueError, match=r"^9 of the texts that were written after step 0 are not in .*: put them ba"):
-        run.train()
-
-
-def test_the_draft_writes_as_it_has_become(tmp_path: Path) -> None:
-    """Its texts at temperature 0 change while it learns, and training it leaves what it decodes with alone."""
-    run = Distilling(tmp_path, offline=0, target=0, loop=0, draft=1, temperature=0)
-    run.train(learning_rate=3e-2, batch_size=8)
-    first, last = written_in(tmp_path / "generated", 0), written_in(tmp_path / "generated", 6)
-    answers = [{text.place: text.answer for text in texts} for texts in (first, last)]
-    assert answers[0].keys() == answers[1].keys() and answers[0] != answers[1]
-    assert answers[0][0][:1] == naive_greedy(draft().model, PROMPTS[0], 1)
-
-
-def test_steps_in_which_nothing_was_rejected_train_nothing(tmp_path: Path) -> None:
-    """A loop whose draft is the target: no position is learnt, no loss, no gradient, and no harm."""
-    run = Distilling(tmp_path, offline=0, target=0, draft=0, loop=1)
-    source = source_of(tmp_path / "generated", policy_of(loop=1, collapsed="keep"), training_of(steps=2), target)
-    progress = train_toy(tmp_path / "checkpoints", run.objective, run.recorder, source, steps=2)
-    assert progress.tokens == 0 and set(run.recorder.losses.values()) == {0.0}
-    assert {figures["grad_norm"] for figures in run.recorder.figures.values()} == {0.0}
-
-
 # --- recipes --------------------------------------------------------------------------------------------------------
-
-
-def recipe_with(folder: Path, policy: dict[str, Any], **data: Any) -> DraftRecipe:
-    content = recipe_content(folder, "draft")
-    content["draft"] = {**content.get("draft", {}), "policy": policy}
-    content["data"] |= data
-    return DraftRecipe.model_validate(content)
-
-
-def source_by(recipe: DraftRecipe) -> BatchSource:
-    return draft_source(recipe, DATA, target(), tiny_tokenizer(), draft)
-
-
-def test_a_recipes_policy_becomes_its_source(tmp_path: Path) -> None:
-    plain = source_by(recipe_with(tmp_path, {"offline": 1}))
-    assert isinstance(plain, Offline) and plain.examples_at(1, ALL) == Offline(DATA, 8, 0).examples_at(1, ALL)
-    assert len(batches(source_by(recipe_with(tmp_path, {"draft": 1, "max_new_tokens": 12, "every": 2})), [0])[0]) == 8
-    written = written_in(tmp_path / "run" / "generated")
-    assert {text.step for text in written} == {0, 1}
-    ended = [text for text in written if text.answer[-1] == 1]
-    assert ended and all(1 not in text.answer[:-1] for text in written), "the tokenizer's <eos> ends a text"
-
-
-def test_another_seed_writes_other_texts_of_the_same_prompts(tmp_path: Path) -> None:
-    texts = []
-    for seed in (0, 1):
-        recipe = recipe_with(tmp_path, {"target": 1, "max_new_tokens": 12}).model_copy(
-            update={"output": str(tmp_path / str(seed)), "training": training_of(seed=seed)}
-        )
-        source_by(recipe).write(0, ALL)
-        texts.append({text.place: text.answer for text in written_in(tmp_path / str(seed) / "generated")})
-    assert (
-        texts[0].keys() == texts[1].keys() == set(ALL) and sum(texts[0][place] != texts[1][place] for place in ALL) > 4
-    )
-
-
-def test_packed_data_cannot_be_answered(tmp_path: Path) -> None:
-    recipe_with(tmp_path, {"offline": 1}, packing=True)
-    with pytest.raises(ValidationError, match=r"draft\.policy answers prompts one by one: set data\.packing=false"):
-        recipe_with(tmp_path, {"loop": 1}, packing=True)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -354,29 +195,3 @@ def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(tmp_path: Pa
     random.random()
     assert same(stopped.train(), weights) and list(stopped.recorder.losses) == [1, 2, 3, 4, 5, 6, 7]
     assert stopped.recorder.losses == whole.recorder.losses and len(set(whole.recorder.losses.values())) == 7
-
-
-def test_a_run_killed_between_its_texts_and_its_checkpoint_writes_them_again(tmp_path: Path) -> None:
-    """Checkpoints after steps 2 and 4, texts before steps 0, 3 and 6. Killed after step 4, before its checkpoint: the
-    texts for step 3 are there, but the run goes on from step 2, so they are written again, whatever stands there."""
-
-    def kill() -> None:
-        raise KeyboardInterrupt
-
-    whole, killed = Distilling(tmp_path / "a", every=3), Distilling(tmp_path / "b", every=3)
-    weights = whole.train()
-    killed.recorder.actions[4] = kill
-    with pytest.raises(KeyboardInterrupt):
-        killed.train()
-    killed.recorder.actions.clear()
-    (tmp_path / "b" / "generated" / "after-00000003-process-0-of-1.jsonl").write_text("spoilt")
-    assert same(killed.train(), weights) and killed.recorder.losses == whole.recorder.losses
-
-
-@pytest.mark.parametrize("micro", [1, 2])
-def test_micro_batches_change_nothing_but_the_last_bits(tmp_path: Path, micro: int) -> None:
-    one, many = Distilling(tmp_path / "a", every=2), Distilling(tmp_path / "b", every=2)
-    one.train()
-    many.train(micro_batch_size=micro)
-    assert many.recorder.losses == pytest.approx(one.recorder.losses, rel=1e-4)
-    assert written_in(tmp_path / "a" / "generated", 2) == written_in(tmp_path / "b" / "generated", 2)

@@ -9,17 +9,16 @@ from tiny_models import tiny_model
 from tiny_parallel import tiny_parallel_draft
 
 from decoding.drafters import Drafter
-from decoding.drafters.registry import LoadedWeights, named_drafter, parse_drafter
+from decoding.drafters.registry import LoadedWeights, named_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.planning.acceptance import WatchedDrafter, decode_passes
 from decoding.measure.planning.check import measure_in_turns
-from decoding.measure.planning.families import family_of, first_tree
-from decoding.measure.planning.make import Place, PlanConfig, Planner
+from decoding.measure.planning.forms import Family, family_of, first_tree
+from decoding.measure.planning.planner import PlanConfig, Planner
+from decoding.metrics import tokens_per_pass
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.rules.sampling import SamplingConfig
 
 PROMPTS = [(4, 5, 6), (7, 8), (9, 10, 11), (12, 4, 5, 6)]
 QUICK = PlanConfig(batch_sizes=(1, 2), contexts=(), max_new_tokens=16, most_nodes=8, seconds=0.05, sizes=(1, 2, 4, 8))
@@ -41,7 +40,7 @@ def load(tiny_llama: CausalLM, tiny_draft: CausalLM) -> Callable[[DrafterSpec], 
 @pytest.mark.parametrize(("batch_size", "timed"), [(1, 12), (2, 8), (3, 12)])
 def test_a_check_times_the_passes_with_all_rows_of_the_batch(tiny_llama: CausalLM, batch_size: int, timed: int) -> None:
     """Three texts of four passes each: in batches of two the third decodes beside an empty row."""
-    found = measure_in_turns(tiny_llama, {"plain": None}, PROMPTS[:3], DecodingConfig(5), batch_size, rounds=1)
+    found = measure_in_turns(tiny_llama, {"plain": None}, PROMPTS[:3], DecodingConfig(5), batch_size)
     ((tokens, seconds, passes),) = found["plain"]
     assert passes == tokens == timed and seconds > 0
 
@@ -49,7 +48,7 @@ def test_a_check_times_the_passes_with_all_rows_of_the_batch(tiny_llama: CausalL
 def test_a_check_counts_the_tokens_of_all_passes(tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter]) -> None:
     """What a draft brings in the tails of slow texts, beside rows of ended ones, belongs to its tokens per pass."""
     drafter, config = load(DrafterSpec("draft", "other", {"tokens": 2})), DecodingConfig(24)
-    ((tokens, _, passes),) = measure_in_turns(tiny_llama, {"draft": drafter}, PROMPTS, config, 2, rounds=1)["draft"]
+    ((tokens, _, passes),) = measure_in_turns(tiny_llama, {"draft": drafter}, PROMPTS, config, 2)["draft"]
     texts = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=2)
     every = [step for text in texts for step in text.steps[1:]]
     assert tokens / passes == pytest.approx(sum(len(step.tokens) for step in every) / len(every))
@@ -58,45 +57,39 @@ def test_a_check_counts_the_tokens_of_all_passes(tiny_llama: CausalLM, load: Cal
 
 def test_a_check_without_one_full_pass_is_refused(tiny_llama: CausalLM) -> None:
     with pytest.raises(ValueError, match="no pass of the check had all 3 rows: give more prompts"):
-        measure_in_turns(tiny_llama, {"plain": None}, PROMPTS[:2], DecodingConfig(5), 3, rounds=1)
+        measure_in_turns(tiny_llama, {"plain": None}, PROMPTS[:2], DecodingConfig(5), 3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", ["heads", "parallel"])
-def test_a_watched_drafter_writes_the_same_texts_and_records_what_was_accepted(
+def test_the_counted_children_of_a_tree_are_those_that_the_loop_accepted(
     tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter], name: str, temperature: float
 ) -> None:
     spec = DrafterSpec(name, name, {"tree": first_tree(3, 4, 9)})
-    config, watched = DecodingConfig(24, SamplingConfig(temperature)), WatchedDrafter(load(spec))
-    plain = Engine(tiny_llama, load(spec)).decode(PROMPTS, config, batch_size=2)
-    seen = Engine(tiny_llama, watched).decode(PROMPTS, config, batch_size=2)
-    assert [one.tokens for one in seen] == [one.tokens for one in plain]
-    # A pass is recorded when the next one begins: all but each text's last, if it had room for the whole tree.
-    counted = [step for one in seen for step in one.steps[1:-1] if step.room >= 3]
-    last = [one.steps[-1] for one in seen if one.steps[-1].room >= 3]
-    record = watched.record
-    assert len(counted) <= record.passes <= len(counted) + len(last)
-    accepted = sum(len(path) * count for path, count in record.paths.items())
-    assert accepted == sum(step.accepted for step in counted)
-    tree = [path for path in record.drafted if path in record.drafted]
-    assert record.expected_accepted(tree) == pytest.approx(accepted / record.passes)
+    planner = Planner(tiny_llama, load, [spec], PROMPTS, replace(QUICK, temperature=temperature, max_new_tokens=24))
+    steps, children = planner.decode(Family(spec, "tree", load(spec)), PROMPTS)
+    counted = [step for step in steps if step.room >= 3]
+    assert children.trials[0, 0] == len(counted) > 0
+    assert sum(children.hits.values()) == sum(step.accepted for step in counted)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_equal_to_the_target_is_accepted_whole_at_every_depth(
     tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter], temperature: float
 ) -> None:
-    config = DecodingConfig(31, SamplingConfig(temperature))  # the prefill's token, and ten passes of three
-    passes = decode_passes(tiny_llama, load(DrafterSpec("draft", "same", {"tokens": 2})), PROMPTS, config, 2)
-    assert passes.tokens_per_pass() == 3.0 and passes.tokens_per_pass(1) == 2.0
-    assert passes.reached() == [1.0, 1.0]
+    config = replace(QUICK, temperature=temperature, max_new_tokens=31)  # the prefill's token, and ten passes of three
+    planner = Planner(tiny_llama, load, [DrafterSpec("draft", "same", {"tokens": 2})], PROMPTS, config)
+    measured = planner.measure(planner.families[0])
+    assert [candidate.tokens for candidate in measured.chains] == [2.0, 3.0]
 
 
-def test_prompts_that_a_draft_cannot_hold_are_refused_before_anything_is_measured(
+def test_prompts_that_a_draft_cannot_hold_are_left_out_and_none_at_all_is_refused(
     tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter]
 ) -> None:
-    with pytest.raises(ValueError, match="4 tokens and 16 new ones do not fit into the 19 that draft:short can hold"):
-        Planner(tiny_llama, load, [DrafterSpec("draft", "short", {})], PROMPTS, QUICK)
+    spec = DrafterSpec("draft", "short", {})
+    assert Planner(tiny_llama, load, [spec], PROMPTS, QUICK).prompts == [(4, 5, 6), (7, 8), (9, 10, 11)]
+    with pytest.raises(ValueError, match="no prompt fits with 16 new tokens into the 19 that target and drafters"):
+        Planner(tiny_llama, load, [spec], PROMPTS[3:], QUICK)
 
 
 def test_families_are_as_free_as_their_spec_leaves_them(load: Callable[[DrafterSpec], Drafter]) -> None:
@@ -106,23 +99,14 @@ def test_families_are_as_free_as_their_spec_leaves_them(load: Callable[[DrafterS
 
     assert kind("heads", "heads") == ("tree", 3)
     assert kind("heads", "heads", tree=((0,), (1,))) == ("fixed", 1)
-    assert kind("heads", "heads", dynamic_nodes=6) == ("fixed", 3)
     assert kind("parallel", "parallel") == ("tree", 4)  # all its tokens, where a typical tree is 3 deep
     assert kind("parallel", "parallel", tokens=2) == ("chain", 2)
     assert kind("draft", "other") == ("chain", 5)
     assert kind("draft", "other", tokens=3) == ("chain", 3)
-    assert kind("draft", "other", branching=(2, 1)) == ("fixed", 2)
     assert kind("lookup") == ("chain", 10)
     assert kind("lookup", branches=2) == ("fixed", 10)
     assert kind("draft-tree", "other")[0] == "fixed"
     assert kind("hybrid", "heads", of="heads")[0] == "fixed"
-
-
-def test_every_form_of_a_chain_is_a_spec_that_reads_back(load: Callable[[DrafterSpec], Drafter]) -> None:
-    for options in ({}, {"tokens": 3}, {"branching": (1, 1, 1)}):
-        family = family_of(DrafterSpec("draft", "other", options), load, most_nodes=8, most_depth=3)
-        forms = [family.chain(depth) for depth in range(1, family.depth + 1)]
-        assert [load(parse_drafter(str(form))).max_depth for form in forms] == [1, 2, 3]
 
 
 def test_the_first_tree_has_its_size_and_the_whole_chain() -> None:
@@ -153,17 +137,6 @@ def test_a_plan_of_every_family_expects_of_its_choice_what_the_loop_decodes(
         for spec, choice in zip(specs, cell["choices"], strict=True):
             form, family = choice["best"], family_of(spec, load, 8, config.deepest)
             drafted = load(family.of_tree(tuple(map(tuple, form["tree"])))) if form["tree"] else family.drafter
-            passes = decode_passes(tiny_llama, drafted, PROMPTS, config.decoding, 2)
+            steps, _ = planner.decode(Family(spec, "fixed", drafted), PROMPTS)
             cut = form["depth"] if family.kind == "chain" else None
-            assert form["tokens_per_pass"] == pytest.approx(passes.tokens_per_pass(cut))
-            assert choice["best_tree"] is None or choice["best_tree"]["nodes"] > choice["best_tree"]["depth"] + 1
-
-
-def test_costs_of_a_cell_hold_plain_steps_and_every_size_that_fits(
-    tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter]
-) -> None:
-    planner = Planner(tiny_llama, load, [DrafterSpec("draft", "other", {"tokens": 4})], PROMPTS, QUICK)
-    place = Place(2, None)
-    costs = planner.costs(planner.families[0], place, planner.curve(place))
-    assert {budget.depth for budget in costs.found} == {0, 1, 2, 3, 4}
-    assert all(part >= 0 for step in costs.found.values() for part in step)
+            assert form["tokens_per_pass"] == pytest.approx(tokens_per_pass(steps, cut))

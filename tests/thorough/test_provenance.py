@@ -15,24 +15,18 @@ from accelerate.state import AcceleratorState
 from fake_hub import FakeHub, folder_on
 from fake_hub import hub as hub
 from rich.console import Console
-from tiny_models import tiny_model
-from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_target
-from torch import nn
+from tiny_training import recipe_content, write_corpus, write_target
 
-from decoding.model.causal_lm import CausalLM
-from decoding.model.fingerprint import fingerprint, stored_fingerprint
-from decoding.model.heads import MedusaHeads
-from decoding.model.loading import load_heads, load_model
+from decoding.model.fingerprint import stored_fingerprint
 from trainer.data.batch import Example
 from trainer.export import export
-from trainer.export.source import target_of
+from trainer.export.companions import target_of
 from trainer.job import shared_identity
 from trainer.processes import Process
-from trainer.recipe.reading import parse_recipe
-from trainer.recipe.recipe import AnyRecipe
-from trainer.run.kinds import kind_of
-from trainer.run.provenance import FILE_NAME
-from trainer.run.resuming import compare
+from trainer.recipe.reading import AnyRecipe, parse_recipe
+from trainer.run.assemble import assemble
+from trainer.run.checkpoint import compare
+from trainer.run.finish import FILE_NAME
 from trainer.run.train import run_recipe
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -58,79 +52,8 @@ def run(folder: Path, kind: str, **changes: Any) -> tuple[Path, str]:
     return run_recipe(recipe, Console(file=said, width=200)), said.getvalue()
 
 
-def test_a_fingerprint_changes_with_any_weight_of_a_small_model() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    before = fingerprint(model)
-    assert len(before) == 16 and fingerprint(model) == before
-    for parameter in model.parameters():
-        for index in range(parameter.numel()):
-            with torch.no_grad():
-                parameter.view(-1)[index] += 1e-3
-                changed = fingerprint(model)
-                parameter.view(-1)[index] -= 1e-3
-            assert changed != before
-
-
-def test_a_fingerprint_knows_names_shapes_and_dtype() -> None:
-    model = nn.Linear(4, 2, bias=False)
-    other_shape = nn.Linear(2, 4, bias=False)
-    with torch.no_grad():
-        other_shape.weight.copy_(model.weight.view(4, 2))
-    prints = {fingerprint(model), fingerprint(other_shape), fingerprint(nn.Sequential(model))}
-    halves = nn.Linear(2, 2, bias=False)
-    with torch.no_grad():
-        halves.weight.fill_(0.5)
-    prints |= {fingerprint(halves), fingerprint(halves.bfloat16())}
-    assert len(prints) == 5
-
-
-def test_a_fingerprint_depends_neither_on_the_order_of_parameters_nor_on_their_layout() -> None:
-    one, other = nn.Module(), nn.Module()
-    a, b = nn.Linear(2, 3), nn.Linear(3, 2)
-    one.add_module("a", a)
-    one.add_module("b", b)
-    other.add_module("b", b)
-    other.add_module("a", a)
-    assert list(one.state_dict()) != list(other.state_dict()) and fingerprint(one) == fingerprint(other)
-    before = fingerprint(a)
-    a.weight.data = a.weight.data.T.contiguous().T  # the same values, in another order in memory
-    assert not a.weight.is_contiguous() and fingerprint(a) == before
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_fingerprint_does_not_depend_on_the_device() -> None:
-    model = tiny_model("llama")
-    assert fingerprint(model) == fingerprint(model.to("cuda"))
-
-
-def test_a_fingerprint_reads_every_value_of_a_large_matrix() -> None:
-    """Two that change by as much in opposite directions are seen too: it is no sum."""
-    model = nn.Linear(90, 100, bias=False)
-    before = fingerprint(model)
-    with torch.no_grad():
-        model.weight.fill_(1)
-        assert (ones := fingerprint(model)) != before
-        model.weight.view(-1)[4567] += 1
-        model.weight.view(-1)[4568] -= 1
-    assert fingerprint(model) not in (ones, before)
-
-
-def test_a_fingerprint_changes_with_the_config_that_the_same_weights_are_run_by() -> None:
-    prints = {fingerprint(tiny_model(rope_parameters=rope)) for rope in (ROPE, {**ROPE, "rope_theta": 500.0})}
-    prints |= {fingerprint(tiny_model(rms_norm_eps=1e-3)), fingerprint(tiny_model())}
-    assert len(prints) == 3  # the first is the family's own
-
-
-def test_a_fingerprint_is_the_same_wherever_the_model_is_read_from(tmp_path: Path) -> None:
-    prints = set()
-    for name in ("here", "there"):
-        write_target(tmp_path / name)
-        prints.add(fingerprint(load_model(str(tmp_path / name), torch.float32)))
-    assert len(prints) == 1 and fingerprint(load_model(str(tmp_path / "here"), torch.bfloat16)) not in prints
-
-
 def assembled(recipe: AnyRecipe) -> Any:
-    return kind_of(recipe).assemble(torch.device("cpu"), Process(console=Console(file=io.StringIO())))
+    return assemble(recipe, torch.device("cpu"), Process(console=Console(file=io.StringIO())))
 
 
 def identity_of(folder: Path, **sections: Any) -> dict[str, Any]:
@@ -143,30 +66,6 @@ def refused(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [change.name for change in compare(before, now).refused]
 
 
-def test_soft_targets_from_the_best_logits_are_no_resumption_of_exact_ones(run_folder: Path) -> None:
-    soft = {"heads": {"loss": {"forward_kl": 1}}}
-    exact = identity_of(run_folder, **soft)
-    assert not refused(exact, identity_of(run_folder, **soft, features={"folder": str(run_folder / "all")}))
-    best = identity_of(run_folder, **soft, features={"folder": str(run_folder / "best"), "top_k": 2})
-    assert refused(exact, best) == ["features.top_k"]
-    # Where nothing is soft, the best logits are not read.
-    hard = {"folder": str(run_folder / "best"), "top_k": 2}
-    assert not refused(identity_of(run_folder, features=hard), identity_of(run_folder))
-
-
-def test_states_in_int8_are_no_resumption_of_exact_ones(run_folder: Path) -> None:
-    exact = identity_of(run_folder)
-    rounded = identity_of(run_folder, features={"folder": str(run_folder / "int8"), "states": "int8"})
-    assert refused(exact, rounded) == refused(rounded, exact) == ["features.states"]
-
-
-def test_the_same_file_read_by_another_tokenizer_is_other_training_data(run_folder: Path) -> None:
-    before = identity_of(run_folder)
-    words = ("<unk>", "<eos>", "<user>", "<assistant>", *"bacdefghijkl")
-    tiny_tokenizer(words=words).save_pretrained(run_folder / "target")
-    assert refused(before, identity_of(run_folder)) == ["training data"]
-
-
 def test_which_tokens_are_trained_is_part_of_the_training_data(run_folder: Path) -> None:
     """A chat template may mark other tokens of the same text."""
     recipe = parse_recipe(recipe_content(run_folder, "medusa"))
@@ -176,25 +75,6 @@ def test_which_tokens_are_trained_is_part_of_the_training_data(run_folder: Path)
     changed = replace(job.dataset, examples=(untrained, *others))
     other = shared_identity(recipe, job.target, changed, job.heldout)
     assert other["training data"] != job.identity["training data"]
-
-
-def test_how_adapters_are_written_at_the_end_does_not_bind_a_run(run_folder: Path) -> None:
-    merged, adapter, other = (
-        identity_of(run_folder, adapters={"rank": 2, "modules": ["q_proj"], **changes})
-        for changes in ({"export": "merged"}, {"export": "adapter"}, {"alpha": 3.0})
-    )
-    assert not refused(merged, adapter) and refused(merged, other) == ["adapters.alpha"]
-
-
-@pytest.mark.parametrize("name", ["output", "features.folder"])
-def test_a_file_where_a_folder_is_to_be_written_is_said_in_a_sentence(run_folder: Path, name: str) -> None:
-    (run_folder / "taken").write_text("mine")
-    content = recipe_content(run_folder, "medusa")
-    for process in (run_folder / "taken", run_folder / "taken" / "inside"):
-        content |= {"output": str(process)} if name == "output" else {"features": {"folder": str(process)}}
-        with pytest.raises(ValueError, match=rf"^{name} is {process}, but {run_folder}/taken is a file: give another"):
-            run_recipe(parse_recipe(content), Console(file=io.StringIO()))
-    assert (run_folder / "taken").read_text() == "mine"
 
 
 def test_a_finished_run_says_what_it_was_made_from(run_folder: Path) -> None:
@@ -229,36 +109,6 @@ def test_no_secret_of_the_environment_is_written_anywhere(
     assert {path.name for path in files} >= {FILE_NAME, "metrics.jsonl", "state.json", "weights.safetensors"}
     assert not [path for path in files if MARKER.encode() in path.read_bytes()]
     assert MARKER not in said
-
-
-def test_a_run_announces_itself_logs_every_step_and_ends_with_a_tree_and_its_acceptance(run_folder: Path) -> None:
-    final, said = run(run_folder, "medusa")
-    assert (
-        "tiny medusa: medusa for " in said
-        and "24 rows (24 text), 24 sequences, 480 of 480 tokens trained; 4 steps of 8" in said
-    )
-    assert f"finished: {final}" in said
-    lines = [json.loads(line) for line in (run_folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4]
-    assert lines[-1]["heldout/tokens_per_pass"] >= 1 and "loss" in lines[0]
-    heads = load_heads(final, CausalLM(load_model(str(run_folder / "target"), torch.float32)))
-    assert isinstance(heads, MedusaHeads) and 1 <= len(heads.config.tree) <= 16
-
-
-def test_a_sequence_longer_than_the_targets_context_is_refused_before_training(run_folder: Path) -> None:
-    content = recipe_content(run_folder, "medusa")
-    content["data"]["max_length"] = 97
-    with pytest.raises(ValueError, match=r"data\.max_length is 97 but the target's context holds 96 tokens"):
-        run_recipe(parse_recipe(content), Console(file=io.StringIO()))
-    assert not (run_folder / "run").exists()
-
-
-def test_held_out_rows_that_are_trained_are_said(run_folder: Path) -> None:
-    content = recipe_content(run_folder, "medusa", steps=1)
-    copied = shutil.copy(content["data"]["train"], run_folder / "copy.jsonl")
-    warning = "warning: data.heldout is the same data as data.train, so held-out figures are of texts that were learnt"
-    assert warning in run(run_folder, "medusa", data={**content["data"], "heldout": str(copied)})[1]
-    assert warning not in run(run_folder, "medusa", output="other")[1]
 
 
 def test_a_target_and_data_that_were_moved_are_the_same_run(run_folder: Path) -> None:
@@ -298,4 +148,4 @@ def test_models_of_the_hub_are_recorded_by_their_commits_and_read_so_again(run_f
     assert target_of(final) == f"zoe/target@{commit}" and stored_fingerprint(f"zoe/target@{commit}") == fingerprinted
     export(final, run_folder / "exported", "headstart")
     card = (run_folder / "exported" / "README.md").read_text()
-    assert "base_model: zoe/target\n" in card and f"revision `{commit}`" in card
+    assert "base_model: zoe/target\n" in card and f"zoe/target@{commit}" in card

@@ -10,11 +10,8 @@ from transformers import AutoTokenizer
 
 from decoding.model.loading import load_model, load_tokenizer
 from trainer import quickstart
-from trainer.commands.inspection import run_inspect
-from trainer.commands.training_options import InspectOptions
 from trainer.recipe.pretrain import PretrainRecipe
-from trainer.run.embedded import ensure_answered
-from trainer.run.train import ensure_built
+from trainer.run.train import ensure_answered, ensure_built
 
 
 @pytest.fixture(scope="module")
@@ -48,37 +45,6 @@ def test_the_corpus_is_split_by_file_into_disjoint_halves(cache: Path) -> None:
     assert not any(Path(source).is_absolute() for source in sources[0] | sources[1])
 
 
-def test_the_corpus_is_the_same_every_time(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = quickstart.build_corpus()
-    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "other"))
-    second = quickstart.build_corpus()
-    assert first.relative_to(cache) == second.relative_to(tmp_path / "other") and first != second
-    files = ["heldout.jsonl", "tokenizer.json", "tokenizer_config.json", "train.jsonl"]
-    assert sorted(path.name for path in first.iterdir()) == files
-    assert all((first / name).read_bytes() == (second / name).read_bytes() for name in files)
-
-
-def test_the_corpus_is_written_once(cache: Path) -> None:
-    corpus = quickstart.build_corpus()
-    before = (corpus / "train.jsonl").stat().st_mtime_ns
-    assert quickstart.build_corpus() == corpus and (corpus / "train.jsonl").stat().st_mtime_ns == before
-
-
-def test_a_corpus_left_half_written_by_a_kill_is_written_again(cache: Path) -> None:
-    partial = quickstart.cache() / ".corpus.4194304.partial"  # no process has so high a number
-    partial.mkdir(parents=True)
-    (partial / "train.jsonl").write_text("half")
-    corpus = quickstart.build_corpus()
-    assert len(rows(corpus / "train.jsonl")) == 45 and not partial.exists()
-
-
-def test_the_tokenizer_reads_any_text_back(cache: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(quickstart.build_corpus())
-    text = "def f(x):\n    return 'Zoë → ' + x  # \t\n"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert tokenizer.eos_token == "<|end|>" and len(tokenizer) <= 2048
-
-
 def test_names_are_resolved_to_the_cache_and_others_left_alone(cache: Path) -> None:
     assert quickstart.resolve("quickstart") == str(quickstart.folder())
     assert quickstart.resolve("quickstart/config.json") == str(quickstart.folder() / "config.json")
@@ -86,32 +52,6 @@ def test_names_are_resolved_to_the_cache_and_others_left_alone(cache: Path) -> N
     assert train == str(quickstart.cache() / "corpus" / "train.jsonl") and Path(train).is_file()
     for other in ("org/quickstart", "quickstarter", "./quickstart", "data/train.jsonl", "/quickstart/x"):
         assert quickstart.resolve(other) == other
-
-
-def test_the_cache_is_where_the_environment_says_and_depends_on_the_library(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert quickstart.cache().parent == cache and quickstart.folder().is_relative_to(cache)
-    before = quickstart.cache()
-    fewer = quickstart._library_files()[1:]
-    monkeypatch.setattr(quickstart, "_library_files", lambda: fewer)
-    assert quickstart.cache() != before
-    monkeypatch.delenv("HEADSTART_CACHE")
-    assert not quickstart.cache().is_relative_to(cache) and "headstart" in str(quickstart.cache().parent)
-
-
-def test_a_target_of_other_steps_lives_in_another_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = quickstart.folder()
-    monkeypatch.setenv("HEADSTART_QUICKSTART_STEPS", "2")
-    assert quickstart.steps() == 2 and quickstart.folder() != usual
-    assert quickstart.recipe().training.steps == 2
-
-
-def test_the_recipe_is_valid_and_trains_on_the_corpus(cache: Path) -> None:
-    recipe = quickstart.recipe()
-    assert isinstance(recipe, PretrainRecipe) and recipe.training.steps == 230
-    assert recipe.data.train == quickstart.resolve("quickstart/train.jsonl")
-    assert Path(recipe.output) == quickstart.folder().parent
 
 
 def test_prompts_are_windows_of_training_files_and_the_same_every_time(
@@ -126,33 +66,6 @@ def test_prompts_are_windows_of_training_files_and_the_same_every_time(
     assert all(any(prompt.rstrip("\ufffd") in text for text in texts) for prompt in prompts)
     assert all(60 <= len(tokenizer(prompt)["input_ids"]) <= 68 for prompt in prompts)
     assert [row["prompt"] for row in rows(quickstart.write_prompts())] == prompts
-
-
-def test_the_targets_answers_are_named_after_their_number_and_not_written_for_other_data(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert quickstart.resolve("quickstart/answers.jsonl") == str(quickstart.answers())
-    assert quickstart.answers().parent == quickstart.folder().parent
-    ensure_answered("quickstart/train.jsonl")
-    ensure_answered("answers.jsonl")
-    assert not cache.exists()
-    with pytest.raises(ValueError, match=r"answers\.jsonl is written by the first training on it"):
-        run_inspect(InspectOptions(source="recipes/quickstart/medusa1.yaml"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="the quickstart answers are not written yet: train once with one process"):
-        ensure_answered("quickstart/answers.jsonl")
-
-
-@pytest.mark.parametrize("target", [None, "org/model", "quickstarter"])
-def test_nothing_is_built_for_another_target(cache: Path, target: str | None) -> None:
-    ensure_built(target)
-    assert not cache.exists()
-
-
-def test_several_processes_do_not_build_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="the quickstart target is not built yet: train once with one process"):
-        ensure_built("quickstart")
 
 
 def test_the_target_is_built_once_and_loads_like_any_other(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

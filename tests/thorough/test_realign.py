@@ -21,12 +21,10 @@ from decoding.measure.evaluate import measure_acceptance
 from decoding.measure.figures import told
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer
-from decoding.model.windowed import with_window
 from trainer.commands import realign
-from trainer.commands.realign import run_realign, split_prompts
+from trainer.commands.realign import recipe_of, run_realign, split_prompts
 from trainer.commands.training_options import RealignOptions
 from trainer.recipe.draft import DraftRecipe
-from trainer.terminal import progress
 
 NOBODY = Console(file=io.StringIO())
 """Listens."""
@@ -66,8 +64,8 @@ def workshop(tmp_path: Path) -> Path:
     return write_workshop(tmp_path)
 
 
-def measure_stale(options: RealignOptions) -> realign.Fit:
-    return realign._measure_stale(options, NOBODY)
+def measure_stale(options: RealignOptions) -> realign.HeldoutFigures:
+    return realign._measure(options, recipe_of(options), options.draft, NOBODY)
 
 
 def run(options: RealignOptions, console: Console | None = None) -> dict[str, Any]:
@@ -86,8 +84,7 @@ def options(workshop: Path, **changes: Any) -> RealignOptions:
         "output": workshop / "run",
         "max_new_tokens": 12,
         "steps": 20,
-        "learning_rate": 0.1,
-        "dtype": "fp32",
+        "overrides": ["training.learning_rate=0.1", "dtype=fp32"],
     }
     return RealignOptions(**{**given, **changes})
 
@@ -124,13 +121,13 @@ def test_a_stale_draft_fits_its_tuned_target_again(straight: Straight) -> None:
     sampled = [report[when]["T=1"]["accepted_per_drafted"]["value"] for when in ("before", "after")]
     assert sampled[0] < 0.05 and sampled[1] > 0.1
     assert json.loads((workshop / "run" / "realigned.json").read_text()) == report and report["heldout_prompts"] == 2
-    assert "the stale draft, greedy: 1.00 tokens per pass; " in said and "chains of 4 drafted tokens" in said
+    assert "the stale draft, tokens per pass: greedy: 1.00" in said and "chains of 4 drafted tokens" in said
 
     target = CausalLM(load_model(str(workshop / "tuned"), torch.float32))
     draft = load_draft(str(workshop / "run" / "final"), target, load_tokenizer(str(workshop / "tuned")))
     prompts = [[WORDS.index(word) for word in prompt(index).split()] for index in (38, 39)]
     config = DecodingConfig(12, eos_token_ids=(1,))
-    again = measure_acceptance(target, DraftModelDrafter(draft, (1,) * 4), prompts, config)
+    again = measure_acceptance(target, DraftModelDrafter(draft, 4), prompts, config)
     assert after["tokens_per_pass"] == told(again.tokens_per_pass) and after["tokens_per_pass"]["low"] is None
     assert after["accepted_per_drafted"] == told(again.accepted_per_drafted)
 
@@ -160,42 +157,6 @@ def test_a_run_that_broke_off_goes_on_to_the_same_draft(
     assert (resumed["before"], resumed["after"]) == (straight.report["before"], straight.report["after"])
 
 
-def test_the_stale_draft_is_measured_once(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have been replaced by then: a folder that a server loads from. Other options are measured anew."""
-    first = measure_stale(prepared(options(workshop)))
-    monkeypatch.setattr(realign, "_measure", lambda *arguments: pytest.fail("measured again"))
-    assert measure_stale(options(workshop)) == first
-    with pytest.raises(pytest.fail.Exception, match="measured again"):
-        measure_stale(options(workshop, draft_tokens=2))
-
-
-@pytest.mark.parametrize("damage", ['{"options": {', "[]", "{}", '{"options": {}, "fit": 3}'])
-def test_a_kept_measurement_that_cannot_be_read_is_made_again(workshop: Path, damage: str) -> None:
-    first = measure_stale(prepared(options(workshop)))
-    kept = workshop / "run" / "stale.json"
-    whole = kept.read_text()
-    kept.write_text(damage)
-    assert measure_stale(options(workshop)) == first and kept.read_text() == whole
-
-
-def test_a_target_that_was_tuned_again_in_its_place_is_measured_anew(
-    workshop: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measure_stale(prepared(options(workshop)))
-    save(counting_model(), workshop / "tuned")
-    monkeypatch.setattr(realign, "_measure", lambda *arguments: pytest.fail("measured again"))
-    with pytest.raises(pytest.fail.Exception, match="measured again"):
-        measure_stale(options(workshop))
-
-
-def test_a_draft_with_a_window_is_realigned_on_texts_longer_than_its_context(workshop: Path) -> None:
-    """Its context holds 32 tokens, fewer than the 64 of a prompt; the target's holds 96."""
-    draft = with_window(counting_model(), 8)
-    draft.config.max_position_embeddings = 32
-    save(draft, workshop / STALE)
-    assert measure_stale(prepared(options(workshop))).positions == 96
-
-
 def prepared(options: RealignOptions) -> RealignOptions:
     split_prompts(options)
     return options
@@ -205,37 +166,14 @@ def rows_of(file: Path) -> list[str]:
     return [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("rows", "limit", "sizes"),
-    [(200, None, [186, 4, 10]), (5000, None, [4934, 16, 50]), (3, None, [1, 1, 1]), (200, 100, [93, 2, 5])],
-)
-def test_every_prompt_serves_one_purpose(tmp_path: Path, rows: int, limit: int | None, sizes: list[int]) -> None:
+@pytest.mark.parametrize(("rows", "sizes"), [(200, [186, 4, 10]), (5000, [4934, 16, 50]), (3, [1, 1, 1])])
+def test_every_prompt_serves_one_purpose(tmp_path: Path, rows: int, sizes: list[int]) -> None:
     """The last 5% and at most 50 to measure with; 2% and at most 16 before them to choose by; the first to learn."""
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"Zoë {i}"} for i in range(rows)])
-    split_prompts(options(tmp_path, prompts=prompts, limit=limit))
+    split_prompts(options(tmp_path, prompts=prompts))
     parts = [rows_of(tmp_path / "run" / f"{name}.jsonl") for name in ("prompts", "choosing", "heldout")]
     assert [len(part) for part in parts] == sizes
-    assert [row for part in parts for row in part] == [f"Zoë {i}" for i in range(limit or rows)]
-
-
-def test_held_out_prompts_of_ones_own_leave_the_others_to_learn_from(tmp_path: Path) -> None:
-    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i}"} for i in range(100)])
-    heldout = write_rows(tmp_path / "own.jsonl", [{"prompt": f"own {i}"} for i in range(60)])
-    split_prompts(options(tmp_path, prompts=prompts, heldout=heldout))
-    parts = [rows_of(tmp_path / "run" / f"{name}.jsonl") for name in ("prompts", "choosing", "heldout")]
-    assert [len(part) for part in parts] == [98, 2, 50] and parts[2][-1] == "own 49"
-
-
-def test_prompts_to_measure_with_that_are_learnt_too_are_said(workshop: Path) -> None:
-    said = io.StringIO()
-    run(options(workshop, heldout=str(workshop / "prompts.jsonl"), steps=1), Console(file=said, width=200))
-    assert "warning: --heldout is the same data as --prompts, so held-out figures are of texts" in said.getvalue()
-
-
-def test_too_few_prompts_are_refused(tmp_path: Path) -> None:
-    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "a"}] * 2)
-    with pytest.raises(ValueError, match="leaves 1 prompts to learn from: give at least 3, best hundreds"):
-        split_prompts(options(tmp_path, prompts=prompts))
+    assert [row for part in parts for row in part] == [f"Zoë {i}" for i in range(rows)]
 
 
 def refused(options: RealignOptions) -> str:
@@ -253,8 +191,7 @@ def test_a_draft_of_another_tokenizer_is_refused_before_anything_is_generated(wo
 
 def test_what_cannot_be_trained_is_refused_before_anything_is_generated(workshop: Path) -> None:
     assert "max_new_tokens is 90, which with 64 of a prompt" in refused(options(workshop, max_new_tokens=90))
-    assert "training.learning_rate: Input should be greater than 0" in refused(options(workshop, learning_rate=0.0))
-    assert "steps is 0: give at least 1" in refused(options(workshop, steps=0))
+    assert "training.steps: Input should be greater than" in refused(options(workshop, steps=0))
     again = options(workshop, draft=str(workshop / "run" / "final"))
     assert "name another output to realign it again" in refused(again)
 
@@ -269,27 +206,12 @@ def test_adapters_are_a_target_too(workshop: Path) -> None:
 
 
 def test_the_recipe_starts_from_the_stale_draft_and_keeps_the_best(workshop: Path) -> None:
-    recipe = realign.recipe_of(options(workshop, batch_size=6, steps=500, seed=3, draft_tokens=7, temperature=0.6), 96)
+    given = options(workshop, steps=500, draft_tokens=7, temperature=0.6, overrides=["training.seed=3"])
+    recipe = realign.recipe_of(given, 96)
     assert isinstance(recipe, DraftRecipe) and recipe.draft.init.from_model == str(workshop / STALE)
     training = recipe.training
-    assert (training.steps, training.batch_size, training.micro_batch_size, training.seed) == (500, 6, 2, 3)
+    assert (training.steps, training.seed) == (500, 3)
     assert recipe.evaluation.temperature == 0.6  # the best is chosen as the target is used
     assert recipe.draft.num_draft_tokens == 7 and recipe.draft.loss.mix == {"forward_kl": 1.0}
     assert (recipe.evaluation.keep, recipe.evaluation.every, recipe.data.max_length) == ("best", 50, 84)
     assert realign.recipe_of(options(workshop), 1 << 20).data.max_length == 1024
-
-
-def test_without_a_terminal_every_long_part_says_how_far_it_is(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    heard = io.StringIO()
-    run(options(workshop, steps=2), Console(file=heard, width=40))
-    lines = heard.getvalue().splitlines()
-    for part in (
-        "measuring the draft, greedy: 2/2",
-        "measuring the draft, T=1: 2/2",
-        "realigned draft, steps: 1/2, loss ",
-    ):
-        assert any(line.startswith(part) for line in lines), part
-    answering = [line for line in lines if line.startswith("answering: ")]
-    assert answering[0].startswith("answering: 0/37, ") and answering[0].endswith(" tokens/s")
-    assert any(line.startswith("answering: 37/37, ") for line in answering)

@@ -1,6 +1,5 @@
 """Steps of fixed shapes decode what steps of any shape decode, and nothing is left over from one step to the next."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,9 +14,8 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
-from decoding.model.forward import ModelOutput
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.static import Layout, Size, StaticInputs, StaticSteps, key_bucket, node_bucket
+from decoding.model.static import Size, StaticInputs, StaticSteps, TreeLayout, key_bucket, node_bucket
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
@@ -46,12 +44,10 @@ def drafters(family: str, static: str | None, hidden_size: int = 16) -> dict[str
         torch.nn.init.normal_(parameter)
     return {
         "plain": None,
-        "chain": DraftModelDrafter(draft(), (1, 1, 1)),
-        "tree": DraftModelDrafter(draft(), (2, 2)),
+        "chain": DraftModelDrafter(draft(), 3),
         "draft tree": DraftTreeDrafter(draft(), depth=3, width=2, nodes=7),
         "medusa": MedusaDrafter(heads),
         "markov": MedusaDrafter(markov),
-        "markov, another tree each step": MedusaDrafter(markov, dynamic_nodes=5),
         "markov, drawn": MedusaDrafter(markov, sampled=True),
     }
 
@@ -72,12 +68,10 @@ def test_static_steps_decode_the_texts_of_dynamic_ones(family: str, sampling: Sa
         assert decoded(static, other, sampling) == decoded(dynamic, drafter, sampling), name
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 4])
-def test_static_shapes_survive_hostile_trees_in_batches_of_any_size(batch_size: int) -> None:
-    plain = CausalLM(tiny_model("qwen2-mixed"))
-    static = CausalLM(tiny_model("qwen2-mixed"), static="eager")
+def test_static_shapes_survive_hostile_trees() -> None:
+    plain, static = CausalLM(tiny_model("qwen2-mixed")), CausalLM(tiny_model("qwen2-mixed"), static="eager")
     texts = decoded(plain, None, GREEDY)
-    for seed in range(4):
+    for seed, batch_size in enumerate((1, 2, 4)):
         hostile = HostileDrafter(seed, [*PROMPTS[0], *texts[0]])
         assert decoded(static, hostile, GREEDY, batch_size) == texts
 
@@ -90,89 +84,62 @@ LONGROPE = {
     "long_factor": [4.0] * 4,
     "original_max_position_embeddings": 24,
 }
-PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+MIXED = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
 
 
-@pytest.mark.parametrize("static", ["eager", "graphs"])
 @pytest.mark.parametrize(
-    ("family", "rope", "named"),
-    [
-        ("llama", DYNAMIC, "dynamic"),
-        ("phi3", LONGROPE, "longrope"),
-        ("gemma3", {"full_attention": DYNAMIC, "sliding_attention": PLAIN_ROPE}, "dynamic"),
-    ],
+    ("family", "rope", "named"), [("llama", DYNAMIC, "dynamic"), ("phi3", LONGROPE, "longrope"), ("gemma3", MIXED, "")]
 )
-def test_static_steps_are_refused_where_each_step_would_ask_how_far_it_reaches(
-    family: str, rope: dict[str, object], named: str, static: str
+def test_static_steps_are_refused_if_each_step_would_ask_how_far_it_reaches(
+    family: str, rope: dict[str, object], named: str
 ) -> None:
     """At construction: a CUDA graph would fail while it is recorded, in the middle of a text."""
     changes: dict[str, object] = {"original_max_position_embeddings": 24} if family == "phi3" else {}
     model = tiny_model(family, rope_parameters=rope, **changes)
-    with pytest.raises(ValueError, match=rf"rotary embeddings are {named}, which .*: leave static out"):
-        CausalLM(model, static=static)
+    with pytest.raises(ValueError, match=rf"rotary embeddings are {named}.*: leave static out"):
+        CausalLM(model, static="graphs")
     assert not CausalLM(model).is_static
 
 
-def rows_of(output: ModelOutput, sizes: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(output.hidden[row, :size], output.logits[row, :size]) for row, size in enumerate(sizes)]
-
-
-def close(ours: ModelOutput, theirs: ModelOutput, sizes: Sequence[int]) -> bool:
-    pairs = zip(rows_of(ours, sizes), rows_of(theirs, sizes), strict=True)
-    return all(torch.allclose(a, b, atol=1e-5) for mine, other in pairs for a, b in zip(mine, other, strict=True))
+def filled(family: str, static: str | None) -> tuple[CausalLM, PreallocatedCache]:
+    """Return a model with two texts in its cache."""
+    model = CausalLM(tiny_model(family), static=static)
+    cache = model.new_cache(32, 2)
+    model.prefill([[3, 1, 4, 1, 5, 9, 2], [6, 5]], cache)
+    return model, cache
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "qwen2-mixed"])
 def test_a_tree_run_level_by_level_has_the_logits_of_one_run_at_once(family: str) -> None:
-    texts, tokens = [[3, 1, 4, 1, 5, 9, 2], [6, 5]], [torch.arange(6), torch.arange(4, 10)]
-    trees = [TokenTree(own, TREE) for own in tokens]
-    whole = CausalLM(tiny_model(family))
-    cache = whole.new_cache(32, 2)
-    whole.prefill(texts, cache)
-    expected = whole.verify(trees, cache)
-    static = CausalLM(tiny_model(family), static="eager")
-    cache = static.new_cache(32, 2)
-    static.prefill(texts, cache)
+    """The tokens are tensors, which the host never reads."""
+    tokens = [torch.arange(6), torch.arange(4, 10)]
+    model, cache = filled(family, None)
+    expected = model.verify([TokenTree(own, TREE) for own in tokens], cache)
+    static, cache = filled(family, "eager")
     for first, end in ((0, 1), (1, 3), (3, 6)):
         level = [TokenTree(own[:end], TREE.keep(range(end))) for own in tokens]
         output = static.verify(level, cache, [first, first])
-        mine = ModelOutput(expected.hidden[:, first:end], expected.logits[:, first:end])
-        assert close(output, mine, [end - first] * 2)
+        assert not any("token_list" in tree.__dict__ for tree in level)
+        for ours, theirs in zip(output[:2], expected[:2], strict=True):
+            torch.testing.assert_close(ours, theirs[:, first:end], rtol=0, atol=1e-5)
     assert cache.lengths == [13, 8]
 
 
 @pytest.mark.parametrize("static", [None, "eager"])
-def test_append_gives_the_last_node_of_each_row(static: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = CausalLM(tiny_model("llama"), static=static)
-    cache = model.new_cache(32, 2)
-    model.prefill([[3, 1], [4, 1, 5]], cache)
-    seen: list[int] = []
-    model.model.get_output_embeddings().register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+def test_append_gives_the_last_node_of_each_row(static: str | None) -> None:
+    model, cache = filled("llama", static)
     output = model.append([[9, 2, 6], [5]], cache)
-    assert output.logits.shape == (2, 16) and seen == [1]  # the lm_head wrote for no other node
-    whole = CausalLM(tiny_model("llama"))
-    expected = whole.prefill([[3, 1, 9, 2, 6], [4, 1, 5, 5]], whole.new_cache(32, 2))
-    assert torch.allclose(output.logits, expected.logits, atol=1e-5)
-    assert torch.allclose(output.hidden, expected.hidden, atol=1e-5)
-    assert cache.lengths == [5, 4]
-
-
-def test_tokens_on_the_device_are_run_without_the_host_seeing_them() -> None:
-    model = CausalLM(tiny_model("llama"), static="eager")
-    cache = model.new_cache(32, 2)
-    model.prefill([[3, 1], [4, 1, 5]], cache)
-    trees = [TokenTree(torch.tensor([9, 2, 6]), TreeShape.chain(2)), TokenTree(torch.tensor([5]), TreeShape.chain(0))]
-    output = model.verify(trees, cache)
-    assert not any("token_list" in tree.__dict__ for tree in trees)
-    whole = CausalLM(tiny_model("llama"))
-    cache = whole.new_cache(32, 2)
-    whole.prefill([[3, 1], [4, 1, 5]], cache)
-    assert close(output, whole.verify(trees, cache), [3, 1])
+    expected = model.with_static(None).prefill(
+        [[3, 1, 4, 1, 5, 9, 2, 9, 2, 6], [6, 5, 5]], filled("llama", None)[0].new_cache(32, 2)
+    )
+    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(output.hidden, expected.hidden, rtol=0, atol=1e-5)
+    assert cache.lengths == [10, 3]
 
 
 def test_a_text_that_fills_its_cache_neither_grows_it_nor_meets_a_new_bucket_at_each_step() -> None:
     model = CausalLM(tiny_model("llama"), static="eager")
-    drafter = DraftModelDrafter(CausalLM(tiny_model("llama", seed=1), static="eager"), (1,) * 4)
+    drafter = DraftModelDrafter(CausalLM(tiny_model("llama", seed=1), static="eager"), 4)
     prompt = [3, 1, 4, 1, 5]
     Engine(model, drafter).decode(prompt, DecodingConfig(4))
     buffers = model.new_cache(8).buffers
@@ -192,12 +159,13 @@ def test_larger_buffers_void_what_was_recorded_on_the_old_ones() -> None:
     cache.reserve(cache.capacity + 1)
     assert cache.buffers != held
     model.append([[4]], cache)
-    assert list(steps_of(model)._steps) == [Size(1, 1, 1, 256, False)] and steps_of(model)._buffers == cache.buffers
+    assert list(steps_of(model)._steps) == [Size(1, 1, 1, 256)] and steps_of(model)._buffers == cache.buffers
     after = Engine(model).decode([3, 1], DecodingConfig(4))
     assert after.tokens == before.tokens == Engine(plain).decode([3, 1], DecodingConfig(4)).tokens
 
 
-def test_two_generations_at_once_on_one_static_model_are_refused() -> None:
+def test_two_generations_at_once_on_one_static_model_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoding.model.turns.PATIENCE", 0.1)
     model = CausalLM(tiny_model("llama"), static="eager")
     first = Engine(model).steps([3, 1], DecodingConfig(8))
     next(first), next(first)
@@ -206,78 +174,43 @@ def test_two_generations_at_once_on_one_static_model_are_refused() -> None:
         next(first)
 
 
-def test_one_generation_after_the_other_shares_the_buffers() -> None:
-    model = CausalLM(tiny_model("llama"), static="eager")
-    large = list(Engine(model).steps(PROMPTS, DecodingConfig(4), batch_size=4))
-    buffers = model.new_cache(4, 1).buffers
-    assert [step for _, step in large] and Engine(model).decode([3, 1], DecodingConfig(4)).tokens
-    assert model.new_cache(4, 4).buffers == buffers
-    assert isinstance(model.new_cache(4, 5), PreallocatedCache) and model.new_cache(4, 1).buffers != buffers
-
-
-def test_every_node_and_every_row_of_padding_sees_a_key() -> None:
-    """Else its softmax is over nothing, which may be NaN, and NaN in the cache outlives every mask."""
-    model = CausalLM(tiny_model("mistral"), static="eager")
+def test_every_node_and_row_of_padding_sees_a_key_and_leaves_no_nan_in_half_precision() -> None:
+    """A softmax over nothing may be NaN, and NaN in the cache outlives every mask."""
+    model = CausalLM(tiny_model("mistral").half(), static="eager")
     cache = model.new_cache(40, 8)
     model.prefill([[1] * 9, [2], [3, 4]], cache)
     masks = []
-    steps = steps_of(model)
-    of_step = steps._mask
-    steps._mask = lambda *arguments: masks.append(of_step(*arguments)) or masks[-1]  # type: ignore[method-assign]
-    trees = [TokenTree(torch.arange(6), TREE), TokenTree.chain([1, 2]), TokenTree.chain([1])]
-    model.verify(trees, cache)
-    (mask,) = masks
-    assert mask.shape == (4, 1, 8, 256)
-    assert bool((mask == 0).any(-1).all())
-
-
-def test_in_half_precision_no_step_leaves_nan_behind() -> None:
-    model = CausalLM(tiny_model("llama").half(), static="eager")
-    cache = model.new_cache(40, 8)
-    model.prefill([[1] * 9, [2], [3, 4]], cache)
+    make = steps_of(model)._masks.additive
+    steps_of(model)._masks.additive = lambda blocked: masks.append(make(blocked)) or masks[-1]  # type: ignore[method-assign]
     output = model.verify([TokenTree(torch.arange(6), TREE), TokenTree.chain([1, 2]), TokenTree.chain([1])], cache)
+    (mask,) = masks
+    assert mask.shape == (4, 1, 8, 256) and bool((mask == 0).any(-1).all())
     assert bool(output.logits.isfinite().all())
     assert all(bool(layer.keys.isfinite().all()) and bool(layer.values.isfinite().all()) for layer in cache.layers)
 
 
 def test_a_layout_is_copied_once_for_as_long_as_the_trees_stay() -> None:
-    inputs = StaticInputs(Size(2, 8, 8, 256, False), torch.device("cpu"))
-    layout = Layout((TREE, TreeShape.chain(1)), (0, 0))
+    inputs = StaticInputs(Size(2, 8, 8, 256), torch.device("cpu"))
+    layout = TreeLayout((TREE, TreeShape.chain(1)), (0, 0))
     inputs.fill(layout, [7, 9], [0, 30], [[1, 2, 3, 4, 5, 6], [7, 8]])
     assert inputs.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 0, 0], [7, 8, 0, 0, 0, 0, 0, 0]]
-    assert inputs.starts.tolist() == [7, 9] and inputs.last.tolist() == [5, 1]
+    assert inputs.starts.tolist() == [7, 9] and inputs.dropped.tolist() == [0, 30]
     assert inputs.depths.tolist() == [[0, 1, 1, 2, 2, 2, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0]]
     assert torch.equal(~inputs.hidden_from[0, :6, :6], TREE.ancestor_mask)
     assert bool(inputs.hidden_from[0, :6, 6:].all()) and bool(inputs.hidden_from[1, :2, 2:].all())
     inputs.depths.fill_(-1)  # to see whether it is written again
-    inputs.fill(
-        Layout((TREE, TreeShape.chain(1)), (0, 0)), [13, 11], [0, 30], torch.tensor([[6, 5, 4, 3, 2, 1], [9] * 6])
-    )
+    inputs.fill(layout, [13, 11], [0, 30], torch.tensor([[6, 5, 4, 3, 2, 1], [9] * 6]))
     assert inputs.depths.unique().tolist() == [-1]
     assert inputs.tokens[:, :6].tolist() == [[6, 5, 4, 3, 2, 1], [9] * 6] and inputs.starts.tolist() == [13, 11]
-    inputs.fill(Layout((TREE,), (3,)), [2], [4], [[4, 5, 6]])
+    inputs.fill(TreeLayout((TREE,), (3,)), [2], [4], [[4, 5, 6]])
     assert inputs.depths.tolist() == [[2, 2, 2, 0, 0, 0, 0, 0], [0] * 8]
-    assert inputs.key_depths[0].tolist() == [0, 1, 1, 2, 2, 2, 0, 0]
-    assert inputs.firsts.tolist() == [3, 0] and inputs.starts.tolist() == [2, 0]
+    assert inputs.key_depths[0].tolist() == [0, 1, 1, 2, 2, 2, 0, 0] and inputs.firsts.tolist() == [3, 0]
     assert torch.equal(~inputs.hidden_from[0, :3, :6], TREE.ancestor_mask[3:])
 
 
-@pytest.mark.parametrize(
-    ("rows", "nodes", "bucket"),
-    [(1, 1, 1), (1, 5, 8), (1, 33, 64), (8, 5, 8), (16, 5, 5), (32, 2, 2), (32, 3, 3), (32, 7, 8), (32, 64, 64)],
-)
-def test_nodes_are_rounded_up_generously_where_they_cost_nothing(rows: int, nodes: int, bucket: int) -> None:
-    assert node_bucket(rows, nodes) == bucket
-
-
-@pytest.mark.parametrize(
-    ("keys", "bucket"), [(1, 256), (256, 256), (257, 384), (385, 512), (2000, 2048), (2049, 3072), (4097, 6144)]
-)
-def test_keys_are_rounded_up_by_half_at_most(keys: int, bucket: int) -> None:
-    assert key_bucket(keys) == bucket
-
-
-def test_fifteen_buckets_lead_from_256_keys_to_32k() -> None:
+def test_shapes_are_rounded_up_generously_if_that_costs_nothing() -> None:
+    nodes = [(1, 1, 1), (1, 5, 8), (1, 33, 64), (8, 5, 8), (16, 5, 5), (32, 3, 3), (32, 7, 8), (32, 64, 64)]
+    assert [node_bucket(rows, count) for rows, count, _ in nodes] == [bucket for *_, bucket in nodes]
     buckets = sorted({key_bucket(keys) for keys in range(1, 32769)})
     assert len(buckets) == 15 and all(after <= 1.5 * before for before, after in pairwise(buckets))
 
@@ -290,7 +223,7 @@ def test_graphs_are_recorded_before_a_text_comes_to_them() -> None:
     model, draft = (
         CausalLM(tiny_model("llama", seed=seed, max_position_embeddings=512), static="graphs") for seed in (0, 1)
     )
-    engine = Engine(model, DraftModelDrafter(draft, (1, 1, 1)))
+    engine = Engine(model, DraftModelDrafter(draft, 3))
     steps = engine.steps(prompts, config, batch_size=2)
     for _ in range(4):  # two prefills and a step of each row
         next(steps)
@@ -315,11 +248,6 @@ def test_steps_have_the_same_shape_whatever_the_cache_served_before() -> None:
     for model in (used, fresh):
         Engine(model).decode(PROMPTS[:3], DecodingConfig(8), batch_size=3)
     assert set(steps_of(used)._steps) - before == set(steps_of(fresh)._steps)
-
-
-def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="static mode is 'fast': give one of eager, graphs"):
-        CausalLM(tiny_model("llama"), static="fast")
 
 
 def test_graphs_run_as_they_are_where_there_is_no_gpu() -> None:

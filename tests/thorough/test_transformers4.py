@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from older_readers import DRAFTS, PROBE, VOCABULARY, frequencies_of_version_4
+from older_readers import DRAFTS, PROBE, VOCABULARY
 from tiny_models import full_forward, tiny_model
 from tiny_tokenizer import byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Olmo3Config, PreTrainedModel
@@ -33,18 +33,6 @@ def exported(model: PreTrainedModel, folder: Path) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(path.read_text())
     return content
-
-
-@pytest.mark.parametrize("name", ["llama, theta", "llama, linear", "llama, llama3"])
-@pytest.mark.parametrize("written", ["final", "out"])
-def test_version_4_forms_the_frequencies_of_the_model_that_was_written(name: str, written: str, tmp_path: Path) -> None:
-    model = draft(name)
-    exported(model, tmp_path)
-    config = read_json(tmp_path / written / "config.json")
-    own = model.model.rotary_emb.inv_freq
-    assert torch.equal(frequencies_of_version_4(config, head_dim=8), own)
-    without = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
-    assert not torch.equal(frequencies_of_version_4(without, head_dim=8), own)
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -85,21 +73,6 @@ def test_version_5_reads_the_same_model_beside_the_keys_of_version_4(name: str, 
 )
 def test_the_keys_are_those_of_version_4_for_the_family(name: str, keys: dict[str, Any]) -> None:
     assert rope_keys(draft(name).config.to_dict()) == keys
-
-
-def test_phi3s_scaling_has_the_three_keys_that_version_4_wants_and_no_more() -> None:
-    keys = rope_keys(draft("phi3, longrope").config.to_dict())
-    assert keys["rope_scaling"].keys() == {"type", "short_factor", "long_factor"}
-
-
-def test_longrope_says_its_first_context_where_version_4_looks_for_it() -> None:
-    assert rope_keys(draft("llama, longrope").config.to_dict())["original_max_position_embeddings"] == 24
-
-
-def test_dtype_and_experts_have_the_names_of_version_4_too(tmp_path: Path) -> None:
-    config = read_json(exported(draft("qwen3-moe, theta"), tmp_path) / "config.json")
-    assert config["dtype"] == config["torch_dtype"] == "float32"
-    assert config["num_experts"] == config["num_local_experts"] == 4
 
 
 def test_the_tokenizer_has_a_class_of_both_versions_and_its_special_tokens(tmp_path: Path) -> None:

@@ -38,11 +38,10 @@ def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(tin
         assert [generation.tokens for generation in batch] == plain
 
 
-@pytest.mark.parametrize("branching", [(1, 1), (2, 2)])
-def test_sampled_texts_have_the_targets_distribution_though_the_draft_lacks_tokens(branching: tuple[int, ...]) -> None:
+def test_sampled_texts_have_the_targets_distribution_though_the_draft_lacks_tokens() -> None:
     """Chi-square of 400 texts with fixed seeds; were they not, it would fail by chance once in 10**6."""
     target, sampling = small_llama(5), SamplingConfig(1.0)
-    drafter = DraftModelDrafter(trimmed_vocabulary(small_llama(3).model, (0, 2, 3)), branching)
+    drafter = DraftModelDrafter(trimmed_vocabulary(small_llama(3).model, (0, 2, 3)), 2)
     generations = Engine(target, drafter).decode([PROMPT] * 400, DecodingConfig(LENGTH, sampling), batch_size=40)
     counts = Counter(generation.tokens for generation in generations)
     assert any(1 in tokens for tokens in counts), "the target writes what the draft cannot"

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from decoding.conversation import Conversation
 from decoding.generate import Step
-from decoding.tally import Tally
+from decoding.stream import Tally
 from trainer.commands.generate import Decoder, read_decoder
 from trainer.commands.options import ChatOptions
 from trainer.terminal.console import say, say_error, standard_error, standard_output

@@ -21,7 +21,7 @@ def run_compare(options: CompareOptions, console: Console | None = None) -> dict
     console = console or standard_output()
     a = read_evaluation(options.a)
     b = a if options.b is None else read_evaluation(options.b)
-    found: dict[str, Any] = without_nan(compare(a, b, options.method, options.other, options.setting))
+    found: dict[str, Any] = without_nan(compare(a, b, options.method, options.other))
     if options.json is not None:
         write_findings(options.json, found)
     if options.json == PRINTED:

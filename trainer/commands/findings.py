@@ -1,16 +1,43 @@
-"""Findings as JSON, for the commands with ``--json FILE``, and a command's account of itself."""
+"""Findings on the screen and as JSON, for all commands that check something, and a command's account of itself."""
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from decoding.measure.machine import commit, hardware, versions
-from decoding.measure.redact import published_command
+from decoding.measure.proof.finding import Finding
+from decoding.measure.redact import published_command, without_local_paths
+from trainer.terminal.console import say
 
 PRINTED = "-"
 """The file's name by which findings are printed, in place of the text."""
+_STYLES = {"ok": "green", "note": "yellow", "open": "yellow", "problem": "bold red"}
+
+
+def say_findings(console: Console, findings: Sequence[Finding]) -> None:
+    """Print a line for each finding: its status, check, values and remedy."""
+    for finding in findings:
+        remedy = f"; {finding.remedy}" if finding.remedy else ""
+        status = Text(f"  {finding.status}", style=_STYLES[finding.status])
+        say(console, Text.assemble(status, f": {finding.check}: {finding.found}{remedy}"))
+
+
+def summary(findings: Sequence[Finding]) -> Text:
+    """Return the last line of a command: its problems by name, or that there is none, and the number of the others."""
+    problems = [finding.check for finding in findings if finding.status == "problem"]
+    others = ", ".join(
+        f"{count} {status}" for status in ("note", "open") if (count := sum(f.status == status for f in findings))
+    )
+    failed = f"FAIL: {len(problems)} of {len(findings)} checks: {', '.join(dict.fromkeys(problems))}"
+    verdict = (
+        Text(failed, style="bold red") if problems else Text(f"PASS: all {len(findings)} checks", style="bold green")
+    )
+    return Text.assemble(verdict, f" ({others})" if others else "")
 
 
 def account() -> dict[str, Any]:
@@ -21,6 +48,14 @@ def account() -> dict[str, Any]:
         "versions": versions(),
         "commit": commit(),
     }
+
+
+def report(findings: Mapping[str, Sequence[Finding]], **more: Any) -> dict[str, Any]:
+    """Return findings by the thing that they are of, with an account of the command, as it may be published."""
+    every = {title: [finding.as_json() for finding in each] for title, each in findings.items()}
+    problems = sum(finding.status == "problem" for each in findings.values() for finding in each)
+    content: dict[str, Any] = without_local_paths({"problems": problems, **more, "findings": every})
+    return {**account(), **content}
 
 
 def write_findings(file: str, content: Mapping[str, Any]) -> None:

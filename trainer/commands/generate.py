@@ -12,7 +12,7 @@ from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
-from decoding.tally import Tally
+from decoding.stream import Tally
 from trainer.commands.models import load_models
 from trainer.commands.options import DecodingOptions, GenerateOptions
 from trainer.commands.plan import asked_or_planned

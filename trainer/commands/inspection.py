@@ -1,6 +1,6 @@
 """`headstart data inspect`: rows as sequences with the trained tokens marked, and counts over the whole source."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import groupby, islice
 from typing import NamedTuple
 
@@ -10,37 +10,20 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from decoding.errors import UserError
 from decoding.model.loading import load_tokenizer
 from trainer import quickstart
 from trainer.commands.training_options import InspectOptions
 from trainer.data.batch import Example, cut
 from trainer.data.chat import Encoded
 from trainer.data.dataset import Dataset, load_dataset
-from trainer.data.encoding import encoded_rows
+from trainer.data.encoding import RowEncoder
 from trainer.data.rows import Row, open_source
 from trainer.recipe.common import DataSection
-from trainer.recipe.reading import load_recipe
-from trainer.run.kinds import kind_of
+from trainer.recipe.reading import load_recipe, overridden
 from trainer.terminal.console import say, standard_output, title
 
-_STYLES = {(True, False): "green", (True, True): "bold green", (False, False): None, (False, True): "bold magenta"}
-"""Styles by (trained, special)."""
 _BEGIN, _END = "⟦", "⟧"
-_FIELDS = (
-    "split",
-    "format",
-    "text_field",
-    "prompt_field",
-    "answer_field",
-    "chat_template",
-    "max_length",
-    "max_rows",
-    "streaming",
-    "shuffle_buffer",
-    "packing",
-    "bad_rows",
-)
-"""Fields of the data section that options of the same names override."""
 
 
 class _Task(NamedTuple):
@@ -57,49 +40,45 @@ def run_inspect(options: InspectOptions, console: Console | None = None) -> Data
     shown = ("green", "green") if colour else f"between {_BEGIN} and {_END}"
     say(console, Text.assemble(f"{task.path}: the trained tokens are {'in ' if colour else ''}", shown))
     source = open_source(task.path, task.section)
-    for row, encoded in islice(encoded_rows(source, task.section, task.tokenizer), options.rows):
-        _print_row(console, task, row, encoded, colour)
+    encoder = RowEncoder(task.section, task.tokenizer)
+    for row in islice(source.read(), min(options.rows, task.section.max_rows or options.rows)):
+        _print_row(console, task, row, encoder.encode(row), colour)
     dataset = load_dataset(task.path, task.section, task.tokenizer)
     console.print(_table(dataset))
     return dataset
 
 
 def _task(options: InspectOptions) -> _Task:
-    """Read the task from a recipe with the options over it, or from a source alone."""
+    """Read the task from a recipe or from a source alone, with the overrides over it."""
+    overrides = options.overrides or ()
     if options.source.endswith((".yaml", ".yml")):
-        recipe = load_recipe(options.source, options.overrides or ())
-        base = recipe.data
-        target = kind_of(recipe).tokenizer
-    elif options.overrides:
-        raise ValueError(f"{options.overrides[0]!r} is an override of a recipe, but {options.source} is data: drop it")
-    elif options.heldout:
-        raise ValueError(f"--heldout chooses among a recipe's sources, but {options.source} is data: drop it")
+        recipe = load_recipe(options.source, overrides)
+        section, tokenizer_name = recipe.data, recipe.tokenizer_name
     else:
-        base, target = DataSection(train=options.source, heldout=options.source), ""
-    target = options.target or target
+        section, tokenizer_name = _section_of(options.source, overrides), ""
+    target = options.target or tokenizer_name
     if not target:
-        raise ValueError("tokens are a tokenizer's: give the target with --target, or a recipe")
+        raise UserError("tokens are a tokenizer's", "give the target with --target, or a recipe")
     if options.heldout:
-        base = base.model_copy(update={"train": base.heldout, "split": base.heldout_split})
-    if base.train == quickstart.ANSWERS and not quickstart.answers().is_file():
-        raise ValueError(
-            f"{base.train} is written by the first training on it: run headstart train recipes/quickstart/medusa1.yaml"
-        )
+        section = section.model_copy(update={"train": section.heldout, "split": section.heldout_split})
+    if section.train == quickstart.ANSWERS and not quickstart.answers().is_file():
+        remedy = "run headstart train recipes/quickstart/medusa1.yaml"
+        raise UserError(f"{section.train} is written by the first training on it", remedy)
     folder = str(quickstart.build_corpus()) if target == quickstart.NAME else quickstart.resolve(target)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
-    return _Task(quickstart.resolve(base.train), _section(base, options), tokenizer)
+    return _Task(quickstart.resolve(section.train), section, tokenizer)
 
 
-def _section(base: DataSection, options: InspectOptions) -> DataSection:
-    given = {name: value for name in _FIELDS if (value := getattr(options, name)) is not None}
+def _section_of(source: str, overrides: Sequence[str]) -> DataSection:
+    content = overridden({"data": {"train": source, "heldout": source}}, overrides)
+    if others := content.keys() - {"data"}:
+        raise UserError(f"{min(others)} is not a section of {source}, which is data", "give data.key=value alone")
     try:
-        return DataSection.model_validate({**base.model_dump(), **given})
+        return DataSection.model_validate(content["data"])
     except ValidationError as error:
         first = error.errors()[0]
-        if not first["loc"]:  # of two fields together
-            raise ValueError(first["msg"].removeprefix("Value error, ")) from None
-        option = str(first["loc"][0]).replace("_", "-")
-        raise ValueError(f"--{option} is {first['input']!r}: {first['msg'].lower()}") from None
+        name = ".".join(map(str, ("data", *first["loc"])))
+        raise ValueError(f"{name}: {first['msg'].removeprefix('Value error, ')} (got {first['input']!r})") from None
 
 
 def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | ValueError, colour: bool) -> None:
@@ -124,29 +103,15 @@ def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | Value
 
 def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text:
     """Return a sequence as text with its special tokens; trained tokens are green, without colour in brackets."""
-    text = Text()
-    for trained, pieces in groupby(_pieces(example, tokenizer), key=lambda piece: piece[1]):
-        text.append(_BEGIN if trained and not colour else "")
-        for piece, _, special in pieces:
-            text.append(piece, style=_STYLES[trained, special] if colour else None)
-        text.append(_END if trained and not colour else "")
-    return text
-
-
-def _pieces(example: Example, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool, bool]]:
-    """Yield runs of tokens as (text, trained, special): each text is the addition to that of all earlier tokens."""
-    specials = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    kinds = [
-        (trained, token in specials)
-        for token, trained in zip(example.tokens.tolist(), example.trained.tolist(), strict=True)
-    ]
-    begin, before = 0, ""
-    for (trained, special), run in groupby(kinds):
-        end = begin + len(list(run))
+    text, end, before = Text(), 0, ""
+    for trained, run in groupby(example.trained.tolist()):
+        end += len(list(run))
         tokens = example.tokens[:end].tolist()
-        text = str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        yield text[len(before) :], trained, special
-        begin, before = end, text
+        whole = str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        piece = whole[len(before) :]  # a run is what it adds to the text of all earlier tokens
+        text.append(f"{_BEGIN}{piece}{_END}" if trained and not colour else piece, "green" if trained else None)
+        before = whole
+    return text
 
 
 def _table(dataset: Dataset) -> Table:

@@ -1,16 +1,17 @@
-"""Targets and drafters of the commands that decode, read by the options that these commands share."""
+"""Targets, drafters and endpoints of the commands that decode, read by the options that these commands share."""
 
+import importlib.util
 from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.drafters.spec import DrafterSpec
-from decoding.errors import check_once
+from decoding.errors import UserError, check_once
 from decoding.measure.markdown import one_line
 from decoding.measure.redact import published_name, without_local_paths
 from decoding.model.architecture import check_static, static_of
@@ -18,9 +19,12 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import default_device, parse_dtype
 from decoding.model.loading import load_model, load_tokenizer
 from trainer.commands.shared_options import LoadingOptions, ModelOptions
-from trainer.export.origin import read_stored_provenance
+from trainer.export.companions import read_provenance
 from trainer.quickstart import resolve
 from trainer.run.train import prepare_target
+
+if TYPE_CHECKING:
+    from trainer.servers.client import ServedModel
 
 
 def read_target(name: str, options: LoadingOptions, static: str = "auto") -> CausalLM:
@@ -47,10 +51,10 @@ class LoadedModels(NamedTuple):
     specs: dict[str, DrafterSpec]
 
 
-def load_models(options: ModelOptions, drafters: Sequence[str], static: str = "auto") -> LoadedModels:
+def load_models(options: ModelOptions, drafters: Sequence[str]) -> LoadedModels:
     """Read the target and the drafters; a mistake in a spec is found before the target is read."""
     specs = read_specs(drafters)
-    target, trusted = read_target(options.target, options, static), options.trust_remote_code
+    target, trusted = read_target(options.target, options), options.trust_remote_code
     tokenizer = load_tokenizer(resolve(options.target), trusted)
     loader = DrafterLoader(target, tokenizer, trusted)
     loaded = [loader.load(spec) for spec in specs]
@@ -71,7 +75,7 @@ def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
 
 def _name_of(path: str) -> str:
     """Return the name of the run that made the weights, as the folder of every run is called final."""
-    stored = read_stored_provenance(Path(path))
+    stored = read_provenance(Path(path))
     name = stored["recipe"].get("name") if stored else None
     return one_line(without_local_paths(name)) if name else published_name(path)
 
@@ -83,3 +87,23 @@ def _distinct(names: Sequence[str]) -> list[str]:
         tried = chain([name], (f"{name} ({number})" for number in count(2)))
         found.append(next(each for each in tried if each not in found))
     return found
+
+
+def check_endpoint(endpoint: str | Sequence[str] | None, model: str | None) -> None:
+    """Raise UserError for an address without a model's name, a name without an address, and a missing `openai`."""
+    if endpoint is None:
+        if model is not None:
+            raise UserError(f"--model {model} names a model of an --endpoint", "give both, or neither")
+        return
+    if model is None:
+        raise UserError("--endpoint serves models by name", "say which with --model")
+    if importlib.util.find_spec("openai") is None:
+        raise UserError("an --endpoint is asked by the openai package", "pip install 'headstart[endpoint]'")
+
+
+def connect(endpoint: str, model: str) -> "ServedModel":
+    """Return the connection to the server, which sends nothing yet; ValueError for an address that cannot work."""
+    from trainer.servers.client import ServedModel
+    from trainer.servers.connection import Endpoint
+
+    return ServedModel(Endpoint(address=endpoint, model=model))

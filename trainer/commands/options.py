@@ -1,6 +1,6 @@
 """Options of the commands: name, type, default and help stand nowhere else, and those of several in `shared_options`.
 
-Artefacts: `artefact_options`. Proofs and diagnoses: `proof_options`. Training data and realign: `training_options`.
+Proofs and diagnoses: `proof_options`. Training data and realign: `training_options`.
 
 This module imports no PyTorch, so that ``--help`` need not wait for it.
 """
@@ -16,20 +16,20 @@ from trainer.commands.shared_options import (
     DRAFTERS,
     QUESTIONS_HELP,
     SPEC,
+    TARGET_HELP,
     Drafter,
     JsonFile,
     MaxNewTokens,
     ModelOptions,
     PlanFile,
     PromptField,
-    PromptTokens,
     Rounds,
     Rule,
     Seed,
-    Static,
     Stop,
     Target,
     Temperature,
+    Trusted,
     names,
     numbers,
     whole_numbers,
@@ -48,13 +48,11 @@ class EvaluateOptions(ModelOptions):
         Path,
         Option(metavar="FOLDER", help="Folder for report.json and report.html."),
     ]
-    static: Static = "auto"
     drafter: Annotated[
         list[str] | None,
         Option(metavar=SPEC, help=f"Drafter to measure, any number; {DRAFTERS}."),
     ] = None
     prompt_field: PromptField = None
-    prompt_tokens: PromptTokens = None
     limit: Annotated[
         int,
         Option(min=1, help="Number of questions, dealt over the tasks of the file."),
@@ -63,14 +61,6 @@ class EvaluateOptions(ModelOptions):
         Sequence[str] | None,
         Option(metavar="NAME,...", parser=names, help="Ask only questions of these tasks.", hidden=True),
     ] = None
-    turns: Annotated[
-        str,
-        Option(
-            metavar="TURNS",
-            help="Later turns of a conversation; all asks them behind plain decoding's own answers, first asks none.",
-            hidden=True,
-        ),
-    ] = "all"
     thinking: Annotated[
         bool | None,
         Option(
@@ -79,22 +69,6 @@ class EvaluateOptions(ModelOptions):
             hidden=True,
         ),
     ] = None
-    skip_long: Annotated[
-        bool,
-        Option(
-            "--skip-long",
-            help="Leave out prompts that do not fit with --max-new-tokens, and count them.",
-            hidden=True,
-        ),
-    ] = False
-    cut_long: Annotated[
-        bool,
-        Option(
-            "--cut-long",
-            help="Cut the beginning of questions that do not fit, and count them.",
-            hidden=True,
-        ),
-    ] = False
     max_new_tokens: MaxNewTokens = 96
     temperature: Annotated[
         Sequence[float],
@@ -116,22 +90,8 @@ class EvaluateOptions(ModelOptions):
         Sequence[str],
         Option(metavar="NAME,...", parser=names, help="Any of greedy, sampling and typical (lossy)."),
     ] = ("greedy", "sampling")
-    policies: Annotated[
-        Sequence[str],
-        Option(
-            metavar="NAME,...",
-            parser=names,
-            help="Policies for the amount to draft; any of fixed and heuristic.",
-            hidden=True,
-        ),
-    ] = ("fixed",)
     rounds: Rounds = 1
-    seed: Seed = 0
     restart: Annotated[bool, Option("--restart", help="Drop the runs in --output, and begin anew.")] = False
-    title: Annotated[
-        str | None,
-        Option(help="Title of the report; by default the target's and prompts' names.", hidden=True),
-    ] = None
     plan: PlanFile = None
 
 
@@ -189,13 +149,11 @@ class PlanOptions(ModelOptions):
         Option(metavar="FILE", help=f"{QUESTIONS_HELP} Best held out, and like those that the target gets in use."),
     ]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for plan.json and plan.svg.")]
-    static: Static = "auto"
     drafter: Annotated[
         list[str],
         Option(metavar=SPEC, help=f"Drafter to plan with, any number; {DRAFTERS}."),
     ]
     prompt_field: PromptField = None
-    prompt_tokens: PromptTokens = None
     limit: Annotated[int, Option(min=1, help="Number of prompts; --check takes as many more.")] = 24
     max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 96
     temperature: Annotated[float, Option(min=0, help="Sampling temperature of later use; 0 is greedy.")] = 0.0
@@ -211,22 +169,6 @@ class PlanOptions(ModelOptions):
             help="Tokens before the new ones, besides the prompts' own lengths. Those that do not fit are left out.",
         ),
     ] = ()
-    max_nodes: Annotated[
-        int,
-        Option(
-            min=2,
-            help="Nodes of the largest tree that is tried, the root included.",
-            hidden=True,
-        ),
-    ] = 64
-    seconds: Annotated[
-        float,
-        Option(
-            min=0.05,
-            help="Longest time of one measurement; each drafter at each batch size and context.",
-            hidden=True,
-        ),
-    ] = 2.0
     check: Annotated[
         bool,
         Option(
@@ -234,8 +176,6 @@ class PlanOptions(ModelOptions):
             help="Measure the choices beside plain decoding; print predicted against measured.",
         ),
     ] = False
-    rounds: Annotated[int, Option(min=1, help="Times that --check decodes each prompt.", hidden=True)] = 1
-    seed: Seed = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +191,63 @@ class CompareOptions:
         str | None, Option(metavar="NAME", help="Method of A, by default every method that both have.")
     ] = None
     other: Annotated[str | None, Option(metavar="NAME", help="Method of B, by default that of A.")] = None
-    setting: Annotated[str | None, Option(metavar="NAME", help="Setting, such as greedy or T=1; by default all.")] = (
-        None
-    )
     json: JsonFile = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Options of `headstart export`."""
+
+    source: Annotated[Path, Argument(help="Folder of a training run; its final/ folder, or one of its checkpoints.")]
+    destination: Annotated[Path, Argument(help="A new folder.")]
+    format: Annotated[
+        str,
+        Option(
+            metavar="NAME",
+            help="Heads: headstart, or vllm (<= 0.32). A draft: draft or gguf. A parallel draft: headstart or draft.",
+        ),
+    ]
+    report: Annotated[Path | None, Option(metavar="FILE", help="report.json of these weights, for their card.")] = None
+    plan: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="plan.json of these weights; its tree goes with them, its depths to the servers."),
+    ] = None
+    target: Annotated[
+        str | None, Option(metavar="MODEL", help=f"{TARGET_HELP}; by default where the training run recorded it.")
+    ] = None
+    type: Annotated[
+        str | None, Option(metavar="TYPE", help="Type of the numbers in a gguf file; f32, f16, bf16 or q8_0.")
+    ] = None
+    prompts: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help=".jsonl file to decode prompts of with the written files; else the training's held-out data. none "
+            "decodes none.",
+            hidden=True,
+        ),
+    ] = None
+    merge: Annotated[
+        bool,
+        Option("--merge", help="Merge adapters into the target beside the heads, into a whole model.", hidden=True),
+    ] = False
+    license: Annotated[
+        str | None,
+        Option(metavar="NAME", help="Licence of the weights for their card, such as apache-2.0.", hidden=True),
+    ] = None
+    trust_remote_code: Trusted = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions:
+    """Options of `headstart push`."""
+
+    folder: Annotated[Path, Argument(help="Folder that headstart export wrote.")]
+    repository: Annotated[str, Argument(help="ORG/NAME on the Hub.")]
+    public: Annotated[bool, Option("--public", help="Make the repository public; it is private otherwise.")] = False
+    revision: Annotated[
+        str | None,
+        Option(metavar="NAME", help="Branch to push to, main if not given; it is made if it is missing."),
+    ] = None
+    pull_request: Annotated[bool, Option("--pull-request", help="Open a pull request in place of a commit.")] = False
+    message: Annotated[str | None, Option(help="Message of the commit.")] = None

@@ -1,27 +1,18 @@
 """`headstart plan`: what to draft on this machine, at every batch size and context; and plans for other commands."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from decoding.drafters.registry import DrafterLoader
-from decoding.drafters.spec import DrafterSpec
 from decoding.measure.figures import without_nan
 from decoding.measure.planning.check import check_plan, check_rows
-from decoding.measure.planning.choose import LEAST_GAIN
-from decoding.measure.planning.make import PlanConfig, Planner
-from decoding.measure.planning.picture import check_table, plan_table, write_picture
-from decoding.measure.planning.plan_file import (
-    plan_fingerprints,
-    read_plan,
-    vllm_config,
-    write_plan,
-)
-from decoding.measure.planning.sentences import basis, verdict
+from decoding.measure.planning.plan_file import plan_fingerprints, read_plan, write_plan
+from decoding.measure.planning.planner import PlanConfig, Planner
+from decoding.measure.planning.step_costs import LEAST_GAIN
+from decoding.measure.planning.views import basis, check_table, plan_table, write_picture
 from decoding.measure.questions import read_prompts
 from decoding.model.dtypes import parse_dtype
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
@@ -39,80 +30,60 @@ from trainer.terminal.progress import ProgressBar
 def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, Any]:
     """Measure, choose, print the tables, write plan.json and plan.svg; returns the plan."""
     watched, console = console or standard_error(), console or standard_output()
-    specs = read_specs(options.drafter)
-    config = _config(options)
-    target = read_target(options.target, options, options.static)
-    tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
-    config = replace(config, eos_token_ids=eos_token_ids(target.model, tokenizer))
+    specs, folder = read_specs(options.drafter), resolve(options.target)
+    target = read_target(options.target, options)
+    tokenizer = load_tokenizer(folder, options.trust_remote_code)
+    config = PlanConfig(
+        batch_sizes=tuple(options.batch_size),
+        contexts=tuple(options.context),
+        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens,
+        eos_token_ids=eos_token_ids(target.model, tokenizer),
+    )
     limit = options.limit * (2 if options.check else 1)
-    read = read_prompts(resolve(options.prompts), tokenizer, limit, options.prompt_field, options.prompt_tokens)
-    prompts, others = read[: options.limit], read[options.limit :]
-    checked = others or prompts
-    made_by = {
-        **_made_by(options, specs),
+    read = read_prompts(resolve(options.prompts), tokenizer, limit, options.prompt_field)
+    loader = DrafterLoader(target, tokenizer, options.trust_remote_code)
+    planner = Planner(target, loader.load, specs, read[: options.limit], config)
+    checked = planner.fitting(read[options.limit :]) or planner.prompts
+    if options.check:
+        check_rows(checked, config.batch_sizes)
+    fingerprints = {
+        **plan_fingerprints(folder, specs, options.trust_remote_code),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "prompts": prompts_fingerprint(planner.prompts),
+    }
+    about = {
+        **account(),
+        "fingerprints": fingerprints,
+        "revisions": revisions({"target": folder, **{str(spec): spec.path for spec in specs}}),
         "dtype": str(target.dtype).removeprefix("torch."),
         "static": target.static or "off",
+        "prompts_left_out": len(read[: options.limit]) - len(planner.prompts),
     }
-    made_by["fingerprints"] |= {
-        "tokenizer": tokenizer_fingerprint(tokenizer),
-        "prompts": prompts_fingerprint(prompts),
-    }
-    loader = DrafterLoader(target, tokenizer, options.trust_remote_code)
-    planner = Planner(target, loader.load, specs, prompts, config)
-    if options.check:
-        planner.check_prompts(checked)
-        check_rows(checked, config.batch_sizes)
     with ProgressBar(watched, "planning", planner.steps) as bar:
         planner.advance = bar.advance
-        plan: dict[str, Any] = without_nan({**made_by, **planner.run()})
+        plan: dict[str, Any] = without_nan({**about, **planner.run()})
     write_plan(plan, options.output / "plan.json")
     write_picture(plan, options.output / "plan.svg")
     if options.check:
-        if not others:
+        if checked is planner.prompts:
             say(console, f"note: {options.prompts} has no prompts behind those of the plan: it is checked on the same")
         with ProgressBar(watched, "checking", len(config.batch_sizes)) as bar:
-            rows = check_plan(target, loader.load, plan, checked, config.decoding, options.rounds, bar.advance)
-        plan["check"] = without_nan(rows)
+            plan["check"] = without_nan(check_plan(target, loader.load, plan, checked, config.decoding, bar.advance))
         write_plan(plan, options.output / "plan.json")
     _print(plan, wide(console))
     say(console, f"written: {options.output / 'plan.json'}, {options.output / 'plan.svg'}")
     return plan
 
 
-def _config(options: PlanOptions) -> PlanConfig:
-    """Return the settings that the options give, without the tokens that end a text."""
-    return PlanConfig(
-        batch_sizes=tuple(options.batch_size),
-        contexts=tuple(options.context),
-        temperature=options.temperature,
-        max_new_tokens=options.max_new_tokens,
-        most_nodes=options.max_nodes,
-        seed=options.seed,
-        seconds=options.seconds,
-    )
-
-
-def _made_by(options: PlanOptions, specs: Sequence[DrafterSpec]) -> dict[str, Any]:
-    """Return the plan's account of itself: command, machine, and fingerprints of target and drafters."""
-    return {
-        **account(),
-        "fingerprints": plan_fingerprints(resolve(options.target), specs, options.trust_remote_code),
-        "revisions": revisions({"target": resolve(options.target), **{str(spec): spec.path for spec in specs}}),
-    }
-
-
 def _print(plan: dict[str, Any], console: Console) -> None:
-    """Print the tables, and for each batch size what to expect at the prompts' own lengths."""
+    """Print the tables, and what was left out."""
     console.print(plan_table(plan))
     say(console, basis(plan))
-    for cell in plan["cells"]:
-        if cell["context"] is None:
-            say(console, verdict(cell))
-    for drafter in plan["drafters"]:
-        if (config := vllm_config(drafter, plan["temperature"])) is not None:
-            say(console, f"vLLM: --speculative-config '{json.dumps(config, separators=(',', ':'))}'")
+    if plan["prompts_left_out"]:
+        say(console, f"left out, as target and drafters cannot hold them: {plan['prompts_left_out']} prompts")
     if left_out := plan["contexts_left_out"]:
-        say(console, f"left out, as target and draft cannot hold them: contexts of {', '.join(map(str, left_out))}")
+        say(console, f"left out, as target and drafters cannot hold them: contexts of {', '.join(map(str, left_out))}")
     if "check" in plan:
         console.print(check_table(plan["check"]))
 

@@ -13,22 +13,15 @@ from trainer.commands.shared_options import (
     QUESTIONS_HELP,
     SPEC,
     TARGET_HELP,
-    BatchSize,
-    Chat,
-    Concurrency,
     JsonFile,
-    KeyVariable,
     Limit,
     LoadingOptions,
     MaxNewTokens,
     ModelOptions,
     PromptField,
-    Retries,
     Rule,
     Seed,
     ServedName,
-    Static,
-    Timeout,
     Trusted,
 )
 
@@ -56,59 +49,21 @@ class DiagnoseOptions(ModelOptions):
     metrics: Annotated[
         str | None,
         Option(
-            metavar="URL",
-            help="Address or file of the server's metrics page; by default it is beside --endpoint.",
+            metavar="FILE|URL",
+            help="The server's metrics page; by default that of --endpoint.",
         ),
     ] = None
-    counters: Annotated[
-        str | None,
-        Option(
-            help="Counters of vLLM, SGLang or llama.cpp; for a server that shows none: a pasted text, a file, or '-' "
-            "for standard input.",
-        ),
-    ] = None
-    report: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="report.json of an evaluation of SPECULATOR, named beside the server's figures.",
-            hidden=True,
-        ),
-    ] = None
-    stale: Annotated[
-        bool,
-        Option("--stale", help="Instead, tell if SPECULATOR fits a tuned target; no server is asked."),
-    ] = False
     base: Annotated[
         str | None,
-        Option(metavar="MODEL", help="With --stale, the target before its tuning."),
+        Option(metavar="MODEL", help="Instead, measure what tuning cost: the target before it was tuned; no server."),
     ] = None
-    prompt_field: PromptField = None
     limit: Limit = 32
     max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 128
     temperature: Annotated[
-        float | None,
-        Option(
-            min=0,
-            help="Sampling temperature of the replay; 1 if not given. That of --counters and of --stale is 0 if not "
-            "given.",
-            hidden=True,
-        ),
-    ] = None
-    draft_tokens: Annotated[
-        int | None,
-        Option(
-            min=1,
-            help="Tokens drafted at a time; by default as many as the server counts.",
-            hidden=True,
-        ),
-    ] = None
-    batch_size: BatchSize = 8
+        float,
+        Option(min=0, help="Temperature of a second replay; 0 leaves it out.", hidden=True),
+    ] = 1.0
     json: JsonFile = None
-    concurrency: Concurrency = 16
-    retries: Retries = 5
-    timeout: Timeout = 120.0
-    api_key_variable: KeyVariable = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,25 +72,16 @@ class VerifyOptions(LoadingOptions):
 
     target: Annotated[
         str | None,
-        Option(
-            metavar="MODEL",
-            help=f"{TARGET_HELP}; it is loaded here and scores every token.",
-        ),
+        Option(metavar="MODEL", help=f"{TARGET_HELP}; it is loaded here and scores every token."),
     ] = None
     prompts: Annotated[str | None, Option(metavar="FILE", help=QUESTIONS_HELP)] = None
     drafter: Annotated[
         list[str] | None,
-        Option(
-            metavar=SPEC,
-            help=f"Drafter to prove in this process, any number; {DRAFTERS}.",
-        ),
+        Option(metavar=SPEC, help=f"Drafter to prove in this process, any number; {DRAFTERS}."),
     ] = None
     endpoint: Annotated[
         str | None,
-        Option(
-            metavar="URL",
-            help="Instead, an OpenAI-compatible server to prove; such as http://localhost:8000/v1.",
-        ),
+        Option(metavar="URL", help="Instead, an OpenAI-compatible server to prove; such as http://localhost:8000/v1."),
     ] = None
     model: ServedName = None
     self_test: Annotated[
@@ -144,25 +90,13 @@ class VerifyOptions(LoadingOptions):
     ] = False
     prompt_field: PromptField = None
     limit: Limit = 20
-    chat: Chat = True
     max_new_tokens: MaxNewTokens = 64
     temperature: Annotated[float, Option(min=0, help="Temperature of the tests of sampling; 0 leaves them out.")] = 1.0
     top_k: Annotated[int, Option(min=0, help="Top-k of the tests of sampling; 0 switches it off.", hidden=True)] = 0
     top_p: Annotated[float, Option(help="Nucleus of the tests of sampling; 1 switches it off.", hidden=True)] = 1.0
-    min_p: Annotated[float, Option(help="Min-p of the tests of sampling; 0 switches it off.", hidden=True)] = 0.0
     rule: Rule = None
-    draws: Annotated[int, Option(min=1, help="Short texts drawn after each of --draw-prompts.", hidden=True)] = 500
-    draw_prompts: Annotated[int, Option(min=1, help="Prompts after which short texts are drawn.", hidden=True)] = 2
-    rounds: Annotated[int, Option(min=1, help="Sampled texts after each prompt.", hidden=True)] = 1
-    alpha: Annotated[
-        float,
-        Option(
-            help="Greatest probability that a right engine fails, over all tests together.",
-            hidden=True,
-        ),
-    ] = 1e-6
+    draws: Annotated[int, Option(min=1, help="Short texts drawn after each of two prompts.", hidden=True)] = 500
     seed: Seed = 0
-    batch_size: BatchSize = 8
     dtype: Annotated[
         str,
         Option(
@@ -171,12 +105,7 @@ class VerifyOptions(LoadingOptions):
             hidden=True,
         ),
     ] = "fp32"
-    static: Static = "auto"
     json: JsonFile = None
-    concurrency: Concurrency = 16
-    retries: Retries = 5
-    timeout: Timeout = 120.0
-    api_key_variable: KeyVariable = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,32 +114,16 @@ class DoctorOptions:
 
     target: Annotated[
         str | None,
-        Option(
-            metavar="MODEL",
-            help=f"{TARGET_HELP} to check too; 'quickstart' is the embedded default.",
-        ),
+        Option(metavar="MODEL", help=f"{TARGET_HELP} to check too; 'quickstart' is the embedded default."),
     ] = None
     drafter: Annotated[
         list[str] | None,
-        Option(
-            metavar=SPEC,
-            help=f"Drafter to check beside the target, any number; {DRAFTERS}.",
-        ),
+        Option(metavar=SPEC, help=f"Drafter to check against the target, any number; {DRAFTERS}."),
     ] = None
     dtype: Annotated[
         str,
-        Option(
-            metavar="TYPE",
-            help="Type of the weights in later use; bf16, fp16 or fp32.",
-        ),
+        Option(metavar="TYPE", help="Type of the weights in later use; bf16, fp16 or fp32."),
     ] = "bf16"
-    longest: Annotated[
-        int | None,
-        Option(
-            min=1,
-            help="Longest text to decode, in tokens; 2,048 if not given, or all that the target holds.",
-        ),
-    ] = None
     decode: Annotated[
         bool | None,
         Option(
@@ -218,6 +131,5 @@ class DoctorOptions:
             help="Load the models and decode 16 tokens; by default those that are small.",
         ),
     ] = None
-    hub: Annotated[bool, Option("--hub", help="Ask the Hub for an answer; by default nothing is sent.")] = False
     json: JsonFile = None
     trust_remote_code: Trusted = False

@@ -5,6 +5,7 @@ was tuned by reinforcement, heads trained on other people's answers learn a dist
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,21 @@ from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
+from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
-from trainer.commands.models import read_target
-from trainer.commands.served import check_endpoint, served_at
+from trainer.commands.models import check_endpoint, read_target
 from trainer.commands.training_options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend
-from trainer.data.conversations import Conversation, read_conversations
+from trainer.data.conversations import OpenConversation, read_conversations
 from trainer.files.folders import sha256_of
 from trainer.quickstart import resolve
 from trainer.run.answering import Summary, answer
-from trainer.target.fingerprints import kept_fingerprint
 from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output
+
+_SETTINGS = ("prompt_field", "n", "temperature", "top_p", "max_new_tokens", "seed", "keep_truncated")
+"""Options that decide the answers."""
 
 
 def run_regenerate(
@@ -39,47 +42,32 @@ def run_regenerate(
     """
     watched, console = console or standard_error(), console or standard_output()
     sampling = SamplingConfig(temperature=options.temperature, top_p=options.top_p)
-    _check(options, sampling)
     spec = parse_drafter(options.drafter) if options.drafter is not None else spec
-    backend, made_by = _backend(options, sampling, spec, watched)
+    backend, made_by = _backend(options, sampling, spec)
     chat = made_by.pop("chat")
     prompts = resolve(options.prompts)
     conversations = read_conversations(prompts, options.prompt_field, options.limit, options.n, chat)
-    if blank := sum(conversation.blank for conversation in conversations):
-        say(watched, f"{blank} of {len(conversations)} prompts are empty: leave such rows out")
     if unseen := _without_their_tools(conversations, backend):
         say(watched, f"{unseen} of {len(conversations)} prompts have tools, which no chat template shows the target")
-    settings = {
-        "prompts_sha256": sha256_of(Path(prompts)),
-        "prompt_field": options.prompt_field,
-        "chat": chat,
-        **made_by,
-        "n": options.n,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-        "max_new_tokens": options.max_new_tokens,
-        "seed": options.seed,
-        "keep_truncated": options.keep_truncated,
-    }
+    settings = {"prompts_sha256": sha256_of(Path(prompts)), "chat": chat, **made_by}
+    settings |= {name: getattr(options, name) for name in _SETTINGS}
     about = {"prompts": Path(prompts).name, "commit": commit(), "versions": versions()}
     with AnswerFile(options.output, settings, about, options.keep_truncated, backend.encoder) as answers:
         summary = answer(backend, conversations, answers, watched)
     console.print(_table(summary))
-    say(console, *backend.account())
     answers.check_not_empty()
     aside = f"; why some were set aside: {answers.set_aside_path}" if summary.set_aside else ""
     say(console, f"written: {options.output}{aside}")
     return summary
 
 
-def _without_their_tools(conversations: Sequence[Conversation], backend: Backend) -> int:
+def _without_their_tools(conversations: Sequence[OpenConversation], backend: Backend) -> int:
     """Count the conversations with tools if the first of them is asked without; a served template is not known."""
-    having = [conversation for conversation in conversations if conversation.tools]
-    if not having:
+    having, encoder = [conversation for conversation in conversations if conversation.tools], backend.encoder
+    if not having or encoder is None:
         return 0
-    first, encoder = having[0], backend.encoder
-    left_out = encoder is not None and "tools" in encoder.ignored(first.open_after(()), first.tools)
-    return len(having) if left_out or not first.chat else 0
+    ignored = encoder.ignored(having[0].open_after(()), having[0].tools)
+    return len(having) if "tools" in ignored else 0
 
 
 def _table(summary: Summary) -> Table:
@@ -100,7 +88,6 @@ def _table(summary: Summary) -> Table:
         "cut off, set aside": summary.dropped,
         "empty, set aside": summary.empty,
         "failed, set aside": summary.failed,
-        "answers that tokenize differently": summary.differing,
         "answers/s": f"{summary.answers / summary.seconds:.1f}" if summary.answers else None,
         "tokens/s": f"{summary.tokens / summary.seconds:.0f}" if summary.tokens else None,
     }
@@ -111,61 +98,39 @@ def _table(summary: Summary) -> Table:
 
 
 def _backend(
-    options: RegenerateOptions, sampling: SamplingConfig, spec: DrafterSpec | None, watched: Console
+    options: RegenerateOptions, sampling: SamplingConfig, spec: DrafterSpec | None
 ) -> tuple[Backend, dict[str, Any]]:
     """Return the backend that was asked for, and the settings that make its answers."""
-    if options.target is not None and options.endpoint is None:
-        return _target(options, options.target, sampling, spec)
-    if options.endpoint is None or options.target is not None:
+    if (options.target is None) == (options.endpoint is None):
         raise ValueError("give --target for a model in this process, or --endpoint with --model for one that is served")
-    check_endpoint(options)
-    return _endpoints(options, options.endpoint, watched)
-
-
-def _check(options: RegenerateOptions, sampling: SamplingConfig) -> None:
     if options.endpoint is not None and options.drafter:
         raise ValueError("--drafter speeds up a --target in this process; an --endpoint decodes as it likes")
-    if options.endpoint is None and options.completions:
-        raise ValueError("--completions is the choice of an --endpoint; a --target goes by its chat template")
-    if options.n < 1:
-        raise ValueError(f"n is {options.n}: give at least 1 answer for each prompt")
     if options.n > 1 and sampling.greedy:
         raise ValueError(f"n is {options.n} at temperature 0, where all answers are the same: give a temperature")
+    check_endpoint(options.endpoint, options.model)
+    config = DecodingConfig(options.max_new_tokens, sampling, seed=options.seed)
+    if options.target is not None:
+        return _target(options, options.target, config, spec)
+    from trainer.servers.connection import Endpoint
+    from trainer.servers.endpoint import EndpointBackend
+
+    assert options.model is not None, "checked by check_endpoint"
+    addresses = [address.strip() for given in options.endpoint or () for address in given.split(",")]
+    settings: dict[str, Any] = {name: getattr(options, name) for name in ("model", "concurrency", "timeout")}
+    backend = EndpointBackend([Endpoint(address=address, **settings) for address in addresses], config)
+    return backend, {"chat": True, "model": options.model}  # without the addresses, which may move or hold a secret
 
 
 def _target(
-    options: RegenerateOptions, named: str, sampling: SamplingConfig, spec: DrafterSpec | None
+    options: RegenerateOptions, target_name: str, config: DecodingConfig, spec: DrafterSpec | None
 ) -> tuple[Backend, dict[str, Any]]:
-    """Return the backend of a target in this process."""
-    target = read_target(named, options)
-    name, trusted = resolve(named), options.trust_remote_code
+    """Return the backend of a target in this process, and the settings that make its answers."""
+    target = read_target(target_name, options)
+    name, trusted = resolve(target_name), options.trust_remote_code
     tokenizer = load_tokenizer(name, trusted)
     drafter = None if spec is None else DrafterLoader(target, tokenizer, trusted).load(spec)
-    config = DecodingConfig(
-        max_new_tokens=options.max_new_tokens,
-        sampling=sampling,
-        eos_token_ids=eos_token_ids(target.model, tokenizer),
-        seed=options.seed,
-    )
-    chat = tokenizer.chat_template is not None
+    config = replace(config, eos_token_ids=eos_token_ids(target.model, tokenizer))
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
-    fingerprint = kept_fingerprint(name, trusted)
     static = {} if target.static is None else {"static": target.static}  # other kernels may round otherwise
-    return backend, {"chat": chat, "dtype": options.dtype, **static, "target_fingerprint": fingerprint}
-
-
-def _endpoints(options: RegenerateOptions, given: Sequence[str], watched: Console) -> tuple[Backend, dict[str, Any]]:
-    """Return the backend of a served model; its addresses are not kept, for they may move, and may hold a secret."""
-    from trainer.target.endpoint import Asked, EndpointBackend
-
-    addresses = [address.strip() for each in given for address in each.split(",")]
-    asked = Asked(
-        endpoints=tuple(served_at(address, options) for address in addresses),
-        temperature=options.temperature,
-        top_p=options.top_p,
-        max_new_tokens=options.max_new_tokens,
-        seed=options.seed,
-        patience=options.patience,
-    )
-    backend = EndpointBackend(asked, lambda line: say(watched, line))
-    return backend, {"chat": not options.completions, "model": options.model}
+    settings = {"dtype": options.dtype, **static, "target_fingerprint": stored_fingerprint(name, trusted)}
+    return backend, {"chat": tokenizer.chat_template is not None, **settings}

@@ -165,13 +165,4 @@ JsonFile = Annotated[
 
 ServedName = Annotated[str | None, Option(metavar="NAME", help="The endpoint's name for the target.", hidden=True)]
 Concurrency = Annotated[int, Option(min=1, help="Requests to each endpoint at a time.", hidden=True)]
-Retries = Annotated[int, Option(min=0, help="Times that a failed request is tried again.", hidden=True)]
 Timeout = Annotated[float, Option(min=0.001, help="Seconds to wait for one answer of the endpoint.", hidden=True)]
-KeyVariable = Annotated[
-    str,
-    Option(
-        metavar="NAME",
-        help="Environment variable with the endpoint's key; 'none' is sent if it is not set.",
-        hidden=True,
-    ),
-]

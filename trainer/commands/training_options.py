@@ -8,17 +8,14 @@ from typer import Argument, Option
 
 from trainer.commands.shared_options import (
     DRAFTERS,
-    DTYPE_HELP,
     PROMPTS_HELP,
     SPEC,
     TARGET_HELP,
     Concurrency,
-    KeyVariable,
     LoadingOptions,
     MaxNewTokens,
     Overrides,
     PromptField,
-    Retries,
     Seed,
     ServedName,
     Temperature,
@@ -27,37 +24,21 @@ from trainer.commands.shared_options import (
     Trusted,
 )
 
-Recipe = Annotated[str, Argument(help="A YAML recipe, such as recipes/any/medusa1.yaml.")]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Options of `headstart train`."""
 
-    recipe: Recipe
+    recipe: Annotated[str, Argument(help="A YAML recipe, such as recipes/any/medusa1.yaml.")]
     overrides: Overrides = None
-    profile: Annotated[
-        str | None, Option(metavar="FOLDER", help="Folder for a trace of three steps; prints their parts.")
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeaturesOptions:
-    """Options of `headstart features`."""
-
-    recipe: Annotated[str, Argument(help="A YAML recipe; with a features or a draft.teacher section.")]
-    overrides: Overrides = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanTrainingOptions:
-    """Options of `headstart plan-training`."""
-
-    recipe: Recipe
-    overrides: Overrides = None
-    processes: Annotated[int, Option(min=1, help="Processes of the launch, one device each.")] = 1
-    zero_stage: Annotated[int, Option(min=0, max=3, help="DeepSpeed's ZeRO stage, 1 to 3; 0 is none.")] = 0
-    steps: Annotated[int, Option(min=0, help="Training steps to measure the time by; 0 measures none.")] = 5
+    dry_run: Annotated[
+        bool,
+        Option(
+            "--dry-run",
+            help="Train nothing: print a row as trained, memory, disk and hours, by a few steps; write an untrained "
+            "artefact to OUTPUT/dry-run, to load into the server.",
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,32 +89,15 @@ class RegenerateOptions(LoadingOptions):
         ),
     ] = None
     batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time; of a target in this process.")] = 16
-    completions: Annotated[
-        bool,
-        Option(
-            "--completions",
-            help="Continue prompts by the endpoint's /completions, not its chat.",
-            hidden=True,
-        ),
-    ] = False
     concurrency: Concurrency = 16
-    retries: Retries = 5
     timeout: Timeout = 120.0
-    patience: Annotated[
-        float,
-        Option(
-            min=0,
-            help="Seconds to wait for endpoints to come back once none of them can be reached.",
-            hidden=True,
-        ),
-    ] = 600.0
-    api_key_variable: KeyVariable = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RealignOptions(LoadingOptions):
+class RealignOptions:
     """Options of `headstart realign`."""
 
+    overrides: Overrides = None
     target: Annotated[
         str,
         Option(
@@ -160,38 +124,18 @@ class RealignOptions(LoadingOptions):
             help=".jsonl file of prompts to measure with; else the last 5% of --prompts, at most 50.",
         ),
     ] = None
-    prompt_field: PromptField = None
-    limit: Annotated[int | None, Option(min=1, help="Number of rows of --prompts, all if not given.")] = None
     temperature: Annotated[
         float,
         Option(help="Sampling temperature; 0 is greedy. That of the answers to train on, best that of later use."),
     ] = 0.0
     max_new_tokens: MaxNewTokens = 256
     steps: Annotated[int, Option(min=1, help="Training steps.")] = 200
-    batch_size: Annotated[
-        int,
-        Option(
-            min=1,
-            help="Sequences of a training step, and prompts decoded at a time.",
-            hidden=True,
-        ),
-    ] = 16
-    learning_rate: Annotated[float, Option(help="Highest learning rate of the schedule.", hidden=True)] = 1e-3
     draft_tokens: Annotated[int, Option(min=1, help="Tokens drafted at a time.")] = 4
-    seed: Annotated[int, Option(help="Seed of the run; same seed, same draft.", hidden=True)] = 0
-    dtype: Annotated[
-        str,
-        Option(
-            metavar="TYPE",
-            help=f"{DTYPE_HELP} The finished draft has it too.",
-            hidden=True,
-        ),
-    ] = "bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Options of `headstart data inspect`; by default the recipe's values, else the defaults of recipes."""
+    """Options of `headstart data inspect`. Overrides such as data.format=text also go with a file."""
 
     source: Annotated[
         str,
@@ -204,48 +148,4 @@ class InspectOptions:
     ] = None
     rows: Annotated[int, Option(min=0, help="Number of rows to show; all are counted.")] = 3
     heldout: Annotated[bool, Option("--heldout", help="Show the held-out rows, not the training rows.")] = False
-    split: Annotated[str | None, Option(metavar="NAME", help="Split of a data set on the hub.")] = None
-    format: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="auto, text, messages, sharegpt or prompt_answer; the format of the rows.",
-        ),
-    ] = None
-    text_field: Annotated[str | None, Option(metavar="NAME", help="Field of a plain text.", hidden=True)] = None
-    prompt_field: PromptField = None
-    answer_field: Annotated[
-        str | None,
-        Option(metavar="NAME", help="Field of its answer; found by name if not given.", hidden=True),
-    ] = None
-    chat_template: Annotated[
-        str | None,
-        Option(
-            metavar="FILE",
-            help="Jinja file that replaces the tokenizer's chat template.",
-            hidden=True,
-        ),
-    ] = None
-    max_length: Annotated[int | None, Option(min=8, help="Longest sequence, in tokens.")] = None
-    max_rows: Annotated[int | None, Option(min=1, help="Number of rows to read, all if not given.")] = None
-    streaming: Annotated[
-        bool | None,
-        Option(
-            help="Read a set on the hub without a copy of it; bounded by --max-rows.",
-            hidden=True,
-        ),
-    ] = None
-    shuffle_buffer: Annotated[
-        int | None,
-        Option(min=1, help="Rows of a streamed set to draw the next one from.", hidden=True),
-    ] = None
-    packing: Annotated[bool | None, Option(help="Put several short examples into one sequence.", hidden=True)] = None
-    bad_rows: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="Choice at a row that cannot be used; stop there, or skip it.",
-            hidden=True,
-        ),
-    ] = None
     trust_remote_code: Trusted = False

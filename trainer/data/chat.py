@@ -3,12 +3,14 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from decoding.errors import UserError
 from decoding.fields import UNSPOKEN, Tools
 from decoding.prompts import encode_prompt
 from trainer.data.batch import Example
@@ -98,28 +100,27 @@ class TranscriptEncoder:
         The answer's text may be other tokens when it is tokenized again, and a cut-off answer has no end to train.
         """
         messages, where, written = transcript.messages, transcript.where, transcript.answer_tokens
-        places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        if not isinstance(written, list) or len(written) != len(places):
-            raise ValueError(f"{where}: {ANSWER_TOKENS} holds no list for each of the {len(places)} answers: remove it")
+        indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         examples = []
-        for place, tokens in zip(places, written, strict=True):
-            if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-                raise ValueError(f"{where}: {ANSWER_TOKENS} holds {tokens!r:.60}, not a list of token ids: remove it")
-            if unknown := set(tokens) - self._vocabulary:
-                raise ValueError(
-                    f"{where}: {ANSWER_TOKENS} holds {min(unknown)}, which is no token of this tokenizer: regenerate "
-                    "the answers with this target, or remove the field"
-                )
-            read = read_answer(self._tokenizer, tokens, transcript.cut_off and place == places[-1])
-            if read.strip() != messages[place]["content"].strip():
-                raise ValueError(
-                    f"{where}: {ANSWER_TOKENS} are not the answer's text under this tokenizer: regenerate the answers "
-                    "with this target, or remove the field"
-                )
-            prompt = self._prompt(messages[:place], where, template)
+        for index, tokens in zip(indices, written if isinstance(written, list) else (), strict=False):
+            if not self._reads(tokens, messages[index]["content"], transcript.cut_off and index == indices[-1]):
+                break
+            prompt = self._prompt(messages[:index], where, template)
             trained = (False,) * len(prompt) + (True,) * len(tokens)
             examples.append(Example((*prompt, *tokens), trained, len(prompt)))
+        if len(examples) != len(indices) or len(written) != len(indices):
+            raise UserError(
+                f"{where}: {ANSWER_TOKENS} does not hold the tokens of each answer under this tokenizer",
+                "regenerate the answers with this target, or remove the field",
+            )
         return tuple(examples)
+
+    def _reads(self, tokens: Any, answer: str, truncated: bool) -> bool:
+        """Return True for a list of this tokenizer's tokens that are the answer's text."""
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            return False
+        known = self._vocabulary.issuperset(tokens)
+        return known and read_answer(self._tokenizer, tokens, truncated).strip() == answer.strip()
 
     def _prompt(self, messages: Messages, where: str, template: "ChatTemplate | None") -> tuple[int, ...]:
         if template is None:
@@ -232,7 +233,7 @@ class ChatTemplate:
         text = self._render(messages)
         field = "content" if last["content"] or not last.get("reasoning_content") else "reasoning_content"
         longer = self._render([*before, {**last, field: last[field] + _GOES_ON}])
-        end = next((place for place, here in enumerate(text) if not longer.startswith(here, place)), len(text))
+        end = next((index for index, here in enumerate(text) if not longer.startswith(here, index)), len(text))
         offsets: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         pairs = zip(marked.trained, offsets, strict=True)
         return marked._replace(trained=tuple(mark and behind <= end for mark, (_, behind) in pairs))
@@ -290,13 +291,11 @@ class ChatTemplate:
     def _check(self, trained: Sequence[bool], where: str) -> None:
         if any(trained) and not all(trained):
             return
-        found = "all" if any(trained) else "none of the"
-        wrong = "the prompt would be trained too" if any(trained) else "nothing would be trained"
-        shown = " ".join(self._template.split())
-        raise ValueError(
-            f"{where}: the chat template marks {found} {len(trained)} tokens as the assistant's, so {wrong}: put "
-            "{% generation %} ... {% endgeneration %} around the assistant's content alone; the template is "
-            f"{shown if len(shown) <= 160 else shown[:160] + ' ...'}"
+        found, wrong = ("all", "the prompt would be trained too") if any(trained) else ("none", "nothing is trained")
+        raise UserError(
+            f"{where}: the chat template marks {found} of {len(trained)} tokens as the assistant's, so {wrong}: "
+            f"{shorten(self._template, 160, placeholder=' ...')}",
+            "put {% generation %} ... {% endgeneration %} around the assistant's content alone",
         )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from decoding.errors import UserError
 from decoding.fields import (
     ANSWER_FIELDS,
     PROMPT_FIELDS,
@@ -83,48 +84,32 @@ def transcript_of(row: Row, section: DataSection) -> Transcript:
 
 
 def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Format:
-    missing: dict[Format, str | None] = {
-        "messages": _unless_there("messages", fields),
-        "sharegpt": _unless_there("conversations", fields),
-        "prompt_answer": _missing(fields, section),
-        "text": _unless_there(section.text_field, fields),
+    prompt, answer = section.prompt_field or find_prompt(fields), section.answer_field or find_answer(fields)
+    alone = section.prompt_field is not None or prompt in _PROMPT_ALONE
+    found: dict[Format, bool] = {
+        "messages": "messages" in fields,
+        "sharegpt": "conversations" in fields,
+        "prompt_answer": alone and {prompt, answer} <= fields.keys(),
+        "text": section.text_field in fields,
     }
-    format: Format | None
-    if section.format != "auto":
-        format = section.format
-    else:
-        format = next((name for name, lack in missing.items() if lack is None), None)
-        if (section.prompt_field or section.answer_field) and format in ("text", None):
-            format = "prompt_answer"  # a field that the recipe names must be there, not only a text
+    named = section.prompt_field or section.answer_field  # must be there, not only a text
+    possible: list[Format] = [name for name in found if not (named and name == "text")]
+    wanted = possible if section.format == "auto" else [section.format]
+    format = next((name for name in wanted if found[name]), None)
     if format is None:
-        raise ValueError(
-            f"{where}: the row has the fields {sorted(fields)} but training needs 'messages', 'conversations', a "
-            f"prompt ({', '.join(_PROMPT_ALONE)}) with an answer ({', '.join(ANSWER_FIELDS)}), or "
-            f"{section.text_field!r}: set data.prompt_field, data.answer_field or data.text_field"
-        )
-    if missing[format] is not None:
-        raise ValueError(
-            f"{where}: the row has no field {missing[format]} (it has {sorted(fields)}): "
-            "name the right field in the recipe's data section, or set data.format"
+        needed: dict[Format, str] = {
+            "messages": "'messages'",
+            "sharegpt": "'conversations'",
+            "prompt_answer": f"a prompt ({section.prompt_field or ', '.join(_PROMPT_ALONE)}) with an answer "
+            f"({section.answer_field or ', '.join(ANSWER_FIELDS)})",
+            "text": repr(section.text_field),
+        }
+        raise UserError(
+            f"{where}: the row has the fields {sorted(fields)} but training needs "
+            f"{' or '.join(needed[name] for name in wanted)}",
+            "set data.format, data.prompt_field, data.answer_field or data.text_field",
         )
     return format
-
-
-def _missing(fields: dict[str, Any], section: DataSection) -> str | None:
-    """Return what the row lacks to be a prompt with its answer; None if it lacks nothing."""
-    for named, found, known in (
-        (section.prompt_field, find_prompt(fields), _PROMPT_ALONE),
-        (section.answer_field, find_answer(fields), ANSWER_FIELDS),
-    ):
-        if named is not None and named not in fields:
-            return repr(named)
-        if named is None and found not in known:
-            return f"of {', '.join(known)}"
-    return None
-
-
-def _unless_there(field: str, fields: dict[str, Any]) -> str | None:
-    return None if field in fields else repr(field)
 
 
 def _text(value: Any, field: str, where: str) -> str:
@@ -134,7 +119,7 @@ def _text(value: Any, field: str, where: str) -> str:
     return value
 
 
-class Key(NamedTuple):
+class AnswerKey(NamedTuple):
     """Identity of an answer: the source's line (from 1) and the sample of that line (from 0)."""
 
     row: int
@@ -142,7 +127,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Conversation:
+class OpenConversation:
     """A conversation to be answered. ``turns[i]`` are the messages between answer i - 1 and answer i.
 
     ``index`` (from 0) counts all conversations of a run; seeds are made of it. Without ``chat`` there is one turn of
@@ -150,7 +135,7 @@ class Conversation:
     that the row names.
     """
 
-    key: Key
+    key: AnswerKey
     index: int
     turns: tuple[tuple[Message, ...], ...]
     chat: bool
@@ -165,11 +150,6 @@ class Conversation:
     def open_after(self, answers: Sequence[Message]) -> list[Message]:
         """Return the messages up to the next answer."""
         return [*self.with_answers(answers), *self.turns[len(answers)]]
-
-    @property
-    def blank(self) -> bool:
-        """True if nothing but white space is asked."""
-        return not any(message["content"].strip() for turn in self.turns for message in turn)
 
     @property
     def text(self) -> str:
@@ -189,14 +169,14 @@ def is_empty(answer: Message) -> bool:
 
 def read_conversations(
     path: str | Path, field: str | None, limit: int | None, samples: int, chat: bool
-) -> list[Conversation]:
+) -> list[OpenConversation]:
     """Read the first ``limit`` rows of a file, each as ``samples`` conversations without their answers.
 
     The prompt's field is found as `decoding.prompts.read_prompts` finds it. A row of several turns, or of messages
     with the assistant's between them, becomes a conversation of several turns, which only a ``chat`` can hold.
     ValueError for a file without prompts and for a row that is none.
     """
-    conversations: list[Conversation] = []
+    conversations: list[OpenConversation] = []
     for number, row in read_rows(path):
         if limit is not None and len(conversations) >= limit * samples:
             break
@@ -207,8 +187,8 @@ def read_conversations(
         tools = tools_of(row, where)
         model = row["model"] if isinstance(row.get("model"), str) else None
         for sample in range(samples):
-            key = Key(number, sample)
-            conversations.append(Conversation(key, len(conversations), turns, chat, tools, model))
+            key = AnswerKey(number, sample)
+            conversations.append(OpenConversation(key, len(conversations), turns, chat, tools, model))
     if not conversations:
         raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line, and a limit above 0")
     return conversations

@@ -13,9 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.batch import Example
 from trainer.data.encoding import Account
-from trainer.data.rows import RowSource, open_source
-from trainer.data.sequences import pack
+from trainer.data.rows import open_source
+from trainer.data.sequences import chosen, pack
 from trainer.data.token_cache import load_sequences
+from trainer.processes import agreed
+from trainer.quickstart import resolve
 from trainer.recipe.common import DataSection
 
 _LOGGER = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
     ValueError for a source without a trained token, and for a bad row unless the section skips these.
     """
     source = open_source(path, section)
-    sequences, account = load_sequences(source, section, tokenizer)
+    sequences, firsts, account = load_sequences(source, section, tokenizer)
     for error in account.named:
         _LOGGER.warning("skipped: %s", error)
     for field, count in account.ignored.items():
@@ -81,11 +83,14 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
     if not sequences:
         why = f"; the first of {account.bad_rows} bad ones: {account.named[0]}" if account.named else ""
         raise ValueError(f"{path} holds nothing to train on: no row is left with a trained token in it{why}")
+    digest = source.sha256
+    if section.chat_template is not None:
+        digest = hashlib.sha256(digest.encode() + Path(section.chat_template).read_bytes()).hexdigest()
     return Dataset(
         examples=pack(sequences, section.max_length) if section.packing else sequences,
-        firsts=sequences.firsts(),
+        firsts=chosen(sequences, firsts),
         path=path,
-        sha256=_digest(source, section),
+        sha256=digest,
         account=account,
         max_length=section.max_length,
         packed=section.packing,
@@ -93,11 +98,29 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
     )
 
 
-def _digest(source: RowSource, section: DataSection) -> str:
-    """Return a digest of everything that decides the sequences beside the recipe: rows and chat template's file."""
-    if section.chat_template is None:
-        return source.sha256
-    return hashlib.sha256(source.sha256.encode() + Path(section.chat_template).read_bytes()).hexdigest()
+def load_splits(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
+    """Load the training data and the held-out data, which is never packed. ValueError for rows that cannot be used."""
+    heldout = load_heldout_data(section, tokenizer)
+    return load_training_data(section, tokenizer), heldout
+
+
+def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Load the held-out data alone, never packed."""
+    apart = section.model_copy(update={"split": section.heldout_split, "packing": False})
+    try:
+        return load_dataset(resolve(section.heldout), apart, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"data.heldout: {error}") from error
+
+
+def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Load the training data alone. Every process calls this: one machine may have to tokenize it."""
+    return agreed(lambda: load_dataset(resolve(section.train), section, tokenizer), patient=True)
+
+
+def not_held_out(heldout: str, train: str) -> str:
+    """Return a warning that two settings name the same rows."""
+    return f"warning: {heldout} is the same data as {train}, so held-out figures are of texts that were learnt"
 
 
 def heldout_prompts(examples: Sequence[Example], count: int, prompt_tokens: int, longest: int) -> list[tuple[int, ...]]:

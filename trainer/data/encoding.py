@@ -1,8 +1,8 @@
-"""Rows to columns of sequences, with an account of every row; in other processes too, where there are many rows."""
+"""Rows to sequences, with an account of every row; in other processes too, for large sources."""
 
 import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -11,17 +11,15 @@ from multiprocessing import get_context
 
 from transformers import PreTrainedTokenizerBase
 
+from decoding.errors import UserError
 from trainer.data.batch import Example, cut
 from trainer.data.chat import Encoded, TranscriptEncoder
 from trainer.data.conversations import transcript_of
 from trainer.data.rows import Row, RowSource
-from trainer.data.sequences import Columns
 from trainer.recipe.common import DataSection
 
 _NAMED_ROWS = 5  # bad rows that are named; all are counted
 _ROWS_AT_ONCE = 64
-COUNTERS = ("formats", "fields", "mask_sources", "ignored")
-"""Fields of an account that count rows by name."""
 _START = "spawn"  # a fork of this process would hold its threads' locks and its devices
 
 
@@ -79,97 +77,77 @@ class Account:
 
     def add(self, later: "Account") -> None:
         """Count the rows of an account of later rows too."""
-        for name in COUNTERS:
-            getattr(self, name).update(getattr(later, name))
-        for name in ("sequences", "tokens", "trained_tokens", "truncated", "skipped", "bad_rows"):
-            setattr(self, name, getattr(self, name) + getattr(later, name))
-        self.named = [*self.named, *later.named][:_NAMED_ROWS]
+        for name, value in vars(later).items():
+            setattr(self, name, getattr(self, name) + value)
+        self.named = self.named[:_NAMED_ROWS]
+
+
+class RowEncoder:
+    """Encodes rows as a recipe's data section says."""
+
+    def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._section = section
+        self._encoder = TranscriptEncoder(section, tokenizer)
+
+    def encode(self, row: Row) -> Encoded | ValueError:
+        """Return a row's sequences; raise the ValueError of a bad row, or return it where the section skips these."""
+        try:
+            return self._encoder.encode(transcript_of(row, self._section))
+        except ValueError as error:
+            if self._section.bad_rows == "stop":
+                raise ValueError(f"{error}; data.bad_rows=skip leaves such rows out") from error
+            return error
+
+    def encode_all(self, rows: Sequence[Row]) -> tuple[list[list[Example]], Account]:
+        """Return the sequences of each row, cut to ``max_length``, and an account of the rows."""
+        account, found = Account(), []
+        for row in rows:
+            encoded = self.encode(row)
+            if isinstance(encoded, ValueError):
+                account.count_bad(encoded)
+                continue
+            kept = [cut(whole, self._section.max_length) for whole in encoded.examples]
+            account.count(encoded, kept)
+            found.append([short for short in kept if short is not None])
+        return found, account
 
 
 def encoded_rows(
-    source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[Row, Encoded | ValueError]]:
-    """Yield up to ``max_rows`` rows with their sequences; raise the ValueError of a bad row, or yield it as well.
-
-    The section's ``bad_rows`` decides: ``stop`` raises, ``skip`` yields.
-    """
-    encoder = TranscriptEncoder(section, tokenizer)
-    for row in islice(source.read(), section.max_rows):
-        yield row, _encoded(row, section, encoder)
-
-
-def encoded_columns(
     source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase, processes: int
-) -> Iterator[tuple[Columns, Account]]:
-    """Yield the sequences of up to ``max_rows`` rows, cut to ``max_length``, with an account of these rows.
+) -> Iterator[tuple[list[list[Example]], Account]]:
+    """Yield `RowEncoder.encode_all` of up to ``max_rows`` rows, some rows at a time, in their order.
 
-    They are the same whatever the number of processes that encode, and come in the same order. There are no more of
-    these than cores: all start at once, each with libraries of its own. ValueError for a bad row unless the section
-    skips these.
+    No more processes are started than there are cores; their number changes no sequence.
     """
-    processes = min(processes, os.cpu_count() or 1)
     rows = islice(source.read(), section.max_rows)
     tasks = iter(lambda: list(islice(rows, _ROWS_AT_ONCE)), [])
+    processes = min(processes, os.cpu_count() or 1)
     if processes == 1:
-        encoder = TranscriptEncoder(section, tokenizer)
-        yield from (_columns(task, section, encoder) for task in tasks)
-    else:
-        yield from _encoded_by_others(tasks, section, tokenizer, processes)
-
-
-def _encoded_by_others(
-    tasks: Iterable[list[Row]], section: DataSection, tokenizer: PreTrainedTokenizerBase, processes: int
-) -> Iterator[tuple[Columns, Account]]:
-    """Encode in new processes, which know nothing of this one's threads and devices; twice as many tasks wait."""
-    waiting: deque[Future[tuple[Columns, Account]]] = deque()
-    given = ProcessPoolExecutor(processes, get_context(_START), _begin, (section, tokenizer))
-    with given as pool:
+        yield from map(RowEncoder(section, tokenizer).encode_all, tasks)
+        return
+    waiting: deque[Future[tuple[list[list[Example]], Account]]] = deque()  # at most twice as many as processes
+    with ProcessPoolExecutor(processes, get_context(_START), _begin, (section, tokenizer)) as pool:
         try:
-            for rows in tasks:
-                waiting.append(pool.submit(_columns_elsewhere, rows))
+            for task in tasks:
+                waiting.append(pool.submit(_encode_here, task))
                 if len(waiting) > 2 * processes:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
-            raise ValueError(
-                f"one of the {processes} processes that tokenize was ended from outside, for want of memory perhaps: "
-                "lower data.num_proc"
-            ) from error
+            message = f"one of the {processes} processes that tokenize was ended from outside, perhaps for its memory"
+            raise UserError(message, "lower data.num_proc") from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-_HERE: list[tuple[DataSection, TranscriptEncoder]] = []
-"""In a process that encodes for another: the section and its encoder."""
+_HERE: list[RowEncoder] = []
+"""The encoder of a process that encodes for another one."""
 
 
 def _begin(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
-    _HERE.append((section, TranscriptEncoder(section, tokenizer)))
+    _HERE[:] = [RowEncoder(section, tokenizer)]
 
 
-def _columns_elsewhere(rows: Sequence[Row]) -> tuple[Columns, Account]:
-    ((section, encoder),) = _HERE
-    return _columns(rows, section, encoder)
-
-
-def _columns(rows: Iterable[Row], section: DataSection, encoder: TranscriptEncoder) -> tuple[Columns, Account]:
-    account, found = Account(), []
-    for row in rows:
-        encoded = _encoded(row, section, encoder)
-        if isinstance(encoded, ValueError):
-            account.count_bad(encoded)
-            continue
-        kept = [cut(whole, section.max_length) for whole in encoded.examples]
-        account.count(encoded, kept)
-        found.append([short for short in kept if short is not None])
-    return Columns.of(found), account
-
-
-def _encoded(row: Row, section: DataSection, encoder: TranscriptEncoder) -> Encoded | ValueError:
-    try:
-        return encoder.encode(transcript_of(row, section))
-    except ValueError as error:
-        if section.bad_rows == "stop":
-            raise ValueError(f"{error}; data.bad_rows=skip (--bad-rows skip) leaves such rows out") from error
-        return error
+def _encode_here(rows: Sequence[Row]) -> tuple[list[list[Example]], Account]:
+    return _HERE[0].encode_all(rows)

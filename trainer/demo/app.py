@@ -26,8 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decoding.generate import Step
 from decoding.measure.markdown import visible
-from decoding.stream import Piece
-from decoding.tally import Tally
+from decoding.stream import Piece, Tally
 from trainer.demo.race import AUTOMATIC, Form, Models, Race, fitting_rules, number_of, race_of, whole
 
 FRAME_SECONDS = 0.08

@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters import Drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Step
-from decoding.measure.evaluate import margin_of
-from decoding.measure.proof.reference import near_tie
+from decoding.measure.proof.greedy import is_near_tie, margin_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from decoding.policies import PLAIN, FixedPolicy
@@ -20,8 +19,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import common_length
 from decoding.rules.verify import GREEDY, RULES
 from decoding.speculation import named_rule
-from decoding.stream import Detokenizer, Piece, step_pieces
-from decoding.tally import Tally
+from decoding.stream import Detokenizer, Piece, Tally, step_pieces
 
 AUTOMATIC = "automatic"
 """The rule that `DecodingConfig` chooses: greedy at temperature 0, else the lossless rule that keeps the most."""
@@ -170,9 +168,8 @@ class Race:
         if not self.config.sampling.greedy:
             return Ending(alike, "sampled")
         margin = margin_of(self.models.plain_target, self.prompt, mine, plain)
-        if not isinstance(margin, float):
-            return Ending(alike, "fault")
-        return Ending(alike, "near-tie" if margin <= near_tie(self.models.target.dtype) else "fault", margin)
+        near = is_near_tie(margin, self.models.target.dtype)
+        return Ending(alike, "near-tie" if near else "fault", margin if isinstance(margin, float) else None)
 
 
 def _spent(side: Side) -> float:

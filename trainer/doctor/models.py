@@ -1,93 +1,322 @@
-"""The checks of a target and its drafters together: what they need, and whether they decode."""
+"""Does a target load, do drafters fit it? By configs, tokenizers and headers of weights first, then by decoding."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import logging
 
+from decoding.drafters.registry import DrafterLoader, weights_of
 from decoding.drafters.spec import DrafterSpec
-from decoding.model.dtypes import DTYPES
-from trainer import quickstart
-from trainer.doctor.drafter import examine, parts_of
-from trainer.doctor.finding import Finding, Section, has_problem, note
-from trainer.doctor.proof import Loading, prove
-from trainer.doctor.reading import Skeleton, read_skeleton
-from trainer.doctor.target import check_memory, target_findings
+from decoding.engine import Engine
+from decoding.errors import UserError
+from decoding.generate import DecodingConfig
+from decoding.measure.markdown import one_line
+from decoding.measure.proof.finding import Finding, all_pass, note, ok, problem
+from decoding.measure.proof.greedy import greedy_identity
+from decoding.measure.proof.reference import EngineText, Reference
+from decoding.model.causal_lm import CausalLM
+from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.folder import adapted_model, check_model_folder
+from decoding.model.heads import CONFIG_NAME, read_config
+from decoding.model.hub import hub_name, local_folder
+from decoding.model.loading import (
+    UNREADABLE,
+    check_same_tokenizer,
+    check_trimmed,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    reason,
+)
+from decoding.model.parallel import WEIGHTS_NAME as PARALLEL_WEIGHTS
+from decoding.model.parallel import read_config as read_parallel_config
+from decoding.model.stored import check_tensors, read_header, weights_header
+from decoding.model.vocabulary import read_output_tokens
+from decoding.prompts import encode_prompt
+from decoding.rules.sampling import SamplingConfig
+from trainer.doctor.machine import size
+from trainer.export.companions import trained_for
 
 SMALL = 2e9
 """Bytes of all weights in fp32 up to which models are loaded without being asked for."""
-_LONGEST = 2048
-"""Tokens of the longest text, where neither the user nor the target says."""
-_BUILD = "headstart train recipes/quickstart/medusa1.yaml, which builds it first"
+_TOKENS = 16
+_PROMPT = "Once upon a time there was"
+_COPY = "copy the folder again from where it came"
+_TRAINED_ON_IT = "give weights that were trained on this target"
 
 
-@dataclass(frozen=True)
-class Request:
-    """A target, drafters for it, and the way in which they are to be used.
+class Skeleton(NamedTuple):
+    """A model without weights, built on the meta device in the dtype of later use, and its tokenizer."""
 
-    ``longest``: tokens of the longest text; None for the default. ``decode``: load the models and decode; None: where
-    they are small. ``free``: free bytes of the device; None where the system does not tell.
-    """
+    name: str
+    folder: Path
+    model: CausalLM
+    tokenizer: PreTrainedTokenizerBase
 
-    target: str
-    specs: tuple[DrafterSpec, ...] = ()
-    dtype: str = "bf16"
-    longest: int | None = None
-    decode: bool | None = None
-    free: int | None = None
-    trusted: bool = False
+    @property
+    def bytes(self) -> int:
+        """Bytes of its weights in memory."""
+        return sum(parameter.nbytes for parameter in self.model.model.parameters())
 
 
-class Checked(NamedTuple):
-    """The sections of a target and of each drafter, and the `Examined.format` of each drafter."""
+def attempt(check: str, work: Callable[[], Finding], remedy: str) -> Finding:
+    """Return the finding of ``work``; an error becomes a problem, whose remedy is its own if it has one."""
+    try:
+        return work()
+    except UserError as error:
+        return problem(check, one_line(error.message), error.remedy)
+    except UNREADABLE as error:
+        return problem(check, one_line(reason(error)), remedy)
 
-    sections: list[Section]
-    formats: tuple[str | None, ...]
+
+def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Finding], Skeleton | None]:
+    """Read a model without its weights; None after a problem. ValueError if there is no such folder or repository."""
+    folder = local_folder(name, weights=False)
+    built: list[Skeleton] = []
+
+    def build() -> Finding:
+        model = CausalLM(_on_meta(folder, dtype, trusted))
+        tokenizer = load_tokenizer(name, trusted)
+        shapes = {key: tuple(tensor.shape) for key, tensor in model.model.state_dict().items()}
+        for key, stored in weights_header(folder, _COPY).items() if any(folder.glob("*.safetensors")) else ():
+            if shapes.get(key, tuple(stored.shape)) != tuple(stored.shape):
+                found = f"{key} is stored as {tuple(stored.shape)}, and config.json asks for {shapes[key]}"
+                raise UserError(found, _COPY)
+        count = sum(parameter.numel() for parameter in model.model.parameters())
+        kind = type(model.model).__name__
+        found = f"{kind}, {count / 1e6:,.1f}M parameters, {model.num_layers} layers; its cache can drop rejected tokens"
+        built.append(Skeleton(name, folder, model, tokenizer))
+        return ok("architecture", found, parameters=count)
+
+    findings = [attempt("files", lambda: _files(name, folder), _COPY)]
+    if all_pass(findings):
+        findings.append(attempt("architecture", build, "give an attention-only model that transformers knows"))
+    return findings, built[0] if built else None
 
 
-def check_models(request: Request) -> Checked:
-    """Check a target and its drafters. ValueError for names that nothing can be read from."""
-    name, nowhere = request.target, (None,) * len(request.specs)
-    if name == quickstart.NAME and not quickstart.is_built():
-        return Checked([Section(f"target {name}", (note("files", "not built yet", _BUILD),))], nowhere)
-    findings, target = read_skeleton(quickstart.resolve(name), DTYPES[request.dtype], request.trusted, name)
-    if target is None:
-        return Checked([Section(f"target {name}", tuple(findings))], nowhere)
-    longest = request.longest or min(_LONGEST, target.model.max_positions or _LONGEST)
-    examined = [examine(spec, target, longest, request.trusted) for spec in request.specs]
-    drafts = [each.draft for each in examined if each.draft is not None]
-    parts = parts_of(request.specs, examined)
-    findings += [*target_findings(target, longest), check_memory(target, parts, drafts, longest, request.free)]
-    of_drafters = [list(each.findings) for each in examined]
-    in_fp32 = (target.bytes + sum(count for _, count in parts)) * 4 / target.model.dtype.itemsize
-    if is_to_decode(request, target, in_fp32) and not any(map(has_problem, (findings, *of_drafters))):
-        own, theirs = prove(loading_of(request, target, in_fp32), request.specs)
-        findings.append(own)
-        _append(of_drafters, theirs)
-    sections = [
-        Section(f"target {name}", tuple(findings)),
-        *(Section(f"drafter {spec}", tuple(held)) for spec, held in zip(request.specs, of_drafters, strict=True)),
+def _files(name: str, folder: Path) -> Finding:
+    """Compare a model's config with the headers of its weights."""
+    if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):
+        raise UserError(f"{name} holds no model: config.json is missing", "give a folder with a whole model")
+    if (missing := _not_fetched(name, folder)) is not None:
+        return missing
+    if not any(folder.glob("*.safetensors")):
+        remedy = "save it again by save_pretrained, where its code is trusted"
+        raise UserError(f"{name} holds no safetensors files, and pickled weights are never read", remedy)
+    check_model_folder(folder)
+    held = weights_header(folder, _COPY)
+    return ok("files", f"{len(held)} tensors" if held else f"adapters of {adapted_model(folder)}")
+
+
+def _not_fetched(name: str, folder: Path) -> Finding | None:
+    """Return a note for a model of the Hub whose weights are not in the cache; none are fetched here."""
+    if (named := hub_name(name)) is None or any(folder.glob("*.safetensors")):
+        return None
+    revision = f" --revision {named.revision}" if named.revision else ""
+    remedy = f"hf download {named.repo_id}{revision}, or let the first command fetch them"
+    return note("files", f"the weights of {name} are not in the cache, so they are not checked", remedy)
+
+
+def _on_meta(folder: Path, dtype: torch.dtype, trusted: bool) -> Any:
+    """Build the model's class on the meta device, where weights take no memory; adapters have their base's."""
+    while (base := adapted_model(folder)) is not None and not (folder / "config.json").is_file():
+        folder = local_folder(base, weights=False)
+    logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trusted)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trusted)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(folder))
+    return model.eval()
+
+
+# --- the target -------------------------------------------------------------------------------------------------------
+
+
+def target_findings(target: Skeleton) -> list[Finding]:
+    """Return the findings of a target's vocabulary, ends and positions."""
+    held = target.model.max_positions
+    return [
+        check_vocabulary(target),
+        check_end(target),
+        ok("positions", "no limit is set" if held is None else f"texts of up to {held} tokens", held=held),
     ]
-    return Checked(sections, tuple(each.format for each in examined))
 
 
-def is_to_decode(request: Request, target: Skeleton, in_fp32: float) -> bool:
-    """Tell if models of ``in_fp32`` bytes are loaded: as the user says, else if they are small and here already."""
-    if request.decode is not None:
-        return request.decode
-    here = any(target.folder.glob("*.safetensors"))
-    return here and in_fp32 <= min(SMALL, (SMALL if request.free is None else request.free) / 2)
+def check_vocabulary(target: Skeleton) -> Finding:
+    """Compare the tokenizer's tokens with the model's, of which the last may be padding."""
+    known, named = target.model.vocab_size, len(target.tokenizer)
+    found = f"the tokenizer has {named} tokens and the model knows {known}"
+    if target.tokenizer.vocab_size > known:
+        return problem("vocabulary", found, "give the model its own tokenizer")
+    if named > known:
+        beyond = [token for token, index in target.tokenizer.get_added_vocab().items() if index >= known]
+        return note("vocabulary", found, f"keep {', '.join(beyond)} out of prompts: the model cannot read it")
+    return ok("vocabulary", f"{known} tokens, {known - named} of them padding")
 
 
-def loading_of(request: Request, target: Skeleton, in_fp32: float) -> Loading:
-    """Load in fp32, where texts must be equal, if that fits twice; else in the dtype of later use."""
-    fits = in_fp32 <= (SMALL if request.free is None else request.free) / 2
-    dtype = torch.float32 if fits else DTYPES[request.dtype]
-    return Loading(target.name, dtype, request.trusted)
+def check_end(target: Skeleton) -> Finding:
+    """Report the tokens that end a text."""
+    ends = eos_token_ids(target.model.model, target.tokenizer)
+    if not ends:
+        remedy = "name eos_token_id in generation_config.json, or bound texts by --max-new-tokens and --stop"
+        return note("end of text", "no token ends a text: neither config nor tokenizer names one", remedy)
+    if max(ends) >= target.model.vocab_size:
+        found = f"token {max(ends)} is to end a text, and the model knows 0 to {target.model.vocab_size - 1}"
+        return problem("end of text", found, "correct eos_token_id in generation_config.json")
+    names = [f"{target.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in ends]
+    return ok("end of text", ", ".join(names))
 
 
-def _append(of_drafters: Sequence[list[Finding]], proofs: Sequence[Finding]) -> None:
-    """Put each drafter's proof behind its findings; none are there where the target itself did not decode."""
-    for held, proof in zip(of_drafters, proofs, strict=False):
-        held.append(proof)
+def check_memory(weights: Mapping[str, int], free: int | None) -> Finding:
+    """Compare the free bytes with those of each model's weights; texts need more, as they get long."""
+    needed = sum(weights.values())
+    found = f"{' + '.join(f'{name} {size(count)}' for name, count in weights.items())} of weights"
+    if free is None:
+        return ok("memory", found, needed=needed)
+    if needed > free:
+        return problem("memory", f"{found}; {size(free)} free", "give a smaller target, or more or larger GPUs")
+    return ok("memory", f"{found}; {size(free)} free", needed=needed, free=free)
+
+
+# --- drafters ---------------------------------------------------------------------------------------------------------
+
+
+class DrafterCheck(NamedTuple):
+    """A drafter's findings, and the bytes of its weights."""
+
+    findings: list[Finding]
+    weights: int = 0
+
+
+def check_drafter(spec: DrafterSpec, target: Skeleton, trusted: bool = False) -> DrafterCheck:
+    """Compare a drafter's weights with the target. ValueError if there is no such folder or repository."""
+    weights = weights_of(spec)
+    if weights is None or spec.path is None:
+        return DrafterCheck([ok("weights", f"{spec.name} needs none: it drafts from the text, on any target")])
+    folder = local_folder(spec.path, weights=False)
+    if weights == "heads":
+        bytes_of: list[int] = []
+        findings = [attempt("heads", lambda: _heads(str(spec.path), folder, target, bytes_of), _TRAINED_ON_IT)]
+        if all_pass(findings):
+            findings.append(attempt("origin", lambda: _origin(folder, target, trusted, True), _TRAINED_ON_IT))
+        return DrafterCheck(findings, sum(bytes_of))
+    findings, draft = read_skeleton(spec.path, target.model.dtype, trusted)
+    if draft is None:
+        return DrafterCheck(findings)
+    if weights != "draft and tokenizer":
+        findings.append(attempt("tokens", lambda: _draft_tokens(draft, target), _TRAINED_ON_IT))
+    reads_target = False
+    if weights == "parallel draft":
+        findings.append(attempt("parts", lambda: _parts(folder, target), _TRAINED_ON_IT))
+        reads_target = findings[-1].figures.get("reads_target", False)
+    if all_pass(findings) and weights != "draft and tokenizer":
+        findings.append(attempt("origin", lambda: _origin(folder, target, trusted, reads_target), _TRAINED_ON_IT))
+    held, whole = draft.model.max_text, target.model.max_positions
+    if held is not None and (whole is None or held < whole):
+        found = f"the draft follows {held} tokens, the target {whole or 'any number'}: longer texts are refused with it"
+        findings.append(note("positions", found, "give shorter texts, or train a draft with a window (draft.window)"))
+    return DrafterCheck(findings, draft.bytes)
+
+
+def _heads(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> Finding:
+    if (missing := _not_fetched(name, folder)) is not None:
+        return missing
+    config = read_config(folder)
+    header = weights_header(folder, _COPY)
+    check_tensors(folder / CONFIG_NAME, header, config.shapes(), _COPY)
+    config.check_fits(target.model.hidden_size, target.model.vocab_size)
+    bytes_of.append(sum(prod(tensor.shape) for tensor in header.values()) * target.model.dtype.itemsize)
+    found = f"{config.num_heads} heads, a tree of {len(config.tree)} nodes, hidden states of {config.hidden_size}"
+    return ok("heads", found)
+
+
+def _draft_tokens(draft: Skeleton, target: Skeleton) -> Finding:
+    """Compare tokenizers, special tokens and the tokens that the draft writes."""
+    try:
+        check_same_tokenizer(target.tokenizer, draft.tokenizer)
+    except UserError as error:
+        remedy = f"{error.remedy}, or other-tokenizer:{draft.name}, which drafts by text"
+        raise UserError(error.message, remedy) from error
+    kept, known = read_output_tokens(draft.model.model, draft.name), target.model.vocab_size
+    if kept is not None:
+        check_trimmed(draft.name, kept, known)
+    own, wanted = (each.tokenizer.special_tokens_map for each in (draft, target))
+    for name in sorted({"bos_token", "eos_token"} & (own.keys() | wanted.keys())):
+        if own.get(name) != wanted.get(name):
+            found = f"{name} is {own.get(name)!r} in the draft and {wanted.get(name)!r} in the target"
+            return note("tokens", found, "give the draft the target's tokenizer files; it guesses that token wrong")
+    return ok("tokens", f"the target's tokenizer; {len(kept or range(draft.model.vocab_size))} of {known} tokens")
+
+
+def _parts(folder: Path, target: Skeleton) -> Finding:
+    """Compare the parts of a parallel draft with their file and with the target."""
+    config = read_parallel_config(folder)
+    config.check_fits(target.model.hidden_size)
+    if shapes := dict(config.shapes()):
+        file = folder / PARALLEL_WEIGHTS
+        check_tensors(file, read_header(file, _COPY), shapes.items(), _COPY)
+    reads_target = config.target_hidden_size is not None
+    return ok("parts", f"{config.tokens} tokens in one forward", reads_target=reads_target)
+
+
+def _origin(folder: Path, target: Skeleton, trusted: bool, reads_target: bool) -> Finding:
+    """Compare the target that the weights were trained on, by its fingerprint, with this one.
+
+    ``reads_target``: the weights read the target's hidden states, and fit no other.
+    """
+    wanted = trained_for(folder)
+    if wanted is None:
+        return note("origin", "no provenance.json names the target", "measure it with headstart evaluate first")
+    if (missing := _not_fetched(target.name, target.folder)) is not None:
+        return note("origin", f"trained on {wanted}; the target's weights are not here", missing.remedy)
+    found = stored_fingerprint(target.name, trusted)
+    if found == wanted:
+        return ok("origin", f"trained on this very target ({found})")
+    difference = f"trained on another target ({wanted}) than this one ({found})"
+    if reads_target:
+        adapted = folder / "target"
+        remedy = f"give --target {adapted}" if adapted.is_dir() else "train them again on this target"
+        return problem("origin", f"{difference}: few drafted tokens would be accepted", remedy)
+    return note("origin", f"{difference}: fewer drafted tokens are accepted", "headstart realign fits it to this one")
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+def check_decoding(name: str, dtype: torch.dtype, specs: Sequence[DrafterSpec], trusted: bool) -> list[Finding]:
+    """Load the models, decode a short greedy text plainly and with each drafter, and compare it with plain forwards."""
+    loaded: list[tuple[CausalLM, PreTrainedTokenizerBase]] = []
+
+    def decode(spec: DrafterSpec | None) -> Finding:
+        if not loaded:
+            loaded.append((CausalLM(load_model(name, dtype, trust_remote_code=trusted)), load_tokenizer(name, trusted)))
+        target, tokenizer = loaded[0]
+        ends = eos_token_ids(target.model, tokenizer)
+        drafter = None if spec is None else DrafterLoader(target, tokenizer, trusted).load(spec)
+        prompt = encode_prompt(_PROMPT, tokenizer, chat=True)
+        made = Engine(target, drafter).decode(prompt, DecodingConfig(_TOKENS, eos_token_ids=ends))
+        reference = Reference(target, SamplingConfig(temperature=1.0), ends)
+        found = greedy_identity(reference, [EngineText(tuple(prompt), tuple(made.tokens))])
+        passes, accepted = len(made.steps), sum(step.accepted for step in made.steps)
+        told = f"{len(made.tokens)} tokens in {passes} target passes, {accepted} of them drafted; {found.found}"
+        remedy = "" if found.passed else "prove it on more text with headstart verify"
+        return Finding("decoding", found.status, told, remedy, found.figures)
+
+    findings = []
+    for spec in (None, *specs):
+        findings.append(attempt("decoding", partial(decode, spec), "fetch it again, or use a wider dtype"))
+        if not loaded:
+            break
+    return findings
+
+
+def is_small(weights: Mapping[str, int], itemsize: int, free: int | None) -> bool:
+    """Return True if all weights in fp32 are few enough to load them without being asked to."""
+    in_fp32 = sum(weights.values()) * 4 / itemsize
+    return in_fp32 <= min(SMALL, (SMALL if free is None else free) / 2)

@@ -1,22 +1,20 @@
-"""The cost check of a draft: could it pay on this machine at all, by what it costs beside the target's passes."""
+"""The cost check of a draft: could it pay on this machine, by what it costs compared with the target's passes."""
 
 import math
 from typing import NamedTuple
 
-from decoding.metrics import break_even, expected_tokens, predicted_speedup
+from decoding.metrics import break_even
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs, measure_costs
 
 DEEPEST = 16
 """Tokens drafted at a time, at most, of the lengths that are looked at."""
-SIZES = range(1, DEEPEST + 2)
-"""New tokens of a target pass: the drafted ones, and the token before them."""
 
 
 class Payoff(NamedTuple):
     """The gain that costs allow for: at most ``largest_speedup``, and any from ``least_acceptance`` on, in hundredths.
 
-    ``least_acceptance`` is None where none gains, even if every token is accepted.
+    ``least_acceptance`` is None where no draft length gains, even if every token is accepted.
     """
 
     least_acceptance: float | None
@@ -24,47 +22,29 @@ class Payoff(NamedTuple):
 
 
 def best_costs(target: CausalLM, draft: CausalLM, at_once: int = 1) -> Costs:
-    """Measure costs; where nothing could gain by them, as on a machine that is busy just then, the best of three.
+    """Measure costs; if nothing could gain by them, as on a machine that is busy just then, the best of three.
 
     ``at_once``: the tokens that a parallel draft drafts in one forward, and the most that it drafts at a time.
     """
-    sizes = SIZES if at_once == 1 else range(1, at_once + 2)
-    found = measure_costs(target, draft, sizes, at_once)
+    sizes = range(1, (DEEPEST if at_once == 1 else at_once) + 2)
+    found = measure_costs(target, sizes, draft, at_once, repeats=7)
     for _ in range(2):
         if payoff(found).least_acceptance is not None:
             break
-        found = min(found, measure_costs(target, draft, sizes, at_once), key=lambda costs: costs.draft_step)
+        found = min(found, measure_costs(target, sizes, draft, at_once, repeats=7), key=lambda costs: costs.draft_step)
     return found
 
 
-def best_depth(acceptance: float, costs: Costs) -> tuple[int, float]:
-    """Return the draft length of most gain if each token is accepted alike, with its speed-up over plain decoding.
-
-    Every length is tried whose target pass was measured.
+def payoff(costs: Costs) -> Payoff:
+    """Return the gain that these costs allow for, by any draft length whose target pass was measured.
 
     S = E / (cK + v(K+1)) (Leviathan et al., 2211.17192, theorem 3.8, with v and without overhead).
     """
     plain = costs.pass_over(1)
-    speedups = {
-        depth: predicted_speedup(
-            expected_tokens(acceptance, depth), costs.draft_to(depth) / plain, costs.pass_over(depth + 1) / plain
-        )
-        for depth in _depths(costs)
-    }
-    depth = max(speedups, key=lambda depth: speedups[depth])
-    return depth, speedups[depth]
-
-
-def payoff(costs: Costs) -> Payoff:
-    """Return the gain that these costs allow for."""
-    plain = costs.pass_over(1)
-    least = break_even({depth: costs.step(depth, depth + 1) / plain for depth in _depths(costs)})
-    return Payoff(None if least is None else math.ceil(100 * least) / 100, best_depth(1.0, costs)[1])
-
-
-def _depths(costs: Costs) -> range:
-    """Return every draft length whose target pass was measured."""
-    return range(1, max(costs.target_pass))
+    chains = {depth: costs.step(depth, depth + 1) / plain for depth in range(1, max(costs.target_pass))}
+    least = break_even(chains)
+    largest = max((depth + 1) / cost for depth, cost in chains.items())
+    return Payoff(None if least is None else math.ceil(100 * least) / 100, largest)
 
 
 def check_pays(costs: Costs) -> str:

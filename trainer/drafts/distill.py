@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -13,26 +13,33 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
+from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.embeddings import added_to_embeddings
-from decoding.model.lm_head import lm_head_input, run_in_lm_head
-from decoding.model.parallel import ParallelParts
+from decoding.model.lm_head import added_to_embeddings, lm_head_input, run_in_lm_head
+from decoding.model.parallel import ParallelDraft
 from trainer.data.batch import Batch, flat_rows
 from trainer.drafts.blocks import Blocks, Labels, text_labels
-from trainer.drafts.drafter import AnyDraft, drafter_of
 from trainer.drafts.start import InitialDraft, write_draft
 from trainer.learning.fused import Bias, fused_loss
-from trainer.learning.lora import base_of, refuse_embeddings, with_adapters
-from trainer.learning.losses import LossMix
+from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
-from trainer.learning.teachers import HiddenTeacher, Teacher
+from trainer.recipe.common import LossSection
 from trainer.recipe.draft import DraftSection
-from trainer.recipe.loss import LossSection
-from trainer.target.hidden import OnlineTarget
-from trainer.target.logits import check_logits, logit_scale
+from trainer.target.hidden import OnlineTarget, check_logits, logit_scale
 
-if TYPE_CHECKING:  # slow to import, and not of use to every draft
-    from peft import PeftModel
+AnyDraft = CausalLM | ParallelDraft
+"""A draft to decode with: an ordinary one, or a parallel one with its parts."""
+
+
+def drafter_of(draft: AnyDraft, tokens: int) -> Drafter:
+    """Make the drafter of a draft's chain of ``tokens``; a parallel draft has at most the tokens of one forward.
+
+    On a CUDA device its steps are CUDA graphs, if they can be.
+    """
+    if isinstance(draft, ParallelDraft):
+        draft = ParallelDraft(draft.model.at_its_fastest(), draft.parts)
+        return named_drafter("parallel", draft, tokens=min(tokens, draft.tokens))
+    return named_drafter("draft", draft.at_its_fastest(), tokens=tokens)
 
 
 class TeacherSource(Protocol):
@@ -115,62 +122,27 @@ class DraftInputs:
     """The target's states that the text's tokens were written from, for a draft that reads them."""
 
 
-class DraftLogits:
-    """The way from a draft's lm_head products to its logits, as the losses need it."""
-
-    def __init__(self, model: PreTrainedModel, output_tokens: Int[Tensor, " outputs"] | None, vocab_size: int) -> None:
-        """``vocab_size`` is the target's: tokens that only the draft knows are neither trained nor decoded."""
-        check_logits(model, "draft")
-        config = model.config.get_text_config(decoder=True)
-        self._scale, self.soft_cap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
-        self.output_tokens, self._vocab_size = output_tokens, vocab_size
-
-    def scaled(self, hidden: Tensor) -> Tensor:
-        return hidden if self._scale == 1.0 else hidden * self._scale
-
-    def known(self, lm_head: Float[Tensor, "outputs hidden"]) -> Float[Tensor, "known hidden"]:
-        return lm_head if self.output_tokens is not None else lm_head[: self._vocab_size]
-
-    def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments for the losses of `trainer.learning.fused`."""
-        return {"tokens": self.output_tokens, "soft_cap": self.soft_cap}
-
-
 class DistillTraining(nn.Module):
-    """The draft with its losses: on its logits, and where it is asked for on its last hidden state."""
+    """The draft with its losses on its logits."""
 
-    def __init__(
-        self,
-        draft: "PreTrainedModel | PeftModel",
-        logits: DraftLogits,
-        loss: LossSection,
-        hidden_size: int,
-        parts: ParallelParts | None = None,
-    ) -> None:
-        """``hidden_size`` is the target's; ``parts`` are those of a parallel draft beside its model."""
+    def __init__(self, initial: InitialDraft, loss: LossSection, vocab_size: int) -> None:
+        """``vocab_size`` is the target's: tokens that only the draft knows are neither trained nor decoded."""
         super().__init__()
-        self.draft = draft
-        self.parts = parts
-        self._logits, self._loss = logits, loss
-        self._mix = LossMix.of(loss) if loss.mix else None
-        width = CausalLM(self.base).hidden_size
-        self.projection: nn.Linear | None = None
-        if loss.hidden and width != hidden_size:  # trained beside the draft, and no part of it
-            self.projection = nn.Linear(width, hidden_size, bias=False)
-
-    @property
-    def base(self) -> PreTrainedModel:
-        """The draft itself: peft put adapters into it."""
-        return self.draft if isinstance(self.draft, PreTrainedModel) else base_of(self.draft)
+        check_logits(initial.model, "draft")
+        self.draft: PreTrainedModel = initial.model.train()
+        self.parts = initial.parts
+        self._mix, self._output_tokens, self._vocab_size = LossMix.of(loss), initial.output_tokens, vocab_size
+        config = initial.model.config.get_text_config(decoder=True)
+        self._scale, self._soft_cap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
 
     def forward(self, inputs: DraftInputs) -> TermSums:
         """Return losses and hits, (terms,) each.
 
         Hits of soft terms are Σ min(p, q), the acceptance of token rejection; of cross entropy alone, correct argmaxes.
         """
-        with added_to_embeddings(self.base, self._read(inputs)):
-            hidden = lm_head_input(self.base, inputs.model_inputs)
-        return run_in_lm_head(self.base, hidden, partial(self._sums, inputs))
+        with added_to_embeddings(self.draft, self._read(inputs)):
+            hidden = lm_head_input(self.draft, inputs.model_inputs)
+        return run_in_lm_head(self.draft, hidden, partial(self._on_logits, inputs))
 
     def _read(self, inputs: DraftInputs) -> Tensor | None:
         """Return the addition to the embeddings: what the draft reads of the target; nothing for masks."""
@@ -179,21 +151,8 @@ class DistillTraining(nn.Module):
         read, positions = self.parts.read(inputs.written_from), inputs.model_inputs["input_ids"].shape[1]
         return nn.functional.pad(read, (0, 0, 0, positions - read.shape[1]))
 
-    def _sums(self, inputs: DraftInputs, hidden: Tensor, lm_head: Tensor) -> TermSums:
-        losses, hits = [], []
-        if self._mix is not None:
-            found = self._on_logits(inputs, hidden, lm_head)
-            losses.append(found.losses)
-            hits.append(found.hits)
-        if self._loss.hidden:
-            own = inputs.labels[0]
-            assert isinstance(own.teacher, HiddenTeacher), "the recipe asks for hidden states of the target itself"
-            losses.append(self._hidden_loss(flat_rows(hidden, own.at.places), own.teacher.hidden)[None])
-            hits.append(torch.full_like(losses[-1], torch.nan))  # there is nothing to hit
-        return TermSums(torch.cat(losses), torch.cat(hits).detach())
-
     def _on_logits(self, inputs: DraftInputs, hidden: Tensor, lm_head: Tensor) -> TermSums:
-        """Return the terms on the logits, inside the bias's output layer where the draft has a bias."""
+        """Return the terms, computed inside the bias's output layer if the draft has a bias."""
         if self.parts is None or self.parts.markov is None:
             return self._compared(inputs, hidden, lm_head, None, None)
         markov = self.parts.markov
@@ -205,30 +164,32 @@ class DistillTraining(nn.Module):
         self, inputs: DraftInputs, hidden: Tensor, lm_head: Tensor, embedded: Tensor | None, output: Tensor | None
     ) -> TermSums:
         """Return one loss for each of the inputs' labels; ``embedded`` and ``output`` are the two sides of the bias."""
-        assert self._mix is not None
-        weight, known, begin = self._logits.known(lm_head), self._logits.keywords(), 0
-        losses, hits = [], []
+        known = slice(None) if self._output_tokens is not None else slice(self._vocab_size)
+        losses, hits, begin = [], [], 0
         for labels in inputs.labels:
-            count, bias = len(labels.at.labels), None
+            end, bias = begin + len(labels.at.labels), None
             if embedded is not None and output is not None:
-                bias = Bias(embedded[begin : begin + count], self._logits.known(output))
-            begin += count
-            imitated = labels.teacher if self._mix.soft else None
-            x = self._logits.scaled(flat_rows(hidden, labels.at.places))
-            found = fused_loss(x, weight, labels.at.labels, self._mix, imitated, bias=bias, **known)
+                bias = Bias(embedded[begin:end], output[known])
+            begin = end
+            found = fused_loss(
+                flat_rows(hidden, labels.at.places) * self._scale,
+                lm_head[known],
+                labels.at.labels,
+                self._mix,
+                labels.teacher,
+                bias=bias,
+                tokens=self._output_tokens,
+                soft_cap=self._soft_cap,
+            )
             losses.append(found.loss)
             hits.append(found.accepted if self._mix.soft else found.correct.to(found.loss.dtype))
-        return TermSums(torch.stack(losses), torch.stack(hits))
-
-    def _hidden_loss(self, x: Float[Tensor, "labels width"], target: Float[Tensor, "labels hidden"]) -> Tensor:
-        projected = x if self.projection is None else self.projection(x)
-        wanted = target.float()
-        error = (projected.float() - wanted).square().mean(-1)
-        return (error / wanted.square().mean(-1).clamp(min=torch.finfo(torch.float32).tiny)).sum()
+        return TermSums(torch.stack(losses), torch.stack(hits).detach())
 
 
 class DistillObjective:
     """A draft, its teacher, and the losses between them."""
+
+    terms: tuple[str, ...] = ("logits",)
 
     def __init__(
         self,
@@ -240,48 +201,31 @@ class DistillObjective:
     ) -> None:
         """The finished draft has the target's dtype."""
         self._teacher, self._tokenizer, self._section = teacher, tokenizer, section
-        self._dtype, loss = target.dtype, section.loss
-        self._needs_teacher = loss.soft or loss.hidden > 0
-        self.hit_name = "acceptance" if loss.mix.keys() != {"cross_entropy"} else "top1"
-        self._weights = self._weighted(section)
-        self.terms = tuple(self._weights)
-        self.output_tokens = initial.output_tokens
-        logits = DraftLogits(initial.model, initial.output_tokens, target.vocab_size)
-        draft: PreTrainedModel | PeftModel = initial.model.train()
-        if section.lora is not None:
-            refuse_embeddings(initial.model, section.lora, "draft.lora")
-            draft = with_adapters(initial.model, section.lora, "draft.lora")
-        self.module: DistillTraining = DistillTraining(draft, logits, loss, target.hidden_size, initial.parts)
-
-    @staticmethod
-    def _weighted(section: DraftSection) -> dict[str, float]:
-        """Return the weight of each term of the loss, in the order of `DistillTraining`'s sums."""
-        weights = {"logits": 1.0} if section.loss.mix else {}
-        return weights | ({"hidden": section.loss.hidden} if section.loss.hidden else {})
+        self._dtype, self._soft, self.output_tokens = target.dtype, section.loss.soft, initial.output_tokens
+        self.hit_name = "acceptance" if self._soft else "top1"
+        self.module: DistillTraining = DistillTraining(initial, section.loss, target.vocab_size)
 
     def weights(self, step: int) -> tuple[float, ...]:
-        return tuple(self._weights.values())
+        return (1.0,)
 
     def rates(self, step: int) -> Mapping[str, float]:
         return EVERYWHERE_THE_SAME
 
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
-        return batch.labelled(1).sum().expand(len(self.terms)).clone()
+        return batch.labelled(1).sum()[None]
 
     def ahead(self, batch: Batch, step: int) -> DraftAhead:
-        return DraftAhead(batch.label_places(1), self._teacher.read(batch) if self._needs_teacher else None)
+        return DraftAhead(batch.label_places(1), self._teacher.read(batch) if self._soft else None)
 
     def inputs(self, batch: Batch, step: int, ahead: DraftAhead | None = None) -> tuple[Any, ...]:
         self.module.train()  # an evaluation or a generation leaves it as it decodes
         ahead = ahead or self.ahead(batch, step)
-        teacher = self._teacher.for_batch(batch, ahead.places, ahead.stored) if self._needs_teacher else None
+        teacher = self._teacher.for_batch(batch, ahead.places, ahead.stored) if self._soft else None
         return (DraftInputs(batch.model_inputs(), (TaughtLabels(text_labels(batch, ahead.places), teacher),)),)
 
     def draft_for_decoding(self) -> CausalLM:
-        """Return a copy of the draft by its present weights, adapters merged, in the target's dtype."""
+        """Return a copy of the draft by its present weights, in the target's dtype."""
         draft: Any = copy.deepcopy(self.module.draft)
-        if self._section.lora is not None:
-            draft = cast("PeftModel", draft).merge_and_unload()
         draft.to(self._dtype)
         draft.config.dtype = self._dtype
         return CausalLM(draft.requires_grad_(False).eval(), self.output_tokens)

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.embeddings import input_embeddings
+from decoding.model.lm_head import input_embeddings
 from decoding.model.loading import parallel_folder
 from decoding.model.parallel import ParallelConfig, ParallelParts, read_config
 from decoding.model.vocabulary import read_output_tokens

@@ -5,7 +5,7 @@ text's true tokens. The draft knows them only up to t, and by the bias the last 
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
+from decoding.drafters.base import TextStart
+from decoding.drafters.draft_state import DraftState
 from decoding.drafters.registry import named_drafter
 from decoding.model.architecture import windows
 from decoding.model.causal_lm import CausalLM
+from decoding.model.lm_head import lm_head_input
 from decoding.model.parallel import ParallelDraft
-from decoding.rules.best_tree import best_tree
+from decoding.rules.best_tree import FITTED_RANKS, best_tree
+from decoding.rules.drawing import GeneratorSource
+from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Batch
 from trainer.drafts.blocks import (
     Blocks,
@@ -40,15 +45,16 @@ from trainer.drafts.distill import (
     TeacherSource,
 )
 from trainer.drafts.mask_token import even_out_mask_row
-from trainer.drafts.rank_accuracies import rank_accuracies
 from trainer.drafts.start import InitialDraft, write_draft
+from trainer.learning.losses import Teacher
 from trainer.learning.objective import GreedyTexts
-from trainer.learning.teachers import Teacher
 from trainer.recipe.draft import DraftSection, ParallelSection
 
 
 class ParallelObjective(DistillObjective):
     """A parallel draft, its teacher, and the losses between them."""
+
+    terms = ("logits", "masked")
 
     def __init__(
         self,
@@ -66,18 +72,14 @@ class ParallelObjective(DistillObjective):
         self._parts, self._seed, self._vocab_size = initial.parts, seed, target.vocab_size
         self._windows: Mapping[str, int | None] = windows(initial.model.config.get_text_config(decoder=True))
 
-    @staticmethod
-    def _weighted(section: DraftSection) -> dict[str, float]:
-        assert section.parallel is not None
-        hidden = {"hidden": section.loss.hidden} if section.loss.hidden else {}
-        return {"logits": 1.0, "masked": section.parallel.weight, **hidden}
+    def weights(self, step: int) -> tuple[float, ...]:
+        return 1.0, self._parallel.weight
 
     def _blocks(self, batch: Batch, step: int) -> Blocks:
         return sample_blocks(batch, self._parallel.anchors, self._parallel.tokens - 1, self._seed, step)
 
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
-        text, masks = batch.labelled(1).sum(), self._blocks(batch, step).trained.sum()
-        return torch.stack([masks if term == "masked" else text for term in self.terms])
+        return torch.stack([batch.labelled(1).sum(), self._blocks(batch, step).trained.sum()])
 
     def ahead(self, batch: Batch, step: int) -> DraftAhead:
         return super().ahead(batch, step)._replace(blocks=self._blocks(batch, step))
@@ -90,7 +92,7 @@ class ParallelObjective(DistillObjective):
         behind = None if teacher is None else teacher.rows(rows_of_masks(batch, blocks))
         of_text = TaughtLabels(text_labels(batch, ahead.places, blocks), teacher)
         labels = of_text, TaughtLabels(mask_labels(batch, blocks), behind)
-        dtype = self.module.base.dtype
+        dtype = self.module.draft.dtype
         given = model_inputs(batch, blocks, self._parts.config.mask_token, self._windows, dtype)
         return (DraftInputs(given, labels, states),)
 
@@ -99,11 +101,11 @@ class ParallelObjective(DistillObjective):
     ) -> tuple[Teacher | None, Float[Tensor, "batch positions hidden"] | None]:
         """Return the teacher of the labelled positions, and the states that the draft reads, by one forward."""
         if not self._parallel.reads_target:
-            taught = self._teacher.for_batch(batch, ahead.places, ahead.stored) if self._needs_teacher else None
+            taught = self._teacher.for_batch(batch, ahead.places, ahead.stored) if self._soft else None
             return taught, None
         assert isinstance(self._teacher, OnlineTeacher), "the recipe refuses a draft that reads a cache's target"
         states = self._teacher.states(batch)
-        teacher = self._teacher.of_states(ahead.places, states) if self._needs_teacher else None
+        teacher = self._teacher.of_states(ahead.places, states) if self._soft else None
         return teacher, written_from(batch, states)
 
     def writing_draft(self) -> ParallelDraft:
@@ -127,3 +129,54 @@ class ParallelObjective(DistillObjective):
         draft = self.writing_draft()
         write_draft(draft.model, self._tokenizer, folder)
         draft.parts.save_pretrained(folder)
+
+
+@torch.inference_mode()
+def rank_accuracies(
+    target: CausalLM, draft: ParallelDraft, texts: Sequence[tuple[Sequence[int], int]]
+) -> list[list[float]]:
+    """Return at ``[d][r]`` the share of labels that are the draft's rank-r token d + 1 tokens behind a root (from 0).
+
+    Every new token of ``texts``, pairs of tokens and prompt length, is a root once, as in decoding. The bias reads the
+    text's own token before each label.
+    """
+    config = draft.parts.config
+    ranks = min(FITTED_RANKS, config.outputs)
+    counts, totals = torch.zeros(config.tokens, ranks), torch.zeros(config.tokens, 1)
+    for tokens, prompt_length in texts:
+        for begin, logits in enumerate(_over_text(target, draft, tokens, prompt_length), start=prompt_length + 1):
+            labels = torch.tensor(tokens[begin : begin + config.tokens])
+            hits = logits[: len(labels)].topk(ranks).indices.cpu() == labels[:, None]
+            counts[: len(labels)] += hits
+            totals[: len(labels)] += 1
+    shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()
+    return shares
+
+
+def _over_text(
+    target: CausalLM, draft: ParallelDraft, tokens: Sequence[int], prompt_length: int
+) -> list[Float[Tensor, "depths vocab"]]:
+    """Return the draft's logits behind every new token but the last, each as a root; one row for each label."""
+    config, markov = draft.parts.config, draft.parts.markov
+    state = DraftState(draft.model, target, SamplingConfig(), 1, len(tokens), config.tokens)
+    state.admit(0, TextStart(prompt_length, GeneratorSource.from_seed(0, "draft")))
+    added = _added(target, draft, tokens)
+    found, read = [], 0
+    for root in range(prompt_length, len(tokens) - 1):
+        new = None if added is None else [added[read : root + 1]]
+        read = root + 1
+        logits = state.look_ahead([tokens[:read]], [config.mask_token] * (config.tokens - 1), new)[0]
+        logits = logits[: len(tokens) - read, : config.outputs]
+        if markov is not None:
+            before = torch.tensor(tokens[root : root + len(logits)], device=logits.device)
+            logits = markov.added_to(logits, before.clamp(max=config.vocab_size - 1))
+        found.append(state.over_target_vocabulary(logits))
+    return found
+
+
+def _added(target: CausalLM, draft: ParallelDraft, tokens: Sequence[int]) -> Float[Tensor, "tokens width"] | None:
+    """Return what the draft adds to the embeddings: the first token was written from no state, the others from one."""
+    if not draft.reads_target:
+        return None
+    states = lm_head_input(target.model, {"input_ids": torch.tensor([list(tokens)], device=target.device)})[0]
+    return draft.parts.read(torch.cat((torch.zeros_like(states[:1]), states[:-1])))

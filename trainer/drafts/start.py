@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from jaxtyping import Int
 from torch import Tensor
 from transformers import (
@@ -20,9 +19,9 @@ from transformers import (
 )
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.finite import check_finite
 from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, reason
 from decoding.model.parallel import ParallelParts
+from decoding.model.stored import check_finite
 from decoding.model.vocabulary import (
     most_frequent_tokens,
     read_output_tokens,
@@ -63,7 +62,7 @@ def initial_draft(
     init = section.init
     model = _started(target, tokenizer, init, trust_remote_code)
     if section.window is not None:
-        model = _with_window(model, section.window)
+        model = with_window(model, section.window)
     model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
     draft = CausalLM(model)
     given = "from_model" if init.from_model else "from_config" if init.from_config else "from_target"
@@ -88,31 +87,18 @@ def initial_draft(
 
 
 def _started(
-    target: CausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    init: InitSection,
-    trust_remote_code: bool,
+    target: CausalLM, tokenizer: PreTrainedTokenizerBase, init: InitSection, trust_remote_code: bool
 ) -> PreTrainedModel:
     if init.from_model is not None:
-        _check_tokenizer(tokenizer, init.from_model, trust_remote_code)
+        check_same_tokenizer(tokenizer, load_tokenizer(init.from_model, trust_remote_code))
         model = load_model(init.from_model, torch.float32, target.device, trust_remote_code)
-        what, remedy = (
-            f"draft.init.from_model, {init.from_model},",
-            "give an earlier checkpoint of it, or another draft",
-        )
-        check_finite(dict(model.named_parameters()), what, remedy)
+        remedy = "give an earlier checkpoint of it, or another draft"
+        check_finite(dict(model.named_parameters()), f"draft.init.from_model, {init.from_model},", remedy)
         return model
     if init.from_config is not None:
         return draft_from_config(target.model, init.from_config, trust_remote_code)
     assert init.from_target is not None, "the section sees to it"
     return draft_from_target(target.model, init.from_target.layers, trust_remote_code)
-
-
-def _with_window(model: PreTrainedModel, window: int) -> PreTrainedModel:
-    try:
-        return with_window(model, window)
-    except ValueError as error:
-        raise ValueError(f"draft.window: {error}") from error
 
 
 def write_draft(draft: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -150,20 +136,19 @@ def draft_from_target(
     kept = _chosen_layers(layers, config.num_hidden_layers)
     _set_layers(config, kept)
     draft = _new_model(config, target.dtype, trust_remote_code)
-    source = target.state_dict()
-    state = {}
+    source, state = target.state_dict(), {}
     for name in draft.state_dict():
         parts = name.split(".")
         # The first number in a parameter's name is its layer, in every family (model.layers.3., transformer.h.3.).
         position = next((index for index, part in enumerate(parts) if part.isdigit()), None)
         if position is not None:
             parts[position] = str(kept[int(parts[position])])
-        if (theirs := ".".join(parts)) not in source:
+        if (own := ".".join(parts)) not in source:
             raise ValueError(
-                f"the target, a {type(target).__name__}, has no plain {theirs}: merge its adapters if it has any, "
-                "or give draft.init.from_model or draft.init.from_config"
+                f"the target, a {type(target).__name__}, has no plain {own}: merge its adapters if it has any, or give "
+                "draft.init.from_model or draft.init.from_config"
             )
-        state[name] = source[theirs]
+        state[name] = source[own]
     draft.load_state_dict(state)
     _keep_ends(draft, target)
     return draft
@@ -171,12 +156,11 @@ def draft_from_target(
 
 def _chosen_layers(layers: int | Sequence[int], total: int) -> list[int]:
     if isinstance(layers, int):
-        if not 1 <= layers <= total:
-            raise ValueError(f"draft.init.from_target.layers is {layers} but the target has {total} layers")
-        return _evenly_spaced(layers, total)
-    kept = [layer + total if layer < 0 else layer for layer in layers]
+        kept = _evenly_spaced(layers, total) if layers <= total else []
+    else:
+        kept = [layer + total if layer < 0 else layer for layer in layers]
     if not kept or min(kept) < 0 or max(kept) >= total:
-        raise ValueError(f"draft.init.from_target.layers is {list(layers)} but the target has layers 0 to {total - 1}")
+        raise ValueError(f"draft.init.from_target.layers is {layers} but the target has layers 0 to {total - 1}")
     return kept
 
 
@@ -219,45 +203,32 @@ def draft_from_config(
     take evenly spaced entries of the target's unless they are given.
     """
     base = target.config.get_text_config(decoder=True)
-    _check_known(base, changes)
+    known = {*(base.to_dict().keys() - PreTrainedConfig().to_dict().keys()), *base.attribute_map, "tie_word_embeddings"}
+    if wrong := [key for key in changes if key not in known - {"vocab_size", "auto_map", "model_type"}]:
+        nearest = difflib.get_close_matches(str(wrong[0]), known, n=3, cutoff=0.4)
+        raise ValueError(
+            f"draft.init.from_config has the key {wrong[0]!r}, which a draft of a {base.model_type} cannot set: give "
+            f"some of {', '.join(nearest or sorted(known))}; the vocabulary is set by draft.vocabulary"
+        )
     config = copy.deepcopy(base)
     names = ("num_hidden_layers", base.attribute_map.get("num_hidden_layers", "num_hidden_layers"))  # GPT-2: n_layer
     layers = next((changes[name] for name in names if name in changes), base.num_hidden_layers)
-    _set_layers(config, _evenly_spaced(layers, base.num_hidden_layers))
     try:
+        for key, value in changes.items():
+            is_size = type(getattr(base, key)) is int and not key.endswith("token_id")
+            if is_size and not (type(value) is int and value >= 1):
+                raise ValueError(f"{key} is {value!r}: give a whole number, 1 or more")
+        _set_layers(config, _evenly_spaced(layers, base.num_hidden_layers))
         config = type(base).from_dict({**config.to_dict(), **_heads_that_follow(base, changes), **changes})
         draft = _new_model(config, torch.float32, trust_remote_code)
-        _check_runs(draft)
-    except (
-        StrictDataclassError,
-        ValueError,
-        TypeError,
-        RuntimeError,
-        LookupError,
-        ArithmeticError,
-        AssertionError,
-    ) as error:
+        if draft.config.num_attention_heads % (getattr(draft.config, "num_key_value_heads", None) or 1):
+            raise ValueError("num_attention_heads is not a multiple of num_key_value_heads")
+        with torch.no_grad():
+            draft.eval()(torch.zeros((1, 2), dtype=torch.long), use_cache=False)
+    except Exception as error:  # whatever its family raises for sizes that do not fit together
         raise ValueError(f"draft.init.from_config makes no {base.model_type} model: {reason(error)}") from error
     _keep_ends(draft, target)
     return draft
-
-
-def _check_known(base: PreTrainedConfig, changes: Mapping[str, Any]) -> None:
-    """Refuse keys that the target's config lacks or no draft may change, and values that are no sizes."""
-    own = base.to_dict().keys() - PreTrainedConfig().to_dict().keys() - {"vocab_size", "auto_map", "model_type"}
-    known = {*own, *base.attribute_map, "tie_word_embeddings"}
-    for key, value in changes.items():
-        if key == "vocab_size":
-            raise ValueError(f"draft.init.from_config.{key} is the target's: leave it out, and give draft.vocabulary")
-        if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=3, cutoff=0.4)
-            remedy = f"did you mean {' or '.join(nearest)}?" if nearest else f"give some of {', '.join(sorted(known))}"
-            raise ValueError(
-                f"draft.init.from_config has the key {key!r}, which a {base.model_type} config lacks: {remedy}"
-            )
-        is_size = type(getattr(base, key)) is int and not key.endswith("token_id")
-        if is_size and not (type(value) is int and value >= 1):
-            raise ValueError(f"draft.init.from_config.{key} is {value!r}: give a whole number, 1 or more")
 
 
 def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,25 +246,7 @@ def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> di
     return follow
 
 
-def _check_runs(draft: PreTrainedModel) -> None:
-    """Raise ValueError, or whatever error its family raises, for a model whose sizes do not fit together."""
-    config = draft.config
-    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
-    if heads % groups:
-        raise ValueError(f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({groups})")
-    with torch.no_grad():
-        draft.eval()(torch.zeros((1, 2), dtype=torch.long), use_cache=False)
-
-
-# --- checks, and the vocabulary -------------------------------------------------------------------------------------
-
-
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, trust_remote_code: bool) -> None:
-    own = load_tokenizer(name, trust_remote_code)
-    try:
-        check_same_tokenizer(tokenizer, own)
-    except ValueError as error:
-        raise ValueError(f"draft.init.from_model: {error}") from error
+# --- checks, and the vocabulary ---------------------------------------------------------------------------------------
 
 
 def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[Example], longest: int) -> None:

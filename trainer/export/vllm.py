@@ -4,13 +4,11 @@ Two habits of vLLM decide the config. It drops biases in silence unless ``medusa
 config key that holds both "num" and "heads" to ``num_heads``, so the config never has a ``num_attention_heads``.
 
 Heads that share the target's lm_head carry a copy of it (``original_lm_head``): vLLM does not take the target's own.
-vLLM's ``token_map``, for heads that write a part of the vocabulary, is not written: vLLM 0.32 refuses each folder that
-has one.
 """
 
 import json
+import re
 import reprlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +18,38 @@ from torch import Tensor
 from decoding.drafters.base import Drafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.header import check_tensors, check_whole, read_object
 from decoding.model.heads import CONFIG_NAME, MedusaConfig, MedusaHeads, loaded
 from decoding.model.loading import load_heads
-from decoding.model.stored import WEIGHTS_NAME, read_weights, stored_weights, weights_header, write_weights
+from decoding.model.stored import (
+    WEIGHTS_NAME,
+    check_tensors,
+    check_whole,
+    read_object,
+    read_weights,
+    stored_weights,
+    weights_header,
+    write_weights,
+)
 from decoding.rules.tree import MOST_NODES
-from trainer.export.artefact import Task, Written
 from trainer.export.headstart import describe_heads
-from trainer.export.readback import check_stored
-from trainer.files.head_names import vllm_name
+from trainer.export.readback import Readers, check_stored
+from trainer.export.task import Artefact, ExportTask
 from trainer.target.stored_lm_head import read_lm_head
 
 SHARED_LM_HEAD = "lm_heads.0.weight"
 """Name of the one output layer of heads that share it."""
 _REMEDY = "export the heads again"
+_LAYER = re.compile(r"heads\.(\d+)\.blocks\.(\d+)\.linear\.(weight|bias)")
+_OUTPUT = re.compile(r"heads\.(\d+)\.lm_head\.weight")
+
+
+def vllm_name(name: str) -> str:
+    """Translate our name of a tensor into that of vLLM's ``MedusaModel``, which ignores every other name in silence."""
+    if layer := _LAYER.fullmatch(name):
+        return "blocks.{}.layers.{}.{}".format(*layer.groups())
+    output = _OUTPUT.fullmatch(name)
+    assert output is not None, f"{name} is of heads that vLLM has no place for"
+    return f"lm_heads.{output[1]}.weight"
 
 
 def vllm_config(config: MedusaConfig) -> dict[str, Any]:
@@ -51,11 +67,14 @@ def vllm_config(config: MedusaConfig) -> dict[str, Any]:
     }
 
 
-def write(task: Task) -> Written:
+def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     """Write heads for vLLM, read them back, compare; ValueError for heads that vLLM has no place for."""
-    source, folder = task.source, task.folder
-    heads = MedusaHeads.from_pretrained(source)
-    _check_plain(heads.config, task)
+    heads, folder = MedusaHeads.from_pretrained(task.source), task.folder
+    if heads.config.markov_rank:
+        raise ValueError(
+            f"the heads in {task.source} add a bias of rank {heads.config.markov_rank} by the token before, for which "
+            "format vllm has no place: give format headstart, or train heads with heads.markov_rank=0"
+        )
     state = {vllm_name(name): tensor for name, tensor in heads.state_dict().items()}
     if heads.config.shared_lm_head:
         state[SHARED_LM_HEAD] = _lm_head_of_target(task, heads.config)
@@ -64,19 +83,10 @@ def write(task: Task) -> Written:
     _read_config(folder)
     check_stored(state, folder)
     compared = f"{len(state)} tensors read back bit-equal under vLLM's names, biases included"
-    return Written(describe_heads(heads, task.format), (compared,))
+    return describe_heads(heads, task.format), (compared,)
 
 
-def _check_plain(config: MedusaConfig, task: Task) -> None:
-    """Raise ValueError for heads with a bias by the token before, for which only our own format has a place."""
-    if config.markov_rank:
-        raise ValueError(
-            f"the heads in {task.source} add a bias of rank {config.markov_rank} by the token before, for which format "
-            f"{task.format} has no place: give format headstart, or train heads with heads.markov_rank=0"
-        )
-
-
-def _lm_head_of_target(task: Task, config: MedusaConfig) -> Tensor:
+def _lm_head_of_target(task: ExportTask, config: MedusaConfig) -> Tensor:
     """Return the lm_head that heads without their own are for; ValueError if the target is unknown or not here."""
     needed = f"the heads in {task.source} share their target's lm_head, of which format {task.format} holds a copy"
     if task.target is None:
@@ -93,24 +103,25 @@ def _lm_head_of_target(task: Task, config: MedusaConfig) -> Tensor:
     return lm_head
 
 
-def drafters(task: Task, target: CausalLM) -> Iterator[Drafter]:
-    """Yield the trained heads and the written ones as drafters of vLLM's chain: see `trainer.export.reread`."""
-    trained = load_heads(task.source, target)
-    yield MedusaDrafter(trained, [(0,) * depth for depth in range(1, trained.config.num_heads + 1)])
-    del trained
-    written = read_vllm_heads(task.folder)
-    written.config.check_fits(target.hidden_size, target.vocab_size)
-    if written.config.shared_lm_head:
-        _check_same_lm_head(task.folder, target)
-    yield MedusaDrafter(written.to(target.device, target.dtype))
+def readers(task: ExportTask, target: CausalLM) -> Readers:
+    """Return readers of the trained heads and the written ones, which draft vLLM's chain."""
 
+    def trained() -> Drafter:
+        heads = load_heads(task.source, target)
+        return MedusaDrafter(heads, [(0,) * depth for depth in range(1, heads.config.num_heads + 1)])
 
-def _check_same_lm_head(folder: Path, target: CausalLM) -> None:
-    """Refuse a copied lm_head that is another than the target's."""
-    lm_head: Any = target.model.get_output_embeddings()
-    copied = next(tensor for name, tensor in stored_weights(folder, _REMEDY) if name == SHARED_LM_HEAD)
-    if not torch.equal(copied.to(lm_head.weight), lm_head.weight):
-        raise ValueError(f"{folder} holds the lm_head of another target than prompts are decoded with: {_REMEDY}")
+    def exported() -> Drafter:
+        heads = read_vllm_heads(task.folder)
+        heads.config.check_fits(target.hidden_size, target.vocab_size)
+        if heads.config.shared_lm_head:
+            lm_head: Any = target.model.get_output_embeddings()
+            copied = next(tensor for name, tensor in stored_weights(task.folder, _REMEDY) if name == SHARED_LM_HEAD)
+            if not torch.equal(copied.to(lm_head.weight), lm_head.weight):
+                told = "holds the lm_head of another target than prompts are decoded with"
+                raise ValueError(f"{task.folder} {told}: {_REMEDY}")
+        return MedusaDrafter(heads.to(target.device, target.dtype))
+
+    return [(trained, exported)]
 
 
 def read_vllm_heads(folder: Path) -> MedusaHeads:
@@ -132,29 +143,25 @@ def read_vllm_heads(folder: Path) -> MedusaHeads:
 
 
 def _read_config(folder: Path) -> MedusaConfig:
-    """Read the sizes in ``config.json``; `ValueError` where vLLM would read other heads from it."""
+    """Read the sizes in ``config.json``; `ValueError` if vLLM would read other heads from it."""
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ValueError(f"{folder} holds no heads in vLLM's format: {CONFIG_NAME} is missing")
     stored = read_object(path, _REMEDY)
-    sizes = ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers")
-    if missing := [key for key in sizes if key not in stored]:
-        raise ValueError(f"{path} is not vLLM's Medusa config: {missing[0]} is missing; {_REMEDY}")
-    hidden_size, vocab_size, num_heads, num_layers = (stored[key] for key in sizes)
     try:
+        hidden_size, vocab_size, num_heads, num_layers = (
+            stored[key] for key in ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers")
+        )
         check_whole("num_heads", num_heads)
         if num_heads > MOST_NODES:
             raise ValueError(f"num_heads is {num_heads}: give at most {MOST_NODES}")
         chain = tuple((0,) * depth for depth in range(1, num_heads + 1))
         shared = stored.get("original_lm_head") is True
         config = MedusaConfig(hidden_size, vocab_size, num_heads, num_layers, chain, shared_lm_head=shared)
-    except ValueError as error:
-        raise ValueError(f"{path} is not vLLM's Medusa config: {error}") from error
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} is not vLLM's Medusa config ({error}): {_REMEDY}") from error
     expected = vllm_config(config)
-    wrong = [key for key in expected if stored.get(key) != expected[key]] + [
-        key for key in stored if key not in expected
-    ]
-    if wrong:
+    if wrong := [key for key in stored | expected if stored.get(key) != expected.get(key)]:
         raise ValueError(
             f"{path} would not load as these heads: {wrong[0]} is {reprlib.repr(stored.get(wrong[0]))}; {_REMEDY}"
         )

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
 
+from decoding.errors import UserError
+
 LOCK_NAME = "run.lock"
-_ASK_FIRST = 1.0  # seconds, after which a person wonders
-_ASK_EVERY = 15.0
+_PATIENCE = 1.0  # seconds, after which a person wonders
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator
 
     A killed process holds nothing any more. A process may hold a folder more than once. ValueError, naming the process
     and the host, where another run holds the folder. With ``on_wait`` this waits for the end of that run instead, and
-    calls ``on_wait`` with a sentence after a second, and then every 15 seconds.
+    calls ``on_wait`` with a sentence after a second.
     """
     made = not folder.exists()
     try:
@@ -48,7 +49,17 @@ def hold_file(path: Path, on_wait: Callable[[str], None] | None = None) -> Itera
 def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | None) -> Iterator[None]:
     path = Path(lock.lock_file)
     try:
-        _acquire(lock, path, held, on_wait)
+        try:
+            lock.acquire(timeout=0.0 if on_wait is None else _PATIENCE)
+        except Timeout:
+            if on_wait is None:
+                message, remedy = (
+                    f"{held} is being written by {_holder(path)}",
+                    "wait for its end, or give another output",
+                )
+                raise UserError(message, remedy) from None
+            on_wait(f"waiting for {_holder(path)}, which writes {held}")
+            lock.acquire()
         path.write_text(json.dumps(_self_description()))
     except OSError as error:
         lock.release()
@@ -59,22 +70,6 @@ def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | N
         if lock.lock_counter == 1:
             path.unlink(missing_ok=True)  # while held: a process that opened the file meanwhile notices, and opens anew
         lock.release()
-
-
-def _acquire(lock: BaseFileLock, path: Path, held: Path, on_wait: Callable[[str], None] | None) -> None:
-    patience = 0.0 if on_wait is None else _ASK_FIRST
-    while True:
-        try:
-            lock.acquire(timeout=patience)
-            return
-        except Timeout:
-            holder = _holder(path)
-            if on_wait is None:
-                raise ValueError(
-                    f"{held} is being written by {holder}: wait for its end, or give another output"
-                ) from None
-            on_wait(f"waiting for {holder}, which writes {held}")
-            patience = _ASK_EVERY
 
 
 def _unwritable(held: Path, error: OSError) -> OSError:

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -25,8 +25,8 @@ _MADE_FROM = "made_from"
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The places of examples in shards: whole examples, in the order of the data, up to ``shard_rows`` rows a shard.
+class ShardLayout:
+    """The rows of examples in shards: whole examples, in the order of the data, up to ``shard_rows`` rows a shard.
 
     An example of more rows has a shard of its own.
     """
@@ -36,37 +36,28 @@ class Layout:
     shard_rows: int
 
     @cached_property
-    def _ends(self) -> list[int]:
-        """The rows up to the end of each example."""
-        return list(accumulate(self.lengths))
+    def _starts(self) -> list[int]:
+        """The rows before each example, and all rows."""
+        return list(accumulate(self.lengths, initial=0))
 
     @cached_property
     def shards(self) -> list[range]:
         """The examples of each shard."""
-        firsts, held = [0], 0
-        for index, length in enumerate(self.lengths):
-            if held and held + length > self.shard_rows:
+        firsts = [0]
+        for index in range(len(self.lengths)):
+            if self._starts[index + 1] - self._starts[firsts[-1]] > self.shard_rows and index > firsts[-1]:
                 firsts.append(index)
-                held = 0
-            held += length
-        return [range(*bounds) for bounds in zip(firsts, [*firsts[1:], len(self.lengths)], strict=True)]
-
-    @cached_property
-    def _firsts(self) -> list[int]:
-        return [shard.start for shard in self.shards]
-
-    def _before(self, index: int) -> int:
-        return self._ends[index - 1] if index else 0
+        return [range(*bounds) for bounds in pairwise([*firsts, len(self.lengths)])]
 
     def num_rows(self, shard: int) -> int:
         """Count the rows of a shard."""
         examples = self.shards[shard]
-        return self._before(examples.stop) - self._before(examples.start)
+        return self._starts[examples.stop] - self._starts[examples.start]
 
-    def place(self, index: int) -> tuple[int, slice]:
+    def find(self, index: int) -> tuple[int, slice]:
         """Return the shard of an example, and its rows in that shard."""
-        shard = bisect_right(self._firsts, index) - 1
-        first = self._before(index) - self._before(self._firsts[shard])
+        shard = bisect_right(self.shards, index, key=lambda examples: examples.start) - 1
+        first = self._starts[index] - self._starts[self.shards[shard].start]
         return shard, slice(first, first + self.lengths[index])
 
 
@@ -124,13 +115,8 @@ def is_whole(path: Path, made_from: str, verify: bool) -> bool:
 
 
 def is_begun(path: Path) -> bool:
-    """Return True where the file or its seal exists, whole or not."""
+    """Return True if the file or its seal exists, whole or not."""
     return path.exists() or _seal_of(path).exists()
-
-
-def missing_files(folder: Path, names: Sequence[str], made_from: str, verify: bool) -> list[str]:
-    """Return the files that are missing or not whole."""
-    return [name for name in names if not is_whole(folder / name, made_from, verify)]
 
 
 def _seal_of(path: Path) -> Path:

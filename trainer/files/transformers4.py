@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from decoding.model.header import SHARD_BYTES, read_object
 from decoding.model.loading import UNREADABLE
+from decoding.model.stored import SHARD_BYTES, read_object
 
 _REMEDY = "write the model again"
 _LOGGER = logging.getLogger(__name__)

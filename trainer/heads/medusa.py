@@ -25,12 +25,10 @@ from decoding.model.lm_head import lm_head_input
 from decoding.rules.best_tree import FITTED_RANKS, best_tree
 from trainer.data.batch import Batch, flat_rows
 from trainer.learning.fused import Bias, FusedLoss, fused_loss
-from trainer.learning.losses import LossMix
-from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
-from trainer.learning.teachers import HiddenTeacher, Teacher, TopKTeacher
+from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
+from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
 from trainer.recipe.heads import HeadsSection
-from trainer.target.hidden import HiddenStates, StoredStates, TopLogits
-from trainer.target.logits import LogitTransform
+from trainer.target.hidden import HiddenStates, LogitTransform
 
 
 @dataclass(frozen=True)
@@ -39,23 +37,19 @@ class HeadInputs:
 
     batch: Batch
     hidden: Float[Tensor, "batch positions hidden"]
+    places: tuple[Int[Tensor, " labels"], ...]
+    """Places of each head's labels, as by `head_places`."""
     lm_head: Float[Tensor, "vocab hidden"] | None = None
     """The target's lm_head, for heads that share it and for soft targets."""
-    top_k: TopLogits | None = None
     transform: LogitTransform | None = None
-    places: tuple[Int[Tensor, " labels"], ...] | None = None
-    """Places of each head's labels, as by `head_places`; None: they are found here."""
-
-    def places_of(self, k: int) -> Int[Tensor, " labels"]:
-        """Return the places of head k's labels in the flattened batch."""
-        return self.batch.label_places(k + 2) if self.places is None else self.places[k]
 
 
 class HeadsAhead(NamedTuple):
     """Parts of `HeadInputs` that are ready before the target runs."""
 
     places: tuple[Int[Tensor, " labels"], ...]
-    stored: StoredStates | None
+    stored: Float[Tensor, "batch positions hidden"] | None
+    """The target's states, read from a disk."""
 
 
 class MedusaTraining(nn.Module):
@@ -97,7 +91,7 @@ class MedusaTraining(nn.Module):
         A label stands in its state's row: in the flattened batch too, it is ``k + 2`` places behind its state.
         """
         head: MedusaHead = self.heads.heads[k]  # type: ignore[assignment]  # ModuleList's items
-        places = inputs.places_of(k)
+        places = inputs.places[k]
         dtype = head.blocks[0].linear.weight.dtype  # type: ignore[union-attr]
         x = head.features(flat_rows(inputs.hidden, places).to(dtype))  # type: ignore[arg-type]
         loss = partial(
@@ -116,15 +110,13 @@ class MedusaTraining(nn.Module):
 
 def _teacher(inputs: HeadInputs, places: Int[Tensor, " labels"]) -> Teacher:
     """Return the target's own distribution at these places, which predict what the head predicts."""
-    if inputs.top_k is not None:
-        return TopKTeacher(*(flat_rows(tensor, places) for tensor in inputs.top_k))
     assert inputs.lm_head is not None, "soft targets want the target's lm_head"
     return HiddenTeacher(flat_rows(inputs.hidden, places).detach(), inputs.lm_head, inputs.transform)
 
 
 def head_weights(section: HeadsSection, step: int, steps: int) -> tuple[float, ...]:
     """Return each head's weight in the loss at a step (from 0) of ``steps``."""
-    weights = section.weights or tuple(section.decay**k for k in range(section.num_heads))
+    weights = tuple(section.decay**k for k in range(section.num_heads))
     rise = math.sin((step + 1) / steps * math.pi / 2) if section.schedule == "sine" else 1.0
     return tuple(rise * weight for weight in weights)
 
@@ -177,23 +169,15 @@ class MedusaObjective:
         return head_counts(batch, len(self.terms))
 
     def ahead(self, batch: Batch, step: int) -> HeadsAhead:
-        return HeadsAhead(head_places(batch, len(self.terms)), self._states.read(batch, self._section.loss.soft))
+        return HeadsAhead(head_places(batch, len(self.terms)), self._states.read(batch))
 
     def inputs(self, batch: Batch, step: int, ahead: HeadsAhead | None = None) -> tuple[Any, ...]:
         states, section = self._states, self._section
         places, stored = ahead or self.ahead(batch, step)
-        top_k = None if stored is None else stored.top_k
-        uses_lm_head = section.shared_lm_head or (section.loss.soft and top_k is None)
-        return (
-            HeadInputs(
-                batch,
-                states.hidden(batch) if stored is None else stored.hidden,
-                self._lm_head_on(batch.tokens.device) if uses_lm_head else None,
-                top_k,
-                states.transform,
-                places,
-            ),
-        )
+        hidden = states.hidden(batch) if stored is None else stored
+        uses_lm_head = section.shared_lm_head or section.loss.soft
+        lm_head = self._lm_head_on(batch.tokens.device) if uses_lm_head else None
+        return (HeadInputs(batch, hidden, places, lm_head, states.transform),)
 
     def _lm_head_on(self, device: torch.device) -> Float[Tensor, "vocab hidden"]:
         """Return the target's lm_head on the heads' device; a target spread over several may hold it on another."""
@@ -204,12 +188,9 @@ class MedusaObjective:
     def drafter(self) -> Drafter:
         return named_drafter("heads", heads_for_decoding(self.module.heads, self._dtype))
 
-    def choose_tree(self, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]]) -> None:
-        """Fit the tree to the heads: the paths that are right most often on the target's own greedy texts.
-
-        ``texts`` are (tokens, prompt length) pairs.
-        """
-        fit_tree(self.module.heads, target, texts, self._section.tree_nodes)
+    def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
+        """Fit the tree to the heads: the paths that are right most often on the target's own greedy texts."""
+        fit_tree(self.module.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
         heads_for_decoding(self.module.heads, self._dtype).save_pretrained(folder)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
@@ -29,13 +30,11 @@ from trainer.heads.medusa import (
     initial_heads,
 )
 from trainer.learning.fused import fused_loss
-from trainer.learning.lora import base_of, merged_weights, refuse_embeddings, wake, with_adapters
-from trainer.learning.losses import LossMix
-from trainer.learning.objective import TermSums
+from trainer.learning.losses import HiddenTeacher, LossMix
+from trainer.learning.objective import GreedyTexts, TermSums
 from trainer.learning.spans import span
-from trainer.learning.teachers import HiddenTeacher
 from trainer.recipe.heads import AdaptersSection, HeadsSection
-from trainer.target.logits import check_logits, logit_scale, logit_transform
+from trainer.target.hidden import check_logits, logit_scale, logit_transform
 
 if TYPE_CHECKING:  # slow to import, and of use to this objective alone
     from peft import PeftModel
@@ -89,7 +88,7 @@ class JointTraining(nn.Module):
         self, batch: Batch, places: Sequence[Tensor], teacher: Tensor | None, hidden: Tensor, lm_head: Tensor
     ) -> TermSums:
         *of_heads, at = places
-        inputs = HeadInputs(batch, hidden, lm_head, transform=self._transform, places=tuple(of_heads))
+        inputs = HeadInputs(batch, hidden, tuple(of_heads), lm_head, self._transform)
         losses, hits = self.heads(inputs)
         was = None if teacher is None else HiddenTeacher(flat_rows(teacher, at), lm_head, self._transform)
         mix = LossMix({"cross_entropy": 1.0} if was is None else {"forward_kl": 1.0})
@@ -122,7 +121,7 @@ class Medusa2Objective:
             # The name in transformers from 5.23 on, and the one before it.
             model, names = target.model, ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             next(getattr(model, name) for name in names if hasattr(model, name))({"use_reentrant": False})
-        self.module: JointTraining = JointTraining(with_adapters(target.model, adapters, "adapters"), training)
+        self.module: JointTraining = JointTraining(with_adapters(target.model, adapters), training)
 
     def _is_joint(self, step: int) -> bool:
         return step >= self._adapters.heads_first_steps
@@ -157,9 +156,9 @@ class Medusa2Objective:
         self.module.eval()
         return named_drafter("heads", heads_for_decoding(self.module.heads.heads, self._dtype))
 
-    def choose_tree(self, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]]) -> None:
+    def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree to the heads and the adapted target: see `medusa.MedusaObjective.choose_tree`."""
-        fit_tree(self.module.heads.heads, target, texts, self._section.tree_nodes)
+        fit_tree(self.module.heads.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
         """Write the heads, and in ``target/`` the target they belong to: whole, or its adapters alone."""
@@ -179,10 +178,78 @@ def _refuse_unfit(target: CausalLM, section: AdaptersSection) -> None:
             "adapters train the target itself, which is spread over several devices here: launch a process on each GPU "
             "and shard the training, or train heads alone (a recipe without adapters)"
         )
-    refuse_embeddings(model, section, "adapters")
+    refuse_embeddings(model, section)
     if cap := getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
         raise ValueError(
             f"the target caps its logits softly at {cap}, through which its own loss is not trained here: "
             "train heads alone (a recipe without adapters)"
         )
     check_logits(model)
+
+
+# --- adapters, through peft -------------------------------------------------------------------------------------------
+
+
+def with_adapters(model: PreTrainedModel, section: AdaptersSection) -> "PeftModel":
+    """Put untrained adapters, which change no output yet, into the model and freeze all its other parameters.
+
+    ValueError for modules that peft cannot adapt.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    model.requires_grad_(False)
+    config = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,  # type: ignore[arg-type]  # a float is as good
+        lora_dropout=section.dropout,
+        target_modules=section.modules if isinstance(section.modules, str) else list(section.modules),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted: PeftModel = get_peft_model(model, config)
+    except ValueError as error:
+        raise ValueError(f"adapters.modules is {section.modules!r}, which peft cannot use: {error}") from error
+    return adapted
+
+
+def refuse_embeddings(model: PreTrainedModel, section: AdaptersSection) -> None:
+    """Raise ValueError for an adapter on the embeddings or the lm_head, which may be tied or shared."""
+    if isinstance(section.modules, str):
+        return
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    names = [f".{name}" for name, module in model.named_modules() if any(module is end for end in ends)]
+    if wrong := [chosen for chosen in section.modules if any(name.endswith(f".{chosen}") for name in names)]:
+        raise ValueError(f"adapters.modules names {wrong[0]}, embeddings which may be tied or shared: leave it out")
+
+
+def base_of(model: "PeftModel") -> PreTrainedModel:
+    """Return the model that the adapters are in."""
+    base: PreTrainedModel = model.get_base_model()  # type: ignore[assignment]  # of whatever peft was given
+    return base
+
+
+def wake(model: "PeftModel") -> None:
+    """Switch on the adapters' dropout and activation checkpointing; the model's own dropout stays off."""
+    for name, module in model.named_modules():
+        module.training |= "lora_dropout" in name or isinstance(module, GradientCheckpointingLayer)
+
+
+def merged_weights(model: "PeftModel") -> dict[str, Tensor]:
+    """Return the model's weights on the host with the adapters merged in, under the model's own names.
+
+    Weights are merged one by one, so that no second model takes memory on the device; tied weights stay tied.
+    """
+    base, merged, copies = base_of(model), {}, {}
+    for name, tensor in base.state_dict().items():
+        if ".lora_" in name:
+            continue
+        layer, _, leaf = name.rpartition(".base_layer.")
+        if tensor.data_ptr() not in copies:
+            whole = tensor.detach()
+            if layer and leaf == "weight":
+                (adapter,) = model.active_adapters
+                delta = base.get_submodule(layer).get_delta_weight(adapter)  # type: ignore[operator]  # peft's layer
+                whole = (whole + delta).to(whole.dtype)  # the sum in the adapters' fp32
+            copies[tensor.data_ptr()] = whole.cpu()
+        merged[f"{layer}.{leaf}" if layer else name] = copies[tensor.data_ptr()]
+    return merged

@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trainer.learning.losses import Comparison, LossMix
+from trainer.learning.losses import KnownLogits, LossMix, Teacher, TokenDivergences
 from trainer.learning.products import Product, blocks, chunks, product_dtype, scale, wide_dtype
-from trainer.learning.teachers import KnownLogits, Teacher
 
 
 class Bias(NamedTuple):
@@ -187,7 +186,9 @@ def _hits(scores: Float[Tensor, "rows outputs"], right: Int[Tensor, " rows"]) ->
     return (scores.argmax(-1) == right).sum()
 
 
-def _divergences(sides: Comparison, mix: LossMix) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows outcomes"]]:
+def _divergences(
+    sides: TokenDivergences, mix: LossMix
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows outcomes"]]:
     """Return the weighted sums of the divergences in ``mix``, and of their pulls (see `losses.Pulled`)."""
     losses, pull = torch.zeros_like(sides.overlap), None
     for kind, factor in mix.weights.items():
@@ -233,27 +234,17 @@ class _Outputs:
         log_q: Float[Tensor, "rows outputs"],
         q: Float[Tensor, "rows outputs"],
         temperature: float,
-    ) -> tuple[Comparison, Callable[[Tensor], Tensor]]:
+    ) -> tuple[TokenDivergences, Callable[[Tensor], Tensor]]:
         """Return both sides of the known outcomes, and the function from their pulls to the gradient of all logits."""
         log_p = target.log_p(temperature, q.dtype)
         if target.tokens is None:
             whole = self._tokens is None and self._count == log_p.shape[1]
-            return Comparison(self._columns(log_p), log_q, q, whole=whole), partial(_of_all, q)
+            return TokenDivergences(self._columns(log_p), log_q, q, whole=whole), partial(_of_all, q)
         weights = target.weights(log_p)
-        if weights is None:
-            if self._tokens is not None:
-                raise ValueError(
-                    "the target's best logits, with all others as one outcome, cannot teach a draft that writes some "
-                    "tokens only: give the target's lm_head, or its best logits with a sample of the others"
-                )
-            others = q.scatter(1, target.tokens, 0.0)
-            rest = others.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
-            merged = torch.cat((log_q.gather(1, target.tokens), rest.log()), 1)
-            return Comparison(log_p, merged, merged.exp()), partial(_of_best_and_rest, q, target.tokens, others / rest)
         rows = self.outputs_of(target.tokens)
         weights = weights.masked_fill_(rows < 0, 0.0)
         rows = rows.clamp_(min=0)
-        sides = Comparison(log_p, log_q.gather(1, rows), q.gather(1, rows), weights, whole=False)
+        sides = TokenDivergences(log_p, log_q.gather(1, rows), q.gather(1, rows), weights, whole=False)
         return sides, partial(_of_sample, q, rows)
 
     def _columns(self, log_p: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows outputs"]:
@@ -276,15 +267,3 @@ def _of_all(q: Tensor, pull: Float[Tensor, "rows outputs"]) -> Float[Tensor, "ro
 def _of_sample(q: Tensor, rows: Tensor, pull: Float[Tensor, "rows outcomes"]) -> Float[Tensor, "rows outputs"]:
     """Return the gradient where the outcomes are some of the outputs, possibly repeated."""
     return (q * pull.sum(-1, keepdim=True)).scatter_add_(1, rows, -pull)
-
-
-def _of_best_and_rest(
-    q: Tensor, tokens: Tensor, shares: Tensor, pull: Float[Tensor, "rows outcomes"]
-) -> Float[Tensor, "rows outputs"]:
-    """Return the gradient where the last outcome stands for all outputs but ``tokens``.
-
-    Its logit is the logsumexp of its tokens' logits, so each token gets its share of the gradient: ``shares`` holds
-    each token's part of that outcome's probability, 0 for ``tokens``.
-    """
-    gradient = (q * pull.sum(-1, keepdim=True)).sub_(shares * pull[:, -1:])
-    return gradient.scatter_add_(1, tokens, -pull[:, :-1])

@@ -1,118 +1,50 @@
-"""The terms of a draft's or a head's loss, as readable formulas and in closed form with their gradients.
+"""The terms of a draft's or a head's loss, in closed form with their gradients.
 
-`divergence` is written for the reader. `Comparison` computes the same per token, and each outcome's part of the
-gradient with it, which is all the mathematics that `trainer.learning.fused` needs; tests compare the two.
+`TokenDivergences` computes each term per token, and each outcome's part of the gradient with it, which is all the
+mathematics that `trainer.learning.fused` needs. The tests compare it with readable formulas.
+
+- ``forward_kl``: KL(p‖q) of the target's p and the draft's q.
+- ``reverse_kl``: KL(q‖p), infinite where the target excludes a token that the draft does not.
+- ``jsd``: β KL(p‖m) + (1-β) KL(q‖m) with m = β p + (1-β) q (GKD, 2306.13649).
+- ``acceptance``: -log Σ min(p, q) (LK losses, 2602.23881).
+
+Terms are not scaled by temperature squared. If the draft writes only a set S of the tokens, p is not renormalised and
+sums go over S: ``forward_kl`` is p(S) KL(p_S‖q) with p_S the target's distribution on S, ``acceptance`` counts
+the rest of p as lost, and ``jsd`` is the one over all tokens.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, get_args
+from typing import NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trainer.recipe.loss import Divergence, LossSection, Term
+from trainer.recipe.common import Divergence, LossSection, Term
 
 
 @dataclass(frozen=True)
 class LossMix:
-    """Weights of a loss's terms on the logits, and the settings of these terms.
-
-    Raises ValueError for no term, an unknown term, or a setting out of its range.
-    """
+    """Weights of a loss's terms on the logits, and the settings of these terms, which the recipe has checked."""
 
     weights: Mapping[Term, float]
     temperature: float = 1.0
     """Divides both sides' logits in the divergences, but not in the cross entropy."""
     beta: float = 0.5
     """Weight of the target in ``jsd``'s mixture, between 0 and 1."""
-    eta: float = 3.0
-    """Rate at which ``lk`` turns from the KL to the TVD as acceptance rises."""
-
-    def __post_init__(self) -> None:
-        if not self.weights or not self.weights.keys() <= set(get_args(Term)):
-            raise ValueError(
-                f"the loss is mixed of {list(self.weights)}: give one or more of {', '.join(get_args(Term))}"
-            )
-        if not self.temperature > 0:
-            raise ValueError(f"the loss has temperature {self.temperature:g}: give one above 0")
-        if not 0 < self.beta < 1:
-            raise ValueError(f"jsd has beta {self.beta:g}: give one between 0 and 1, or use a KL divergence")
-        if not self.eta >= 0:
-            raise ValueError(f"lk has eta {self.eta:g}: give 0 or more")
 
     @staticmethod
     def of(section: LossSection) -> "LossMix":
-        """Return the mix of a recipe's terms on the logits; ValueError if it has none."""
-        return LossMix(section.mix, section.temperature, section.jsd_beta, section.lk_eta)
+        """Return the mix of a recipe's terms."""
+        return LossMix(section.mix, section.temperature, section.jsd_beta)
 
     @property
     def soft(self) -> bool:
         """True if a term needs the target's distribution."""
         return self.weights.keys() != {"cross_entropy"}
-
-
-def divergence(
-    draft_logits: Float[Tensor, "tokens outputs"],
-    target_logits: Float[Tensor, "tokens vocab"],
-    kind: Divergence,
-    temperature: float = 1.0,
-    *,
-    tokens: Int[Tensor, " outputs"] | None = None,
-    beta: float = 0.5,
-    eta: float = 3.0,
-) -> Float[Tensor, ""]:
-    """Return the sum over tokens of the divergence between the target's p and the draft's q, both softmaxed in fp32.
-
-    - ``forward_kl``: KL(p‖q).
-    - ``reverse_kl``: KL(q‖p), infinite where the target excludes a token that the draft does not.
-    - ``tvd``: half the L1 distance, 1 - Σ min(p, q), which is 1 - acceptance of token rejection (DistillSpec,
-      2310.08461, section 3.2).
-    - ``jsd``: β KL(p‖m) + (1-β) KL(q‖m) with m = β p + (1-β) q (GKD, 2306.13649).
-    - ``acceptance``: -log Σ min(p, q) (LK losses, 2602.23881).
-    - ``lk``: λ KL(p‖q) + (1-λ) tvd with λ = exp(-η Σ min(p, q)) (the same paper, where λ has the mean over a batch;
-      here each token has its own, which adds up over accumulation steps and processes). No gradient flows through λ.
-
-    Terms are not scaled by temperature squared.
-
-    ``tokens[i]`` is the target's token that the draft's output i stands for; without it, token i. Where the draft
-    writes only a set S of the tokens, p is not renormalised and sums go over S: ``forward_kl`` is p(S) KL(p_S‖q) with
-    p_S the target's distribution on S, ``tvd`` and ``acceptance`` count the rest of p as lost, and ``jsd`` is the one
-    over all tokens.
-    """
-    wide = torch.float64 if draft_logits.dtype == torch.float64 else torch.float32
-    # The log of a probability of 0 is the smallest finite number: times 0 it gives 0, not nan.
-    lowest = torch.finfo(wide).min
-    log_q = (draft_logits.to(wide) / temperature).log_softmax(-1).clamp(min=lowest)
-    log_p = (target_logits.to(wide) / temperature).log_softmax(-1).clamp(min=lowest)
-    covered = torch.ones_like(log_p[:, 0])
-    if tokens is not None or log_q.shape[1] < log_p.shape[1]:
-        log_p = log_p[:, : log_q.shape[1]] if tokens is None else log_p[:, tokens]
-        covered = log_p.exp().sum(-1)
-    p, q = log_p.exp(), log_q.exp()
-    overlap = torch.minimum(p, q).sum(-1)
-    forward_kl = (p * (log_p - log_q)).sum(-1) - torch.special.xlogy(covered, covered)
-    each: Tensor
-    match kind:
-        case "forward_kl":
-            each = forward_kl
-        case "reverse_kl":
-            each = (q * (log_q - log_p)).sum(-1)
-        case "tvd":
-            each = 1 - overlap
-        case "acceptance":
-            each = -torch.minimum(log_p, log_q).logsumexp(-1)
-        case "lk":
-            share = torch.exp(-eta * overlap.detach())
-            each = share * forward_kl + (1 - share) * (1 - overlap)
-        case "jsd":
-            log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
-            known = beta * (p * (log_p - log_m)).sum(-1) + (1 - beta) * (q * (log_q - log_m)).sum(-1)
-            each = known - beta * math.log(beta) * (1 - covered)  # outside S only the target has mass: m = β p
-    return each.sum()
 
 
 class Pulled(NamedTuple):
@@ -126,13 +58,13 @@ class Pulled(NamedTuple):
     pull: Float[Tensor, "rows outcomes"]
 
 
-class Comparison:
+class TokenDivergences:
     """The terms of some tokens, from both sides' probabilities of the outcomes; shared parts are computed once.
 
     Without ``weights`` the outcomes are all tokens that the draft writes. With ``weights`` they are a sample of these
     tokens, repeats included, whose weighted sums are unbiased estimates of the sums over all tokens. Unbiased are then
-    ``forward_kl`` (but for the constant in p(S)), ``reverse_kl``, ``jsd``, ``tvd`` and all their gradients;
-    ``acceptance`` and ``lk``, functions of such sums, come close as the sample grows.
+    ``forward_kl`` (but for the constant in p(S)), ``reverse_kl``, ``jsd`` and all their gradients;
+    ``acceptance``, a function of such a sum, comes close as the sample grows.
     """
 
     def __init__(
@@ -156,15 +88,8 @@ class Comparison:
                 return self._reverse_kl()
             case "jsd":
                 return self._jsd(mix.beta)
-            case "tvd":
-                return Pulled(1 - self.overlap, self._gain)
             case "acceptance":
                 return self._acceptance()
-            case "lk":
-                value, pull = self._forward_kl()
-                share = torch.exp(-mix.eta * self.overlap)
-                mixed = torch.lerp(self._gain, pull, share[:, None])
-                return Pulled(torch.lerp(1 - self.overlap, value, share), mixed)
 
     def _weighted(self, per_outcome: Tensor) -> Tensor:
         return per_outcome if self.weights is None else per_outcome * self.weights
@@ -182,11 +107,6 @@ class Comparison:
     def _lacking(self) -> Float[Tensor, "rows outcomes"]:
         """Slope of min(p, q) in q: 1 where q < p, 0 where q > p, 1/2 where they are equal."""
         return self._difference.sign().add_(1).div_(2)  # on a CPU far faster than a comparison's booleans
-
-    @cached_property
-    def _gain(self) -> Float[Tensor, "rows outcomes"]:
-        """Slope of the overlap in the logarithm of an outcome's q."""
-        return self._weighted(self._lacking * self.q)
 
     def _forward_kl(self) -> Pulled:
         pull = self._weighted(self.p)
@@ -221,3 +141,142 @@ class Comparison:
         # A sample without a token that the draft writes tells nothing of the overlap.
         log_overlap.masked_fill_(log_overlap.isneginf(), 0.0)
         return Pulled(-log_overlap[:, 0], (smaller - log_overlap).exp_().mul_(self._lacking))
+
+
+# --- teachers ---------------------------------------------------------------------------------------------------------
+
+
+class KnownLogits(NamedTuple):
+    """The known logits of the target at some positions: all of them, or those of some tokens with their log total."""
+
+    logits: Float[Tensor, "rows known"]
+    tokens: Int[Tensor, "rows known"] | None = None
+    """Tokens of the logits; None: the logits are those of the whole vocabulary, in its order."""
+    log_total: Float[Tensor, " rows"] | None = None
+    """Logsumexp over the whole vocabulary, given with ``tokens``."""
+    drawn: int = 0
+    """The last ``drawn`` of ``tokens`` are a sample of all but the others of ``tokens``, drawn with replacement with
+    the target's probabilities."""
+
+    def block(self, rows: slice) -> "KnownLogits":
+        """Return some of these rows."""
+        return self._each(lambda part: part[rows])
+
+    def to(self, device: torch.device) -> "KnownLogits":
+        """Move these rows to a device."""
+        return self._each(lambda part: part.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "KnownLogits":
+        logits, tokens, log_total, drawn = self
+        return KnownLogits(
+            change(logits),
+            None if tokens is None else change(tokens),
+            None if log_total is None else change(log_total),
+            drawn,
+        )
+
+    def log_p(self, temperature: float, dtype: torch.dtype) -> Float[Tensor, "rows outcomes"]:
+        """Return log probabilities of the outcomes: every token, or ``tokens`` in their order.
+
+        Logits with a total are at the loss's temperature already. The log of a probability of 0 is the smallest finite
+        number, so that its product with a probability of 0 is 0.
+        """
+        lowest = torch.finfo(dtype).min
+        if self.log_total is None:
+            wide = self.logits.to(dtype)
+            return (wide if temperature == 1 else wide / temperature).log_softmax(-1).clamp_(min=lowest)
+        scores = self.logits.to(dtype) - self.log_total.to(dtype)[:, None]
+        return scores.clamp_(min=lowest)
+
+    def weights(self, log_p: Float[Tensor, "rows outcomes"]) -> Float[Tensor, "rows outcomes"]:
+        """Return the weight of each of ``tokens`` in a sum over all tokens."""
+        p = log_p.exp()
+        best, sample = p.split((p.shape[1] - self.drawn, self.drawn), 1)
+        left = (1 - best.sum(-1, keepdim=True)).clamp_(min=0)
+        share = left / max(self.drawn, 1) / sample.clamp(min=torch.finfo(p.dtype).tiny)
+        return torch.cat((torch.ones_like(best), share), 1)
+
+
+class Teacher(Protocol):
+    """Gives the target's distribution for the divergences of `fused_loss`, a chunk of tokens at a time."""
+
+    @property
+    def width(self) -> int:
+        """Logits that the teacher gives for a token."""
+
+    def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
+        """Return the logits at tokens ``start`` to ``stop``; the loss will divide them by ``temperature``."""
+
+    def rows(self, index: Int[Tensor, " chosen"]) -> "Teacher":
+        """Return the teacher of some of these tokens, in the order of ``index``."""
+
+
+class HiddenTeacher(NamedTuple):
+    """The target's hidden states and lm_head: soft targets without a [tokens, vocab] tensor.
+
+    A chunk's logits are ``transform(hidden @ weight.T)`` in the weight's dtype and on its device; ``transform`` is the
+    model's own step behind its lm_head (a scale, a soft cap).
+    """
+
+    hidden: Float[Tensor, "tokens hidden"]
+    weight: Float[Tensor, "vocab hidden"]
+    transform: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def width(self) -> int:
+        return len(self.weight)
+
+    def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
+        """Return every logit of these tokens."""
+        logits = self.hidden[start:stop].to(self.weight) @ self.weight.T
+        return KnownLogits(logits if self.transform is None else self.transform(logits))
+
+    def rows(self, index: Int[Tensor, " chosen"]) -> "HiddenTeacher":
+        return self._replace(hidden=self.hidden[index])
+
+
+class SampledTailTeacher(NamedTuple):
+    """The target's best logits, and a sample of the rest that leaves losses and gradients unbiased.
+
+    The k best tokens are exact. From the others, the tail, n tokens were drawn with replacement with the target's
+    probabilities. A drawn token of probability p stands for P / (n p) tokens, where P is the tail's whole probability.
+    So every sum over the vocabulary is estimated without bias: ``forward_kl`` (its gradient is q - p' with Σ p' = 1),
+    ``reverse_kl``, ``jsd`` and all their gradients. ``acceptance`` is a function of such a sum, and
+    comes close as P falls or n grows; so does the value of ``forward_kl``, though not its gradient, where the draft
+    writes only some of the tokens. For ``reverse_kl`` the estimate is useless all the same: a token that the draft
+    favours and the target does not weighs q / p, which has no bound. The bias of top-k alone, and this remedy, are in
+    Sparse Logit Sampling, 2503.16870.
+
+    Logits are divided by ``temperature`` already, which must equal the loss's; ``log_total`` is the logsumexp over all
+    of them. Only a k of the whole vocabulary needs no sample.
+    """
+
+    tokens: Int[Tensor, "tokens k"]
+    logits: Float[Tensor, "tokens k"]
+    log_total: Float[Tensor, " tokens"]
+    tail_tokens: Int[Tensor, "tokens n"]
+    tail_logits: Float[Tensor, "tokens n"]
+    temperature: float = 1.0
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1] + self.tail_tokens.shape[1]
+
+    def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
+        """Return the best and the sample of these tokens; ValueError at another temperature than theirs."""
+        if temperature != self.temperature:
+            raise ValueError(
+                f"the loss has temperature {temperature:g} but the target's logits were stored at "
+                f"{self.temperature:g}: set the temperature to {self.temperature:g}, or store them anew"
+            )
+        rows = slice(start, stop)
+        return KnownLogits(
+            torch.cat((self.logits[rows], self.tail_logits[rows]), 1),
+            torch.cat((self.tokens[rows], self.tail_tokens[rows]), 1),
+            self.log_total[rows],
+            self.tail_tokens.shape[1],
+        )
+
+    def rows(self, index: Int[Tensor, " chosen"]) -> "SampledTailTeacher":
+        tokens, logits, log_total, tail_tokens, tail_logits = (part[index] for part in self[:5])
+        return SampledTailTeacher(tokens, logits, log_total, tail_tokens, tail_logits, self.temperature)

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from decoding.drafters import Drafter
+from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch
 
 GreedyTexts = Callable[[], Sequence[tuple[Sequence[int], int]]]
@@ -62,6 +63,9 @@ class Objective(Protocol):
 
     def drafter(self) -> Drafter | None:
         """Return a drafter with the module's present weights; None where there is no target to speed up."""
+
+    def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
+        """Fit the tree of finished heads, or of a finished draft, to the target's own texts, if it has one."""
 
     def save(self, folder: Path) -> None:
         """Write the trained weights in the format that decoding loads."""

@@ -28,17 +28,6 @@ def block_rows(width: int, itemsize: int, device: torch.device) -> int:
     return _rows_within(_BLOCK_BYTES if device.type == "cpu" else _GPU_BLOCK_BYTES, width, itemsize)
 
 
-def held_bytes(rows: int, width: int, itemsize: int, device: torch.device, sides: int, softmaxed: int) -> int:
-    """Estimate the bytes that a loss over ``rows`` rows of ``width`` logits has at work.
-
-    ``sides``: 2 where a teacher's logits are computed beside a draft's, else 1. ``softmaxed``: fp32 tensors that are
-    made of a block; on a CPU they are in its cache, and count nothing.
-    """
-    chunk = min(rows, chunk_rows(width, itemsize, device, compared=sides > 1))
-    block = 0 if device.type == "cpu" else min(chunk, block_rows(width, 4, device))
-    return width * (chunk * itemsize * sides + block * 4 * softmaxed)
-
-
 def _rows_within(size: int, width: int, itemsize: int) -> int:
     return max(1, size // (width * itemsize))
 

@@ -1,10 +1,17 @@
-"""The sections that recipes of every kind share: data, training, evaluation, checkpoint, and low-rank adapters."""
+"""The sections that recipes share: data, training, evaluation, checkpoint, and the loss.
 
-from typing import Annotated, Any, Literal
+A recipe is read without torch: the formulas of the losses are in `trainer.learning.losses`.
+"""
 
-from pydantic import Field, field_validator, model_validator
+from typing import Annotated, Any, Literal, Self, get_args
 
-from trainer.recipe.section import Section
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+
+class Section(BaseModel):
+    """Part of a recipe; pydantic raises ValidationError for an unknown key or a value out of its range."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class DataSection(Section):
@@ -39,22 +46,10 @@ class DataSection(Section):
     streaming: bool = False
     """Read data sets on the hub over the network, without a copy of their files: only their tokens are kept. Files are
     read where they lie in any case."""
-    shuffle_buffer: Annotated[int, Field(ge=1)] | None = None
-    """Rows of a streamed set that wait in memory, from which the next is drawn; its files come in a drawn order too.
-    None: the rows in their own order, so that ``max_rows`` takes the first ones."""
     source: str | None = None
     """Where the rows of files come from, for the model card: a hub data set's ORG/NAME, or a few words."""
     license: str | None = None
     """Licence of the rows, for the model card, such as ``mit``; nothing else reads it."""
-
-    @model_validator(mode="after")
-    def _a_stream_is_there_to_shuffle(self) -> "DataSection":
-        if self.shuffle_buffer is not None and not self.streaming:
-            raise ValueError(
-                f"data.shuffle_buffer ({self.shuffle_buffer}) shuffles streamed sets, and data.streaming is false: "
-                "leave it out (training draws its batches from all rows anyway), or give data.streaming=true"
-            )
-        return self
 
 
 class TrainingSection(Section):
@@ -97,18 +92,11 @@ class EvaluationSection(Section):
     temperature: Annotated[float, Field(ge=0)] = 0.0
     keep: Literal["last", "best"] = "last"
     """Weights of the finished run: those of the last step, or those with the most tokens per target pass."""
-    patience: Annotated[int, Field(ge=1)] | None = None
-    """Evaluations without a new best after which the run stops; None: the run goes on to the last step."""
-
-    @property
-    def decides(self) -> bool:
-        """True if evaluations choose the weights or stop the run."""
-        return self.keep == "best" or self.patience is not None
 
     @model_validator(mode="after")
     def _there_is_something_to_go_by(self) -> "EvaluationSection":
-        if not self.prompts and self.decides:
-            raise ValueError("evaluation.keep=best and evaluation.patience go by evaluations: give evaluation.prompts")
+        if not self.prompts and self.keep == "best":
+            raise ValueError("evaluation.keep=best goes by evaluations: give evaluation.prompts")
         return self
 
 
@@ -119,14 +107,67 @@ class CheckpointSection(Section):
     keep: Annotated[int, Field(ge=1)] = 2
 
 
-class LoraSection(Section):
-    """Low-rank adapters (2106.09685) in place of all parameters."""
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "acceptance"]
+"""Terms that compare the logits with the target's."""
+Term = Literal["cross_entropy", Divergence]
+"""Terms on the logits."""
 
-    rank: Annotated[int, Field(ge=1)] = 32
-    alpha: Annotated[float, Field(gt=0)] = 16.0
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Linear layers that get an adapter, by the end of their names; ``all-linear`` leaves the lm_head out."""
+Weight = Annotated[float, Field(ge=0)]
+
+
+class LossSection(Section):
+    """Weights of the loss's terms. p is the target's distribution, q the draft's or the head's.
+
+    A term that is not named weighs 0. A section that names no term takes its kind's default: cross_entropy 1 for heads,
+    forward_kl 1 for drafts.
+    """
+
+    forward_kl: Weight = 0.0
+    """KL(p‖q)."""
+    reverse_kl: Weight = 0.0
+    """KL(q‖p)."""
+    jsd: Weight = 0.0
+    """Jensen-Shannon divergence with the mixture ``jsd_beta`` p + (1 − ``jsd_beta``) q."""
+    acceptance: Weight = 0.0
+    """−log Σ min(p, q), where Σ min(p, q) is the acceptance rate of token rejection."""
+    cross_entropy: Weight = 0.0
+    """Cross entropy on the data's tokens."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits of both sides in every term but ``cross_entropy``."""
+    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+
+    @property
+    def mix(self) -> dict[Term, float]:
+        """The terms on the logits with a weight above 0."""
+        return {term: getattr(self, term) for term in LOGIT_TERMS if getattr(self, term) > 0}
+
+    @property
+    def soft(self) -> bool:
+        """True if a term on the logits needs the target's distribution."""
+        return not self.mix.keys() <= {"cross_entropy"}
+
+    @model_validator(mode="after")
+    def _a_term_has_a_weight(self) -> "LossSection":
+        if not self.mix:
+            raise ValueError("the loss weighs every term 0: give one of them a weight, such as forward_kl=1")
+        return self
+
+
+LOGIT_TERMS: tuple[Term, ...] = get_args(Term)
+
+
+def default_term(term: Term) -> BeforeValidator:
+    """Return the annotation of a `LossSection` field: a section that names no term gets weight 1 for ``term``.
+
+    The default is written into the section, so that a card says what was trained.
+    """
+
+    def with_default(given: Any) -> Any:
+        if isinstance(given, dict) and not given.keys() & {*LOGIT_TERMS}:
+            return {**given, term: 1.0}
+        return given
+
+    return BeforeValidator(with_default)
 
 
 class CommonRecipe(Section):
@@ -142,6 +183,25 @@ class CommonRecipe(Section):
     tracking: Literal["wandb", "none"] | None = None
     """None: wandb only where WANDB_API_KEY is set. ``wandb`` without a key runs offline, silently; metrics.jsonl is
     written in any case."""
+
+    @property
+    def target_name(self) -> str | None:
+        """The recipe's name for the target; None where a model is trained from nothing."""
+        return None
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The recipe's name for the folder or hub id with the tokenizer."""
+        raise NotImplementedError
+
+    @property
+    def store(self) -> tuple[str, str] | None:
+        """The folder that is written ahead of the training, behind the key that names it; None: nothing is stored."""
+        return None
+
+    def without_store(self) -> Self:
+        """Return the recipe without `store`: its target runs at every step."""
+        return self
 
     @model_validator(mode="after")
     def _batches_divide(self) -> "CommonRecipe":
@@ -162,3 +222,11 @@ class TargetRecipe(CommonRecipe):
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """The target's dtype."""
     trust_remote_code: bool = False
+
+    @property
+    def target_name(self) -> str:
+        return self.target
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.target

@@ -1,16 +1,12 @@
 """The recipe of a draft: its initial weights, the texts it is trained on, and its loss."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.recipe.common import LoraSection, TargetRecipe
-from trainer.recipe.loss import LossSection, Weight, default_term
-from trainer.recipe.section import Section
+from trainer.recipe.common import LossSection, Section, TargetRecipe, Weight, default_term
 
-LoopTrains = Literal["rejected", "replayed", "all"]
-Share = Weight | tuple[Weight, Weight]
-"""Constant, or [at the first step, at the last] with a line between them."""
+LoopTrains = Literal["rejected", "all"]
 
 
 class FromTargetSection(Section):
@@ -50,16 +46,16 @@ class PolicySection(Section):
 
     ``offline``: the data's own answers · ``target``: the target answers now · ``draft``: the draft answers (GKD,
     2306.13649) · ``loop``: both answer together by the speculative loop, and ``loop_trains`` chooses the tokens that
-    are trained (Draft-OPD, 2605.29343).
+    are trained (Draft-OPD, 2605.29343). A text that is empty, or repeats itself without end, is counted, and the data's
+    own answer is trained on instead.
     """
 
-    offline: Share = 0.0
-    target: Share = 0.0
-    draft: Share = 0.0
-    loop: Share = 0.0
+    offline: Weight = 0.0
+    target: Weight = 0.0
+    draft: Weight = 0.0
+    loop: Weight = 0.0
     loop_trains: LoopTrains = "rejected"
-    """``rejected``: the places at which the target replaced a drafted token · ``replayed``: these places up to one of
-    them, drawn at random, and there the tokens that the draft went on with · ``all``: the whole answer, which suits a
+    """``rejected``: the places at which the target replaced a drafted token · ``all``: the whole answer, which suits a
     parallel draft, because its masks predict trained tokens in a row."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature of the generated texts."""
@@ -68,18 +64,12 @@ class PolicySection(Section):
     """Steps whose texts are generated together, by the draft before the first of these steps."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Texts that each process decodes together."""
-    speculate: bool | None = None
-    """Write the texts of ``target`` speculatively with the draft's help; None: on a GPU only, where it is faster."""
-    collapsed: Literal["replace", "keep", "stop"] = "replace"
-    """Treatment of an empty or endlessly repeating text: train on the data's own answer instead, train on the text, or
-    stop the run. Such texts are counted in any case."""
 
-    def shares(self, progress: float) -> dict[str, float]:
-        """Return each source's share, together 1, at ``progress`` 0 (the first step) to 1 (the last)."""
-        given = {name: getattr(self, name) for name in _SOURCES}
-        now = {name: _between(share, progress) for name, share in given.items()}
-        total = sum(now.values())
-        return {name: share / total for name, share in now.items()}
+    @property
+    def shares(self) -> dict[str, float]:
+        """Each source's share, together 1."""
+        given = {name: float(getattr(self, name)) for name in _SOURCES}
+        return {name: share / sum(given.values()) for name, share in given.items()}
 
     @model_validator(mode="before")
     @classmethod
@@ -91,26 +81,10 @@ class PolicySection(Section):
     @property
     def generates(self) -> bool:
         """True if texts are generated during the training."""
-        return any(_most(share) > 0 for share in (self.target, self.draft, self.loop))
-
-    @model_validator(mode="after")
-    def _never_nothing(self) -> "PolicySection":
-        if self.generates and not all(sum(_between(getattr(self, n), p) for n in _SOURCES) for p in (0.0, 1.0)):
-            raise ValueError("draft.policy gives every source the share 0 at the first or the last step")
-        return self
+        return any((self.target, self.draft, self.loop))
 
 
 _SOURCES = ("offline", "target", "draft", "loop")
-
-
-def _between(share: Share, progress: float) -> float:
-    if isinstance(share, tuple):
-        return share[0] + (share[1] - share[0]) * progress
-    return share
-
-
-def _most(share: Share) -> float:
-    return max(share) if isinstance(share, tuple) else share
 
 
 class TeacherSection(Section):
@@ -159,7 +133,6 @@ class DraftSection(Section):
     policy: PolicySection = PolicySection()
     teacher: TeacherSection | None = None
     """None: the target runs at every step."""
-    lora: LoraSection | None = None
     parallel: ParallelSection | None = None
     """None: an ordinary draft, which takes one forward for each token."""
     num_draft_tokens: Annotated[int, Field(ge=1)] = 4
@@ -184,20 +157,6 @@ class DraftSection(Section):
                 "draft.loss.reverse_kl cannot be learnt from draft.teacher: by a sample of the target's tail its "
                 "gradient is more noise than signal; set one of them to 0 or null"
             )
-        if self.teacher is not None and self.loss.hidden:
-            raise ValueError(
-                "draft.loss.hidden needs the target's hidden states, which draft.teacher does not hold: set one of "
-                "them to null or 0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_replayed_token_is_no_example(self) -> "DraftSection":
-        if self.policy.loop_trains == "replayed" and self.loss.cross_entropy:
-            raise ValueError(
-                "draft.policy.loop_trains=replayed trains at tokens that the draft wrote and the target refused, which "
-                "draft.loss.cross_entropy would teach it: set that to 0, or loop_trains to rejected or all"
-            )
         return self
 
     @model_validator(mode="after")
@@ -205,21 +164,12 @@ class DraftSection(Section):
         parallel = self.parallel
         if parallel is None:
             return self
-        if self.lora is not None:
-            raise ValueError(
-                "draft.parallel trains a new token and new parts, for which draft.lora has no place: set one to null"
-            )
         if parallel.reads_target and self.teacher is not None:
             raise ValueError(
                 "draft.parallel.reads_target needs the target's hidden states, which draft.teacher does not hold: set "
                 "draft.teacher=null or draft.parallel.reads_target=false"
             )
-        if not self.loss.mix:
-            raise ValueError(
-                "draft.parallel needs a loss on the logits, which draft.loss.hidden alone is not: give one beside it, "
-                "such as forward_kl=1"
-            )
-        if _most(self.policy.draft) > 0:
+        if self.policy.draft:
             raise ValueError(
                 "draft.policy.draft lets the draft answer alone, token by token, which a parallel draft is not trained "
                 "for: set draft.policy.draft=0, and use target or loop"
@@ -234,6 +184,14 @@ class DraftRecipe(TargetRecipe):
     quantise: Literal["int8"] | None = None
     """Round the weights of the target's layers by torchao while it teaches, where it would not fit otherwise."""
     draft: DraftSection = DraftSection()
+
+    @property
+    def store(self) -> tuple[str, str] | None:
+        teacher = self.draft.teacher
+        return None if teacher is None else ("draft.teacher.folder", teacher.folder)
+
+    def without_store(self) -> Self:
+        return self.model_copy(update={"draft": self.draft.model_copy(update={"teacher": None})})
 
     @model_validator(mode="after")
     def _what_is_written_stands_alone(self) -> "DraftRecipe":

@@ -1,12 +1,10 @@
 """The recipe of heads on a target: Medusa-1 and Medusa-2."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.recipe.common import LoraSection, TargetRecipe
-from trainer.recipe.loss import LossSection, default_term
-from trainer.recipe.section import Section
+from trainer.recipe.common import LossSection, Section, TargetRecipe, default_term
 
 
 class HeadsSection(Section):
@@ -23,8 +21,6 @@ class HeadsSection(Section):
     """Folder or hub id of heads to start from, such as a Medusa-1 run's final/."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Head k weighs ``decay ** k``."""
-    weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
-    """One weight per head, in place of ``decay``."""
     schedule: Literal["constant", "sine"] = "constant"
     """``sine``: the heads' weights rise as sin(step / steps · π/2)."""
     loss: Annotated[LossSection, default_term("cross_entropy")] = LossSection(cross_entropy=1.0)
@@ -32,24 +28,15 @@ class HeadsSection(Section):
     """Drafted nodes of the tree chosen at the end from the heads' measured accuracies; 4096 is the most that a heads
     file may hold."""
 
-    @model_validator(mode="after")
-    def _weights_are_one_per_head(self) -> "HeadsSection":
-        if self.weights is not None and len(self.weights) != self.num_heads:
-            raise ValueError(f"heads.weights holds {len(self.weights)} numbers for {self.num_heads} heads")
-        if self.weights is not None and not any(self.weights):
-            raise ValueError("heads.weights are all 0, so that no head would learn: give one a weight")
-        return self
 
-    @model_validator(mode="after")
-    def _the_loss_is_on_logits(self) -> "HeadsSection":
-        if self.loss.hidden:
-            raise ValueError("heads.loss.hidden compares a draft's last hidden state: heads have none, leave it out")
-        return self
+class AdaptersSection(Section):
+    """Medusa-2 (2401.10774, section 2.2.2): LoRA adapters (2106.09685) on the target, learnt with the heads."""
 
-
-class AdaptersSection(LoraSection):
-    """Medusa-2: LoRA adapters on the target, trained jointly with the heads (2401.10774, section 2.2.2)."""
-
+    rank: Annotated[int, Field(ge=1)] = 32
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Linear layers that get an adapter, by the end of their names; ``all-linear`` leaves the lm_head out."""
     heads_first_steps: Annotated[int, Field(ge=0)] = 0
     """Steps in which the heads alone are trained, before the adapters join."""
     base_loss: Literal["cross_entropy", "forward_kl"] = "cross_entropy"
@@ -71,8 +58,6 @@ class FeaturesSection(Section):
     """Train from the target's hidden states, written to disk once, instead of running the target at every step."""
 
     folder: str
-    top_k: Annotated[int, Field(ge=0)] = 0
-    """Best logits of the target stored at each position, for soft losses without its lm_head; 0: none."""
     states: StatesDtype = "target"
     """Hidden states in the target's dtype, or rounded to int8 with a scale for each token: half the disk of bf16."""
     shard_tokens: Annotated[int, Field(ge=1024)] = 262_144
@@ -89,15 +74,22 @@ class MedusaRecipe(TargetRecipe):
     adapters: AdaptersSection | None = None
     features: FeaturesSection | None = None
 
+    @property
+    def store(self) -> tuple[str, str] | None:
+        return None if self.features is None else ("features.folder", self.features.folder)
+
+    def without_store(self) -> Self:
+        return self.model_copy(update={"features": None})
+
     @model_validator(mode="after")
     def _features_are_of_a_frozen_target(self) -> "MedusaRecipe":
         if self.adapters is not None and self.features is not None:
             raise ValueError(
                 "features are the hidden states of a target that stays as it is: give adapters or features"
             )
-        if self.evaluation.decides and self.features is not None and not self.features.keep_target:
+        if self.evaluation.keep == "best" and self.features is not None and not self.features.keep_target:
             raise ValueError(
-                "evaluation.keep=best and evaluation.patience go by evaluations during the training, for which the "
-                "target has to stay: set features.keep_target=true"
+                "evaluation.keep=best goes by evaluations during the training, for which the target has to stay: set "
+                "features.keep_target=true"
             )
         return self

@@ -4,8 +4,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from trainer.recipe.common import CommonRecipe
-from trainer.recipe.section import Section
+from trainer.recipe.common import CommonRecipe, Section
 
 
 class PretrainSection(Section):
@@ -25,10 +24,12 @@ class PretrainRecipe(CommonRecipe):
     kind: Literal["pretrain"]
     model: PretrainSection
 
+    @property
+    def tokenizer_name(self) -> str:
+        return self.model.tokenizer
+
     @model_validator(mode="after")
     def _nothing_goes_by_evaluations(self) -> "PretrainRecipe":
-        if self.evaluation.decides:
-            raise ValueError(
-                "evaluation.keep=best and evaluation.patience go by what a target gains, and here is none: remove them"
-            )
+        if self.evaluation.keep == "best":
+            raise ValueError("evaluation.keep=best goes by what a target gains, and here is none: leave it out")
         return self

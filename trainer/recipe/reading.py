@@ -1,18 +1,25 @@
 """Recipes from YAML, overridden by ``a.b=c``. Unknown keys are errors, and every mistake is one sentence."""
 
 import difflib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+import yaml
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from yaml.constructor import ConstructorError
 
 from decoding.errors import check_once
-from trainer.recipe.layers import laid_over, nested, open_keys, read_yaml, resolved
-from trainer.recipe.recipe import AnyRecipe, Recipe
+from trainer.recipe.draft import DraftRecipe
+from trainer.recipe.heads import MedusaRecipe
+from trainer.recipe.pretrain import PretrainRecipe
 
+AnyRecipe = MedusaRecipe | DraftRecipe | PretrainRecipe
+Recipe = Annotated[AnyRecipe, Field(discriminator="kind")]
+"""`AnyRecipe` with the mark that tells pydantic how to choose."""
 _ADAPTER: TypeAdapter[AnyRecipe] = TypeAdapter(Recipe)
 _KINDS: dict[str, type[AnyRecipe]] = {
     get_args(recipe.model_fields["kind"].annotation)[0]: recipe for recipe in get_args(AnyRecipe)
@@ -25,24 +32,31 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no recipe {path}: give a YAML file, such as recipes/quickstart/medusa1.yaml")
-    wrong = [override for override in overrides if "=" not in override]
-    if wrong:
-        raise ValueError(f"override {wrong[0]!r} has no '=': write section.key=value")
-    given = [override.partition("=") for override in overrides]
-    check_once("the override", (key for key, _, _ in given))
+    above = _parsed(overrides)
     files = _with_bases(path)
     try:
-        content = reduce(laid_over, [*files, *(nested(key, read_yaml(value)) for key, _, value in given)])
+        content = reduce(laid_over, [*files, *(nested(key, read_yaml(value)) for key, value in above)])
         left_open = sorted(open_keys(content))
-        content = resolved(content, content)
     except ValueError as error:
         raise _unreadable(path, error) from error
-    except RecursionError as error:
-        raise _unreadable(path, "a value holds itself") from error
     recipe = parse_recipe(content, str(path))  # first, so that a misspelt override is named as one
     if left_open:
         raise ValueError(f"{path} leaves {', '.join(left_open)} to you: give {left_open[0]}=... behind the recipe")
     return recipe
+
+
+def overridden(content: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return plain values of a recipe with ``section.key=value`` overrides laid over them."""
+    return reduce(laid_over, [content, *(nested(key, read_yaml(value)) for key, value in _parsed(overrides))])
+
+
+def _parsed(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    """Split overrides into keys and values; ValueError for one without a value, and for a key that is given twice."""
+    if wrong := [override for override in overrides if "=" not in override]:
+        raise ValueError(f"override {wrong[0]!r} has no '=': write section.key=value")
+    given = [override.partition("=") for override in overrides]
+    check_once("the override", (key for key, _, _ in given))
+    return [(key, value) for key, _, value in given]
 
 
 def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]]:
@@ -108,3 +122,64 @@ def _valid_keys(kind: str, sections: Sequence[str]) -> list[str]:
         (model,) = [each for each in get_args(annotation) or (annotation,) if each is not NoneType]
         assert issubclass(model, BaseModel)
     return sorted(model.model_fields)
+
+
+# --- YAML: read, laid over one another  ------------------------------------------
+
+OPEN = "???"
+"""Value of a key that the recipe leaves to its user."""
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML without dates, with 1e-3 as a number as in YAML 1.2, and without keys that stand twice.
+
+    A key beside ``<<: *anchor`` replaces the same key of the mapping that is merged in.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != _MERGE]
+        if twice := [key for place, key in enumerate(keys) if key in keys[:place]]:
+            raise ConstructorError(None, None, f"the key {twice[0]!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_EXPONENT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+
+
+def read_yaml(text: str) -> Any:
+    """Return the value of a YAML text; ValueError where it is none."""
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number without digits, such as 0b_
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def laid_over(base: Any, above: Any, name: str = "") -> Any:
+    """Return ``above`` over ``base``: mappings are merged key by key, anything else replaces what was there."""
+    if isinstance(base, dict) and isinstance(above, dict):
+        merged = {key: laid_over(base[key], above[key], f"{name}{key}.") for key in base.keys() & above.keys()}
+        return {**base, **above, **merged}
+    if isinstance(base, list) and isinstance(above, dict):
+        raise ValueError(f"{name.removesuffix('.')} is a list, which is given as a whole: write [first,second]")
+    return above
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """Return ``value`` under the dotted ``key`` as mappings in mappings."""
+    first, dot, rest = key.partition(".")
+    return {first: nested(rest, value) if dot else value}
+
+
+def open_keys(value: Any, name: str = "") -> Iterator[str]:
+    """Yield the dotted keys of the values that are left open."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from open_keys(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, str) and value == OPEN:
+        yield name

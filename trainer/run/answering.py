@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from trainer.data.answers import AnswerFile, Backend, Outcome, SetAside
-from trainer.data.conversations import Conversation
+from trainer.data.answers import AnswerFile, Backend, FailedConversation, Outcome
+from trainer.data.conversations import OpenConversation
 from trainer.terminal.progress import ProgressBar
 
 
 @dataclass
 class Summary:
-    """Counts of one run. ``differing``: answers that give other tokens when tokenized again; known in process only.
+    """Counts of one run.
 
     ``reasoned``: answers with reasoning; ``reasoned_only``: those with nothing else. ``other_models``: conversations
     that ask for another model than the one that answered.
@@ -31,11 +31,10 @@ class Summary:
     dropped: int = 0
     empty: int = 0
     failed: int = 0
-    differing: int | None = None
     seconds: float = 0.0
 
     def count(self, outcome: Outcome) -> None:
-        if isinstance(outcome, SetAside):
+        if isinstance(outcome, FailedConversation):
             self.empty += outcome.problem == "empty"
             self.dropped += outcome.problem == "truncated"
             self.failed += outcome.problem == "failed"
@@ -50,8 +49,6 @@ class Summary:
         self.reasoned_only += sum(not answer["content"].strip() and "tool_calls" not in answer for answer in reasoned)
         asked, answered_by = outcome.conversation.model, outcome.model
         self.other_models += None not in (asked, answered_by) and asked != answered_by
-        if outcome.differing is not None:
-            self.differing = (self.differing or 0) + outcome.differing
 
     @property
     def set_aside(self) -> int:
@@ -59,7 +56,9 @@ class Summary:
         return self.dropped + self.empty + self.failed
 
 
-def answer(backend: Backend, conversations: Sequence[Conversation], answers: AnswerFile, console: Console) -> Summary:
+def answer(
+    backend: Backend, conversations: Sequence[OpenConversation], answers: AnswerFile, console: Console
+) -> Summary:
     """Answer the conversations that the file lacks, and write each outcome as it comes; returns the counts."""
     wanted = {conversation.key for conversation in conversations}
     summary = Summary(len(conversations), len(wanted & answers.done))
@@ -67,8 +66,7 @@ def answer(backend: Backend, conversations: Sequence[Conversation], answers: Ans
     with ProgressBar(console, "answering", len(conversations), summary.before) as bar:
 
         def note() -> str:
-            paces = (f"{summary.answered / bar.seconds:,.1f} answers/s", f"{tokens / bar.seconds:,.0f} tokens/s")
-            return ", ".join(part for part in (*paces, backend.health) if part)
+            return f"{summary.answered / bar.seconds:,.1f} answers/s, {tokens / bar.seconds:,.0f} tokens/s"
 
         def on_tokens(count: int) -> None:
             nonlocal tokens

@@ -13,7 +13,7 @@ import errno
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,15 +22,101 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from decoding.measure.machine import commit, versions
-from decoding.model.finite import non_finite
+from decoding.model.stored import non_finite
 from trainer.files.folders import check_seal, write_folder
-from trainer.run.resuming import Change, compare
 from trainer.run.state import Tensors
 
 _STATE, _WEIGHTS, _OPTIMIZER = "state.json", "weights.safetensors", "optimizer.safetensors"
 _NAME = re.compile(r"step-\d{8,}")
 _ASIDE = "unreadable-"
 """Prefix for the folder of a checkpoint that could not be read, once the run has gone on without it."""
+
+
+# --- the settings of a run that is started again ----------------------------------------------------------------------
+
+_ALWAYS = (
+    *("name", "output", "tracking", "checkpoint", "draft.check_costs"),  # the weights do not depend on them
+    *("launch", "training.micro_batch_size", "evaluation.batch_size"),
+    *("heads.tree_nodes", "draft.parallel.tree_nodes", "adapters.export"),  # apply where the artefact is written anew
+)
+"""Settings that may always differ: they change nothing but rounding, or they take effect in a finished run too."""
+_WHILE_TRAINING = ("training.learning_rate", "training.mixed_precision")
+"""Settings that may differ while there are steps to come; the provenance keeps the steps of each value."""
+_CHOOSING = ("evaluation", "held-out data")
+"""Settings that bind a finished run whose evaluations have chosen its weights or its end."""
+
+
+class Change(NamedTuple):
+    """A setting by its name, with its recorded value and its value now: ``training.steps (8, now 12)``."""
+
+    name: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        """Return the name, with the values of a setting of the recipe that is no section."""
+        lone = "." in self.name and not isinstance(self.before, dict | list) and not isinstance(self.now, dict | list)
+        return f"{self.name} ({_shown(self.before)}, now {_shown(self.now)})" if lone else self.name
+
+
+class Changes(NamedTuple):
+    """The settings that differ and may not, and those that may."""
+
+    refused: list[Change]
+    allowed: list[Change]
+
+
+def compare(recorded: Mapping[str, Any], now: Mapping[str, Any], finished: bool = False) -> Changes:
+    """Compare the settings of now with the recorded ones, as `trainer.job.Job.identity` has them.
+
+    ``finished``: no step is left to train.
+    """
+    decides = any(_decides(settings.get("evaluation") or {}) for settings in (recorded, now))
+    found = list(_differing(recorded, now))
+    refused = [change for change in found if _binds(change.name, finished, decides)]
+    return Changes(refused, [change for change in found if change not in refused])
+
+
+def bound(settings: Mapping[str, Any], finished: bool = False, section: str = "") -> dict[str, Any]:
+    """Return the settings that may not differ; of a finished run those that may not if its evaluations decide."""
+    return {
+        name: bound(value, finished, f"{section}{name}.") if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if _binds(f"{section}{name}", finished, decides=True)
+    }
+
+
+def _binds(name: str, finished: bool, decides: bool) -> bool:
+    if _is_in(_ALWAYS, name):
+        return False
+    if _is_in(_WHILE_TRAINING, name):
+        return finished
+    return finished and decides if _is_in(_CHOOSING, name) else True
+
+
+def _is_in(names: tuple[str, ...], name: str) -> bool:
+    """Return True for a name of the list, and for a setting of a section in it."""
+    return any(name == each or name.startswith(f"{each}.") for each in names)
+
+
+def _decides(evaluation: Mapping[str, Any]) -> bool:
+    return evaluation.get("keep") == "best"
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> Iterator[Change]:
+    for key, value in sorted(now.items()):
+        old, name = before.get(key), f"{section}{key}"
+        if isinstance(value, dict) and isinstance(old, dict):
+            yield from _differing(old, value, f"{name}.")
+        elif old != value:
+            yield Change(name, old, value)
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -53,18 +139,8 @@ class Saved(NamedTuple):
         return non_finite({**self.weights, **self.moments})
 
 
-class Unreadable(NamedTuple):
-    """A checkpoint that could not be read, and why."""
-
-    folder: Path
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.folder} ({self.reason})"
-
-
 class Checkpoints:
-    """The checkpoints of one run, newest last. ``identity`` ties them to a recipe, by `trainer.run.resuming`.
+    """The checkpoints of one run, newest last. ``identity`` ties them to a recipe, by `compare`.
 
     ``settings``: those that change the figures of a step, and may change where a run goes on; `stretches` lists them.
     """
@@ -85,8 +161,8 @@ class Checkpoints:
         self._made_by = {**(made_by or {}), "commit": commit(), "versions": versions()}
         self.stretches: list[dict[str, Any]] = [{"first_step": 0, **self._settings}]
         """The settings of each stretch of steps and the first step, from 0, that was trained by them."""
-        self.unreadable: list[Unreadable] = []
-        """The checkpoints that `latest` passed over, newest first."""
+        self.unreadable: dict[Path, str] = {}
+        """The checkpoints that `latest` passed over, newest first, with the reasons."""
         self.changes: list[Change] = []
         """The settings that are not those of the checkpoint that `latest` returned, and need not be."""
         self._recorded = self._identity
@@ -96,12 +172,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of the checkpoints there are, in increasing order."""
-        return [_step_of(folder) for folder in self._all()]
+        return [int(folder.name.removeprefix("step-")) for folder in self._all()]
 
     def last_good(self) -> str:
         """Name the newest checkpoint that was read or written, for a message."""
-        bad = {passed.folder for passed in self.unreadable}
-        good = [folder for folder in self._all() if folder not in bad]
+        good = [folder for folder in self._all() if folder not in self.unreadable]
         return f"the last good checkpoint, {good[-1]}, is kept" if good else "there is no checkpoint before it"
 
     def save(self, saved: Saved) -> None:
@@ -134,42 +209,38 @@ class Checkpoints:
 
     def _set_aside(self, newest: Path) -> None:
         """Rename the checkpoints that were passed over, and those of later steps than the run has reached."""
-        passed_over = {passed.folder for passed in self.unreadable}
         for folder in self._all():
-            if folder > newest or folder in passed_over:
-                aside, count = folder.with_name(_ASIDE + folder.name), 1
-                while aside.exists():
-                    count += 1
-                    aside = folder.with_name(f"{_ASIDE}{folder.name}-{count}")
-                folder.rename(aside)
-        self.unreadable = []
+            if folder > newest or folder in self.unreadable:
+                others = len([*folder.parent.glob(f"{_ASIDE}{folder.name}*")])
+                folder.rename(folder.with_name(f"{_ASIDE}{folder.name}{f'-{others + 1}' if others else ''}"))
+        self.unreadable = {}
 
     def read(self, step: int) -> Saved:
         """Return the checkpoint of a step that another process has verified."""
-        folder = self._folder / f"step-{step:08d}"
-        return Saved(_read_state(folder / _STATE)[2], load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER))
+        return _read(self._folder / f"step-{step:08d}", verify=False)[1]
 
     def latest(self) -> Saved | None:
         """Return the newest readable checkpoint; None if there is none. Those that cannot be read go to `unreadable`.
 
         Raises ValueError if it was made by another recipe, and if there are checkpoints but none can be read.
         """
-        self.unreadable = []
+        self.unreadable = {}
         for folder in reversed(self._all()):
             try:
-                identity, stretches, saved = _read(folder)
+                state, saved = _read(folder)
             except (OSError, ValueError, SafetensorError) as error:
-                self.unreadable.append(Unreadable(folder, " ".join(str(error).split()) or type(error).__name__))
+                self.unreadable[folder] = " ".join(str(error).split()) or type(error).__name__
                 continue
-            self._recorded = identity
+            self._recorded = state["identity"]
             self.changes = self._allowed(f"{folder} was made by a recipe")
-            self.stretches = _continued(stretches, saved.progress.step, self._settings)
+            self.stretches = _continued(state["stretches"], saved.progress.step, self._settings)
             return saved
         if self.unreadable:
+            listed = "; ".join(f"{folder} ({reason})" for folder, reason in self.unreadable.items())
             raise ValueError(
-                f"none of the {len(self.unreadable)} checkpoints can be read: {'; '.join(map(str, self.unreadable))}. "
-                "Nothing was changed: start again if the disk failed for a moment, else copy them back from where they "
-                f"are whole; to start over, give the recipe another output folder or remove {self._folder}"
+                f"none of the {len(self.unreadable)} checkpoints can be read: {listed}. Nothing was changed: start "
+                "again if the disk failed for a moment, else copy them back from where they are whole; to start over, "
+                f"give the recipe another output folder or remove {self._folder}"
             )
         return None
 
@@ -187,63 +258,41 @@ class Checkpoints:
         return allowed
 
 
-class Apart(NamedTuple):
-    """A checkpoint apart from its run: what it was made by, its identity and stretches, and the weights alone."""
-
-    recipe: dict[str, Any]
-    launch: dict[str, Any]
-    identity: dict[str, Any]
-    stretches: list[dict[str, Any]]
-    progress: Progress
-    weights: Tensors
-
-
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return ``folder`` if it is a checkpoint, else the newest in it; None if it holds none."""
     if (folder / _STATE).is_file() and (folder / _WEIGHTS).is_file():
         return folder
-    found = sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=_step_of)
-    return found[-1] if found else None
+    return max((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), default=None)
 
 
-def read_apart(folder: Path) -> Apart:
-    """Read a checkpoint without its run and without the optimizer's state; ValueError if any of it is damaged."""
+def read_apart(folder: Path) -> tuple[dict[str, Any], Saved]:
+    """Read a checkpoint without its run, and without moments; return what state.json holds, and the weights.
+
+    ValueError if any of it is damaged, or if it does not hold the recipe and launch that it was made by.
+    """
     try:
-        check_seal(folder)
-        identity, stretches, progress = _read_state(folder / _STATE)
-        weights = load_file(folder / _WEIGHTS)
+        state, saved = _read(folder, moments=False)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"the checkpoint {folder} cannot be read ({error}): give another") from error
-    match json.loads((folder / _STATE).read_text()):
-        case {"recipe": dict() as recipe, "launch": dict() as launch}:
-            return Apart(recipe, launch, identity, stretches, progress, weights)
-    raise ValueError(f"{folder / _STATE} holds no recipe: resume the run, and export what it finishes")
+    if not all(isinstance(state.get(name), dict) for name in ("recipe", "launch")):
+        raise ValueError(f"{folder / _STATE} holds no recipe: resume the run, and export what it finishes")
+    return state, saved
 
 
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
-
-
-def _read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Saved]:
-    """Read the identity, the stretches and the state in a checkpoint; ValueError or OSError if any of it is damaged."""
-    check_seal(folder)
-    identity, stretches, progress = _read_state(folder / _STATE)
-    saved = Saved(progress, load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER))
-    if broken := saved.non_finite():
+def _read(folder: Path, verify: bool = True, moments: bool = True) -> tuple[dict[str, Any], Saved]:
+    """Read what state.json holds, and the state; ValueError or OSError if any of it is damaged."""
+    if verify:
+        check_seal(folder)
+    state: dict[str, Any] = json.loads((folder / _STATE).read_text())
+    match state:
+        case {"identity": dict(), "stretches": [*_], "step": int() as step, "tokens": int() as tokens}:
+            progress = Progress(step, tokens)
+        case _:
+            raise ValueError(f"{_STATE} holds no checkpoint's state")
+    saved = Saved(progress, load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER) if moments else {})
+    if verify and (broken := saved.non_finite()):
         raise ValueError(f"{broken[0]} holds values that are not finite")
-    return identity, stretches, saved
-
-
-def _read_state(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Progress]:
-    match json.loads(path.read_text()):
-        case {
-            "identity": dict() as identity,
-            "stretches": [*stretches],
-            "step": int() as step,
-            "tokens": int() as tokens,
-        }:
-            return identity, stretches, Progress(step, tokens)
-    raise ValueError(f"{path.name} holds no checkpoint's state")
+    return state, saved
 
 
 def _continued(stretches: list[dict[str, Any]], step: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:

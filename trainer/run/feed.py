@@ -27,33 +27,26 @@ class MicroBatch(NamedTuple):
     """True for the last of its step."""
 
 
-class _Prepared(NamedTuple):
-    """A micro batch on the host, with what is known of this process's share of the whole step."""
-
-    micro_batch: MicroBatch
-    share: "_Share"
-
-
-class _Share(NamedTuple):
-    """A process's batches of a step, and the labels of each term in them."""
-
-    batches: list[Batch]
-    counts: Int[Tensor, " terms"]
-
-
-class FedStep(NamedTuple):
+class StepShare(NamedTuple):
     """This process's share of a step: labels of each term, and the micro batches."""
 
     counts: Int[Tensor, " terms"]
     micro_batches: Iterator[MicroBatch]
 
 
+class _Prepared(NamedTuple):
+    """A micro batch on the host, and the labels of this process's share of the whole step."""
+
+    micro_batch: MicroBatch
+    counts: Int[Tensor, " terms"]
+
+
 class Feed:
     """This process's share of the batches, one micro batch ahead of the training, over the ends of steps too.
 
-    A micro batch is a function of its step and its place in it alone, so nothing depends on what was prepared before.
-    What goes wrong in the thread is raised where the micro batch is taken. A step before which the source writes is
-    not begun ahead. To be entered; on leaving, the thread has ended.
+    A micro batch is a function of its step and its index in it alone, so nothing depends on what was prepared before.
+    An error in the thread is raised where the micro batch is taken. A step before which the source writes is not begun
+    ahead. To be entered; on leaving, the thread has ended.
     """
 
     def __init__(
@@ -64,13 +57,14 @@ class Feed:
         positions: Sequence[int],
         device: torch.device,
     ) -> None:
-        """``positions``: this process's places in a step's batch."""
+        """``positions``: this process's positions in a step's batch."""
         self._objective, self._source, self._section = objective, source, section
         self._positions, self._device = positions, device
         self._per_step = len(positions) // section.micro_batch_size
         self._thread = ThreadPoolExecutor(1, "micro batches")
         self._next: tuple[tuple[int, int], Future[_Prepared]] | None = None
-        self._collated: tuple[int, _Share] | None = None  # touched by the thread alone
+        # Touched by the thread alone: a step, its batches, and the labels in all of them.
+        self._collated: tuple[int, list[Batch], Int[Tensor, " terms"]] | None = None
 
     def __enter__(self) -> "Feed":
         return self
@@ -81,33 +75,30 @@ class Feed:
     def begin(self, step: int) -> None:
         """Prepare a run's first micro batch, and raise what is wrong with it; do nothing if the source writes first."""
         if step < self._section.steps and not self._source.writes_at(step):
-            self._begin(step, 0)
-            assert self._next is not None
-            self._next[1].result()
+            self._begin(step, 0).result()
 
-    def step(self, step: int) -> FedStep:
+    def step(self, step: int) -> StepShare:
         """Return this process's share of a step (from 0)."""
         first = self._take(step, 0)
-        return FedStep(send(first.share.counts, self._device), self._from(step, first))
+
+        def micro_batches() -> Iterator[MicroBatch]:
+            yield send(first.micro_batch, self._device)
+            for index in range(1, self._per_step):
+                yield send(self._take(step, index).micro_batch, self._device)
+
+        return StepShare(send(first.counts, self._device), micro_batches())
 
     def settle(self) -> None:
         """Wait until the thread rests."""
         if self._next is not None:
             wait([self._next[1]])
 
-    def _from(self, step: int, prepared: _Prepared) -> Iterator[MicroBatch]:
-        for index in range(self._per_step):
-            if index:
-                prepared = self._take(step, index)
-            yield send(prepared.micro_batch, self._device)
-
     def _take(self, step: int, index: int) -> _Prepared:
         """Return a micro batch, and begin the one after it."""
-        if self._next is None or self._next[0] != (step, index):
-            self._begin(step, index)
-        assert self._next is not None
+        begun = self._next is not None and self._next[0] == (step, index)
+        future = self._next[1] if self._next is not None and begun else self._begin(step, index)
         with span("data"):
-            prepared = self._next[1].result()
+            prepared = future.result()
         self._next = None
         if index + 1 < self._per_step:
             self._begin(step, index + 1)
@@ -115,23 +106,24 @@ class Feed:
             self._begin(step + 1, 0)
         return prepared
 
-    def _begin(self, step: int, index: int) -> None:
-        self._next = (step, index), self._thread.submit(self._prepare, step, index)
+    def _begin(self, step: int, index: int) -> Future[_Prepared]:
+        future = self._thread.submit(self._prepare, step, index)
+        self._next = (step, index), future
+        return future
 
     def _prepare(self, step: int, index: int) -> _Prepared:
+        """Collate a step on the host at once, for the loss of the first batch depends on the labels of all."""
         if self._collated is None or self._collated[0] != step:
-            self._collated = step, self._collate(step)
-        share = self._collated[1]
-        batch, last = share.batches[index], index + 1 == self._per_step
-        return _Prepared(pinned(MicroBatch(batch, self._objective.ahead(batch, step), last), self._device), share)
-
-    def _collate(self, step: int) -> _Share:
-        """Return a step's batches on the host: the loss of the first depends on the labels of all."""
-        examples, size = self._source.examples_at(step, self._positions), self._section.micro_batch_size
-        shares = [examples[start : start + size] for start in range(0, len(examples), size)]
-        batches = [collate([each.example for each in share], [each.place for each in share]) for share in shares]
-        counts = torch.stack([self._objective.counts(batch, step) for batch in batches]).sum(0)
-        return _Share(batches, counts)
+            examples, size = self._source.examples_at(step, self._positions), self._section.micro_batch_size
+            shares = [examples[start : start + size] for start in range(0, len(examples), size)]
+            batches = [
+                collate([each.example for each in share], [each.example_index for each in share]) for share in shares
+            ]
+            counts = torch.stack([self._objective.counts(batch, step) for batch in batches]).sum(0)
+            self._collated = step, batches, counts
+        _, batches, counts = self._collated
+        batch, last = batches[index], index + 1 == self._per_step
+        return _Prepared(pinned(MicroBatch(batch, self._objective.ahead(batch, step), last), self._device), counts)
 
 
 def send(values: Tensors, device: torch.device) -> Tensors:

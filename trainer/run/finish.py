@@ -1,18 +1,39 @@
-"""The end of a run: its finished artefact, with its provenance."""
+"""The end of a run: its finished artefact with its provenance; and the artefact of a checkpoint.
 
+A checkpoint holds whole tensors by name, whichever launcher sharded them (see `state`), so one process without a
+launcher makes its artefact, as the run itself would have if that step had been its last.
+"""
+
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.console import Console
 from safetensors import safe_open
 
-from decoding.model.finite import check_finite
+from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.redact import hub_repository
+from decoding.model.hub import hub_name, revisions
+from decoding.model.stored import check_finite
+from trainer.data.dataset import Dataset
 from trainer.files.folders import write_folder
 from trainer.job import Job
-from trainer.recipe.recipe import AnyRecipe
-from trainer.run.checkpoint import Progress
-from trainer.run.heldout import Evaluator
-from trainer.run.provenance import provenance, write_provenance
+from trainer.processes import Process
+from trainer.quickstart import resolve
+from trainer.recipe.common import DataSection
+from trainer.recipe.reading import AnyRecipe, parse_recipe
+from trainer.run.assemble import assemble
+from trainer.run.checkpoint import Progress, compare, read_apart
+from trainer.run.heldout import Evaluator, evaluator_at_end
+from trainer.run.state import load_weights
+from trainer.terminal.console import standard_error
+
+FILE_NAME = "provenance.json"
+_STORED = ("features", "draft.teacher")
+"""Keys of a job's identity on what was stored ahead, which finished weights no longer need."""
 
 
 def choose_tree(job: Job, evaluator: Evaluator | None) -> None:
@@ -22,12 +43,11 @@ def choose_tree(job: Job, evaluator: Evaluator | None) -> None:
     """
     job.objective.module.eval()  # the target may be part of it
     if evaluator is not None:
-        job.choose_tree(evaluator.target, lambda: evaluator.greedy_texts(job.dataset))
+        job.objective.choose_tree(evaluator.target, lambda: evaluator.greedy_texts(job.dataset))
 
 
 def finish(
     job: Job,
-    recipe: AnyRecipe,
     destination: Path,
     progress: Progress,
     stretches: Sequence[Mapping[str, Any]],
@@ -35,12 +55,12 @@ def finish(
 ) -> None:
     """Write the artefact with its provenance, whole or not at all.
 
-    ``recipe``: the run's own; ``origin``: further entries of the provenance, such as the launch. ValueError if a weight
+    ``origin``: further entries of the provenance, such as the launch. ValueError if a weight
     is not finite in the dtype that is written.
     """
     stretches = [stretch for stretch in stretches if stretch["first_step"] < progress.step]
     made_from = provenance(
-        _as_trained(recipe, stretches),
+        _as_trained(job.recipe, stretches),
         (job.dataset, job.heldout),
         job.target.fingerprint if job.target else None,
         progress.step,
@@ -51,7 +71,7 @@ def finish(
     def write(folder: Path) -> None:
         job.objective.save(folder)
         _check_weights(folder)
-        write_provenance(folder, made_from)
+        (folder / FILE_NAME).write_text(json.dumps(made_from, indent=2) + "\n")
 
     write_folder(destination, write)
 
@@ -69,3 +89,84 @@ def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> An
     names = type(recipe.training).model_fields
     last = {name: value for name, value in stretches[-1].items() if name in names} if stretches else {}
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=last)})
+
+
+def consolidate(checkpoint: Path, destination: Path, console: Console | None = None) -> str:
+    """Write the artefact of a checkpoint with its provenance; return a sentence on the step that it is of.
+
+    The recipe's target and data are read again. ValueError for a checkpoint that is damaged or holds no recipe, and for
+    a target or data that have changed since.
+    """
+    state, saved = read_apart(checkpoint)
+    recipe = parse_recipe(state["recipe"], f"{checkpoint.name}/state.json")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    job = assemble(recipe.without_store(), device, Process(console=console or standard_error()))
+    refused = compare(state["identity"], json.loads(json.dumps(dict(job.identity)))).refused
+    if changed := [str(each) for each in refused if not each.name.startswith(_STORED)]:
+        raise ValueError(
+            f"{checkpoint} was made with another {', '.join(changed)} than its recipe names now: put back what it was "
+            "trained on"
+        )
+    load_weights(job.objective.module, saved.weights)
+    choose_tree(job, evaluator_at_end(job, device))
+    origin = {**state["launch"], "checkpoint": checkpoint.name}
+    finish(replace(job, recipe=recipe), destination, saved.progress, state["stretches"], origin)
+    done, steps = saved.progress.step, recipe.training.steps
+    return f"made of the checkpoint {checkpoint}: the weights after step {done} of {steps}, not the run's finished ones"
+
+
+def provenance(
+    recipe: AnyRecipe,
+    datasets: Sequence[Dataset],
+    target: str | None,
+    steps: int,
+    tokens: int,
+    launch: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the provenance as plain JSON values, none of them secret: a recipe holds no keys.
+
+    ``target`` is the `stored_fingerprint` of its weights, ``launch`` what `trainer.run.distributed.describe` says.
+    """
+    content = recipe.model_dump(mode="json")
+    name = content.get("target")
+    if name is not None and Path(name).is_dir():
+        name = str(Path(name).resolve())  # never to be taken for a hub id
+    elif name is not None and (named := hub_name(name)) is not None:
+        name = named.repo_id  # its commit stands under the revisions
+    return {
+        "commit": commit(),
+        "versions": versions(),
+        "hardware": hardware(),
+        "recipe": content,
+        "data": {dataset.path: _about(dataset, recipe.data) for dataset in datasets},
+        "target": {"name": name, "fingerprint": target} if target else None,
+        "revisions": revisions(_names(content)) if target else {},
+        "steps": steps,
+        "tokens": tokens,
+        **launch,
+    }
+
+
+def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
+    """Describe a data set: its digest, rows and commit, and the source and licence that are known, else null.
+
+    A data set of the hub is its own source, by its id without revision and configuration.
+    """
+    hub_id = None if Path(dataset.path).exists() else hub_repository(dataset.path)
+    return {
+        "sha256": dataset.sha256,
+        "rows": dataset.account.num_rows,
+        "commit": dataset.commit,
+        "source": section.source if hub_id is None else hub_id,
+        "license": section.license,
+    }
+
+
+def _names(recipe: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the names of all models that a recipe reads, by their keys in it."""
+    heads, draft = recipe.get("heads") or {}, (recipe.get("draft") or {}).get("init") or {}
+    return {
+        "target": resolve(recipe["target"]),
+        "heads.init": heads.get("init"),
+        "draft.init.from_model": draft.get("from_model"),
+    }

@@ -4,18 +4,19 @@ metrics.jsonl has each step once. Where a run goes on from a checkpoint, the lin
 metrics.superseded.jsonl.
 """
 
+import importlib.util
 import json
+import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from accelerate import Accelerator
 from rich.console import Console
 
 from trainer.files.shards import write_text
 from trainer.learning.spans import StepTimes
-from trainer.recipe.recipe import AnyRecipe
+from trainer.recipe.reading import AnyRecipe
 from trainer.run.checkpoint import Checkpoints, Progress
-from trainer.run.forecast import points_of, read_evaluated, sentence
 from trainer.terminal.console import say
 from trainer.terminal.progress import ProgressBar
 
@@ -24,11 +25,9 @@ METRICS = "metrics.jsonl"
 
 
 class Evaluation(NamedTuple):
-    """Held-out figures by name, tokens and passes of each prompt's text, and the drafter's label and largest tree."""
+    """Held-out figures by name, and the drafter's label."""
 
     figures: dict[str, float]
-    nodes: int
-    texts: tuple[tuple[int, int], ...]
     drafter: str
 
 
@@ -58,17 +57,16 @@ class Log:
 
         Main process only; prints nothing at a run's first step.
         """
-        lost = self._supersede(progress)
+        self._supersede(progress)
         if not progress.step:
             return
         self._tokens = progress.tokens
         self._bar.begin(progress.step)
         steps = self._recipe.training.steps
-        lines = [f"{passed} cannot be used: passed over, and kept" for passed in checkpoints.unreadable]
-        if lost:
-            lines.append(f"{self._file} lacks the figures of {lost} of the {progress.step} steps that are done")
-        lines.append(f"{self._recipe.name}: going on from step {progress.step} of {steps}")
-        lines += [change.announcement for change in checkpoints.changes]
+        passed_over = checkpoints.unreadable.items()
+        lines = [f"{folder} ({reason}) cannot be used: passed over, and kept" for folder, reason in passed_over]
+        lines.append(f"{self._recipe.name}: resuming from step {progress.step} of {steps}")
+        lines += [f"changed from here on: {change}" for change in checkpoints.changes]
         say(self._console, *lines)
 
     def note(self, line: str) -> None:
@@ -76,25 +74,18 @@ class Log:
         if self._active:
             say(self._console, line)
 
-    def _supersede(self, progress: Progress) -> int:
-        """Move the lines of steps, and of an evaluation, that will be done again out of metrics.jsonl.
-
-        Returns how many of the steps that are done have no line in it.
-        """
+    def _supersede(self, progress: Progress) -> None:
+        """Move the lines of steps, and of an evaluation, that will be done again out of metrics.jsonl."""
         if not self._file.exists():
-            return progress.step
+            return
         at_end = progress.step == self._recipe.training.steps
         evaluates = at_end or progress.step % self._recipe.evaluation.every == 0
-        kept: list[str] = []
-        superseded: list[str] = []
-        for line in self._file.read_text().splitlines(keepends=True):
-            (superseded if _is_repeated(line, progress.step, evaluates) else kept).append(line)
+        lines = self._file.read_text().splitlines()
+        superseded = [line for line in lines if _is_repeated(line, progress.step, evaluates)]
         if superseded:
-            with self._file.with_name("metrics.superseded.jsonl").open("a") as lines:
-                lines.write("".join(line if line.endswith("\n") else f"{line}\n" for line in superseded))
-            write_text(self._file, "".join(kept))
-        rows = [json.loads(line) for line in kept]
-        return progress.step - len({row["step"] for row in rows if "loss" in row})
+            with self._file.with_name("metrics.superseded.jsonl").open("a") as file:
+                file.write("".join(f"{line}\n" for line in superseded))
+            write_text(self._file, "".join(f"{line}\n" for line in lines if line not in superseded))
 
     def step(self, progress: Progress, figures: dict[str, float], times: StepTimes | None) -> None:
         """Note a step's figures, and where its time is known its speed and the share of the target's forward."""
@@ -114,7 +105,7 @@ class Log:
         figures = {f"heldout/{name}": value for name, value in evaluation.figures.items()}
         if step < progress.step:
             figures["heldout/step"] = step
-        self._write(progress, figures, {"heldout/nodes": evaluation.nodes, "heldout/texts": evaluation.texts})
+        self._write(progress, figures)
         say(
             self._console,
             f"{self._recipe.name}: {kept}step {step}, held out, {f'T={temperature:g}' if temperature else 'greedy'} "
@@ -122,19 +113,12 @@ class Log:
             + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in evaluation.figures.items()),
         )
 
-    def forecast(self) -> None:
-        """Say what twice the trained tokens would bring, by the evaluations so far. Main process only."""
-        points = points_of(read_evaluated(self._file))
-        if points:
-            say(self._console, f"{self._recipe.name}: {sentence(points)}")
-
-    def _write(self, progress: Progress, figures: dict[str, float], file_only: dict[str, Any] | None = None) -> None:
-        """Note figures by the tracker and in metrics.jsonl, which also has what no tracker draws."""
+    def _write(self, progress: Progress, figures: dict[str, float]) -> None:
+        """Note figures by the tracker and in metrics.jsonl."""
         self._accelerator.log(figures, step=progress.step)
         if self._active:
-            line = {"step": progress.step, "tokens": progress.tokens, **figures, **(file_only or {})}
             with self._file.open("a") as lines:
-                lines.write(json.dumps(line) + "\n")
+                lines.write(json.dumps({"step": progress.step, "tokens": progress.tokens, **figures}) + "\n")
 
 
 def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
@@ -145,3 +129,44 @@ def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
         return bool(row["step"] > step or (row["step"] == step and evaluation and evaluates))
     except (ValueError, TypeError, KeyError):  # no row of figures
         return True
+
+
+# --- wandb ------------------------------------------------------------------------------------------------------------
+
+
+def wandb_is_installed() -> bool:
+    return importlib.util.find_spec("wandb") is not None
+
+
+def tracker_of(tracking: str | None) -> str | None:
+    """Return ``wandb`` if it is installed and the recipe asks for it, or asks for nothing and ``WANDB_API_KEY`` is set.
+
+    Without a key, in the environment or from ``wandb login``, wandb then runs offline.
+    """
+    has_key = bool(os.environ.get("WANDB_API_KEY"))
+    if not (tracking == "wandb" or (tracking is None and has_key)) or not wandb_is_installed():
+        return None
+    os.environ.setdefault("WANDB_SILENT", "true")
+    if "WANDB_MODE" not in os.environ and not has_key and not _is_logged_in():
+        os.environ["WANDB_MODE"] = "offline"
+    return "wandb"
+
+
+def _is_logged_in() -> bool:
+    """Return True if wandb has a key of its own: in ~/.netrc or its settings. Asks neither the user nor the network."""
+    import wandb
+
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    except wandb.Error as error:
+        raise ValueError(f"wandb cannot use its login ({error}): run 'wandb login', or set tracking=none") from error
+    finally:
+        wandb.teardown()  # or the run would go on by the settings of now
+
+
+def wandb_page(accelerator: Accelerator) -> str | None:
+    """Return the page of the run that wandb sends figures to; None where it sends none."""
+    if not any(tracker.name == "wandb" for tracker in accelerator.trackers):
+        return None
+    url: str | None = accelerator.get_tracker("wandb", unwrap=True).url
+    return url

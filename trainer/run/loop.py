@@ -18,13 +18,11 @@ from torch.optim import Optimizer
 
 from trainer.data.source import BatchSource
 from trainer.learning.objective import Objective
-from trainer.learning.spans import span
 from trainer.processes import agreed, any_process, from_first, on_first
 from trainer.recipe.common import TrainingSection
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
-from trainer.run.distributed import Runner, prepare, whole_parameters
+from trainer.run.distributed import Runner, build_optimizers, prepare, set_learning_rates, whole_parameters
 from trainer.run.feed import Feed, MicroBatch, send
-from trainer.run.optimizer import build_optimizers, set_learning_rates
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
 from trainer.terminal.exit_codes import ExitCode, Stopped
 
@@ -38,8 +36,8 @@ class Hooks(NamedTuple):
 
     on_step: Callable[[Progress, dict[str, float]], None]
     """On every process, after each optimizer step, with its figures. Its error ends the run on all, its state saved."""
-    evaluate: Callable[[Progress], bool]
-    """On every process, with whole parameters, and once more where a run resumes at that step; True on one ends it.
+    evaluate: Callable[[Progress], None]
+    """On every process, with whole parameters, and once more where a run resumes at that step.
 
     An error must be one on all processes: see `agreed`."""
     on_begin: Callable[[Progress], None] = lambda progress: None
@@ -65,7 +63,7 @@ def train(
     evaluate_every: int,
     hooks: Hooks,
 ) -> Progress:
-    """Train to the end of the recipe, or of an evaluation's patience, from the last checkpoint if there is one.
+    """Train to the end of the recipe, from the last checkpoint if there is one.
 
     Raises `Interrupted` after a SIGTERM (the state is saved first), and ValueError at a loss, a gradient, or weights
     to be saved that are not finite (the last good checkpoint stays).
@@ -86,16 +84,13 @@ def train(
     with _stop_signals() as stop_requested, feed:
         agreed(lambda: feed.begin(progress.step))
         while progress.step < section.steps:
-            due = progress.step > 0 and progress.step % evaluate_every == 0
-            if due and _evaluate(hooks, objective, accelerator, feed, progress):
-                _save(accelerator, checkpoints, objective, optimizers, runner, progress)
-                break
+            if progress.step > 0 and progress.step % evaluate_every == 0:
+                feed.settle()  # a CUDA graph cannot be captured while another thread allocates
+                with whole_parameters(accelerator, objective.module):
+                    hooks.evaluate(progress)
             written = _write(source, objective, section, accelerator, progress.step)
             notes = {**written, _STOP: float(bool(stop_requested() or failed))}
-            try:
-                done = _step(objective, runner, optimizers, feed, section, accelerator, progress, notes)
-            except _NotFinite as error:
-                raise ValueError(f"{error}; {checkpoints.last_good()}: {_REMEDY}") from None
+            done = _step(objective, runner, optimizers, feed, section, accelerator, checkpoints, progress, notes)
             progress = Progress(progress.step + 1, progress.tokens + done.tokens)
             try:
                 hooks.on_step(progress, done.figures)
@@ -119,13 +114,6 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def _evaluate(hooks: Hooks, objective: Objective, accelerator: Accelerator, feed: Feed, progress: Progress) -> bool:
-    """Return True on every process if the run ends here."""
-    feed.settle()  # a CUDA graph cannot be captured while another thread allocates
-    with whole_parameters(accelerator, objective.module):
-        return any_process(hooks.evaluate(progress))
-
-
 class _Done(NamedTuple):
     """A step's figures of all processes together, its labels of the first term, and True if a process is to stop."""
 
@@ -141,6 +129,7 @@ def _step(
     feed: Feed,
     section: TrainingSection,
     accelerator: Accelerator,
+    checkpoints: Checkpoints,
     progress: Progress,
     notes: Mapping[str, float],
 ) -> _Done:
@@ -164,11 +153,10 @@ def _step(
     norm = runner.clip()
     on_host = _on_host((means[0] * weights).sum(), means, counts, noted, torch.zeros(0) if norm is None else norm)
     (loss,), terms, (tokens, *_), said, norms = on_host
-    _check_finite("loss", [loss], progress)
-    _check_finite("gradient's norm", norms, progress)
-    with span("optimizer"):
-        norms += runner.step()
-    _check_finite("gradient's norm", norms, progress)
+    _check_finite("loss", [loss], progress, checkpoints)
+    _check_finite("gradient's norm", norms, progress, checkpoints)
+    norms += runner.step()
+    _check_finite("gradient's norm", norms, progress, checkpoints)
     said_by_name = dict(zip(notes, said, strict=True))
     stop = said_by_name.pop(_STOP) > 0
     figures = {"loss": loss, "learning_rate": learning_rate, "grad_norm": norms[0]}
@@ -188,18 +176,15 @@ def _accumulate(
     for batch, ahead, last in micro_batches:
         with runner.accumulating(last):
             inputs = objective.inputs(batch, step, ahead)
-            with span("forward"):
-                losses, hits = runner.module(*inputs)
-            with span("backward"):
-                # Data parallelism averages gradients over processes; the counts are of all, so the sum is wanted.
-                runner.backward((losses * scale).sum() * accelerator.num_processes)
+            losses, hits = runner.module(*inputs)
+            # Data parallelism averages gradients over processes; the counts are of all, so the sum is wanted.
+            runner.backward((losses * scale).sum() * accelerator.num_processes)
         sums += torch.stack([losses.detach(), hits.detach()])
     return sums
 
 
 def _summed(accelerator: Accelerator, values: Tensor) -> Tensor:
-    with span("communication"):
-        summed: Tensor = accelerator.reduce(values, "sum")
+    summed: Tensor = accelerator.reduce(values, "sum")
     return summed
 
 
@@ -207,8 +192,7 @@ def _on_host(*values: Tensor) -> list[list[float]]:
     """Copy tensors to the host as flat lists of numbers, in one transfer: the only one of a step."""
     wide, device = _widest(values[0].device), values[0].device
     flat = torch.cat([value.detach().flatten().to(device, wide) for value in values])
-    with span("transfer"):
-        numbers = iter(flat.tolist())
+    numbers = iter(flat.tolist())
     return [list(islice(numbers, value.numel())) for value in values]
 
 
@@ -227,18 +211,14 @@ def _widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-class _NotFinite(Exception):  # which the loop turns into a sentence that knows the checkpoints
-    """A figure of a step is NaN or infinite."""
-
-
 _STOP = "stop"  # the note of a process that was asked to stop
 _REMEDY = "lower training.learning_rate, or set training.mixed_precision=no, and start again to resume"
 
 
-def _check_finite(name: str, values: Iterable[float], progress: Progress) -> None:
+def _check_finite(name: str, values: Iterable[float], progress: Progress, checkpoints: Checkpoints) -> None:
     for value in values:
         if not math.isfinite(value):
-            raise _NotFinite(f"the {name} is {value} at step {progress.step + 1}")
+            raise ValueError(f"the {name} is {value} at step {progress.step + 1}; {checkpoints.last_good()}: {_REMEDY}")
 
 
 def check_batch_divides(section: TrainingSection, processes: int) -> None:

@@ -9,79 +9,76 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from rich.console import Console
 
+from decoding.generate import DecodingConfig
+from decoding.measure.machine import commit, versions
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
+from decoding.rules.sampling import SamplingConfig
 from trainer import quickstart
-from trainer.data.splits import not_held_out
-from trainer.files.folders import check_can_be_folder
+from trainer.data.answers import AnswerFile
+from trainer.data.conversations import read_conversations
+from trainer.data.dataset import not_held_out
+from trainer.files.folders import sha256_of
 from trainer.files.lock import hold
-from trainer.job import Job, Kind, trained_numbers
+from trainer.job import Job
 from trainer.learning.spans import Stopwatch
-from trainer.processes import Process, agreed, any_process, from_first, on_first
-from trainer.recipe.recipe import AnyRecipe
-from trainer.run.checkpoint import Checkpoints, Progress
-from trainer.run.distributed import build_accelerator, describe, whole_parameters
-from trainer.run.embedded import ensure_answered
+from trainer.processes import Process, agreed, any_process, build_accelerator, describe, from_first, on_first
+from trainer.recipe.reading import AnyRecipe
+from trainer.run.answering import answer
+from trainer.run.assemble import assemble, check_folders
+from trainer.run.checkpoint import Checkpoints, Progress, bound
+from trainer.run.distributed import whole_parameters
 from trainer.run.finish import choose_tree, finish
 from trainer.run.heldout import Watch, evaluator_at_end
-from trainer.run.kinds import check_folders, kind_of
-from trainer.run.log import Log
+from trainer.run.log import Log, tracker_of, wandb_is_installed, wandb_page
 from trainer.run.loop import Hooks, train
-from trainer.run.profile import NEEDED, TRACED, Profile
-from trainer.run.resuming import bound
-from trainer.run.tracking import address_of, is_installed, tracker_of
+from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error
 
 CHECKPOINTS, FINAL = "checkpoints", "final"
+_TEMPERATURE = 1.0  # of the embedded target's answers: greedy ones repeat themselves, and would teach little else
 
 
-def run_recipe(recipe: AnyRecipe, console: Console | None = None, profile: Path | None = None) -> Path:
+def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
     """Train a recipe to its end, resuming if it was stopped before; returns the folder of the finished artefact.
 
-    The embedded target is trained first, and writes its answers, where the recipe asks for them. ``profile``: a folder
-    for `Profile`'s trace of a few steps; ValueError if the recipe has too few.
+    The embedded target is trained first, and writes its answers, if the recipe asks for them.
     """
-    if profile is not None and recipe.training.steps < NEEDED:
-        raise ValueError(
-            f"--profile traces steps {NEEDED - TRACED + 1} to {NEEDED} but training.steps is {recipe.training.steps}: "
-            f"set it to {NEEDED} or more"
-        )
-    if profile is not None:
-        check_can_be_folder(profile, "--profile")
-    console, kind = console or standard_error(), kind_of(recipe)
-    ensure_built(kind.target)
-    ensure_answered(kind.recipe.data.train)
-    accelerator = _accelerator(recipe)
-    agreed(lambda: check_folders(kind))
+    console = console or standard_error()
+    ensure_built(recipe.target_name)
+    ensure_answered(recipe.data.train)
+    precision, tracker = recipe.training.mixed_precision, tracker_of(recipe.tracking)
+    accelerator = build_accelerator(precision, log_with=tracker, project_dir=recipe.output)
+    agreed(lambda: check_folders(recipe))
     with ExitStack() as held:
         on_first(lambda: held.enter_context(hold(Path(recipe.output))))
-        process = Process(accelerator.process_index, accelerator.num_processes, console)
-        _run(kind, accelerator, process, profile)
+        _run(recipe, accelerator, Process(accelerator.process_index, accelerator.num_processes, console))
     accelerator.end_training()
     return Path(recipe.output) / FINAL
 
 
-def _run(kind: Kind, accelerator: Accelerator, process: Process, profile: Path | None) -> None:
-    recipe, output = kind.recipe, Path(kind.recipe.output)
+def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
+    folder = Path(recipe.output) / CHECKPOINTS
     # A run that was begun may go on, however busy the machine is now.
-    begun = from_first(lambda: any((output / CHECKPOINTS).glob("step-*")))
-    job = agreed(lambda: kind.assemble(accelerator.device, process, check_costs=not begun))
+    begun = from_first(lambda: any(folder.glob("step-*")))
+    job = agreed(lambda: assemble(recipe, accelerator.device, process, check_costs=not begun))
     _check_one_job(job)
-    keep, settings = recipe.checkpoint.keep, _settings(recipe, process.world)
     made_by = {"recipe": recipe.model_dump(mode="json"), "launch": describe(accelerator)}
     identity = {**job.identity, "launch": made_by["launch"]}
-    checkpoints = Checkpoints(output / CHECKPOINTS, keep, identity, settings, made_by)
-    _announce(process, kind, job)
+    checkpoints = Checkpoints(folder, recipe.checkpoint.keep, identity, _settings(recipe, process.world), made_by)
+    _announce(process, job)
     with ExitStack() as logging:
         log = agreed(lambda: logging.enter_context(Log(recipe, accelerator, process.console)))
-        if (address := address_of(accelerator)) is not None:
-            say(process.console, f"figures also go to {address}")
+        if (page := wandb_page(accelerator)) is not None:
+            say(process.console, f"figures also go to {page}")
         watch = Watch(job, log, checkpoints, accelerator)
         on_first(watch.check)
-
-        progress = _train(job, accelerator, log, watch, checkpoints, process, profile)
+        progress = _train(job, accelerator, log, watch, checkpoints, process)
         with whole_parameters(accelerator, job.objective.module):
             finished = watch.choose_weights(progress)
-            _finish(job, recipe, accelerator, log, checkpoints, progress, finished)
-        process.say(_end(recipe, progress, finished))
+            _finish(job, accelerator, log, checkpoints, progress, finished)
+        best = f", the weights of step {finished.step}, which were the best" if recipe.evaluation.keep == "best" else ""
+        process.say(f"finished: {Path(recipe.output) / FINAL}{best}")
         accelerator.wait_for_everyone()
 
 
@@ -102,75 +99,48 @@ def _train(
     watch: Watch,
     checkpoints: Checkpoints,
     process: Process,
-    folder: Path | None,
 ) -> Progress:
-    """Run the loop with a clock beside it; a profile goes to ``folder``."""
-    recipe, device = job.recipe, accelerator.device
-    with Stopwatch(device) as stopwatch, Profile(folder, process, device) as profile:
+    """Run the loop with a clock next to it."""
+    recipe = job.recipe
+    with Stopwatch(accelerator.device) as stopwatch:
 
         def on_begin(progress: Progress) -> None:
-            if progress.step == recipe.training.steps or watch.is_over(progress):
+            if progress.step == recipe.training.steps:
                 checkpoints.check_finished()
             log.begun(progress, checkpoints)
             watch.begun(progress)
 
         def on_step(progress: Progress, figures: dict[str, float]) -> None:
-            times = stopwatch.step()
-            log.step(progress, figures, times)
-            profile.step(times)
+            log.step(progress, figures, stopwatch.step())
 
-        def evaluate(progress: Progress) -> bool:
-            over = watch.evaluate(progress)
+        def evaluate(progress: Progress) -> None:
+            watch.evaluate(progress)
             stopwatch.restart()  # the time of the next step would include the evaluation
-            return over
 
         hooks = Hooks(on_step, evaluate, on_begin)
-        every, source = recipe.checkpoint.every, agreed(lambda: job.source(recipe.training, process))
+        every, source = recipe.checkpoint.every, agreed(lambda: job.source(process))
         return train(
             job.objective, source, recipe.training, accelerator, checkpoints, every, recipe.evaluation.every, hooks
         )
 
 
 def _finish(
-    job: Job,
-    recipe: AnyRecipe,
-    accelerator: Accelerator,
-    log: Log,
-    checkpoints: Checkpoints,
-    progress: Progress,
-    finished: Progress,
+    job: Job, accelerator: Accelerator, log: Log, checkpoints: Checkpoints, progress: Progress, finished: Progress
 ) -> None:
     """Write the artefact of the weights of step ``finished``, then evaluate it; every process takes part."""
     evaluator = agreed(lambda: evaluator_at_end(job, accelerator.device, accelerator))
     agreed(lambda: choose_tree(job, evaluator))
-    destination, origin = Path(recipe.output) / FINAL, describe(accelerator)
-    on_first(lambda: finish(job, recipe, destination, finished, checkpoints.stretches, origin))
-    if evaluator is None:
-        return
-    evaluation = evaluator.evaluate(job.objective)
-
-    def note() -> None:
-        log.evaluation(progress, evaluation, finished.step)
-        log.forecast()
-
-    on_first(note)
+    destination, origin = Path(job.recipe.output) / FINAL, describe(accelerator)
+    on_first(lambda: finish(job, destination, finished, checkpoints.stretches, origin))
+    if evaluator is not None:
+        evaluation = evaluator.evaluate(job.objective)
+        on_first(lambda: log.evaluation(progress, evaluation, finished.step))
 
 
 def _settings(recipe: AnyRecipe, num_processes: int) -> dict[str, Any]:
     """Return the settings that may change where a run goes on, and that change the figures of its steps."""
     names = ("learning_rate", "mixed_precision", "micro_batch_size")
     return {**{name: getattr(recipe.training, name) for name in names}, "num_processes": num_processes}
-
-
-def _end(recipe: AnyRecipe, progress: Progress, finished: Progress) -> str:
-    """Return the run's last line: the folder, the weights chosen, and an early end."""
-    steps, section = recipe.training.steps, recipe.evaluation
-    line = f"finished: {Path(recipe.output) / FINAL}"
-    if section.keep == "best":
-        line += f", the weights of step {finished.step}, which were the best"
-    if progress.step < steps:
-        line += f"; ended at step {progress.step} of {steps}, after {section.patience} evaluations without a new best"
-    return line
 
 
 def prepare_target(name: str) -> str:
@@ -196,18 +166,45 @@ def ensure_built(target: str | None) -> None:
     AcceleratorState._reset_state(True)  # what comes next in this process may want another precision
 
 
-def _accelerator(recipe: AnyRecipe) -> Accelerator:
-    return build_accelerator(recipe.training, log_with=tracker_of(recipe.tracking), project_dir=recipe.output)
+def ensure_answered(source: str) -> None:
+    """Let the embedded target, which is built already, answer its prompts if a recipe's ``source`` names the answers.
+
+    Answers that are there are not written again. ValueError with several processes, which would all write them.
+    """
+    path = quickstart.answers()
+    if source != quickstart.ANSWERS or path.is_file():
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("the quickstart answers are not written yet: train once with one process, which writes them")
+    console = standard_error()
+    with hold(path.parent, lambda line: say(console, line)):
+        if not path.is_file():  # or the run that was waited for wrote them
+            _write_answers(console)
 
 
-def _announce(process: Process, kind: Kind, job: Job) -> None:
+def _write_answers(console: Console) -> None:
+    path, prompts = quickstart.answers(), quickstart.write_prompts()
+    folder = str(quickstart.folder())
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    config = DecodingConfig(
+        quickstart.ANSWER_TOKENS, SamplingConfig(_TEMPERATURE), eos_token_ids=eos_token_ids(model, tokenizer)
+    )
+    settings = {"prompts_sha256": sha256_of(prompts), "temperature": _TEMPERATURE}
+    partial = path.with_name(f"{path.name}.partial")
+    with AnswerFile(partial, settings, {"commit": commit(), "versions": versions()}, keep_truncated=True) as answers:
+        backend = TargetBackend(CausalLM(model), tokenizer, None, config, 64)
+        answer(backend, read_conversations(str(prompts), None, None, 1, chat=False), answers, console)
+    partial.replace(path)
+
+
+def _announce(process: Process, job: Job) -> None:
     recipe = job.recipe
-    if recipe.tracking == "wandb" and not is_installed():
+    if recipe.tracking == "wandb" and not wandb_is_installed():
         process.say("wandb is not installed: figures go to metrics.jsonl alone")
     if job.heldout.sha256 == job.dataset.sha256:
         process.say(not_held_out("data.heldout", "data.train"))
-    aim = f" for {kind.target}" if kind.target is not None else ""
+    aim = f" for {recipe.target_name}" if recipe.target_name is not None else ""
     process.say(
-        f"{recipe.name}: {recipe.kind}{aim}; {trained_numbers(job.objective) / 1e6:.2f}M parameters trained; "
+        f"{recipe.name}: {recipe.kind}{aim}; {job.trained_numbers / 1e6:.2f}M parameters trained; "
         f"{job.dataset.describe()}; {recipe.training.steps} steps of {recipe.training.batch_size} sequences"
     )

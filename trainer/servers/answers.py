@@ -9,7 +9,7 @@ Prompt = str | tuple[int, ...] | tuple[Mapping[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """A request."""
 
     prompt: Prompt
@@ -23,21 +23,16 @@ class Asked:
     """Further fields of the request, such as ``top_k``, under the server's names."""
 
 
-class Completed(NamedTuple):
-    """A served model's answer. Fields of tokens are None where the server does not tell them.
+class Completion(NamedTuple):
+    """A served model's answer. Fields of tokens are None if the server does not report them.
 
     ``token_ids`` may hold the end of the text as their last entry or leave it out: servers differ. ``prompt_ids``: the
-    prompt as the server read it. ``prompt_tokens`` and ``tokens`` are the lengths of prompt and answer. ``logprobs``:
-    of the written tokens, under whatever distribution the server reports. ``timings``: llama.cpp's, with its counts of
-    speculation.
+    prompt as the server read it. ``prompt_tokens`` and ``tokens`` are the lengths of prompt and answer.
     """
 
     text: str
     token_ids: tuple[int, ...] | None
     prompt_ids: tuple[int, ...] | None
-    token_texts: tuple[str, ...] | None
-    logprobs: tuple[float, ...] | None
     finish_reason: str | None
     prompt_tokens: int | None = None
     tokens: int | None = None
-    timings: Mapping[str, Any] | None = None

@@ -1,7 +1,7 @@
 """Completions of a served model, with their token ids where the server tells them: vLLM, llama.cpp, any other.
 
 Servers differ in three ways that this module hides. Prompts of token ids are taken by vLLM and llama.cpp, not by all.
-Token ids of an answer come under several names, or not at all. `/tokenize` and `/metrics` stand beside `/v1`.
+Token ids of an answer come under several names, or not at all. `/metrics` is next to `/v1`.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from openai import APIError, BadRequestError, UnprocessableEntityError
 
 from decoding.model.loading import first_line
-from trainer.servers.answers import Asked, Completed, Prompt
-from trainer.target.connection import Connection, Served
+from trainer.servers.answers import Completion, CompletionRequest, Prompt
+from trainer.servers.connection import Connection, Endpoint
 
 Result = TypeVar("Result")
 Messages = Sequence[Mapping[str, str]]
@@ -30,10 +30,10 @@ class ServedModel:
     Errors are ValueError in one sentence: a refused key, an unknown model, a server that is down or sends no answer.
     """
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         """Check the address and the key, and send nothing; ValueError for those that cannot work."""
-        self.served = served
-        self._connection = Connection(served)
+        self.served = endpoint
+        self._connection = Connection(endpoint)
         self._client = self._connection.client
         self._runner = asyncio.Runner()
         self._extra: dict[str, Any] = dict(_IDS)
@@ -51,56 +51,25 @@ class ServedModel:
 
     # --- answers --------------------------------------------------------------------------------------------------
 
-    def complete(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        logprobs: int | None = None,
-    ) -> Completed:
-        """Return the continuation of a text or of token ids."""
-        given = prompt if isinstance(prompt, str) else tuple(prompt)
-        return self.many([Asked(given, max_tokens, temperature, top_p, seed, logprobs)])[0]
-
-    def chat(
-        self,
-        messages: Messages,
-        *,
-        max_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        logprobs: int | None = None,
-    ) -> Completed:
-        """Return the answer to messages, which the server templates."""
-        return self.many([Asked(tuple(messages), max_tokens, temperature, top_p, seed, logprobs)])[0]
-
-    def many(self, requests: Sequence[Asked], on_answer: Callable[[], None] = lambda: None) -> list[Completed]:
+    def many(
+        self, requests: Sequence[CompletionRequest], on_answer: Callable[[], None] = lambda: None
+    ) -> list[Completion]:
         """Return the answers in the order of the requests, up to ``concurrency`` under way at a time."""
 
-        async def all_of_them() -> list[Completed]:
+        async def all_of_them() -> list[Completion]:
             places = asyncio.Semaphore(self.served.concurrency)
 
-            async def one(request: Asked) -> Completed:
+            async def one(request: CompletionRequest) -> Completion:
                 async with places:
                     answer = await self._answer(request)
                 on_answer()
                 return answer
 
-            tasks = [asyncio.create_task(one(request)) for request in requests]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:  # after an error the others end, too
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            return await asyncio.gather(*map(one, requests))  # after an error `close` ends the others
 
         return self._run(all_of_them())
 
-    async def _answer(self, request: Asked) -> Completed:
+    async def _answer(self, request: CompletionRequest) -> Completion:
         """Return the answer; a server that refuses the wish for token ids is asked without it from then on."""
         asked_for = self._extra
         try:
@@ -112,7 +81,7 @@ class ServedModel:
             self._extra = {}
             return found
 
-    async def _send(self, request: Asked, extra: Mapping[str, Any]) -> str:
+    async def _send(self, request: CompletionRequest, extra: Mapping[str, Any]) -> str:
         body: dict[str, Any] = {
             "model": self.served.model,
             "max_tokens": request.max_tokens,
@@ -137,7 +106,7 @@ class ServedModel:
         """Ask for one token after a prompt of token ids; return False, and remember it, if the server refuses."""
         if self.takes_ids:
             try:
-                self._run(self._answer(Asked(tuple(prompt), 1)), raw=_REFUSED)
+                self._run(self._answer(CompletionRequest(tuple(prompt), 1)), raw=_REFUSED)
             except _REFUSED:
                 self.takes_ids = False
         return self.takes_ids
@@ -150,47 +119,16 @@ class ServedModel:
 
     def _takes(self, prompt: Prompt, controls: Mapping[str, Any]) -> bool:
         try:
-            self._run(self._answer(Asked(prompt, 1, controls=controls)), raw=_REFUSED)
+            self._run(self._answer(CompletionRequest(prompt, 1, controls=controls)), raw=_REFUSED)
         except _REFUSED:
             return False
         return True
 
-    def models(self) -> list[str]:
-        """Return the names of the models that the server lists."""
-        listed = _object_in(self._run(self._client.get("models", cast_to=str)))
-        return [str(entry["id"]) for entry in listed.get("data", []) if isinstance(entry, dict) and "id" in entry]
-
-    def tokenize(self, given: str | Messages, add_special: bool = True) -> tuple[int, ...] | None:
-        """Return the token ids the server makes of a text, or of messages in its template; None without a route.
-
-        A server that templates in one route and tokenizes in another (llama.cpp) is asked by both.
-        """
-        if not isinstance(given, str):
-            messages = {"model": self.served.model, "messages": list(given), "add_generation_prompt": True}
-            templated = self._optional("apply-template", messages)
-            if templated is not None and isinstance(text := _object_in(templated).get("prompt"), str):
-                return self.tokenize(text)
-            return self._ids(self._optional("tokenize", messages))
-        body = {"model": self.served.model, "prompt": given, "add_special_tokens": add_special}
-        body |= {"content": given, "add_special": add_special, "parse_special": True}  # llama.cpp's names
-        return self._ids(self._optional("tokenize", body))
-
     def metrics(self) -> str | None:
-        """Return the text of the server's metrics page; None without one."""
-        return self._optional("metrics", None)
-
-    def _ids(self, sent: str | None) -> tuple[int, ...] | None:
-        tokens = None if sent is None else _object_in(sent).get("tokens")
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            return None
-        return tuple(tokens)
-
-    def _optional(self, route: str, body: Mapping[str, Any] | None) -> str | None:
-        """Return what a route beside /v1 sends, by GET without a body; None if the server refuses or has none."""
-        url = f"{self._connection.address.rstrip('/').removesuffix('/v1')}/{route}"
-        sent = self._client.get(url, cast_to=str) if body is None else self._post(url, body)
+        """Return the text of the server's metrics page, which is next to /v1; None without one."""
+        url = f"{self._connection.address.rstrip('/').removesuffix('/v1')}/metrics"
         try:
-            return self._run(sent, raw=(APIError,))
+            return self._run(self._client.get(url, cast_to=str), raw=(APIError,))
         except APIError:
             return None
 
@@ -220,7 +158,7 @@ def _object_in(sent: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _read(sent: str) -> Completed:
+def _read(sent: str) -> Completion:
     """Return the answer in what a server sent; ValueError for what is no completion."""
     found = _object_in(sent)
     choices = found.get("choices")
@@ -234,18 +172,13 @@ def _read(sent: str) -> Completed:
     content = [entry for entry in logprobs.get("content") or () if isinstance(entry, dict)]
     ids = _integers(choice.get("token_ids")) or _integers(choice.get("tokens"))
     ids = ids or _integers([entry.get("id") for entry in content])  # llama.cpp's place for them
-    texts = [entry.get("token") for entry in content] or logprobs.get("tokens") or []
-    values = [entry.get("logprob") for entry in content] or logprobs.get("token_logprobs") or []
-    return Completed(
+    return Completion(
         text=text if isinstance(text, str) else "",
         token_ids=ids,
         prompt_ids=_integers(choice.get("prompt_token_ids")) or _integers(found.get("prompt_token_ids")),
-        token_texts=tuple(map(str, texts)) or None,
-        logprobs=tuple(float(value) for value in values if isinstance(value, int | float)) or None,
         finish_reason=choice.get("finish_reason"),
         prompt_tokens=_count(found.get("usage"), "prompt_tokens"),
         tokens=_count(found.get("usage"), "completion_tokens") if ids is None else len(ids),
-        timings=timings if isinstance(timings := found.get("timings"), dict) else None,
     )
 
 

@@ -1,19 +1,21 @@
 """The configs that a server reads, compared with those trained with: rope, windows, positions, vocabularies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
+from decoding.measure.proof.finding import Finding, ok, problem, undecided
 from decoding.model.causal_lm import CausalLM
-from decoding.model.header import read_object
 from decoding.model.loading import UNREADABLE, check_same_tokenizer, load_tokenizer, reason
+from decoding.model.stored import read_object
 from trainer.files.server_traps import misread, other_size, taken_over, too_few_positions, trimmed
-from trainer.servers.finding import ROPE, VOCABULARY, Finding, joined, unknown
 
-_REMEDY = "export the speculator again"
+ROPE = "rope and window settings"
+VOCABULARY = "vocabulary sizes"
+_REMEDY = "export the speculator again, and point the server at the new folder"
 _COMPARED = (
     *("rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
     *("max_position_embeddings", "n_positions", "original_max_position_embeddings"),
@@ -28,14 +30,20 @@ def is_vllm_heads(folder: Path) -> bool:
     return config.is_file() and read_object(config, _REMEDY).get("model_type") == "medusa"
 
 
-def compare_settings(
-    target: CausalLM, target_folder: Path | None, served: Path | None, trained: Path | None, longest: int
-) -> Finding:
+def _of(check: str, differences: Sequence[Difference], otherwise: str, **figures: Any) -> Finding:
+    """Return a finding of several differences, each with its remedy; without any, one that says ``otherwise``."""
+    if not differences:
+        return ok(check, otherwise, **figures)
+    remedies = "; ".join(dict.fromkeys(remedy for _, remedy in differences))
+    return problem(check, "; ".join(found for found, _ in differences), remedies, **figures)
+
+
+def compare_settings(target_folder: Path | None, served: Path | None, trained: Path | None, longest: int) -> Finding:
     """Compare rope, windows and positions in the configs of the target and of the draft.
 
-    ``target_folder`` and the folders of the draft are None where they are no local folders; heads have no such
-    settings. ``served``: the folder that the server reads; ``trained``: the one that is decoded with here. ``longest``:
-    the longest text of the replay, in tokens.
+    ``target_folder`` and the folders of the draft are None if they are no local folders; heads have no such settings.
+    ``served``: the folder that the server reads; ``trained``: the one that is decoded with here. ``longest``: the
+    longest text of the replay, in tokens.
     """
     differences: list[Difference] = []
     read: list[str] = []
@@ -47,40 +55,27 @@ def compare_settings(
     if served is not None and not is_vllm_heads(served):
         read.append("the draft's")
         stored = read_object(served / "config.json", _REMEDY)
-        differences += _other_settings(served, trained)
-        differences += misread("the draft's", stored)
-        differences += too_few_positions(stored, longest)
+        if trained is not None and trained != served:
+            differences += _other_settings(served, trained)
+        differences += [*misread("the draft's", stored), *too_few_positions(stored, longest)]
     if not read and not differences:
-        return unknown(ROPE, "no config of the target or of a draft is in a local folder")
-    told = f"{' and '.join(read) or 'no'} config means the same to every reader"
-    return joined(ROPE, differences, f"{told}{_beside_target(target, served)}")
+        return undecided(ROPE, "no config of the target or of a draft is in a local folder")
+    return _of(ROPE, differences, f"{' and '.join(read) or 'no'} config means the same to every reader")
 
 
-def _other_settings(served: Path, trained: Path | None) -> list[Difference]:
+def _other_settings(served: Path, trained: Path) -> list[Difference]:
     """Return the settings that the served draft's config has otherwise than the trained one's, as read by version 5."""
-    if trained is None or trained == served:
-        return []
-    theirs, ours = _as_read(served), _as_read(trained)
-    if isinstance(theirs, str) or isinstance(ours, str):
-        broken = theirs if isinstance(theirs, str) else str(ours)
-        return [(f"the draft's config.json cannot be read: {broken}", _REMEDY)]
-    return [
-        (
-            f"the served draft has {key} {_plain(theirs.get(key))} where {_plain(ours.get(key))} was trained with",
-            f"{_REMEDY}, and point the server at the new folder",
+    try:
+        theirs, ours = (
+            AutoConfig.from_pretrained(folder).get_text_config(decoder=True).to_dict() for folder in (served, trained)
         )
+    except UNREADABLE as error:
+        return [(f"the draft's config.json cannot be read: {reason(error)}", _REMEDY)]
+    return [
+        (f"the served draft has {key} {theirs.get(key)} where {ours.get(key)} was trained with", _REMEDY)
         for key in _COMPARED
         if _plain(theirs.get(key)) != _plain(ours.get(key))
     ]
-
-
-def _as_read(folder: Path) -> dict[str, Any] | str:
-    """Return a folder's config as transformers reads it, or why it cannot."""
-    try:
-        config: dict[str, Any] = AutoConfig.from_pretrained(folder).get_text_config(decoder=True).to_dict()
-    except UNREADABLE as error:
-        return reason(error)
-    return config
 
 
 def _plain(value: Any) -> Any:
@@ -88,62 +83,26 @@ def _plain(value: Any) -> Any:
     return {key: held for key, held in value.items() if key != "type"} if isinstance(value, dict) else value
 
 
-def _beside_target(target: CausalLM, served: Path | None) -> str:
-    """Return a remark on a draft whose rope is not its target's, which is right only if it was trained so."""
-    if served is None or is_vllm_heads(served) or isinstance(read := _as_read(served), str):
-        return ""
-    own: Any = target.model.config.get_text_config(decoder=True).to_dict()
-    mine, theirs = ((each.get("rope_parameters") or {}) for each in (read, own))
-    thetas = [rope.get("rope_theta") if isinstance(rope, dict) else None for rope in (mine, theirs)]
-    if None in thetas or thetas[0] == thetas[1]:
-        return ""
-    return f"; the draft's rope_theta is {thetas[0]:g} and the target's {thetas[1]:g}, right only if it was trained so"
-
-
 def compare_vocabularies(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, served: Path | None, trusted: bool = False
 ) -> Finding:
     """Compare the vocabulary of the served heads or draft, its tokenizer and a trimmed lm_head with the target's."""
     if served is None:
-        return unknown(VOCABULARY, "no folder that a server reads is given: name it with --exported")
-    stored = read_object(served / "config.json", _REMEDY)
+        return undecided(VOCABULARY, "no folder that a server reads is given: name it with --exported")
+    stored, known = read_object(served / "config.json", _REMEDY), target.vocab_size
     size = stored.get("vocab_size", (stored.get("text_config") or {}).get("vocab_size"))
-    differences = list(_sizes(size, target.vocab_size, heads=is_vllm_heads(served)))
+    differences: list[Difference] = []
     if is_vllm_heads(served):
-        differences += _truncated(stored, target.vocab_size)
+        if size != known:
+            found = f"the served heads predict {size} tokens and the target knows {known}"
+            differences.append((found, "serve heads that were trained on this target"))
     else:
-        differences += _other_tokens(tokenizer, served, trusted)
+        differences += other_size(size, known)
+        try:
+            check_same_tokenizer(tokenizer, load_tokenizer(str(served), trusted))
+        except UserError as error:
+            differences.append((error.message, error.remedy))
+        except ValueError as error:
+            differences.append((str(error), _REMEDY))
         differences += trimmed(stored)
-    return joined(VOCABULARY, differences, f"both have {size} tokens", target=target.vocab_size, speculator=size)
-
-
-def _sizes(size: Any, wanted: int, heads: bool) -> Sequence[Difference]:
-    if size == wanted:
-        return ()
-    if heads:
-        return ((f"the served heads predict {size} tokens and the target knows {wanted}", _OWN_TARGET),)
-    return other_size(size, wanted)
-
-
-_OWN_TARGET = "serve heads that were trained on this target"
-
-
-def _truncated(stored: Mapping[str, Any], wanted: int) -> Sequence[Difference]:
-    """Return a truncated vocabulary of vLLM heads; vLLM 0.32 refuses the ``token_map`` that it asks for with one."""
-    size = stored.get("truncated_vocab_size", wanted)
-    if size == wanted:
-        return ()
-    found = (
-        f"the served heads write {size} of the {wanted} tokens (truncated_vocab_size): vLLM does not start with them"
-    )
-    return ((found, f"{_REMEDY} with truncated_vocab_size {wanted}"),)
-
-
-def _other_tokens(tokenizer: PreTrainedTokenizerBase, served: Path, trusted: bool) -> Sequence[Difference]:
-    try:
-        check_same_tokenizer(tokenizer, load_tokenizer(str(served), trusted))
-    except UserError as error:
-        return ((error.message, error.remedy),)
-    except ValueError as error:
-        return ((str(error), _REMEDY),)
-    return ()
+    return _of(VOCABULARY, differences, f"both have {size} tokens", target=known, speculator=size)

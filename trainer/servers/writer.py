@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.measure.proof.reference import Reference, Written
-from trainer.servers.answers import Asked, Completed
+from decoding.errors import UserError
+from decoding.measure.proof.reference import EngineText, Reference
+from trainer.servers.answers import Completion, CompletionRequest
 from trainer.servers.client import ServedModel
 
 Source = Literal["token ids", "token ids beside the log-probabilities", "texts alone, tokenized again here"]
@@ -32,11 +33,10 @@ class ServedWriter:
         self.on_answer = on_answer
         self.takes_ids = served.check_ids(prompt)
         wanted = self._controls(greedy=True)
-        taken = served.taken_controls(self._asked(prompt), wanted)
+        taken = served.taken_controls(self._prompt_to_send(prompt), wanted)
         self.refused_controls = tuple(name for name in wanted if name not in taken)
-        for name in ("top_k", "min_p"):
-            if name in self.refused_controls and getattr(reference.sampling, name):
-                raise ValueError(f"the server takes no {name}: leave --{name.replace('_', '-')} out")
+        if "top_k" in self.refused_controls and reference.sampling.top_k:
+            raise UserError("the server takes no top_k", "leave --top-k out")
         self.source: Source = "token ids"
         self.retold = 0
         """Texts whose tokens had to be made from their text."""
@@ -50,34 +50,34 @@ class ServedWriter:
             if _ids_of(told) is None:
                 self._logprobs, self.source = None, "texts alone, tokenized again here"
 
-    def write(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int) -> list[Written]:
+    def write(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
+    ) -> list[EngineText]:
         """Ask for each prompt's continuation, with a seed of its own."""
         sampling = self._reference.sampling
         temperature, top_p = (0.0, 1.0) if greedy else (sampling.temperature, sampling.top_p)
         controls = {name: at for name, at in self._controls(greedy).items() if name not in self.refused_controls}
         requests = [
-            Asked(self._asked(prompt), max_new_tokens, temperature, top_p, seed + place, self._logprobs, controls)
-            for place, prompt in enumerate(prompts)
+            CompletionRequest(
+                self._prompt_to_send(prompt), max_new_tokens, temperature, top_p, seed + index, self._logprobs, controls
+            )
+            for index, prompt in enumerate(prompts)
         ]
         answers = self._served.many(requests, self.on_answer)
         return [
-            Written(self._read(prompt, answer), self._tokens(answer))
+            EngineText(self._read(prompt, answer), self._tokens(answer))
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
     def _controls(self, greedy: bool) -> dict[str, Any]:
         """Return the controls of a request: servers may have others by default, from the model's generation config."""
-        sampling = self._reference.sampling
-        return {
-            "top_k": sampling.top_k if sampling.top_k and not greedy else -1,
-            "min_p": 0.0 if greedy else sampling.min_p,
-            "repetition_penalty": 1.0,
-        }
+        top_k = 0 if greedy else self._reference.sampling.top_k
+        return {"top_k": top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
-    def _answer(self, prompt: tuple[int, ...], logprobs: int | None) -> Completed:
-        return self._served.many([Asked(self._asked(prompt), 2, logprobs=logprobs)])[0]
+    def _answer(self, prompt: tuple[int, ...], logprobs: int | None) -> Completion:
+        return self._served.many([CompletionRequest(self._prompt_to_send(prompt), 2, logprobs=logprobs)])[0]
 
-    def _asked(self, prompt: tuple[int, ...]) -> str | tuple[int, ...]:
+    def _prompt_to_send(self, prompt: tuple[int, ...]) -> str | tuple[int, ...]:
         return prompt if self.takes_ids else str(self._text_tokenizer.decode(list(prompt)))
 
     @property
@@ -86,7 +86,7 @@ class ServedWriter:
             raise ValueError("the server neither takes nor tells token ids, and there is no tokenizer for its texts")
         return self._tokenizer
 
-    def _read(self, prompt: tuple[int, ...], answer: Completed) -> tuple[int, ...]:
+    def _read(self, prompt: tuple[int, ...], answer: Completion) -> tuple[int, ...]:
         """Return the prompt, which the server must have read as it was sent."""
         read = len(prompt)
         if answer.prompt_ids is not None:
@@ -100,7 +100,7 @@ class ServedWriter:
             )
         return prompt
 
-    def _tokens(self, answer: Completed) -> tuple[int, ...]:
+    def _tokens(self, answer: Completion) -> tuple[int, ...]:
         """Return the answer's tokens, with the EOS that ended it, which some servers leave out."""
         tokens = _ids_of(answer)
         if tokens is None:
@@ -118,12 +118,8 @@ class ServedWriter:
         return tokens
 
 
-def _ids_of(answer: Completed) -> tuple[int, ...] | None:
+def _ids_of(answer: Completion) -> tuple[int, ...] | None:
     """Return the token ids that a server tells, an empty answer's among them; None if it tells none."""
     if answer.token_ids is not None:
         return answer.token_ids
-    texts = answer.token_texts or ()
-    prefix = "token_id:"
-    if texts and all(text.startswith(prefix) and text.removeprefix(prefix).isdigit() for text in texts):
-        return tuple(int(text.removeprefix(prefix)) for text in texts)
     return () if not answer.text and answer.finish_reason == "stop" else None

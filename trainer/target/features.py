@@ -15,19 +15,16 @@ from jaxtyping import Float, Int8
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from decoding.model.banded import attention_in_bands
+from decoding.model.attention import attention_in_bands
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input, last_position
 from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
 from trainer.processes import Process
 from trainer.recipe.heads import FeaturesSection, StatesDtype
-from trainer.target.hidden import StoredStates, TopLogits
+from trainer.target.hidden import logit_transform
 from trainer.target.loading import Target
-from trainer.target.logits import logit_transform
-from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store, tokens_of_a_forward
-
-_LOGIT_ROWS = 1024  # rows of logits in fp32 at a time
+from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store
 
 
 @dataclass(frozen=True)
@@ -35,12 +32,10 @@ class FeatureIdentity(Identity):
     """The origin of features. ``data``: digest of token ids and document lengths of all examples, in order."""
 
     noun: ClassVar[str] = "features"
-    holding: ClassVar[str] = "features"
     row: ClassVar[str] = "token"
     setting: ClassVar[str] = "features.folder"
 
     hidden_size: int
-    top_k: int
     states: StatesDtype = "target"
 
     @staticmethod
@@ -51,27 +46,19 @@ class FeatureIdentity(Identity):
         examples: Sequence[Example],
         section: FeaturesSection,
     ) -> "FeatureIdentity":
-        """Return the identity of these examples' features; ValueError for more logits than the target has."""
-        if section.top_k > target.vocab_size:
-            raise ValueError(f"features.top_k is {section.top_k} but the target knows {target.vocab_size} tokens")
+        """Return the identity of these examples' features."""
         return FeatureIdentity(
             **Identity.of_target(target, fingerprint, tokenizer),
             data=digest_of_each(example.text() for example in examples),
             hidden_size=target.hidden_size,
-            top_k=section.top_k,
             states=section.states,
         )
 
     def columns(self) -> dict[str, Column]:
-        """Return the state, its scale if in int8; with ``top_k`` the best tokens, their logits and the log total."""
-        dtype, best = self.torch_dtype, (self.top_k,)
-        columns = {"hidden": Column(dtype, (self.hidden_size,))}
+        """Return the state, and its scale if in int8."""
         if self.states == "int8":
-            columns = {"hidden": Column(torch.int8, (self.hidden_size,)), "scale": Column(torch.float32)}
-        if self.top_k:
-            columns |= {"tokens": Column(torch.int32, best), "logits": Column(dtype, best)}
-            columns["log_total"] = Column(torch.float32)
-        return columns
+            return {"hidden": Column(torch.int8, (self.hidden_size,)), "scale": Column(torch.float32)}
+        return {"hidden": Column(self.torch_dtype, (self.hidden_size,))}
 
     def num_rows(self, example: Example) -> int:
         """Return the number of its tokens."""
@@ -85,37 +72,32 @@ class FeatureIdentity(Identity):
 
 @dataclass(frozen=True)
 class FeatureWriter:
-    """Computes features by running the target; without ``top_k`` it computes no logits."""
+    """Computes features by running the target, without its logits."""
 
     target: CausalLM
     identity: FeatureIdentity
 
     @property
     def batch_tokens(self) -> int:
-        return tokens_of_a_forward(self.identity.vocab_size) if self.identity.top_k else BATCH_TOKENS
+        return BATCH_TOKENS
 
     def weights(self) -> dict[str, Tensor]:
         """Return the lm_head's weight; ValueError for an lm_head with a bias."""
         lm_head = self.target.model.get_output_embeddings()
         if getattr(lm_head, "bias", None) is not None:
-            raise ValueError("the target's lm_head has a bias, which heads have no process for")
+            raise ValueError("the target's lm_head has a bias, which heads have no place for")
         return {"lm_head": lm_head.weight.detach().cpu().contiguous()}
 
     @torch.inference_mode()
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
         """Return the rows of all tokens, without padding."""
-        top_k, model = self.identity.top_k, self.target.model
-        inputs = batch.to(self.target.device).model_inputs()
-        with capture_lm_head_input(model, None if top_k else last_position) as captured, attention_in_bands(model):
-            logits: Tensor = model(**inputs, use_cache=False).logits
+        model, inputs = self.target.model, batch.to(self.target.device).model_inputs()
+        with capture_lm_head_input(model, last_position) as captured, attention_in_bands(model):
+            model(**inputs, use_cache=False)
         mask = batch.attention_mask.bool()
         found = {"hidden": captured[0][mask.to(captured[0].device)]}
         if self.identity.states == "int8":
             found["hidden"], found["scale"] = quantised(found["hidden"])
-        if top_k:
-            logits = logits[mask.to(logits.device)]
-            found["logits"], found["tokens"] = logits.topk(top_k)
-            found["log_total"] = torch.cat([rows.float().logsumexp(-1) for rows in logits.split(_LOGIT_ROWS)])
         return found
 
 
@@ -142,28 +124,16 @@ class FeatureStore(Store[FeatureIdentity]):
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         """Return what the target's lm_head reads, in the target's dtype on the batch's device; zeros on padding."""
         hidden = self._padded("hidden", batch)
-        if self._identity.states == "target":
+        if self.identity.states == "target":
             return hidden
-        return (hidden * self._padded("scale", batch)[..., None]).to(self._identity.torch_dtype)
-
-    @property
-    def has_top_k(self) -> bool:
-        """True if the best logits were stored."""
-        return self._identity.top_k > 0
-
-    def top_k(self, batch: Batch) -> TopLogits | None:
-        """Return the best logits, zeros on padding; None where they were not stored."""
-        if not self._identity.top_k:
-            return None
-        tokens = self._padded("tokens", batch).long()
-        return TopLogits(tokens, self._padded("logits", batch), self._padded("log_total", batch))
+        return (hidden * self._padded("scale", batch)[..., None]).to(self.identity.torch_dtype)
 
     def _padded(self, name: str, batch: Batch) -> Tensor:
         rows = self._column(name, batch)
         shape = (*batch.tokens.shape, *rows[0].shape[1:])
         padded = torch.zeros(shape, dtype=rows[0].dtype)
-        for process, row in zip(padded, rows, strict=True):
-            process[: len(row)] = row
+        for into, row in zip(padded, rows, strict=True):
+            into[: len(row)] = row
         return padded.to(batch.tokens.device)
 
 
@@ -180,30 +150,21 @@ class StoredFeatures:
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
         return self._store.lm_head.to(self._device)
 
-    @property
-    def stores_top_k(self) -> bool:
-        return self._store.has_top_k
-
-    def read(self, batch: Batch, top_k: bool) -> StoredStates:
-        return StoredStates(self._store.hidden(batch), self._store.top_k(batch) if top_k else None)
+    def read(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
+        return self._store.hidden(batch)
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         raise AssertionError("stored features are read, and no target is run")
 
 
 def ensure_features(
-    writer: FeatureWriter, examples: Sequence[Example], section: FeaturesSection, process: Process
+    target: Target, examples: Sequence[Example], section: FeaturesSection, process: Process
 ) -> FeatureStore:
     """Write the missing features of these examples; return all of them.
 
     Every process calls this, and waits for the others at the end.
     """
-    folder = Path(section.folder)
-    ensure_store(writer, examples, folder, section.shard_tokens, process)
-    return FeatureStore.open(folder, writer.identity, verify=False)  # each process has verified its share
-
-
-def feature_writer(target: Target, examples: Sequence[Example], section: FeaturesSection) -> FeatureWriter:
-    """Return the writer of these examples' features, whose identity stored features must have to be used."""
     identity = FeatureIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section)
-    return FeatureWriter(target.model, identity)
+    folder = Path(section.folder)
+    ensure_store(FeatureWriter(target.model, identity), examples, folder, section.shard_tokens, process)
+    return FeatureStore.open(folder, identity, verify=False)  # each process has verified its share

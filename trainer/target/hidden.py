@@ -1,35 +1,23 @@
 """The target's hidden states, for heads that are trained on a frozen target: here from the target itself.
 
-`trainer.target.features` has them from disk.
+`trainer.target.features` has them from disk. From an lm_head's products to logits: the scales and caps of the
+families that the trainer knows.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.lm_head import lm_head_input
+from decoding.model.lm_head import capture_lm_head_input, lm_head_input
 from trainer.data.batch import Batch
 from trainer.learning.spans import span
-from trainer.target.logits import LogitTransform, check_logits, logit_transform
 
-
-class TopLogits(NamedTuple):
-    """The target's best logits at each position, as the target gives them, and log Σ exp over all its logits."""
-
-    tokens: Int[Tensor, "batch positions k"]
-    logits: Float[Tensor, "batch positions k"]
-    log_total: Float[Tensor, "batch positions"]
-
-
-class StoredStates(NamedTuple):
-    """Tensors of a batch that were read from a disk."""
-
-    hidden: Float[Tensor, "batch positions hidden"]
-    top_k: TopLogits | None
-    """None where they were not stored, or not asked for."""
+LogitTransform = Callable[[Tensor], Tensor]
 
 
 class HiddenStates(Protocol):
@@ -42,15 +30,8 @@ class HiddenStates(Protocol):
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
         """The weight of the target's lm_head."""
 
-    @property
-    def stores_top_k(self) -> bool:
-        """True if `read` gives the best logits where they are asked for."""
-
-    def read(self, batch: Batch, top_k: bool) -> StoredStates | None:
-        """Return what is on a disk for a batch, on the batch's device; None: the target is to be run.
-
-        ``top_k``: the best logits too.
-        """
+    def read(self, batch: Batch) -> Float[Tensor, "batch positions hidden"] | None:
+        """Return the states that are on a disk for a batch, on its device; None: the target is to be run."""
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         """Return what the lm_head reads, on the batch's device, by a run of the target."""
@@ -58,8 +39,6 @@ class HiddenStates(Protocol):
 
 class OnlineTarget:
     """The target itself, run without gradients on every batch."""
-
-    stores_top_k = False
 
     def __init__(self, target: CausalLM) -> None:
         check_logits(target.model)
@@ -71,7 +50,7 @@ class OnlineTarget:
         weight: Tensor = self._model.get_output_embeddings().weight
         return weight
 
-    def read(self, batch: Batch, top_k: bool) -> None:
+    def read(self, batch: Batch) -> None:
         """Return None: nothing is on a disk."""
 
     @torch.no_grad()
@@ -79,3 +58,42 @@ class OnlineTarget:
         with span("target"):
             hidden = lm_head_input(self._model, batch.model_inputs())
         return hidden.to(batch.tokens.device)  # a target spread over devices ends on another
+
+
+# --- from products to logits ----------------------------------------------------------------------------------------
+
+
+def logit_scale(config: PreTrainedConfig) -> float:
+    """Return the factor between the lm_head's products and the logits: Granite divides by one, Cohere multiplies."""
+    factor, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
+    return float(factor or 1.0) / float(divisor or 1.0)
+
+
+def logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
+    """Return the function from products to logits, `logit_scale` and Gemma-2's soft cap; None where they are equal."""
+    scale, cap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
+    if cap:
+        return lambda logits: torch.tanh(logits * scale / cap) * cap
+    return None if scale == 1.0 else lambda logits: logits * scale
+
+
+@torch.no_grad()
+def check_logits(model: PreTrainedModel, role: str = "target") -> None:
+    """Raise ValueError for a model whose logits are not `logit_transform` of its lm_head's products.
+
+    Losses are computed from these products, so another distribution than the model's own would be trained.
+    """
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(f"the {role}'s lm_head has a bias, which losses here have no place for: give another {role}")
+    tokens = torch.tensor([[0, 1]], device=model.device)
+    with capture_lm_head_input(model) as captured:
+        logits = model(input_ids=tokens, use_cache=False).logits
+    weight = model.get_output_embeddings().weight
+    products = weight @ captured[0][0].to(weight.device).mT
+    transform = logit_transform(model.config.get_text_config(decoder=True))
+    expected = (products.mT if transform is None else transform(products.mT)).to(logits.device)
+    if not torch.allclose(logits[0].float(), expected.float(), rtol=0.05, atol=0.05 * float(expected.abs().max())):
+        raise ValueError(
+            f"the {role} ({model.config.model_type}) does more to its lm_head's products than this trainer knows of: "
+            f"give another {role}"
+        )

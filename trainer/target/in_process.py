@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -12,9 +11,9 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.model.causal_lm import CausalLM
 from decoding.prompts import encode_prompt
-from trainer.data.answers import Answered, Outcome, SetAside
+from trainer.data.answers import AnsweredConversation, FailedConversation, Outcome
 from trainer.data.chat import TranscriptEncoder, read_answer
-from trainer.data.conversations import Conversation, Key, Message, answer_message, is_empty
+from trainer.data.conversations import AnswerKey, Message, OpenConversation, answer_message, is_empty
 from trainer.recipe.common import DataSection
 
 GROUP = 4
@@ -40,23 +39,12 @@ class TargetBackend:
         config: DecodingConfig,
         batch_size: int,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: give at least 1")
-        self._target, self._tokenizer, self._drafter = target, tokenizer, drafter
+        self._target, self._tokenizer, self._engine = target, tokenizer, Engine(target, drafter)
         self._config, self._batch_size = config, batch_size
         self.encoder = TranscriptEncoder(DataSection(train="", heldout=""), tokenizer)
 
-    @property
-    def health(self) -> str:
-        """Nothing: there is one writer."""
-        return ""
-
-    def account(self) -> list[str]:
-        """Return nothing: there is one writer."""
-        return []
-
     def outcomes(
-        self, conversations: Sequence[Conversation], done: Container[Key], on_tokens: Callable[[int], None]
+        self, conversations: Sequence[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
         """Yield the outcomes of one group at a time, without the groups that are done."""
         size = GROUP * self._batch_size
@@ -65,15 +53,24 @@ class TargetBackend:
             if any(conversation.key not in done for conversation in group):
                 yield self._answer(group, on_tokens)
 
-    def _answer(self, group: Sequence[Conversation], on_tokens: Callable[[int], None]) -> list[Outcome]:
+    def _answer(self, group: Sequence[OpenConversation], on_tokens: Callable[[int], None]) -> list[Outcome]:
         """Answer a group turn by turn, each turn for all conversations that have one left."""
         texts = [_Text(conversation) for conversation in group]
         for turn in range(max(len(conversation.turns) for conversation in group)):
             ready = [(text, prompt) for text in texts if text.is_open and (prompt := self._prompt(text))]
+            if not ready:
+                break
             config = replace(self._config, seed=self._config.seed + group[0].index + turn * TURN)
-            generations = self._decode([prompt for _, prompt in ready], config, on_tokens)
-            for (text, prompt), generation in zip(ready, generations, strict=True):
-                self._take(text, prompt, generation)
+            prompts = [prompt for _, prompt in ready]
+            tokens: list[list[int]] = [[] for _ in prompts]
+            for index, step in self._engine.steps(prompts, config, batch_size=self._batch_size):
+                tokens[index] += step.tokens
+                on_tokens(len(step.tokens))
+            for (text, _), answer in zip(ready, tokens, strict=True):
+                text.truncated = answer[-1] not in config.eos_token_ids
+                written = answer if text.truncated else answer[:-1]
+                text.answers.append(answer_message(read_answer(self._tokenizer, written, text.truncated)))
+                text.answer_tokens.append(tuple(answer))
         return [text.outcome() for text in texts]
 
     def _prompt(self, text: "_Text") -> tuple[int, ...] | None:
@@ -88,45 +85,14 @@ class TargetBackend:
             return None
         return prompt
 
-    def _decode(
-        self, prompts: Sequence[tuple[int, ...]], config: DecodingConfig, on_tokens: Callable[[int], None]
-    ) -> list[tuple[int, ...]]:
-        if not prompts:
-            return []
-        tokens: list[list[int]] = [[] for _ in prompts]
-        for place, step in Engine(self._target, self._drafter).steps(prompts, config, batch_size=self._batch_size):
-            tokens[place] += step.tokens
-            on_tokens(len(step.tokens))
-        return [tuple(text) for text in tokens]
-
-    def _take(self, text: "_Text", prompt: tuple[int, ...], tokens: tuple[int, ...]) -> None:
-        text.truncated = tokens[-1] not in self._config.eos_token_ids
-        written = list(tokens if text.truncated else tokens[:-1])
-        text.answers.append(answer_message(read_answer(self._tokenizer, written, text.truncated)))
-        text.answer_tokens.append(tokens)
-        text.differing += not self._reads_back(text, prompt, written)
-
-    def _reads_back(self, text: "_Text", prompt: tuple[int, ...], written: list[int]) -> bool:
-        """Return True if training, which tokenizes the text, will see the tokens that the target read and wrote."""
-        if not text.conversation.chat:
-            answer = text.answers[-1]["content"]
-            tokens: list[int] = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
-            return tokens == written
-        closed: Any = self._tokenizer.apply_chat_template(
-            text.conversation.with_answers(text.answers), tools=text.conversation.tools, return_dict=True
-        )
-        expected = [*prompt, *written]
-        return bool(closed["input_ids"][: len(expected)] == expected)
-
 
 class _Text:
     """A conversation under way."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: OpenConversation) -> None:
         self.conversation = conversation
         self.answers: list[Message] = []
         self.answer_tokens: list[tuple[int, ...]] = []
-        self.differing = 0
         self.truncated = False
         self.problem: str | None = None
 
@@ -138,7 +104,7 @@ class _Text:
 
     def outcome(self) -> Outcome:
         if self.problem is not None:
-            return SetAside(self.conversation, "failed", self.problem)
+            return FailedConversation(self.conversation, "failed", self.problem)
         tokens = sum(map(len, self.answer_tokens))
-        written = tuple(self.answer_tokens)
-        return Answered(self.conversation, tuple(self.answers), tokens, self.truncated, written, self.differing)
+        own = tuple(self.answer_tokens)
+        return AnsweredConversation(self.conversation, tuple(self.answers), tokens, self.truncated, own)

@@ -8,15 +8,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dtypes import parse_dtype
+from decoding.model.dtypes import parse_dtype, quantised
+from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import load_model, load_tokenizer
-from decoding.model.quantise import quantised
 from trainer.data.batch import check_documents_are_apart
 from trainer.processes import agreed, from_first
 from trainer.quickstart import resolve
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import MedusaRecipe
-from trainer.target.fingerprints import kept_fingerprint
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> Tar
     """
     name, trusted = resolve(recipe.target), recipe.trust_remote_code
     model = agreed(lambda: load_target_model(recipe, device), patient=True)  # one machine may have to fetch it
-    fingerprint = from_first(lambda: kept_fingerprint(name, trusted))
+    fingerprint = from_first(lambda: stored_fingerprint(name, trusted))
     tokenizer = load_tokenizer(name, trusted)
     return Target(name, parse_dtype(recipe.dtype), fingerprint, tokenizer, model)
 

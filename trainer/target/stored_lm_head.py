@@ -7,7 +7,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from decoding.model.fingerprint import Stored, tensors_of
+from decoding.model.fingerprint import files_of_tensors
 from decoding.model.folder import adapted_model
 from decoding.model.loading import UNREADABLE, model_folder, reason
 
@@ -25,14 +25,20 @@ def read_lm_head(name: str, trust_remote_code: bool = False) -> Tensor:
     try:
         if (base := adapted_model(folder)) is not None:  # adapters leave the ends of the model alone
             return read_lm_head(base, trust_remote_code)
-        stored = {tensor.name: tensor for tensor in tensors_of(folder)}
+        stored = files_of_tensors(folder)
         names = _names(folder, trust_remote_code)
     except UNREADABLE as error:
         raise ValueError(f"the lm_head of {name!r} cannot be read: {reason(error)}") from error
-    found = next((stored[each] for each in names if each in stored), None)
+    found = next((each for each in names if each in stored), None)
     if found is None:
         raise ValueError(f"the weights of {name} hold no lm_head ({' or '.join(names)}): give the whole model")
-    return _read(found)
+    with safe_open(stored[found], framework="pt", backend="pread") as file:
+        weight: Tensor = file.get_tensor(found)
+    if not weight.is_floating_point() or weight.itemsize < 2:
+        raise ValueError(
+            f"{stored[found]} holds {found} in {weight.dtype}: give a target whose lm_head is not quantised"
+        )
+    return weight
 
 
 def _names(folder: Path, trust_remote_code: bool) -> list[str]:
@@ -44,13 +50,3 @@ def _names(folder: Path, trust_remote_code: bool) -> list[str]:
     tied = [each for each, other in model.named_parameters(remove_duplicate=False) if other is weight]
     without_prefix = [each.removeprefix(f"{model.base_model_prefix}.") for each in tied]
     return list(dict.fromkeys((*tied, *without_prefix, *_OTHER_NAMES)))
-
-
-def _read(stored: Stored) -> Tensor:
-    with safe_open(stored.path, framework="pt", backend="pread") as file:
-        weight: Tensor = file.get_tensor(stored.name)
-    if not weight.is_floating_point() or weight.itemsize < 2:
-        raise ValueError(
-            f"{stored.path} holds {stored.name} in {stored.dtype}: give a target whose lm_head is not quantised"
-        )
-    return weight

@@ -3,7 +3,7 @@
 A row is a position whose next token is trained (`Batch.labelled`): prompts take no room. A row holds the ids and logits
 of the ``top_k`` best tokens, those of ``tail`` tokens drawn with replacement from the target's distribution over all
 others, and the logsumexp over all tokens. The sample keeps losses and gradients unbiased (see
-`trainer.learning.teachers.SampledTailTeacher`; Sparse Logit Sampling, 2503.16870).
+`trainer.learning.losses.SampledTailTeacher`; Sparse Logit Sampling, 2503.16870).
 
 Logits are stored as the model computes them, in its dtype, and divided by the temperature when they are read: a
 quotient in bf16 would be rounded once more. The total and the sample are at the temperature. Ids take two bytes, or
@@ -20,12 +20,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decoding.model.banded import attention_in_bands
+from decoding.model.attention import attention_in_bands
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Batch, Example
 from trainer.files.shards import digest_of_each
-from trainer.learning.teachers import SampledTailTeacher
+from trainer.learning.losses import SampledTailTeacher
 from trainer.processes import Process
 from trainer.recipe.draft import TeacherSection
 from trainer.target.loading import Target
@@ -40,8 +40,7 @@ _IN_CACHE, _AT_ONCE = 1 << 20, 1 << 25  # probabilities to draw from at a time: 
 class TeacherIdentity(Identity):
     """The origin of a cache. ``data``: digest of the contents of all examples."""
 
-    noun: ClassVar[str] = "teacher cache"
-    holding: ClassVar[str] = "a teacher cache"
+    noun: ClassVar[str] = "teacher logits"
     row: ClassVar[str] = "position"
     setting: ClassVar[str] = "draft.teacher.folder"
 
@@ -159,7 +158,7 @@ class TeacherStore(Store[TeacherIdentity]):
 
     def read(self, batch: Batch) -> dict[str, Tensor]:
         """Return the columns of the labelled positions, ordered as ``x[batch.labelled(1)]``, on the host."""
-        columns = {name: self._column(name, batch) for name in self._identity.columns()}
+        columns = {name: self._column(name, batch) for name in self.identity.columns()}
         counts = [len(rows) for rows in columns["log_total"]]
         assert counts == batch.labelled(1).sum(1).tolist(), "the batch trains what the cache was written for"
         return {name: torch.cat(rows) for name, rows in columns.items()}
@@ -171,7 +170,7 @@ class TeacherStore(Store[TeacherIdentity]):
 
         Its logits are fp32, divided by the temperature of the cache.
         """
-        identity, whole = self._identity, self.read(batch) if stored is None else stored
+        identity, whole = self.identity, self.read(batch) if stored is None else stored
         tokens = whole["ids"].long()
         if "high_ids" in whole:
             tokens += whole["high_ids"].long() * _TWO_BYTES
@@ -184,23 +183,13 @@ class TeacherStore(Store[TeacherIdentity]):
 
 
 def ensure_teacher_cache(
-    writer: TeacherWriter, examples: Sequence[Example], section: TeacherSection, process: Process
+    target: Target, examples: Sequence[Example], section: TeacherSection, temperature: float, process: Process
 ) -> TeacherStore:
-    """Write the missing rows of these examples' cache; return the whole cache.
+    """Write the missing rows of these examples' cache at the loss's temperature; return the whole cache.
 
     Every process calls this, and waits for the others at the end.
     """
-    folder = Path(section.folder)
-    ensure_store(writer, examples, folder, section.shard_tokens, process)
-    return TeacherStore.open(folder, writer.identity, verify=False)  # each process has verified its share
-
-
-def teacher_writer(
-    target: Target, examples: Sequence[Example], section: TeacherSection, temperature: float
-) -> TeacherWriter:
-    """Return the writer of these examples' cache, whose identity a stored cache must have to be used.
-
-    ``temperature`` is the loss's.
-    """
     identity = TeacherIdentity.of(target.model, target.weights, target.tokenizer, examples, section, temperature)
-    return TeacherWriter(target.model, identity)
+    folder = Path(section.folder)
+    ensure_store(TeacherWriter(target.model, identity), examples, folder, section.shard_tokens, process)
+    return TeacherStore.open(folder, identity, verify=False)  # each process has verified its share

@@ -18,9 +18,8 @@ from rich.text import Text
 
 from decoding.generate import Step
 from decoding.measure.markdown import visible
-from decoding.stopping import TextDecoder
-from decoding.stream import Piece, stream_pieces
-from decoding.tally import Tally
+from decoding.stream import Piece, Tally, stream_pieces
+from decoding.text import TextDecoder
 
 DRAFTED = "green"
 OWN = "bold"

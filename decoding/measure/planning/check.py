@@ -1,22 +1,28 @@
-"""The check of a plan: the planned forms measured beside plain decoding, in turns, on prompts it was not made from."""
+"""The check of a plan: the planned forms measured next to plain decoding, in turns, on prompts it was not made from."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.registry import parse_drafter
 from decoding.engine import Engine
-from decoding.generate import DecodingConfig, Step
-from decoding.measure.figures import told
-from decoding.measure.planning.families import Load
+from decoding.generate import DecodingConfig
+from decoding.measure.figures import PLAIN, told
+from decoding.measure.planning.forms import Load
 from decoding.metrics import ratio_of_rates
 from decoding.model.causal_lm import CausalLM
 
-_PLAIN = "plain"
 _BATCHES = 4
-Group = tuple[float, float, int]
-"""Tokens, seconds and passes of one group of prompts, without its prefills."""
+
+
+class PromptGroup(NamedTuple):
+    """Tokens, seconds and passes of one group of prompts, without its prefills."""
+
+    tokens: float
+    seconds: float
+    passes: int
 
 
 def check_plan(
@@ -25,14 +31,12 @@ def check_plan(
     plan: Mapping[str, Any],
     prompts: Sequence[Sequence[int]],
     config: DecodingConfig,
-    rounds: int = 1,
     advance: Callable[[], Any] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Measure the best form of every drafter at every batch size; return predicted and measured speed-ups.
 
-    ``plan`` holds the figures of `decoding.measure.planning.make.Planner.run`. ``advance`` is called after each batch
-    size. The prompts are decoded in groups of four batches, in which a waiting prompt takes the row of a finished one,
-    by all methods in turn and in rotating order. ValueError by `check_rows`.
+    ``plan`` holds the figures of `decoding.measure.planning.planner.Planner.run`. ``advance`` is called after each
+    batch size. ValueError by `check_rows`.
     """
     check_rows(prompts, [cell["batch_size"] for cell in plan["cells"]])
     rows: list[dict[str, Any]] = []
@@ -40,10 +44,9 @@ def check_plan(
         if cell["context"] is not None:
             continue
         chosen = {choice["best"]["spec"]: choice for choice in cell["choices"]}
-        drafters: dict[str, Drafter | None] = {_PLAIN: None}
-        drafters |= {spec: load(parse_drafter(spec)) for spec in chosen}
-        groups = measure_in_turns(target, drafters, prompts, config, cell["batch_size"], rounds)
-        rows += [_row(cell["batch_size"], choice, groups[spec], groups[_PLAIN]) for spec, choice in chosen.items()]
+        drafters: dict[str, Drafter | None] = {PLAIN: None, **{spec: load(parse_drafter(spec)) for spec in chosen}}
+        groups = measure_in_turns(target, drafters, prompts, config, cell["batch_size"])
+        rows += [_row(cell["batch_size"], choice, groups[spec], groups[PLAIN]) for spec, choice in chosen.items()]
         advance()
     return rows
 
@@ -63,25 +66,23 @@ def measure_in_turns(
     prompts: Sequence[Sequence[int]],
     config: DecodingConfig,
     batch_size: int,
-    rounds: int,
-) -> dict[str, list[Group]]:
-    """Decode the prompts by every drafter (None: plainly) in turns; return the groups of each, their rounds summed.
+) -> dict[str, list[PromptGroup]]:
+    """Decode groups of four batches by every drafter (None: plainly) in turns, in rotating order.
 
-    Their seconds are of passes with all rows of the batch, for which plans are made.
+    In a group a waiting prompt takes the row of a finished one. The seconds are of passes with all rows of the batch,
+    for which plans are made.
     """
     count = max(1, len(prompts) // (_BATCHES * batch_size))
     groups = [prompts[first::count] for first in range(count)]
     names = list(drafters)
     for name in names:
         _decode(target, drafters[name], groups[0][:batch_size], config, batch_size)  # warm-up
-    found: dict[str, list[Group]] = {name: [(0.0, 0.0, 0)] * len(groups) for name in names}
-    for turn in range(rounds * len(groups)):
-        place = turn % len(groups)
-        shift = turn % len(names)
-        seeded = replace(config, seed=config.seed + turn * len(prompts))
-        for name in (*names[shift:], *names[:shift]):
-            before, now = found[name][place], _decode(target, drafters[name], groups[place], seeded, batch_size)
-            found[name][place] = (before[0] + now[0], before[1] + now[1], before[2] + now[2])
+    found: dict[str, list[PromptGroup]] = {name: [] for name in names}
+    for index, group in enumerate(groups):
+        first = index % len(names)
+        seeded = replace(config, seed=config.seed + index * len(prompts))
+        for name in (*names[first:], *names[:first]):
+            found[name].append(_decode(target, drafters[name], group, seeded, batch_size))
     return found
 
 
@@ -91,22 +92,14 @@ def _decode(
     group: Sequence[Sequence[int]],
     config: DecodingConfig,
     batch_size: int,
-) -> Group:
+) -> PromptGroup:
     """Decode to the end. The seconds are of passes with all rows; their tokens are as many a row as in all passes.
 
     Which rows stay to the end depends on what is accepted: tokens of the full passes alone would favour the fast texts.
     """
-    passes: list[list[Step]] = []
-    seen: set[int] | None = None
-    for place, step in Engine(target, drafter).steps(group, config, batch_size=batch_size):
-        if step.is_prefill:
-            seen = None
-            continue
-        if seen is None or place in seen:  # a text's next step is of the next pass
-            passes.append([])
-            seen = set()
-        passes[-1].append(step)
-        seen.add(place)
+    steps = Engine(target, drafter).steps(group, config, batch_size=batch_size)
+    after_prefill = (step for _, step in steps if not step.is_prefill)
+    passes = [list(rows) for _, rows in groupby(after_prefill, key=lambda step: step.total_seconds)]  # one for all rows
     every = [step for rows in passes for step in rows]
     timed = [step for rows in passes if len(rows) == batch_size for step in rows]
     if not timed:
@@ -114,22 +107,22 @@ def _decode(
             f"no pass of the check had all {batch_size} rows: give more prompts, raise --limit, or lower --batch-size"
         )
     per_row = sum(len(step.tokens) for step in every) / len(every)
-    return per_row * len(timed), sum(step.total_seconds for step in timed), len(timed)
+    return PromptGroup(per_row * len(timed), sum(step.total_seconds for step in timed), len(timed))
 
 
-def _row(batch_size: int, choice: Mapping[str, Any], mine: Sequence[Group], plain: Sequence[Group]) -> dict[str, Any]:
-    """Compare one prediction with its measurement. Their ratio is above 1 where the plan promised too much."""
-    pairs = [(*ours[:2], *theirs[:2]) for ours, theirs in zip(mine, plain, strict=True)]
-    measured = ratio_of_rates(pairs)
-    best = choice["best"]
-    tokens = sum(group[0] for group in mine) / max(1, sum(group[2] for group in mine))
+def _row(
+    batch_size: int, choice: Mapping[str, Any], mine: Sequence[PromptGroup], plain: Sequence[PromptGroup]
+) -> dict[str, Any]:
+    """Compare one prediction with its measurement. Their ratio is above 1 if the plan promised too much."""
+    measured = ratio_of_rates([(*ours[:2], *theirs[:2]) for ours, theirs in zip(mine, plain, strict=True)])
+    form = choice["best"]
+    tokens = sum(group.tokens for group in mine) / max(1, sum(group.passes for group in mine))
     return {
         "batch_size": batch_size,
         "drafter": choice["drafter"],
-        "spec": best["spec"],
-        "predicted": best["speedup"],
+        "spec": form["spec"],
+        "predicted": form["speedup"],
         "measured": told(measured),
-        "ratio": best["speedup"] / measured.value,
-        "tokens_per_pass": {"predicted": best["tokens_per_pass"], "measured": tokens},
-        "cost": {"predicted": best["cost"], "measured": tokens / measured.value},
+        "ratio": form["speedup"] / measured.value,
+        "tokens_per_pass": {"predicted": form["tokens_per_pass"], "measured": tokens},
     }

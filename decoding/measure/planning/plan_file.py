@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decoding.drafters.prompt_lookup import PromptLookupDrafter
-from decoding.drafters.registry import named_drafter, parse_drafter
+from decoding.drafters.registry import parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.machine import hardware
-from decoding.measure.planning.choose import LEAST_GAIN
+from decoding.measure.planning.step_costs import LEAST_GAIN
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.header import read_object
 from decoding.model.hub import short_name
+from decoding.model.stored import read_object
 
 FORMAT = "headstart plan 1"
 _KEYS = frozenset({"cells", "curves", "drafters", "dtype", "fingerprints", "hardware", "temperature", "text_tokens"})
@@ -38,12 +37,12 @@ def write_plan(content: Mapping[str, Any], path: Path) -> None:
 
 
 def read_plan(path: Path) -> "Plan":
-    """Read a plan. ValueError if the file is missing or is none."""
+    """Read a plan. ValueError if the file is missing or is not one."""
     if not path.is_file():
         raise ValueError(f"there is no plan {path}: {_REMEDY}")
     content = read_object(path, _REMEDY)
     if content.get("format") != FORMAT:
-        raise ValueError(f"{path} is no plan of this version (its format is {content.get('format')!r}): {_REMEDY}")
+        raise ValueError(f"{path} is not a plan of this version (its format is {content.get('format')!r}): {_REMEDY}")
     if missing := sorted(_KEYS - content.keys()):
         raise ValueError(f"{path} is a plan without {', '.join(missing)}: {_REMEDY}")
     return Plan(str(path), content)
@@ -61,27 +60,21 @@ class Plan:
 
         ``target``: folder or Hub id. ``dtype``: as torch writes it, such as ``bfloat16``.
         """
-        known = self.content["fingerprints"]
-        if (found := stored_fingerprint(target, trusted)) != known["target"]:
-            raise ValueError(
-                f"{self.name} was made for the target {known['target']}, but {short_name(target)} is {found}: "
-                f"{_REMEDY} for this target"
-            )
         if dtype != self.content["dtype"]:
             raise ValueError(
                 f"{self.name} was made in {self.content['dtype']}, where other costs hold than in {dtype}: {_REMEDY} "
                 "in this dtype, or give --dtype"
             )
-        for spec, fingerprint in known["drafters"].items():
-            path = parse_drafter(spec).path
+        known = self.content["fingerprints"]
+        weights = [(parse_drafter(spec).path, fingerprint) for spec, fingerprint in known["drafters"].items()]
+        for path, fingerprint in ((target, known["target"]), *weights):
             if path is not None and (found := stored_fingerprint(path, trusted)) != fingerprint:
                 raise ValueError(
-                    f"{self.name} was made with the drafter {fingerprint}, but {short_name(path)} is {found}: "
+                    f"{self.name} was made with the weights {fingerprint}, but {short_name(path)} has {found}: "
                     f"{_REMEDY} with these weights"
                 )
         if hardware() != self.content["hardware"]:
-            told = f"{self.name} was made on another machine, or with other threads: its costs may not hold here"
-            return [told]
+            return [f"{self.name} was made on another machine, or with other threads: its costs may not hold here"]
         return []
 
     @property
@@ -90,7 +83,7 @@ class Plan:
         return sorted({cell["batch_size"] for cell in self.content["cells"]})
 
     def choice(self, batch_size: int, context: int | None = None) -> dict[str, Any] | None:
-        """Return the choice with the greatest speed-up in the nearest cell; None where plain decoding is as fast.
+        """Return the choice with the greatest speed-up in the nearest cell; None if plain decoding is as fast.
 
         ``context``: the tokens of the prompt; None takes the prompts of the plan at their own lengths.
         """
@@ -99,17 +92,18 @@ class Plan:
         return found if found["speedup"] >= LEAST_GAIN else None
 
     def _cell(self, batch_size: int, context: int | None) -> dict[str, Any]:
-        def far(cell: Mapping[str, Any]) -> tuple[float, float]:
-            return abs(math.log(cell["batch_size"] / batch_size)), self._away(cell["context"], context)
+        """Return the nearest cell: first by the batch size, then by the context, both as ratios."""
 
-        found: dict[str, Any] = min(self.content["cells"], key=far)
+        def distance(cell: Mapping[str, Any]) -> tuple[float, float]:
+            planned = cell["context"]
+            if context is None:
+                far = 0.0 if planned is None else math.inf
+            else:
+                far = abs(math.log((planned or self.content["text_tokens"]) / max(context, 1)))
+            return abs(math.log(cell["batch_size"] / batch_size)), far
+
+        found: dict[str, Any] = min(self.content["cells"], key=distance)
         return found
-
-    def _away(self, planned: int | None, context: int | None) -> float:
-        """Return the distance of a planned context from one to decode in; None are the prompts of the plan."""
-        if context is None:
-            return 0.0 if planned is None else math.inf
-        return abs(math.log((planned or self.content["text_tokens"]) / max(context, 1)))
 
     def drafter_of(self, fingerprint: str) -> dict[str, Any]:
         """Return the plan's drafter with these weights; ValueError if there is none.
@@ -118,10 +112,10 @@ class Plan:
         and no depths to tell.
         """
         weights = self.content["fingerprints"]["drafters"]
-        with_them = [held for held in self.content["drafters"] if weights[held["drafter"]] == fingerprint]
+        with_them = [each for each in self.content["drafters"] if weights[each["drafter"]] == fingerprint]
         if not with_them:
             raise ValueError(f"{self.name} was made with other weights than those to export ({fingerprint}): {_REMEDY}")
-        found: dict[str, Any] = min(with_them, key=lambda held: held["kind"] == "fixed")
+        found: dict[str, Any] = min(with_them, key=lambda each: each["kind"] == "fixed")
         return found
 
     def best_of(self, spec: str, batch_size: int = 1) -> dict[str, Any]:
@@ -129,33 +123,3 @@ class Plan:
         choices = self._cell(batch_size, None)["choices"]
         found: dict[str, Any] = next(choice for choice in choices if choice["drafter"] == spec)
         return found
-
-
-def vllm_config(drafter: Mapping[str, Any], temperature: float = 0.0) -> dict[str, Any] | None:
-    """Return vLLM's speculative config of one of a plan's drafters, its depths by batch size among it; None without.
-
-    vLLM 0.32 wants ranges that start at 1 and do not overlap, bounds included; the last depth also holds for larger
-    batches, and a depth of 0 drafts nothing. Only draft models and n-gram lookup take them: with Medusa heads and
-    parallel drafts its code asserts, or relies on, one depth. There `prompt_lookup_max` alone sets the minimum too, and
-    a draft model drafts by argmax unless told to sample: both are given as they were planned with at ``temperature``.
-    """
-    spec, ranges = parse_drafter(drafter["drafter"]), drafter["depth_by_batch_size"] or ()
-    deepest = max((depth for _, _, depth in ranges), default=0)
-    if not deepest or spec.name not in ("draft", "lookup"):
-        return None
-    return {
-        **(_vllm_lookup(spec) if spec.name == "lookup" else _vllm_draft(spec, temperature)),
-        "num_speculative_tokens": deepest,
-        "num_speculative_tokens_per_batch_size": [list(found) for found in ranges],
-    }
-
-
-def _vllm_lookup(spec: DrafterSpec) -> dict[str, Any]:
-    lookup = named_drafter(spec.name, None, **spec.options)
-    assert isinstance(lookup, PromptLookupDrafter)
-    return {"method": "ngram", "prompt_lookup_max": lookup.max_ngram, "prompt_lookup_min": lookup.min_ngram}
-
-
-def _vllm_draft(spec: DrafterSpec, temperature: float) -> dict[str, Any]:
-    drawn = {"draft_sample_method": "probabilistic"} if temperature and spec.options.get("sampled", True) else {}
-    return {"method": "draft_model", "model": spec.path, **drawn}

@@ -1,4 +1,4 @@
-"""Seconds of the decoding loop's own steps by the size of the draft, and a model of those in between.
+"""Seconds of the decoding loop's own steps by the size of the draft, and the choice that follows from them.
 
 The loop runs with the real drafter, so that the seconds hold what a pass alone does not show: the draft's cache that
 catches up, masks, rules, the commit. Plain steps and drafts of several sizes take turns in one decoding.
@@ -6,21 +6,25 @@ catches up, masks, rules, the commit. Plain steps and drafts of several sizes ta
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import NamedTuple
 
 import torch
 
 from decoding.drafters.base import Drafter
+from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.metrics import StepCount
+from decoding.metrics import StepCount, predicted_speedup
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs
 from decoding.policies import PLAIN, Budget
+from decoding.rules.best_tree import Paths
 
+LEAST_GAIN = 1.02
+"""Speed-up below which speculation is not worth turning on."""
 BLOCK = 4
 """Steps of one budget in a row. The first is not counted: it pays for the change."""
 _SIZES = 7
@@ -44,6 +48,9 @@ class StepSeconds(NamedTuple):
         return self.draft + self.verify + self.overhead
 
 
+# --- measured ---------------------------------------------------------------------------------------------------------
+
+
 class StepSurvey:
     """Policy that takes plain decoding and the given budgets in turns, and keeps the seconds of their steps."""
 
@@ -52,7 +59,7 @@ class StepSurvey:
     def __init__(self, budgets: Sequence[Budget], rows: int, samples: int) -> None:
         """Until every budget has ``samples`` steps of all ``rows``."""
         # Plain steps before each pair of budgets: their seconds stand in every speed-up.
-        order = [turn for place in range(0, len(budgets), 2) for turn in (PLAIN, *budgets[place : place + 2])]
+        order = [turn for index in range(0, len(budgets), 2) for turn in (PLAIN, *budgets[index : index + 2])]
         self._turns: Iterator[Budget] = cycle([budget for budget in order for _ in range(BLOCK)])
         self._left = _ROUNDS * len(order) * BLOCK
         self._rows, self._samples = rows, samples
@@ -60,15 +67,11 @@ class StepSurvey:
         self._wanted = (PLAIN, *budgets)
         self._last: Budget | None = None
 
-    @property
-    def done(self) -> bool:
-        """True once every budget has its samples."""
-        return all(len(self._found[budget]) >= self._samples for budget in self._wanted)
-
-    @property
-    def measured(self) -> bool:
-        """True once every budget has a sample, or has been tried for four rounds."""
-        return self._left <= 0 or all(self._found[budget] for budget in self._wanted)
+    def is_done(self, in_time: bool = True) -> bool:
+        """Return True once every budget has its samples; out of time one each will do, or four rounds of trying."""
+        if not in_time and self._left <= 0:
+            return True
+        return all(len(self._found[budget]) >= (self._samples if in_time else 1) for budget in self._wanted)
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         self._left -= 1
@@ -98,16 +101,6 @@ def _typical(samples: Sequence[StepSeconds]) -> StepSeconds:
     return StepSeconds(*(statistics.fmean(part) for part in zip(*kept, strict=True)))
 
 
-def surveyed_budgets(budgets: Sequence[Budget], room: int) -> list[Budget]:
-    """Return up to seven of a drafter's budgets of at most ``room`` tokens' depth, evenly spaced, both ends among them.
-
-    The smallest one is returned in any case.
-    """
-    budgets = [budget for budget in budgets if budget.depth <= room] or budgets[:1]
-    last = len(budgets) - 1
-    return list(dict.fromkeys(budgets[round(place * last / (_SIZES - 1))] for place in range(_SIZES)))
-
-
 def survey_steps(
     target: CausalLM,
     drafter: Drafter,
@@ -122,12 +115,14 @@ def survey_steps(
     ``seconds`` bounds the time of the steps, prefills apart; every budget that the texts have room for gets a sample
     anyway. ValueError where they have room for none.
     """
-    survey = StepSurvey(surveyed_budgets(drafter.budgets, config.max_new_tokens // 2), rows, samples)
+    fitting = [each for each in drafter.budgets if each.depth <= config.max_new_tokens // 2] or drafter.budgets[:1]
+    spaced = [fitting[round(index * (len(fitting) - 1) / (_SIZES - 1))] for index in range(_SIZES)]
+    survey = StepSurvey(list(dict.fromkeys(spaced)), rows, samples)
     texts = list(islice(cycle(prompts), max(_MOST_TEXTS, 8 * rows)))
     spent = 0.0
     for _, step in Engine(target, drafter, survey).steps(texts, config, batch_size=rows):
         spent += 0.0 if step.is_prefill else step.total_seconds
-        if survey.done or (survey.measured and spent > seconds):
+        if survey.is_done() or (spent > seconds and survey.is_done(in_time=False)):
             break
     found = survey.seconds()
     if PLAIN not in found or len(found) == 1:
@@ -136,6 +131,9 @@ def survey_steps(
             f"{drafter.max_depth} tokens: raise --max-new-tokens, or give other prompts"
         )
     return found
+
+
+# --- modelled ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -175,10 +173,6 @@ class StepCosts:
         )
         return StepSeconds(draft, verify, overhead)
 
-    def of_chains(self, depths: Iterable[int]) -> dict[int, float]:
-        """Return the cost of a step by the depth of its chain, in steps of plain decoding."""
-        return {depth: self.step(Budget(depth, depth + 1)).total / self.plain for depth in depths}
-
 
 def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]) -> float:
     """Return the value ``at`` a place by least squares of relative errors, with an offset and no negative slope.
@@ -201,3 +195,81 @@ def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]
     return max(
         0.0, float(solved[0]) + sum(float(slope) * at[axis] for slope, axis in zip(solved[1:], used, strict=True))
     )
+
+
+# --- chosen -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A form of a drafter: its spec, its size, and the tokens that a target pass brings with it, the target's own too.
+
+    ``tree``: the paths of its tree, empty for a chain and where the drafter has a tree of its own.
+    """
+
+    spec: DrafterSpec
+    budget: Budget
+    tokens: float
+    tree: Paths = ()
+
+    @property
+    def is_chain(self) -> bool:
+        return self.budget.nodes == self.budget.depth + 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A candidate with the seconds of its step and of a plain one. ``tokens`` per step over seconds: the speed-up."""
+
+    candidate: Candidate
+    step: StepSeconds
+    plain: float
+
+    @property
+    def speedup(self) -> float:
+        """S = E / (draft + verify + overhead), all in steps of plain decoding, whose own overhead is one of its parts.
+
+        E: `Candidate.tokens`.
+        """
+        parts = (part / self.plain for part in self.step)
+        return predicted_speedup(self.candidate.tokens, *parts)
+
+    @property
+    def cost(self) -> float:
+        """Seconds of its step in steps of plain decoding: the tokens that it must bring to pay."""
+        return self.step.total / self.plain
+
+
+def best(candidates: Sequence[Candidate], costs: StepCosts) -> Prediction:
+    """Return the candidate with the greatest speed-up by these costs; of equals the smaller one."""
+    predictions = [Prediction(each, costs.step(each.budget), costs.plain) for each in candidates]
+    return max(predictions, key=lambda found: (found.speedup, -found.candidate.budget.nodes))
+
+
+def with_tokens(found: Prediction, tokens: float) -> Prediction:
+    """Return the prediction with tokens per pass that were measured anew for its very form."""
+    return replace(found, candidate=replace(found.candidate, tokens=tokens))
+
+
+def depth_by_batch_size(chains: Mapping[int, float], costs: Mapping[int, StepCosts]) -> list[tuple[int, int, int]]:
+    """Return the best chain's depth for every batch size up to the largest measured, as (first, last, depth) ranges.
+
+    ``chains``: tokens per pass by depth. ``costs``: by measured batch size; those between are linear. A depth of 0 is
+    plain decoding.
+    """
+    sizes = sorted(costs)
+    ranges: list[tuple[int, int, int]] = []
+    for rows in range(1, sizes[-1] + 1):
+        low = max((size for size in sizes if size <= rows), default=sizes[0])
+        high = min(size for size in sizes if size >= rows)
+        share = (rows - low) / (high - low) if high > low else 0.0
+
+        def seconds(depth: int, low: int = low, high: int = high, share: float = share) -> float:
+            budget = Budget(depth, depth + 1)
+            return (1 - share) * costs[low].step(budget).total + share * costs[high].step(budget).total
+
+        gains = {0: LEAST_GAIN} | {depth: tokens * seconds(0) / seconds(depth) for depth, tokens in chains.items()}
+        depth = max(gains, key=lambda depth: (gains[depth], -depth))
+        first = ranges.pop()[0] if ranges and ranges[-1][2] == depth else rows
+        ranges.append((first, rows, depth))
+    return ranges

@@ -1,27 +1,23 @@
-"""Tests of sampled texts: mean log-probability of their tokens, counts of next tokens and of short continuations."""
+"""Tests of sampled texts: mean log-probability of their tokens, counts of next tokens."""
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from decoding.measure.proof.finding import Finding
-from decoding.measure.proof.reference import Reference, Written
-from decoding.measure.proof.statistics import Cells, Counted, LogProbability
+from decoding.measure.proof.finding import Finding, judged, undecided
+from decoding.measure.proof.reference import EngineText, Reference
+from decoding.measure.proof.statistics import Cells, CountTest, LogProbability
 
 DEPTH = 3
 """Tokens of a short continuation: the first comes from the prefill, the next from speculation."""
-_CELL = 5.0
-"""Draws that are expected in a cell of its own."""
 _CONTEXT = 25.0
 """Draws that are expected after a beginning whose next tokens are counted."""
-TESTS = 2 + DEPTH
-"""Tests with a p-value: log-probability, the next token at each position, continuations."""
+TESTS = 1 + DEPTH
+"""Tests with a p-value: log-probability, and the next token at each position, which together are continuations."""
 
 
-def log_probability(reference: Reference, texts: Sequence[Written], alpha: float) -> Finding:
+def log_probability(reference: Reference, texts: Sequence[EngineText], alpha: float) -> Finding:
     """Compare the mean log-probability of the tokens with its expectation under the target."""
     total, loose = LogProbability.none(), 0
     for text, (p, tokens) in zip(texts, reference.probabilities(texts), strict=True):
@@ -41,73 +37,51 @@ def log_probability(reference: Reference, texts: Sequence[Written], alpha: float
         seen += f"; {total.impossible} tokens have probability 0 under the target's controls"
     if loose:
         seen += f"; {loose} at the border of top-k, top-p or min-p are left out"
-    figures = {
-        "tokens": total.tokens,
-        "shift": total.shift,
-        "standard_error": total.standard_error,
-        "z": total.z,
-        "variance": total.variance / max(1, total.tokens),
-        "impossible": total.impossible,
-        "at_the_border": loose,
-    }
-    return Finding("mean log-probability", p_value >= alpha, seen, p_value, figures)
+    return judged(
+        "mean log-probability",
+        p_value >= alpha,
+        f"p {written_p(p_value)}: {seen}",
+        p_value=p_value,
+        tokens=total.tokens,
+        shift=total.shift,
+        standard_error=total.standard_error,
+        z=total.z,
+        impossible=total.impossible,
+        at_the_border=loose,
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class Continuations:
-    """The likely beginnings of the texts that follow a prompt, chosen by the target alone, each with its next p."""
-
-    p_after: dict[tuple[int, ...], Tensor]
-    """(vocab,) in fp64, by the tokens behind the prompt; () is the prompt itself."""
-    draws: int
-
-    @staticmethod
-    def of(reference: Reference, prompt: Sequence[int], draws: int, depth: int = DEPTH) -> "Continuations":
-        """Compute p after each beginning of fewer than ``depth`` tokens expected ``_CONTEXT`` times."""
-        p_after: dict[tuple[int, ...], Tensor] = {}
-        level: dict[tuple[int, ...], float] = {(): float(draws)}
-        for length in range(depth):
-            rows = reference.after([(*prompt, *path) for path in level], len(prompt)).cpu()  # as the counts are
-            p_after |= dict(zip(level, rows, strict=True))
-            if length < depth - 1:
-                level = {
-                    (*path, token): expected * float(row[token])
-                    for (path, expected), row in zip(level.items(), rows, strict=True)
-                    for token in (row * expected >= _CONTEXT).nonzero().flatten().tolist()
-                    if token not in reference.eos_token_ids
-                }
-            if not level:
-                break
-        return Continuations(p_after, draws)
-
-    def next_tokens(self, texts: Sequence[tuple[int, ...]], position: int) -> list[Cells]:
-        """Return the counts of the tokens at a position (from 1), in each beginning apart."""
-        found = []
-        for path, p in self.p_after.items():
-            if len(path) == position - 1:
-                follow = [text[len(path)] for text in texts if text[: len(path)] == path and len(text) > len(path)]
-                counts = torch.bincount(torch.tensor(follow, dtype=torch.long), minlength=len(p))
-                found.append(Cells.pooled(counts, p))
-        return found
-
-    def whole(self, texts: Sequence[tuple[int, ...]]) -> Cells:
-        """Return the counts of whole continuations; those that are expected too seldom are counted together."""
-        cells: dict[tuple[int, ...], float] = {}
-        reached: dict[tuple[int, ...], float] = {(): 1.0}
-        for path, p in self.p_after.items():  # parents before children
-            for token in (p * reached[path] * self.draws >= _CELL).nonzero().flatten().tolist():
-                longer = (*path, token)
-                if longer in self.p_after:
-                    reached[longer] = reached[path] * float(p[token])
-                else:
-                    cells[longer] = reached[path] * float(p[token])
-        counts = Counter(next((text[:n] for n in range(1, DEPTH + 1) if text[:n] in cells), ()) for text in texts)
-        rest = max(0.0, 1 - sum(cells.values()))
-        values = [counts[path] for path in cells] + [counts[()]]
-        return Cells(torch.tensor(values, dtype=torch.float64), torch.tensor([*cells.values(), rest]).double())
+def written_p(value: float) -> str:
+    """Write a p-value with its sign: ``= 0.031``, ``< 1.0e-09``."""
+    return "= 0" if value == 0 else "= 1" if value == 1 else f"< {value:.1e}" if value < 1e-3 else f"= {value:.3f}"
 
 
-def undecided(reference: Reference, texts: Sequence[Written], count: int) -> list[tuple[int, ...]]:
+def likely_beginnings(reference: Reference, prompt: Sequence[int], draws: int) -> dict[tuple[int, ...], Tensor]:
+    """Return p, (vocab,) in fp64, after each beginning of fewer than `DEPTH` tokens expected ``_CONTEXT`` times.
+
+    The target alone chooses the beginnings; () is the prompt itself.
+    """
+    p_after: dict[tuple[int, ...], Tensor] = {}
+    level: dict[tuple[int, ...], float] = {(): float(draws)}
+    while level:
+        rows = reference.after([(*prompt, *path) for path in level], len(prompt)).cpu()  # as the counts are
+        p_after |= dict(zip(level, rows, strict=True))
+        level = {
+            (*path, token): expected * float(row[token])
+            for (path, expected), row in zip(level.items(), rows, strict=True)
+            for token in (row * expected >= _CONTEXT).nonzero().flatten().tolist()
+            if token not in reference.eos_token_ids and len(path) < DEPTH - 1
+        }
+    return p_after
+
+
+def counts_after(path: tuple[int, ...], p: Tensor, texts: Sequence[tuple[int, ...]]) -> Cells:
+    """Return the counts of the tokens that follow a beginning in the texts."""
+    follow = [text[len(path)] for text in texts if text[: len(path)] == path and len(text) > len(path)]
+    return Cells.pooled(torch.bincount(torch.tensor(follow, dtype=torch.long), minlength=len(p)), p)
+
+
+def open_beginnings(reference: Reference, texts: Sequence[EngineText], count: int) -> list[tuple[int, ...]]:
     """Return the beginnings of ``count`` texts, cut where the next `DEPTH` tokens have about one nat of entropy each.
 
     There a few continuations share most of the draws: where all were likely, or one alone, counts would show little.
@@ -118,8 +92,8 @@ def undecided(reference: Reference, texts: Sequence[Written], count: int) -> lis
         entropy = -torch.special.xlogy(p, p).sum(1)
         unlike = (entropy - 1).abs()
         windows = unlike.unfold(0, DEPTH, 1).sum(1) if len(unlike) >= DEPTH else unlike[:1]
-        place = int(windows.argmin())
-        found.append((float(windows[place]), (*text.prompt, *text.tokens[:place])))
+        index = int(windows.argmin())
+        found.append((float(windows[index]), (*text.prompt, *text.tokens[:index])))
     return [beginning for _, beginning in sorted(found)[:count]]
 
 
@@ -132,30 +106,18 @@ def next_tokens(
         prompt: [tuple(ends[0] if token in ends else token for token in text) for text in texts]
         for prompt, texts in drawn.items()
     }
-    known = {prompt: Continuations.of(reference, prompt, len(texts)) for prompt, texts in folded.items()}
-    findings = []
-    for position in range(1, DEPTH + 1):
-        contexts = [cells for prompt in folded for cells in known[prompt].next_tokens(folded[prompt], position)]
-        findings.append(_counted(f"next token, position {position}", Counted.of(contexts), len(contexts), alpha))
-    every = [known[prompt].whole(folded[prompt]) for prompt in folded]
-    return [*findings, _counted(f"continuations of {DEPTH} tokens", Counted.of(every), len(every), alpha)]
+    contexts: list[list[Cells]] = [[] for _ in range(DEPTH)]
+    for prompt, texts in folded.items():
+        for path, p in likely_beginnings(reference, prompt, len(texts)).items():
+            contexts[len(path)].append(counts_after(path, p, texts))
+    return [
+        _of_counts(f"next token, position {position}", CountTest.of(cells), len(cells), alpha)
+        for position, cells in enumerate(contexts, start=1)
+    ]
 
 
-def _counted(test: str, found: Counted, contexts: int, alpha: float) -> Finding:
-    seen = (
-        f"{found.draws:,} draws in {contexts} context{'s' * (contexts != 1)}, chi-square {found.chi_square:.1f} "
-        f"at {found.degrees} degrees of freedom"
-    )
-    if found.impossible:
-        seen += "; tokens of probability 0 were drawn"
-    elif not found.degrees:
-        seen = f"{found.draws:,} draws after beginnings that are likely enough to count: more draws are needed to tell"
-    figures = {
-        "draws": found.draws,
-        "contexts": contexts,
-        "chi_square": found.chi_square,
-        "degrees": found.degrees,
-        "chi_square_p": found.chi_square_p,
-    }
-    told = found.degrees > 0 or found.impossible
-    return Finding(test, found.p_value >= alpha, seen, found.p_value, figures, told)
+def _of_counts(check: str, found: CountTest, contexts: int, alpha: float) -> Finding:
+    if not found.degrees and found.p_value:
+        return undecided(check, f"{found.draws:,} draws after likely beginnings are too few: give more --draws")
+    seen = f"p {written_p(found.p_value)}: {found.draws:,} draws in {contexts} contexts, {found.degrees} free cells"
+    return judged(check, found.p_value >= alpha, seen, contexts=contexts, **found._asdict())

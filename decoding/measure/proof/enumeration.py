@@ -24,7 +24,7 @@ from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import Decide, Rule, Verdict
 
 Result = TypeVar("Result")
-Counted = TypeVar("Counted", bound=Hashable)
+Outcome = TypeVar("Outcome", bound=Hashable)
 Draft = Callable[[RandomSource], Proposal]
 Context = tuple[int, ...]
 """The tokens from below the root to a node: the root itself is the same in every context and left out."""
@@ -76,9 +76,9 @@ def outcomes(program: Callable[[RandomSource], Result]) -> Iterator[tuple[Result
         yield result, source.probability
 
 
-def distribution(program: Callable[[RandomSource], Counted]) -> dict[Counted, float]:
+def distribution(program: Callable[[RandomSource], Outcome]) -> dict[Outcome, float]:
     """Return the probability of each result."""
-    total: dict[Counted, float] = defaultdict(float)
+    total: dict[Outcome, float] = defaultdict(float)
     for result, probability in outcomes(program):
         total[result] += probability
     return dict(total)

@@ -20,7 +20,6 @@ from decoding.measure.proof.loop import EngineWriter
 from decoding.measure.proof.reference import Reference
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import Budget
 from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
@@ -62,6 +61,12 @@ def planted(target: CausalLM, sampling: SamplingConfig, eos: tuple[int, ...], ba
     return [
         engine("none: plain decoding", None, is_right=True),
         engine("none: a draft that is half right", Disturbed(target), is_right=True),
+        engine(
+            "a sampling temperature 1.3 times the one asked for",
+            None,
+            config=replace(config, sampling=replace(sampling, temperature=1.3 * sampling.temperature)),
+        ),
+        engine("argmax drafts accepted by a softmax q", Disturbed(target, argmax=True)),
         engine("q altered after sampling", Disturbed(target, altered=_flatter)),
         engine(
             "top-p on the draft's side only", Disturbed(target, top_p=_TOP_P), reference=Reference(target, cut, eos)
@@ -95,12 +100,9 @@ class Disturbed(Drafter):
         top_p: float = 1.0,
         argmax: bool = False,
     ) -> None:
-        self._inner = DraftModelDrafter(target, (1,) * _DEPTH)
+        self._inner = DraftModelDrafter(target, _DEPTH)
+        self.budgets = self._inner.budgets
         self.altered, self.argmax, self._top_p = altered, argmax, top_p
-
-    @property
-    def budgets(self) -> tuple[Budget, ...]:
-        return self._inner.budgets
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         return self._inner.kinds(sampling)

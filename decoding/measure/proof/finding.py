@@ -1,35 +1,62 @@
-"""Findings of a proof: each test's verdict with its figures, and all of them together."""
+"""A finding: the outcome of one check, of a proof, a server, a machine or a model. Imports no PyTorch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Status = Literal["ok", "note", "open", "problem"]
+"""``note``: works, but may cost speed. ``open``: could not be decided. ``problem``: fails, or drafts in vain."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The verdict of one test. ``p_value`` is None for a test that draws nothing: it fails at the first fault.
+    """The outcome of one check: a sentence with its values, a remedy if there is one, and the values for JSON.
 
-    ``told`` False: too little was drawn for the test to find anything; it fails nothing.
+    A test that draws samples has its p-value in ``figures["p_value"]``.
     """
 
-    test: str
-    passed: bool
-    seen: str
-    """The test's figures in words, with the first fault."""
-    p_value: float | None = None
-    figures: dict[str, Any] = field(default_factory=dict)
-    told: bool = True
+    check: str
+    status: Status
+    found: str
+    remedy: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def verdict(self) -> str:
-        return "FAIL" if not self.passed else "PASS" if self.told else "OPEN"
+    def passed(self) -> bool:
+        """False for a problem alone."""
+        return self.status != "problem"
 
     def as_json(self) -> dict[str, Any]:
-        p_value = {} if self.p_value is None else {"p_value": self.p_value}
-        return {"test": self.test, "verdict": self.verdict, **p_value, "seen": self.seen, **self.figures}
+        return asdict(self)
 
 
-def all_pass(findings: Sequence[Finding]) -> bool:
-    """Return True if every test passes; at least one must have run."""
-    assert findings, "nothing was tested"
-    return all(finding.passed for finding in findings)
+def judged(check: str, passed: bool, found: str, **figures: Any) -> Finding:
+    """Return the finding of a test that passes or fails."""
+    return Finding(check, "ok" if passed else "problem", found, figures=figures)
+
+
+def ok(check: str, found: str, **figures: Any) -> Finding:
+    """Return the finding of a check that found nothing wrong."""
+    return Finding(check, "ok", found, figures=figures)
+
+
+def note(check: str, found: str, remedy: str, **figures: Any) -> Finding:
+    """Return the finding of something that works, but could cost speed or surprise later."""
+    return Finding(check, "note", found, remedy, figures)
+
+
+def undecided(check: str, reason: str) -> Finding:
+    """Return the finding of a check that could not be made, or that had too few samples."""
+    return Finding(check, "open", reason)
+
+
+def problem(check: str, found: str, remedy: str, **figures: Any) -> Finding:
+    """Return the finding of something that will fail, or draft in vain."""
+    return Finding(check, "problem", found, remedy, figures)
+
+
+def all_pass(findings: Iterable[Finding]) -> bool:
+    """Return True if none is a problem; at least one check must have run."""
+    every = list(findings)
+    assert every, "nothing was tested"
+    return all(finding.passed for finding in every)

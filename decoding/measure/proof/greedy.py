@@ -1,87 +1,112 @@
-"""Greedy identity: every written token is the target's best, or tied with it; and texts end where they should."""
+"""Greedy texts compared with the target: every token is its best, or tied with it; and texts end where they should."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
-from decoding.measure.proof.finding import Finding
-from decoding.measure.proof.reference import Reference, Written, near_tie
+import torch
 
-
-class _Fault(NamedTuple):
-    """A token that is not the target's best: text and position count from 1, ``margin`` is in logits."""
-
-    text: int
-    position: int
-    token: int
-    best: int
-    margin: float
-
-    def __str__(self) -> str:
-        return (
-            f"text {self.text}, token {self.position}: {self.token} was written and {self.best} is the target's best, "
-            f"{self.margin:.3g} above it in logits"
-        )
+from decoding.measure.figures import NEAR
+from decoding.measure.proof.finding import Finding, judged
+from decoding.measure.proof.reference import EngineText, Reference
+from decoding.measure.records import Margin
+from decoding.model.causal_lm import CausalLM
+from decoding.rules.tree import common_length
 
 
-def greedy_identity(reference: Reference, texts: Sequence[Written]) -> Finding:
+def near_tie(dtype: torch.dtype) -> float:
+    """Return the largest gap between two logits that rounding can reverse."""
+    return NEAR[str(dtype).removeprefix("torch.")]
+
+
+def margin_of(target: CausalLM, prompt: Sequence[int], mine: Sequence[int], plain: Sequence[int]) -> Margin:
+    """Measure how far apart the target's logits of the two tokens are at which two greedy texts first differ.
+
+    In fp32 on a CPU all texts must be equal. In bf16 a pass over n tokens rounds differently from n passes over one, so
+    near-ties may fall either way: a small margin shows one. "ended": one text ended where the other went on, which no
+    near-tie explains. None: the texts are equal.
+    """
+    if tuple(mine) == tuple(plain):
+        return None
+    at = common_length(mine, plain)
+    if at == min(len(mine), len(plain)):
+        return "ended"
+    text = [*prompt, *plain[:at]]
+    logits = target.prefill([text], target.new_cache(len(text))).logits[0].float()
+    return abs(float(logits[mine[at]] - logits[plain[at]]))
+
+
+def is_near_tie(margin: Margin, dtype: torch.dtype) -> bool:
+    """Return True for equal texts, and for texts that part where rounding may choose either token."""
+    return margin is None or (isinstance(margin, float) and margin <= near_tie(dtype))
+
+
+def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Finding:
     """Compare each token of greedy texts with the target's argmax after the very tokens before it.
 
     If all are the argmax, the texts are those of plain greedy decoding. After a near-tie that fell the other way the
     rest of the text is still compared, with the best continuation of what was written.
     """
     near = near_tie(reference.target.dtype)
-    misses = [
-        _Fault(number, place + 1, text.tokens[place], int(best[place]), float(margin[place]))
+    misses: list[dict[str, Any]] = [
+        {
+            "text": number,
+            "position": index + 1,
+            "token": text.tokens[index],
+            "best": int(best[index]),
+            "margin": float(margin[index]),
+        }
         for number, (text, (margin, best)) in enumerate(zip(texts, reference.margins(texts), strict=True), start=1)
-        for place in (margin > 0).nonzero().flatten().tolist()
+        for index in (margin > 0).nonzero().flatten().tolist()
     ]
-    faults = [miss for miss in misses if miss.margin > near]
-    ties = [miss for miss in misses if miss.margin <= near]
-    identical = len(texts) - len({miss.text for miss in misses})
+    faults = [miss for miss in misses if miss["margin"] > near]
+    ties = [miss["margin"] for miss in misses if miss["margin"] <= near]
+    identical = len(texts) - len({miss["text"] for miss in misses})
     tokens = sum(len(text.tokens) for text in texts)
-    seen = f"{identical} of {len(texts)} texts are the target's greedy ones, {tokens:,} tokens"
+    found = f"{identical} of {len(texts)} texts are the target's greedy ones, {tokens:,} tokens"
     if ties:
-        largest = max(miss.margin for miss in ties)
-        seen += f"; {len(ties)} near-ties fell the other way, the widest {largest:.3g} apart"
+        found += f"; {len(ties)} near-ties fell the other way, the widest {max(ties):.3g} apart"
     if faults:
-        seen += f"; {len(faults)} tokens are faults, the first in {faults[0]}"
-    first = misses[0]._asdict() if misses else None
-    figures = {
-        "texts": len(texts),
-        "tokens": tokens,
-        "identical": identical,
-        "near_ties": len(ties),
-        "faults": len(faults),
-        "near_tie": near,
-        "first_divergence": first,
-        "first_fault": faults[0]._asdict() if faults else None,
-    }
-    return Finding("greedy identity", not faults, seen, figures=figures)
+        found += (
+            "; {n} tokens are faults, the first in text {text}, token {position}: {token} was written and {best} is "
+            "the target's best, {margin:.3g} above it in logits"
+        ).format(n=len(faults), **faults[0])
+    return judged(
+        "greedy identity",
+        not faults,
+        found,
+        texts=len(texts),
+        tokens=tokens,
+        identical=identical,
+        near_ties=len(ties),
+        faults=len(faults),
+        near_tie=near,
+        first_divergence=misses[0] if misses else None,
+        first_fault=faults[0] if faults else None,
+        widest_fault=max((fault["margin"] for fault in faults), default=None),
+    )
 
 
-def ends(reference: Reference, texts: Sequence[Written], max_new_tokens: int) -> Finding:
+def end_of(text: EngineText, eos: Sequence[int], max_new_tokens: int) -> int:
+    """Return the length that a text should have: up to its first EOS, at most ``max_new_tokens``."""
+    ends = (index for index, token in enumerate(text.tokens, start=1) if token in eos)
+    return min(next(ends, max_new_tokens), max_new_tokens)
+
+
+def ends(reference: Reference, texts: Sequence[EngineText], max_new_tokens: int) -> Finding:
     """Check that each text stops at its first EOS or at its greatest length, neither behind nor before them."""
-    eos = frozenset(reference.eos_token_ids)
-    behind, early = [], []
-    for number, text in enumerate(texts, start=1):
-        end = next((place for place, token in enumerate(text.tokens, start=1) if token in eos), max_new_tokens)
-        if len(text.tokens) > min(end, max_new_tokens):
-            behind.append(f"text {number} goes on for {len(text.tokens) - min(end, max_new_tokens)} tokens")
-        elif len(text.tokens) < end:
-            early.append(f"text {number} ends after {len(text.tokens)} tokens of {max_new_tokens} without an EOS")
+    eos = reference.eos_token_ids
+    lengths = [(len(text.tokens), end_of(text, eos, max_new_tokens)) for text in texts]
+    behind, early = sum(length > end for length, end in lengths), sum(length < end for length, end in lengths)
     ended = sum(bool(text.tokens) and text.tokens[-1] in eos for text in texts)
-    seen = f"{ended} of {len(texts)} texts end with an EOS, the others at {max_new_tokens} tokens"
+    found = f"{ended} of {len(texts)} texts end with an EOS, the others at {max_new_tokens} tokens"
     if behind or early:
-        seen = f"{len(behind)} texts go on behind their end and {len(early)} end early: {(behind + early)[0]}"
-    figures = {"texts": len(texts), "ended": ended, "behind_their_end": len(behind), "early": len(early)}
-    return Finding("ends of texts", not behind and not early, seen, figures=figures)
+        first = next(number for number, (length, end) in enumerate(lengths, start=1) if length != end)
+        found = f"{behind} texts go on behind their end and {early} end early, the first is text {first}"
+    figures = {"texts": len(texts), "ended": ended, "behind_their_end": behind, "early": early}
+    return judged("ends of texts", not behind and not early, found, **figures)
 
 
-def cut_at_ends(reference: Reference, texts: Sequence[Written], max_new_tokens: int) -> list[Written]:
+def cut_at_ends(reference: Reference, texts: Sequence[EngineText], max_new_tokens: int) -> list[EngineText]:
     """Return the texts without tokens behind their end, which `ends` has reported: no distribution is theirs."""
-    eos = frozenset(reference.eos_token_ids)
-    found = []
-    for text in texts:
-        end = next((place for place, token in enumerate(text.tokens, start=1) if token in eos), max_new_tokens)
-        found.append(Written(text.prompt, text.tokens[: min(end, max_new_tokens)]))
-    return found
+    eos = reference.eos_token_ids
+    return [EngineText(text.prompt, text.tokens[: end_of(text, eos, max_new_tokens)]) for text in texts]

@@ -5,17 +5,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.proof.finding import Finding
-from decoding.measure.proof.reference import Written
+from decoding.measure.proof.finding import Finding, judged
+from decoding.measure.proof.reference import EngineText
 from decoding.model.cache import PreallocatedCache
-from decoding.model.causal_lm import CausalLM
 
-_OWN_ACCEPTANCE = {torch.float32: 0.999, torch.float16: 0.98}
-_OWN_ACCEPTANCE_ELSE = 0.9
-"""Least share of its own drafts that a target keeps: all but those that rounding decides."""
 _STALE = {torch.float32: 0.01, torch.float16: 0.1}
 _STALE_ELSE = 0.3
 """Least difference of a cached key or value, over the size of its row, that rounding does not explain."""
@@ -33,40 +28,19 @@ class EngineWriter:
     batch_size: int = 8
     on_answer: Callable[[], None] = lambda: None
 
-    def write(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int) -> list[Written]:
+    def write(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
+    ) -> list[EngineText]:
         """Decode the prompts, each with a seed of its own."""
         config = replace(self.config, max_new_tokens=max_new_tokens, seed=seed)
         if greedy:
             config = replace(config, sampling=replace(config.sampling, temperature=0.0), rule=None)
         tokens: list[list[int]] = [[] for _ in prompts]
-        for place, step in self.engine.steps(prompts, config, batch_size=self.batch_size):
-            tokens[place] += step.tokens
+        for index, step in self.engine.steps(prompts, config, batch_size=self.batch_size):
+            tokens[index] += step.tokens
             if step.is_prefill:
                 self.on_answer()
-        return [Written(tuple(prompt), tuple(text)) for prompt, text in zip(prompts, tokens, strict=True)]
-
-
-def accepts_itself(
-    target: CausalLM, prompts: Sequence[tuple[int, ...]], config: DecodingConfig, batch_size: int
-) -> Finding:
-    """Let the target draft for itself: every drafted token must be accepted, greedy and, at T > 0, sampled."""
-    engine = Engine(target, DraftModelDrafter(target.with_static(None)))  # a static one has a single cache
-    least = _OWN_ACCEPTANCE.get(target.dtype, _OWN_ACCEPTANCE_ELSE)
-    shares = {}
-    settings = {"greedy": replace(config.sampling, temperature=0.0)}
-    if not config.sampling.greedy:
-        settings["sampled"] = config.sampling
-    for setting, sampling in settings.items():
-        steps = [step for _, step in engine.steps(prompts, replace(config, sampling=sampling), batch_size=batch_size)]
-        accepted, offered = sum(step.accepted for step in steps), sum(step.offered for step in steps)
-        # A refusal leaves the tokens behind it untried: a step counts as one refusal, not as all of them.
-        refusals = sum(step.accepted < step.offered for step in steps)
-        shares[setting] = accepted / (accepted + refusals) if offered else 1.0
-    seen = ", ".join(f"{share:.4f} of its drafted tokens kept, {setting}" for setting, share in shares.items())
-    return Finding(
-        "the target as its own draft", min(shares.values()) >= least, f"{seen}; at least {least:g} must be",
-        figures={"acceptance": shares, "least": least},
-    )  # fmt: skip
+        return [EngineText(tuple(prompt), tuple(text)) for prompt, text in zip(prompts, tokens, strict=True)]
 
 
 def cache_consistency(engine: Engine, prompts: Sequence[tuple[int, ...]], config: DecodingConfig) -> Finding:
@@ -101,10 +75,8 @@ def cache_consistency(engine: Engine, prompts: Sequence[tuple[int, ...]], config
     passed = worst <= limit
     if not passed:
         seen += f"; the largest difference is at position {where[1]} of text {where[0]}"
-    return Finding(
-        "cache consistency", passed, seen,
-        figures={"positions": positions, "largest_difference": worst, "limit": limit, "logit_gap": logit_gap},
-    )  # fmt: skip
+    figures = {"positions": positions, "largest_difference": worst, "limit": limit, "logit_gap": logit_gap}
+    return judged("cache consistency", passed, seen, **figures)
 
 
 def _differences(held: PreallocatedCache, fresh: PreallocatedCache, length: int) -> torch.Tensor:

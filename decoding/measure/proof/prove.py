@@ -4,32 +4,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from decoding.measure.proof.distribution import DEPTH, TESTS, log_probability, next_tokens, undecided
+from decoding.measure.proof.distribution import DEPTH, TESTS, log_probability, next_tokens, open_beginnings
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
-from decoding.measure.proof.reference import Reference, Written
-from decoding.measure.proof.statistics import (
-    LogProbability,
-    draws_for,
-    found_change,
-    found_shift,
-    tokens_for,
-)
+from decoding.measure.proof.reference import EngineText, Reference
+from decoding.measure.proof.statistics import LogProbability, found_shift
 
 _DRAWN = 8
 """Tokens of a text whose first `DEPTH` are counted: room for a draft of usual depth."""
-_DEGREES = 10
-"""Cells that the draws after a text usually fill, for what they can find."""
 _MEASURED = 4
 """Prompts whose tokens give the variance of a log-probability, for what the sampled tokens can find."""
 _MEASURED_TOKENS = 256
 """Last tokens of each of these prompts that are taken."""
 
 
-class Writer(Protocol):
+class EngineUnderTest(Protocol):
     """An engine in this process or on a server, which writes texts to be tested."""
 
-    def write(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int) -> list[Written]:
+    def write(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
+    ) -> list[EngineText]:
         """Return each prompt's text, the seeds being ``seed``, ``seed + 1``, …; ``prompt`` as the engine read it."""
 
 
@@ -64,7 +58,7 @@ class Effort:
 
 def prove(
     reference: Reference,
-    writer: Writer,
+    writer: EngineUnderTest,
     prompts: Sequence[tuple[int, ...]],
     effort: Effort,
     on_texts: Callable[[str, int], None] = lambda what, texts: None,
@@ -79,13 +73,13 @@ def prove(
     repeated = [prompt for _ in range(effort.rounds) for prompt in prompts]
     on_texts("sampled", len(repeated))
     sampled = writer.write(repeated, effort.max_new_tokens, False, effort.seed)
-    yield _renamed(ends(reference, sampled, effort.max_new_tokens), "ends of sampled texts")
+    yield replace(ends(reference, sampled, effort.max_new_tokens), check="ends of sampled texts")
     alpha = effort.alpha_of_a_test
     yield log_probability(reference, cut_at_ends(reference, sampled, effort.max_new_tokens), alpha)
     length = min(_DRAWN, effort.max_new_tokens)
     # A draw may not be longer than the texts before it, which the target's context is known to hold.
     latest = effort.max_new_tokens - length + DEPTH
-    contexts = undecided(reference, cut_at_ends(reference, greedy, latest), effort.draw_prompts)
+    contexts = open_beginnings(reference, cut_at_ends(reference, greedy, latest), effort.draw_prompts)
     asked = [context for context in contexts for _ in range(effort.draws)]
     on_texts("drawn", len(asked))
     drawn: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
@@ -93,10 +87,6 @@ def prove(
     for text in cut_at_ends(reference, written, length):
         drawn.setdefault(text.prompt, []).append(text.tokens)
     yield from next_tokens(reference, drawn, alpha)
-
-
-def _renamed(finding: Finding, test: str) -> Finding:
-    return replace(finding, test=test)
 
 
 def power(reference: Reference, prompts: Sequence[tuple[int, ...]], effort: Effort) -> tuple[list[str], dict[str, Any]]:
@@ -108,26 +98,17 @@ def power(reference: Reference, prompts: Sequence[tuple[int, ...]], effort: Effo
         return [], {}
     long = [prompt for prompt in prompts[:_MEASURED] if len(prompt) > 1]
     cuts = [max(1, len(prompt) - _MEASURED_TOKENS) for prompt in long]
-    texts = [Written(prompt[:cut], prompt[cut:]) for prompt, cut in zip(long, cuts, strict=True)]
+    texts = [EngineText(prompt[:cut], prompt[cut:]) for prompt, cut in zip(long, cuts, strict=True)]
     moments = LogProbability.none()
     for p, _ in reference.probabilities(texts):
         moments = moments.plus(LogProbability.of(p, p.argmax(1)))
-    degrees = _DEGREES * effort.draw_prompts
     variance = moments.variance / max(1, moments.tokens)
     alpha, tokens = effort.alpha_of_a_test, len(prompts) * effort.rounds * effort.max_new_tokens
-    shift, draws = found_shift(tokens, variance, alpha), effort.draws * effort.draw_prompts
-    change = found_change(draws, degrees, alpha)
-    small_shift, small_change = shift / 3, change / 3
+    shift = found_shift(tokens, variance, alpha)
     sentences = [
         f"up to {tokens:,} sampled tokens find a shift of the mean log-probability of {shift:.2f} nats in 4 of 5 "
-        f"cases; for {small_shift:.2f} give {tokens_for(small_shift, variance, alpha):,} tokens",
-        f"{draws:,} draws after {effort.draw_prompts} texts find {change:.2f} of the probability moved at a token in "
-        f"4 of 5 cases; for {small_change:.2f} give {draws_for(small_change, degrees, alpha):,} draws",
+        "cases; half of it needs four times as many (--limit, --max-new-tokens)",
         f"a right engine fails with a probability of at most {effort.alpha:g}: {TESTS * effort.engines} tests have a "
         f"p-value, and each fails below {alpha:.1e}",
     ]
-    figures = {
-        "tokens": tokens, "variance": variance, "shift": shift, "draws": draws, "degrees": degrees, "change": change,
-        "alpha": effort.alpha, "alpha_of_a_test": alpha,
-    }  # fmt: skip
-    return sentences, figures
+    return sentences, {"tokens": tokens, "variance": variance, "shift": shift, "alpha": alpha}

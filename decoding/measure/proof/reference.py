@@ -12,10 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from decoding.measure.figures import NEAR
 from decoding.model.causal_lm import CausalLM
-from decoding.rules.history import History
-from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, probabilities
+from decoding.rules.sampling import History, HistoryRows, SamplingConfig, adjusted_logits, probabilities
 from decoding.rules.tree import TokenTree
 
 _TOKENS = 4096
@@ -23,16 +21,11 @@ _TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class Written:
+class EngineText:
     """A text that an engine wrote: the prompt it read, and its new tokens with the EOS that ended it, if any."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-
-
-def near_tie(dtype: torch.dtype) -> float:
-    """Return the largest gap between two logits that rounding can reverse."""
-    return NEAR[str(dtype).removeprefix("torch.")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,13 +39,13 @@ class Reference:
     sampling: SamplingConfig
     eos_token_ids: tuple[int, ...] = ()
 
-    def probabilities(self, texts: Sequence[Written]) -> Iterator[tuple[Tensor, Tensor]]:
+    def probabilities(self, texts: Sequence[EngineText]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each text's distributions, (tokens, vocab) in fp64 after all controls, and its tokens."""
         for text, logits in zip(texts, self._logits(texts), strict=True):
             p = probabilities(logits.double(), self.sampling, self._history(text, self.sampling))
             yield self._folded(p, 0.0, lambda ends: ends.sum(1)), self._tokens(text)
 
-    def possible(self, texts: Sequence[Written]) -> Iterator[Tensor]:
+    def possible(self, texts: Sequence[EngineText]) -> Iterator[Tensor]:
         """Yield, for each text, True at tokens that controls a little looser allow: rounding moves their border."""
         loose = 1e-4 if self.target.dtype == torch.float32 else 1e-2
         sampling = replace(
@@ -65,7 +58,7 @@ class Reference:
         for p, tokens in replace(self, sampling=sampling).probabilities(texts):
             yield p.gather(1, tokens[:, None]).squeeze(1) > 0
 
-    def margins(self, texts: Sequence[Written]) -> Iterator[tuple[Tensor, Tensor]]:
+    def margins(self, texts: Sequence[EngineText]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, for each token of a text, how far its logit is below the best, and the best token: (tokens,) each."""
         greedy = replace(self.sampling, temperature=0.0)
         for text, logits in zip(texts, self._logits(texts), strict=True):
@@ -76,10 +69,10 @@ class Reference:
 
     def after(self, texts: Sequence[tuple[int, ...]], prompt_length: int) -> Float[Tensor, "texts vocab"]:
         """Return the distribution of the token after each text, of which ``prompt_length`` tokens are the prompt."""
-        one = [Written(text[:prompt_length], (*text[prompt_length:], 0)) for text in texts]
+        one = [EngineText(text[:prompt_length], (*text[prompt_length:], 0)) for text in texts]
         return torch.stack([p[-1] for p, _ in self.probabilities(one)])
 
-    def _tokens(self, text: Written) -> Int[Tensor, " tokens"]:
+    def _tokens(self, text: EngineText) -> Int[Tensor, " tokens"]:
         ends = self.eos_token_ids
         folded = [ends[0] if token in ends else token for token in text.tokens]
         return torch.tensor(folded, device=self.target.device)
@@ -95,7 +88,7 @@ class Reference:
         folded[:, ends[0]] = together(values[:, ends])
         return folded
 
-    def _history(self, text: Written, sampling: SamplingConfig) -> HistoryRows | None:
+    def _history(self, text: EngineText, sampling: SamplingConfig) -> HistoryRows | None:
         if not sampling.needs_history:
             return None
         target = self.target
@@ -103,7 +96,7 @@ class Reference:
         return history.at(text.prompt, TokenTree.chain([text.prompt[-1], *text.tokens[:-1]]))
 
     @torch.inference_mode()
-    def _logits(self, texts: Sequence[Written]) -> Iterator[Tensor]:
+    def _logits(self, texts: Sequence[EngineText]) -> Iterator[Tensor]:
         """Yield the logits from which each token of each text should have been chosen, (tokens, vocab)."""
         model: Any = self.target.model
         can_cut = "logits_to_keep" in inspect.signature(type(model).forward).parameters
@@ -120,9 +113,9 @@ class Reference:
                 yield row[start : start + len(text.tokens)]
 
 
-def _groups(texts: Sequence[Written]) -> Iterator[list[Written]]:
+def _groups(texts: Sequence[EngineText]) -> Iterator[list[EngineText]]:
     """Yield consecutive texts that fit into one forward together."""
-    group: list[Written] = []
+    group: list[EngineText] = []
     longest = 0
     for text in texts:
         longer = max(longest, len(text.prompt) + len(text.tokens))

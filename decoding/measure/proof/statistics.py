@@ -2,7 +2,7 @@
 
 Each test computes evidence e >= 0 whose mean is at most 1 if the tokens come from the distribution. By Markov's
 inequality e reaches 1/alpha with probability at most alpha, so that 1/e is a p-value. No normal or chi-square
-approximation is made, whose error at 1e-7 is a matter of luck: the familiar figures stand beside the p-values.
+approximation is made, whose error at 1e-7 is a matter of luck.
 """
 
 import math
@@ -133,88 +133,30 @@ class Cells(NamedTuple):
             found.append(each.sum() + torch.lgamma(prior.sum()) - torch.lgamma(prior.sum() + draws))
         return torch.stack(found)
 
-    @property
-    def chi_square(self) -> tuple[float, int]:
-        """Pearson's statistic and its degrees of freedom."""
-        expected = self.p * self.counts.sum()
-        known = expected > 0
-        if int(known.sum()) < 2:
-            return 0.0, 0
-        terms = (self.counts[known] - expected[known]).square() / expected[known]
-        return float(terms.sum()), int(known.sum()) - 1
 
-
-class Counted(NamedTuple):
-    """The comparison of several contexts' cells together."""
+class CountTest(NamedTuple):
+    """The comparison of several contexts' cells together; ``p_value`` 0: an outcome of probability 0 was drawn."""
 
     draws: int
-    chi_square: float
     degrees: int
+    """Cells beyond one in each context; 0: nothing could be found."""
     p_value: float
-    impossible: bool
-    """True if an outcome of probability 0 was drawn."""
 
     @staticmethod
-    def of(contexts: Iterable[Cells]) -> "Counted":
+    def of(contexts: Iterable[Cells]) -> "CountTest":
         """Compare; the contexts must have been fixed before their own draws, as the beginnings of texts are."""
         every = [cells for cells in contexts if float(cells.counts.sum()) > 0]
         if not every:
-            return Counted(0, 0.0, 0, 1.0, False)
+            return CountTest(0, 0, 1.0)
         evidence = torch.stack([cells.log_evidence for cells in every]).sum(0)
-        statistics = [cells.chi_square for cells in every]
-        impossible = bool(evidence.isinf().any())
-        return Counted(
-            int(sum(float(cells.counts.sum()) for cells in every)),
-            sum(statistic for statistic, _ in statistics),
-            sum(degrees for _, degrees in statistics),
-            0.0 if impossible else _p_value(evidence),
-            impossible,
-        )
-
-    @property
-    def chi_square_p(self) -> float:
-        """The usual p-value of the chi-square, an approximation far out in the tail."""
-        if not self.degrees:
-            return 1.0
-        half = torch.tensor([self.degrees / 2, self.chi_square / 2], dtype=torch.float64)
-        return float(torch.special.gammaincc(half[0], half[1]))
+        draws = int(sum(float(cells.counts.sum()) for cells in every))
+        degrees = sum(max(0, int((cells.p > 0).sum()) - 1) for cells in every)
+        return CountTest(draws, degrees, 0.0 if bool(evidence.isinf().any()) else _p_value(evidence))
 
 
 # --- power ------------------------------------------------------------------------------------------------------------
 
 
-def _surprise(alpha: float) -> float:
-    return math.sqrt(2 * math.log(len(_TILTS) / alpha)) + _POWER
-
-
 def found_shift(tokens: int, variance: float, alpha: float) -> float:
     """Return the shift of the mean log-probability, in nats, that ``tokens`` tokens find with 80% probability."""
-    return _surprise(alpha) * math.sqrt(variance / tokens)
-
-
-def tokens_for(shift: float, variance: float, alpha: float) -> int:
-    """Return the number of tokens that find this shift with 80% probability."""
-    return math.ceil(variance * (_surprise(alpha) / shift) ** 2) if shift else 0  # where every next token is certain
-
-
-def _needed_distance(degrees: int, alpha: float) -> float:
-    """Return the noncentrality of a chi-square that its evidence finds with 80% probability, roughly.
-
-    With a concentration of 0.3 draws the log evidence is about chi-square / 2.6 - degrees / 2 log(1 + 1 / 0.3).
-    """
-    least = 2.6 * (math.log(len(_CONCENTRATIONS) / alpha) + 0.5 * degrees * math.log(1 + 1 / 0.3))
-    distance = least - degrees
-    return distance + _POWER * math.sqrt(2 * degrees + 4 * distance)
-
-
-def found_change(draws: int, degrees: int, alpha: float) -> float:
-    """Return the total variation from p, a share of probability, that ``draws`` draws find with 80% probability.
-
-    The worst case: a change spread evenly over the cells; one that gathers in few cells is found sooner.
-    """
-    return min(1.0, 0.5 * math.sqrt(_needed_distance(degrees, alpha) / draws))
-
-
-def draws_for(change: float, degrees: int, alpha: float) -> int:
-    """Return the number of draws that find a change of this total variation with 80% probability."""
-    return math.ceil(_needed_distance(degrees, alpha) / (2 * change) ** 2)
+    return (math.sqrt(2 * math.log(len(_TILTS) / alpha)) + _POWER) * math.sqrt(variance / tokens)

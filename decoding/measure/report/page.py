@@ -2,18 +2,27 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jinja2
 
-from decoding.measure.figures import greedy_sentence, identical
+from decoding.measure.figures import (
+    PLAIN,
+    Report,
+    answers,
+    caption,
+    estimate,
+    greedy_sentence,
+    is_peer,
+    named,
+    settings,
+    speed_of,
+    times,
+)
 from decoding.measure.markdown import one_line, visible
-from decoding.measure.report import bars, curves
+from decoding.measure.report.curves import acceptance_curves, cost_curve, speedup_curves
 from decoding.measure.report.style import css
-from decoding.measure.report.tables import tables
-from decoding.measure.report.words import DEFINITIONS, answers, asked, caption, enough
-
-Report = dict[str, Any]
+from decoding.measure.report.tables import page_tables
 
 
 def write_html(report: Report, path: Path) -> None:
@@ -25,72 +34,87 @@ def write_html(report: Report, path: Path) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["whole"] = _whole
+    # No-break spaces keep a figure together with its interval or its count.
+    broken = re.compile(r" (?=[\[(])|(?<=,) (?=\d+\.\d+\])|(?<=median) ")
+    environment.filters["whole"] = lambda cell: broken.sub("\N{NO-BREAK SPACE}", cell)
+    lead, *others = answers(report)
     page = environment.get_template("report.html.j2").render(
         title=one_line(report.get("title") or "Headstart report"),
         colours=css(),
-        **_sentences(report),
-        **_pictures(report),
+        lead=lead,
+        others=others,
+        caption=caption(report),
+        sentence=greedy_sentence(report),
+        speedups=bar_charts(report),
+        over_batch=speedup_curves(report, "batch_size"),
+        over_context=speedup_curves(report, "context"),
+        acceptance=acceptance_curves(report),
+        cost=cost_curve(report),
         samples=_samples(report),
-        tables=tables(report),
-        greedy=[
-            (one_line(row["setting"]), one_line(row["method"]), identical(row["identical_to_plain"]))
-            for row in report["rows"]
-            if row.get("identical_to_plain")
-        ],
+        tables=page_tables(report),
         about=_about(report),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
 
 
-def _whole(cell: str) -> str:
-    """Return the text with no-break spaces that keep a figure together with its interval or its count."""
-    return re.sub(r" (?=[\[(])|(?<=,) (?=\d+\.\d+\])|(?<=median) ", "\N{NO-BREAK SPACE}", cell)
+class Bar(NamedTuple):
+    """A speed-up; lengths are percentages of the track. A part that was not measured is None."""
+
+    name: str
+    shown: str
+    kind: str
+    """CSS classes: "peer" or "ours", and "lossy"."""
+    width: float | None
+    interval: tuple[float, float] | None
+    """Start and length."""
 
 
-def _sentences(report: Report) -> Report:
-    lead, *others = answers(report)
-    return {
-        "lead": lead,
-        "others": others,
-        "caption": caption(report),
-        "asked": asked(report),
-        "enough": enough(report),
-        "sentence": greedy_sentence(report),
-        "definitions": DEFINITIONS,
-    }
+class BarChart(NamedTuple):
+    """The bars of one setting, and the position of speed-up 1 in their tracks, in percent."""
+
+    setting: str
+    one: float
+    bars: list[Bar]
 
 
-def _pictures(report: Report) -> Report:
-    lengths = bars.accepted_lengths(report)
-    return {
-        "speedups": bars.speedups(report),
-        "tasks": bars.tasks(report),
-        "over_batch": curves.curves(report, "batch_size"),
-        "over_context": curves.curves(report, "context"),
-        "acceptance": curves.acceptance(report),
-        "lengths": lengths,
-        "lengths_shown": bars.lengths_shown(lengths),
-        "time": bars.time_splits(report),
-        "cost": curves.cost(report),
-        "predictions": curves.predictions(report),
-    }
+def bar_charts(report: Report) -> list[BarChart]:
+    """Return a chart for each setting, all to one scale."""
+    rows = report["rows"]
+    totals = [row.get("speedup_of_totals") or {} for row in rows]
+    longest = max([1.0, *(each.get(end) or 0.0 for each in totals for end in ("value", "high")), *map(_speed, rows)])
+    scale = 100 / longest / 1.02
+    return [
+        BarChart(one_line(setting), scale, [_bar(row, scale) for row in named(rows, setting) if row["method"] != PLAIN])
+        for setting in settings(report)
+    ]
+
+
+def _speed(row: Report) -> float:
+    return speed_of(row) or 0.0
+
+
+def _bar(row: Report, scale: float) -> Bar:
+    totals, speed = row.get("speedup_of_totals") or {}, speed_of(row)
+    low, high = totals.get("low"), totals.get("high")
+    return Bar(
+        name=one_line(row["method"]),
+        shown=times(speed) if totals.get("value") is None else estimate(totals, "×"),
+        kind=("peer" if is_peer(row) else "ours") + (" lossy" if row["label"] == "lossy" else ""),
+        width=None if speed is None else speed * scale,
+        interval=None if low is None or high is None else (low * scale, (high - low) * scale),
+    )
 
 
 def _samples(report: Report) -> list[Report]:
-    """Return the samples with their neighbouring pieces of one kind joined, so that a marked run has no seams."""
-    samples = []
-    for sample in report.get("samples") or []:
-        pieces: list[tuple[str, bool]] = []
-        for piece, drafted in sample["pieces"]:
-            if pieces and pieces[-1][1] == bool(drafted):
-                pieces[-1] = (pieces[-1][0] + visible(piece), bool(drafted))
-            else:
-                pieces.append((visible(piece), bool(drafted)))
-        told = [one_line(sample[key]) for key in ("setting", "method", "task") if sample.get(key)]
-        samples.append({"told": ", ".join(told), "prompt": visible(sample.get("prompt") or ""), "pieces": pieces})
-    return samples
+    return [
+        {
+            "heading": ", ".join(one_line(sample[key]) for key in ("setting", "method", "task") if sample.get(key)),
+            "prompt": visible(sample.get("prompt") or ""),
+            "pieces": [(visible(piece), drafted) for piece, drafted in sample["pieces"]],
+        }
+        for sample in report.get("samples") or []
+    ]
 
 
 def _about(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -1,14 +1,31 @@
-"""Tables of a report, as text: the main one for Markdown and the page, and those that only the page folds away."""
+"""Tables of a report: the main one in Markdown and in a terminal, and those that the page folds away."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from decoding.measure.figures import NONE, estimate, number, shares, speedup
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from decoding.measure.figures import (
+    NONE,
+    PLAIN,
+    Figure,
+    Report,
+    answers,
+    caption,
+    estimate,
+    greedy_sentence,
+    named,
+    number,
+    settings,
+    shares,
+    speedup,
+    times,
+)
 from decoding.measure.markdown import one_line, text
-from decoding.measure.names import PLAIN
-from decoding.measure.report.words import times
-
-Report = dict[str, Any]
 
 COLUMNS = (
     "setting",
@@ -20,9 +37,97 @@ COLUMNS = (
     "speed-up",
     "over transformers",
 )
+_NOTES = (
+    "Same: greedy texts identical to plain decoding's. Speed-up: all tokens over all seconds, divided by plain "
+    "decoding's, prefill left out, 95% interval over prompts or batches. Median: of the ratios of paired runs."
+)
 
 
-class Table(NamedTuple):
+# --- the main table ---------------------------------------------------------------------------------------------------
+
+
+def markdown_table(report: Report) -> str:
+    """Write the main table in Markdown, for a README or a model card."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|" + "---:|" * (len(COLUMNS) - 3)]
+    lines += ["| " + " | ".join([*map(text, row[:3]), *row[3:]]) + " |" for row in table_rows(report)]
+    return "\n".join(lines)
+
+
+def table_rows(report: Report) -> list[tuple[str, ...]]:
+    """Return the report's figures as text, a tuple per method in the order of `COLUMNS`."""
+    return [
+        (
+            *_names(row),
+            _promise(row),
+            estimate(row.get("tokens_per_pass")),
+            shares(row.get("conditional_acceptance"), most=5),
+            _tokens_per_second(row),
+            speedup(row),
+            speedup(row, "speedup_over_transformers"),
+        )
+        for row in report["rows"]
+    ]
+
+
+def _names(row: Report) -> tuple[str, str]:
+    return one_line(row["setting"]), one_line(row["method"])
+
+
+def _promise(row: Report) -> str:
+    """Return the row's label, lossless or lossy; for greedy texts with the count identical to plain decoding's."""
+    same = row.get("identical_to_plain")
+    return str(row["label"]) if not same or row["method"] == PLAIN else f"{row['label']}, {_same(same)} same"
+
+
+def _same(compared: Report) -> str:
+    return f"{compared['identical']}/{compared['of']}"
+
+
+def _tokens_per_second(row: Report) -> str:
+    return number((row.get("tokens_per_second") or {}).get("value"), digits=0)
+
+
+@dataclass(frozen=True)
+class TerminalReport:
+    """A report for rich's consoles: tables of at most 80 columns, and sentences under them."""
+
+    report: Report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        report = self.report
+        yield Text(one_line(report.get("title") or ""), style="bold")
+        yield terminal_table(report)
+        lines = (*answers(report), f"{caption(report)}.", _NOTES, greedy_sentence(report))
+        yield Text("\n".join(filter(None, lines)), style="table.caption")
+
+
+def terminal_table(report: Report) -> Table:
+    """Make the table for 80 columns: a heading for each setting, and the figures that decide."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("method", overflow="fold")
+    for column in ("same", "tokens\n/pass", "tokens\n/s", "speed-up [95%]", "median"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for setting in settings(report):
+        table.add_section()
+        table.add_row(Text(one_line(setting), style="bold"))
+        for row in named(report["rows"], setting):
+            same, lossy = row.get("identical_to_plain"), row["label"] == "lossy"
+            cells = (
+                one_line(row["method"]) + " (lossy)" * lossy,
+                _same(same) if same and row["method"] != PLAIN else "",
+                number((row.get("tokens_per_pass") or {}).get("value")),
+                _tokens_per_second(row),
+                estimate(row.get("speedup_of_totals"), "×"),
+                times((row.get("speedup") or {}).get("median")),
+            )
+            table.add_row(*map(Text, cells), style="yellow" if lossy else None)
+    return table
+
+
+# --- tables of the page -----------------------------------------------------------------------------------------------
+
+
+class PageTable(NamedTuple):
     """A table for the page: its heading, its columns, those of them (from the left) that hold names, and its rows."""
 
     heading: str
@@ -31,140 +136,69 @@ class Table(NamedTuple):
     rows: Sequence[tuple[str, ...]]
 
 
-def markdown_table(report: Report) -> str:
-    """Write the table in Markdown, for a README or a model card."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|" + "---:|" * (len(COLUMNS) - 3)]
-    lines += ["| " + " | ".join([*map(text, row[:3]), *row[3:]]) + " |" for row in table_rows(report)]
-    return "\n".join(lines)
-
-
-def table_rows(report: Report) -> list[tuple[str, ...]]:
-    """Return the report's figures as text, a tuple per method in the order of `COLUMNS`."""
-    return [_main(row) for row in report["rows"]]
-
-
-def _main(row: Report) -> tuple[str, ...]:
-    return (
-        one_line(row["setting"]),
-        one_line(row["method"]),
-        promise(row),
-        estimate(row.get("tokens_per_pass")),
-        shares(row.get("conditional_acceptance"), most=5),
-        number((row.get("tokens_per_second") or {}).get("value"), digits=0),
-        speedup(row),
-        speedup(row, "speedup_over_transformers"),
-    )
-
-
-def promise(row: Report) -> str:
-    """Return the row's label, lossless or lossy; for greedy texts with the count identical to plain decoding's."""
-    same = row.get("identical_to_plain")
-    if not same or row["method"] == PLAIN:
-        return str(row["label"])
-    return f"{row['label']}, {same['identical']}/{same['of']} same"
-
-
-def tables(report: Report) -> list[Table]:
+def page_tables(report: Report) -> list[PageTable]:
     """Return every table that the page folds away and the report has rows for."""
+    rows, grid, tasks = report["rows"], report.get("grid") or [], report.get("tasks") or []
+    drafted = [row for row in rows if row.get("conditional_acceptance")]
+    acceptance = (
+        *("setting", "method", "rule", "drafted as", "drafts", "passes", "tokens per target pass"),
+        *("accepted per pass", "acceptance length, 1 + Σ", "ended in a draft", "reached 1, 2, …"),
+        "accepted per drafted (of)",
+    )
+    parts = ("draft", "verify", "overhead")
+    speed = ("setting", "method", "speed-up with the prefill", "as predicted from the cost curve", *parts)
+    ends = ("prompts", "tokens per target pass", "tokens/s", "speed-up")
     found = [
-        Table("All figures", COLUMNS, 3, table_rows(report)),
-        _acceptance_table(report),
-        _speed_table(report),
-        _cells_table(report),
-        _tasks_table(report),
+        PageTable("All figures", COLUMNS, 3, table_rows(report)),
+        PageTable("Acceptance, counted both ways", acceptance, 5, [_acceptance(row) for row in drafted]),
+        PageTable(
+            "Speed with the prefill, as predicted, and where the time goes",
+            speed,
+            2,
+            [
+                (
+                    *_names(row),
+                    speedup(row, "speedup_with_prefill"),
+                    times(row.get("predicted_speedup")),
+                    *(f"{100 * row['time_split'][part]:.0f}%" if row.get("time_split") else NONE for part in parts),
+                )
+                for row in drafted
+            ],
+        ),
+        PageTable(
+            "Other batch sizes and contexts",
+            ("setting", "method", "batch", "context", *ends),
+            2,
+            [(*_names(row), _count(row.get("batch_size")), _count(row.get("context")), *_ends(row)) for row in grid],
+        ),
+        PageTable(
+            "By task",
+            ("task", "setting", "method", *ends),
+            3,
+            [(one_line(row["task"]), *_names(row), *_ends(row)) for row in tasks],
+        ),
     ]
     return [table for table in found if table.rows]
 
 
-def _acceptance_table(report: Report) -> Table:
-    columns = (
-        "setting",
-        "method",
-        "passes",
-        "tokens per target pass",
-        "accepted per pass",
-        "acceptance length, 1 + Σ",
-        "ended in a draft",
-        "reached 1, 2, …",
-        "accepted per drafted (of)",
+def _acceptance(row: Report) -> tuple[str, ...]:
+    drafted: Figure = row.get("accepted_per_drafted")
+    return (
+        *_names(row),
+        *(one_line(row.get(key) or NONE) for key in ("rule", "shape", "drafts")),
+        _count(row.get("passes")),
+        estimate(row.get("tokens_per_pass")),
+        estimate(row.get("accepted_per_pass")),
+        number(row.get("acceptance_length")),
+        _count(row.get("ended_in_draft")),
+        " ".join(number(each["value"]) for each in row.get("reached") or []) or NONE,
+        f"{estimate(drafted)} ({drafted['observations']:,})" if drafted else NONE,
     )
-    rows = [
-        (
-            one_line(row["setting"]),
-            one_line(row["method"]),
-            _count(row.get("passes")),
-            estimate(row.get("tokens_per_pass")),
-            estimate(row.get("accepted_per_pass")),
-            _acceptance_length(row),
-            _count(row.get("ended_in_draft")),
-            " ".join(number(each["value"]) for each in row.get("reached") or []) or NONE,
-            _share(row["accepted_per_drafted"]) if row.get("accepted_per_drafted") else NONE,
-        )
-        for row in report["rows"]
-        if row.get("conditional_acceptance")
-    ]
-    return Table("Acceptance, counted both ways", columns, 2, rows)
 
 
-def _acceptance_length(row: Report) -> str:
-    found = row.get("acceptance_length")
-    return estimate(found) if isinstance(found, dict) else number(found)
-
-
-def _share(figure: Report) -> str:
-    return f"{estimate(figure)} ({figure['observations']:,})"
+def _ends(row: Report) -> tuple[str, ...]:
+    return (_count(row.get("prompts")), estimate(row.get("tokens_per_pass")), _tokens_per_second(row), speedup(row))
 
 
 def _count(value: int | None) -> str:
     return NONE if value is None else f"{value:,}"
-
-
-def _speed_table(report: Report) -> Table:
-    columns = ("setting", "method", "speed-up with the prefill", "speed-up predicted from the cost curve")
-    rows = [
-        (
-            one_line(row["setting"]),
-            one_line(row["method"]),
-            speedup(row, "speedup_with_prefill"),
-            times(row.get("predicted_speedup")),
-        )
-        for row in report["rows"]
-        if row.get("conditional_acceptance")
-    ]
-    return Table("Speed with the prefill, and as predicted", columns, 2, rows)
-
-
-def _cells_table(report: Report) -> Table:
-    columns = ("setting", "method", "batch", "context", "prompts", "tokens per target pass", "tokens/s", "speed-up")
-    rows = [
-        (
-            one_line(row["setting"]),
-            one_line(row["method"]),
-            _count(row.get("batch_size")),
-            _count(row.get("context")),
-            _count(row.get("prompts")),
-            *_figures(row),
-        )
-        for row in report.get("grid") or []
-    ]
-    return Table("Other batch sizes and contexts", columns, 2, rows)
-
-
-def _tasks_table(report: Report) -> Table:
-    columns = ("task", "setting", "method", "prompts", "tokens per target pass", "tokens/s", "speed-up")
-    rows = [
-        (
-            one_line(row["task"]),
-            one_line(row["setting"]),
-            one_line(row["method"]),
-            _count(row.get("prompts")),
-            *_figures(row),
-        )
-        for row in report.get("tasks") or []
-    ]
-    return Table("By task", columns, 3, rows)
-
-
-def _figures(row: Report) -> tuple[str, str, str]:
-    speed = number((row.get("tokens_per_second") or {}).get("value"), digits=0)
-    return estimate(row.get("tokens_per_pass")), speed, speedup(row)

@@ -1,0 +1,178 @@
+"""Real vLLM and llama.cpp, each in its own environment: their texts and counts next to those of our own loop.
+
+python benchmarks/engines.py    prints the folder of vLLM's environment, which `make vllm` fills
+"""
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from decoding.drafters import Drafter
+    from decoding.model.causal_lm import CausalLM
+    from trainer.export.decoded import Decoded
+
+ROOT = Path(__file__).resolve().parents[1]
+LLAMA_CPP = ROOT / ".venv-engines" / "bin" / "python"
+"""The Python of the environment that `make engines` makes."""
+Row = dict[str, Any]
+
+
+def vllm_environment() -> Path:
+    """Return the folder of the environment with vLLM at its pinned versions; it may not be there yet."""
+    from trainer.files.folders import cache_root  # the benchmarks that load torch say first how its threads wait
+
+    pins = (ROOT / "requirements-vllm.lock").read_bytes()
+    return cache_root() / "engines" / f"vllm-{hashlib.sha256(pins).hexdigest()[:12]}"
+
+
+def vllm_python() -> Path | None:
+    """Return the Python of that environment; None until `make vllm` has made it."""
+    folder = vllm_environment()
+    return folder / "bin" / "python" if (folder / ".ready").is_file() else None
+
+
+@dataclass(frozen=True)
+class VllmCase:
+    """One start of vLLM. ``speculation``: its speculative_config, None for plain decoding.
+
+    ``drafter``: the same chain in our own loop; None if there is nothing to compare counts with.
+    """
+
+    artefact: str
+    speculation: dict[str, Any] | None = None
+    drafter: "Drafter | None" = None
+    batch_sizes: tuple[int, ...] = (1, 4)
+
+
+@dataclass(frozen=True)
+class LlamaCppCase:
+    """One start of llama.cpp on the file ``target``, with the file ``draft`` that drafts ``tokens`` at a time, or none.
+
+    ``drafter``: the same chain in our own loop; None for plain decoding, or if there is nothing to compare with.
+    """
+
+    artefact: str
+    target: Path
+    draft: Path | None = None
+    tokens: int = 4
+    drafter: "Drafter | None" = None
+    probed: tuple[tuple[int, ...], ...] = ()
+    """Texts of token ids whose next token's log-probabilities are wanted."""
+    texts: tuple[str, ...] = ()
+    """Texts to split into tokens."""
+
+
+def serve_vllm(
+    folder: Path,
+    target: "CausalLM",
+    cases: Sequence[VllmCase],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    seconds: float = 1800,
+) -> list[Row]:
+    """Decode prompts of token ids greedily in vLLM and here; return a row for each case and batch size.
+
+    ``folder`` is the target's, ``target`` the same model in fp32. All cases share one process, which has ``seconds``. A
+    row that vLLM refused has its ``error``, and neither texts nor counts. `RuntimeError` if the process fails.
+    """
+    from trainer.export.decoded import decode_greedily
+
+    asked = {"target": str(folder), "prompts": [list(prompt) for prompt in prompts], "max_new_tokens": max_new_tokens}
+    task = [
+        asked | {"artefact": case.artefact, "speculation": case.speculation, "batch_sizes": list(case.batch_sizes)}
+        for case in cases
+    ]
+    interpreter = vllm_python()
+    assert interpreter is not None, "the caller has looked"
+    answer = _answer_of("vLLM", interpreter, "served_vllm.py", task, seconds)
+    plain = decode_greedily(target, None, prompts, max_new_tokens)
+    ours = {"null": plain}
+    for case in cases:
+        if case.speculation is not None and case.drafter is not None:
+            depth = case.speculation["num_speculative_tokens"]
+            ours[json.dumps(case.speculation, sort_keys=True)] = decode_greedily(
+                target, case.drafter, prompts, max_new_tokens, batch_size=4, overrun=depth
+            )
+    rows = []
+    for result in answer["results"]:
+        row = _row(answer, result, plain)
+        mine = ours.get(json.dumps(result["speculation"], sort_keys=True))
+        if "error" not in row and mine is not None:
+            row["ours"] = {"passes": mine.passes, "drafted": mine.drafted, "accepted": list(mine.accepted)}
+        rows.append(row)
+    return rows
+
+
+def serve_llama_cpp(
+    target: "CausalLM",
+    cases: Sequence[LlamaCppCase],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    ends: Sequence[int],
+    seconds: float = 600,
+) -> list[Row]:
+    """Decode prompts of token ids greedily in llama.cpp and here; return a row for each case.
+
+    ``target`` is the model of the targets' files, in fp32; ``ends`` are its EOS ids. ``ours`` of a row counts accepted
+    tokens as llama.cpp does, without ``ended``: those that ended a text with drafted tokens behind them. Errors: see
+    `serve_vllm`.
+    """
+    from trainer.export.decoded import decode_greedily
+
+    task = [
+        {
+            "artefact": case.artefact,
+            "target": str(case.target),
+            "speculation": None if case.draft is None else {"draft": str(case.draft), "tokens": case.tokens},
+            "prompts": [list(prompt) for prompt in prompts],
+            "max_new_tokens": max_new_tokens,
+            "probed": case.probed,
+            "texts": case.texts,
+        }
+        for case in cases
+    ]
+    answer = _answer_of("llama.cpp", LLAMA_CPP, "served_llama_cpp.py", task, seconds)
+    plain = decode_greedily(target, None, prompts, max_new_tokens, ends)
+    rows = []
+    for case, result in zip(cases, answer["results"], strict=True):
+        row = _row(answer, result, plain)
+        if "error" not in row and (case.draft is None or case.drafter is not None):
+            ours = plain if case.draft is None else decode_greedily(target, case.drafter, prompts, max_new_tokens, ends)
+            accepted = [count - ended for count, ended in zip(ours.accepted, ours.ended, strict=True)]
+            row["ended"] = sum(ours.ended)
+            row["ours"] = {"passes": ours.passes, "drafted": ours.drafted, "accepted": accepted}
+        rows.append(row)
+    return rows
+
+
+def _answer_of(engine: str, python: Path, worker: str, cases: Sequence[Row], seconds: float) -> Row:
+    """Run a worker script in an engine's own environment on its cases; return its JSON. RuntimeError if it fails."""
+    done = subprocess.run(
+        [python, ROOT / "benchmarks" / worker],
+        input=json.dumps({"cases": cases}),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{engine} ended with {done.returncode}: {done.stderr[-3000:]}")
+    answer: Row = json.loads(done.stdout)
+    return answer
+
+
+def _row(answer: Row, result: Row, plain: "Decoded") -> Row:
+    """Return a result with the engine's name, and the number of its texts that equal our plain decoding's."""
+    row = {**result, **{key: answer[key] for key in ("engine", "version", "import_seconds")}}
+    if "error" not in row:
+        row["equal"] = sum(tuple(theirs) == text for theirs, text in zip(result["texts"], plain.texts, strict=True))
+    return row
+
+
+if __name__ == "__main__":
+    print(vllm_environment())

@@ -1,0 +1,96 @@
+"""The best tree for measured shares, against all trees there are."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decoding.rules.best_tree import best_tree
+
+Path = tuple[int, ...]
+
+
+def value(tree: Sequence[Path], accuracies: Sequence[Sequence[float]]) -> float:
+    """How many drafted tokens are accepted on average: each node with the product of the shares along its path."""
+    total = 0.0
+    for path in tree:
+        product = 1.0
+        for depth, rank in enumerate(path):
+            product *= accuracies[depth][rank]
+        total += product
+    return total
+
+
+def all_trees(ranks: Sequence[int], nodes: int) -> set[frozenset[Path]]:
+    """Every prefix-closed set of ``nodes`` paths, where head d offers ``ranks[d]`` ranks."""
+    trees: set[frozenset[Path]] = {frozenset()}
+    for _ in range(nodes):
+        trees = {
+            tree | {(*parent, rank)}
+            for tree in trees
+            for parent in ((), *tree)
+            if len(parent) < len(ranks)
+            for rank in range(ranks[len(parent)])
+            if (*parent, rank) not in tree
+        }
+    return trees
+
+
+def is_prefix_closed(tree: Sequence[Path]) -> bool:
+    return all(len(path) == 1 or path[:-1] in tree for path in tree)
+
+
+def falling(heads: int, ranks: int) -> st.SearchStrategy[list[list[float]]]:
+    head = st.lists(st.floats(0.01, 1.0), min_size=ranks, max_size=ranks)
+    return st.lists(head.map(lambda shares: sorted(shares, reverse=True)), min_size=heads, max_size=heads)
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [(3, 2), (2, 3)])
+@pytest.mark.parametrize("nodes", [1, 3, 5])
+def test_the_best_tree_accepts_as_much_as_the_best_of_all_trees(heads: int, ranks: int, nodes: int) -> None:
+    trees = all_trees([ranks] * heads, nodes)
+
+    @given(falling(heads, ranks))
+    def check(accuracies: list[list[float]]) -> None:
+        tree = best_tree(accuracies, nodes)
+        assert len(set(tree)) == nodes and is_prefix_closed(tree)
+        most = max(value(tuple(other), accuracies) for other in trees)
+        assert value(tree, accuracies) == pytest.approx(most, abs=1e-12)
+
+    check()
+
+
+def test_the_best_tree_by_hand() -> None:
+    """.6 | .36 (0,0) | .3 (1) | .18 (1,0) | .06 (0,1) | .03 (1,1)."""
+    accuracies = [[0.6, 0.3], [0.6, 0.1]]
+    expected = [(0,), (0, 0), (1,), (1, 0), (0, 1), (1, 1)]
+    for nodes in range(1, 7):
+        assert set(best_tree(accuracies, nodes)) == set(expected[:nodes])
+    assert best_tree(accuracies, 5) == ((0,), (1,), (0, 0), (0, 1), (1, 0)), "by depth, and then by rank"
+
+
+@given(st.lists(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6), min_size=1, max_size=4), st.integers(1, 30))
+def test_a_tree_is_prefix_closed_without_gaps_in_rank_whatever_the_shares(
+    accuracies: list[list[float]], nodes: int
+) -> None:
+    tree = best_tree(accuracies, nodes)
+    assert 1 <= len(tree) <= nodes and len(set(tree)) == len(tree) and is_prefix_closed(tree)
+    assert all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in tree for path in tree)
+
+
+def test_a_rank_counted_more_often_than_the_one_before_it_is_capped_by_it() -> None:
+    """A small sample says rank 1 is better than rank 0: both then count .2, and the tree stays without gaps."""
+    assert best_tree([[0.2, 0.5, 0.4], [0.1]], 3) == ((0,), (1,), (2,))
+    assert best_tree([[0.2, 0.5, 0.4], [0.9]], 4) == best_tree([[0.2, 0.2, 0.2], [0.9]], 4)
+
+
+def test_paths_that_are_never_right_are_left_out() -> None:
+    assert best_tree([[0.5, 0.0], [0.5, 0.0]], 10) == ((0,), (0, 0))
+    assert best_tree([[0.0, 0.0]], 10) == ((0,),)  # a tree has at least one node
+
+
+@pytest.mark.parametrize(("accuracies", "nodes"), [([], 3), ([[0.5]], 0)])
+def test_a_tree_of_nothing_is_refused(accuracies: list[list[float]], nodes: int) -> None:
+    with pytest.raises(ValueError, match="a tree needs at least one node and one head's accuracies"):
+        best_tree(accuracies, nodes)

@@ -1,0 +1,335 @@
+"""`headstart doctor` with models: each misfit is found by name, with its remedy; a fitting set has none."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_hub import FakeHub, folder_on
+from fake_hub import hub as hub
+from peft import LoraConfig, get_peft_model
+from tiny_models import tiny_model
+from tiny_parallel import tiny_parallel_draft
+from tiny_tokenizer import byte_tokenizer
+from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from decoding.drafters.registry import parse_drafter
+from decoding.measure.proof.finding import Finding
+from decoding.model.causal_lm import CausalLM
+from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.hub import local_folder
+from decoding.model.vocabulary import write_output_tokens
+from trainer.cli import app
+from trainer.doctor.models import (
+    Skeleton,
+    check_decoding,
+    check_drafter,
+    check_memory,
+    read_skeleton,
+    target_findings,
+)
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '[' + m['role'] + ']' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|end|>' }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+
+
+def save(folder: Path, template: str | None = TEMPLATE, shift: int = 0, **changes: Any) -> Path:
+    """Write a tiny model and a tokenizer of one token per byte."""
+    tiny_model(**{"vocab": 128, "max_position_embeddings": 256, **changes}).save_pretrained(folder)
+    byte_tokenizer(template, shift=shift).save_pretrained(folder)
+    return folder
+
+
+def save_heads(folder: Path, target: Path | None, width: int = 16, vocab: int = 128) -> Path:
+    """Write heads, trained on ``target`` by their provenance; None: without one."""
+    heads = MedusaHeads.for_target(tiny_model(vocab=vocab, hidden_size=width), MedusaConfig(width, vocab))
+    heads.save_pretrained(folder)
+    return folder if target is None else trained_on(folder, target)
+
+
+def trained_on(folder: Path, target: Path) -> Path:
+    about = {"target": {"name": str(target), "fingerprint": stored_fingerprint(target)}, "recipe": {}}
+    (folder / "provenance.json").write_text(json.dumps(about))
+    return folder
+
+
+def save_parallel(folder: Path, target: Path, width: int = 16) -> Path:
+    draft = tiny_parallel_draft(CausalLM(tiny_model(vocab=128, hidden_size=width)), max_position_embeddings=256, seed=1)
+    draft.model.model.save_pretrained(folder)
+    draft.parts.save_pretrained(folder)
+    byte_tokenizer(TEMPLATE).save_pretrained(folder)
+    return trained_on(folder, target)
+
+
+def changed(folder: Path, file: str, **values: Any) -> None:
+    """Change keys of a JSON file."""
+    path = folder / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("doctor") / "target")
+
+
+@pytest.fixture(scope="module")
+def skeleton(target: Path) -> Skeleton:
+    found = read_skeleton(str(target), torch.float32, trusted=False)[1]
+    assert found is not None
+    return found
+
+
+def of_target(folder: Path | str) -> list[Finding]:
+    findings, found = read_skeleton(str(folder), torch.float32, trusted=False)
+    return findings if found is None else [*findings, *target_findings(found)]
+
+
+def of_drafter(text: str, target: Skeleton) -> list[Finding]:
+    return check_drafter(parse_drafter(text), target).findings
+
+
+def only(findings: list[Finding], check: str, status: str = "problem") -> Finding:
+    """Return the only finding that is not ok, which has a remedy."""
+    (found,) = [finding for finding in findings if finding.status != "ok"]
+    assert (found.check, found.status) == (check, status) and found.remedy
+    return found
+
+
+def fits(findings: list[Finding]) -> bool:
+    return bool(findings) and all(finding.status == "ok" for finding in findings)
+
+
+# --- the target -------------------------------------------------------------------------------------------------------
+
+
+def test_a_fitting_target_has_nothing_to_note_and_its_weights_are_not_loaded(skeleton: Skeleton, target: Path) -> None:
+    assert fits(of_target(target)) and skeleton.model.device.type == "meta"
+    assert skeleton.bytes == sum(parameter.numel() for parameter in tiny_model(vocab=128).parameters()) * 4
+
+
+def test_adapters_are_checked_with_the_model_that_they_belong_to(target: Path, tmp_path: Path) -> None:
+    adapted = get_peft_model(tiny_model(vocab=128), LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.peft_config["default"].base_model_name_or_path = str(target)
+    adapted.save_pretrained(str(tmp_path / "adapters"))
+    findings = of_target(tmp_path / "adapters")
+    assert fits(findings) and f"adapters of {target}" in findings[0].found
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def another_config(folder: Path) -> None:
+    changed(folder, "config.json", hidden_size=20)
+
+
+def own_code(folder: Path) -> None:
+    changed(folder, "config.json", model_type="homemade", auto_map={"AutoConfig": "code.Config"})
+
+
+def recurrent(folder: Path) -> None:
+    config = MambaConfig(vocab_size=128, hidden_size=16, num_hidden_layers=1, state_size=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def endless(folder: Path) -> None:
+    backend = byte_tokenizer(TEMPLATE).backend_tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE).save_pretrained(folder)
+
+
+def unknown_end(folder: Path) -> None:
+    changed(folder, "generation_config.json", eos_token_id=500)
+
+
+def added_token(folder: Path) -> None:
+    tokenizer = byte_tokenizer(TEMPLATE)
+    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "check", "status", "says"),
+    [
+        (pickled, "files", "problem", "pickled weights are never read"),
+        (without_config, "files", "problem", "config.json is missing"),
+        (another_config, "architecture", "problem", "config.json asks for"),
+        (own_code, "architecture", "problem", "--trust-remote-code"),
+        (recurrent, "architecture", "problem", "rolled back"),
+        (endless, "end of text", "note", "no token ends a text"),
+        (unknown_end, "end of text", "problem", "token 500"),
+        (added_token, "vocabulary", "note", "129 tokens and the model knows 128"),
+    ],
+)
+def test_each_fault_of_a_target_is_found_before_its_weights_are_read(
+    damage: Callable[[Path], None], check: str, status: str, says: str, tmp_path: Path
+) -> None:
+    damage(save(tmp_path))
+    assert says in only(of_target(tmp_path), check, status).found
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_a_problem_and_padding_is_none(tmp_path: Path) -> None:
+    assert "knows 100" in only(of_target(save(tmp_path / "small", vocab=100)), "vocabulary").found
+    assert fits(of_target(save(tmp_path / "padded", vocab=160)))
+
+
+def test_memory_is_compared_with_the_weights() -> None:
+    statuses = [check_memory({"target": 1000, "draft": 500}, free).status for free in (1499, 1500, None)]
+    assert statuses == ["problem", "ok", "ok"]
+
+
+# --- drafters ---------------------------------------------------------------------------------------------------------
+
+
+def test_fitting_heads_drafts_and_parallel_drafts_have_nothing_to_note(
+    skeleton: Skeleton, target: Path, tmp_path: Path
+) -> None:
+    save_heads(tmp_path / "heads", target)
+    draft = trained_on(save(tmp_path / "draft", seed=1), target)
+    save_parallel(tmp_path / "parallel", target)
+    specs = [f"heads:{tmp_path}/heads", f"{tmp_path}/heads", f"draft:{draft}", f"parallel:{tmp_path}/parallel"]
+    for text in [*specs, f"other-tokenizer:{draft}", "lookup"]:
+        assert fits(of_drafter(text, skeleton)), text
+
+
+def wide(folder: Path, target: Path) -> str:
+    return f"heads:{save_heads(folder, target, width=24)}"
+
+
+def broken_heads(folder: Path, target: Path) -> str:
+    path = save_heads(folder, target) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    return f"heads:{folder}"
+
+
+def no_heads(folder: Path, target: Path) -> str:
+    return f"heads:{save(folder)}"
+
+
+def of_another_target(folder: Path, target: Path) -> str:
+    return f"heads:{save_heads(folder / 'heads', save(folder / 'other', seed=7))}"
+
+
+def adapted(folder: Path, target: Path) -> str:
+    text = of_another_target(folder, target)
+    shutil.copytree(folder / "other", folder / "heads" / "target")
+    changed(folder / "heads", "provenance.json", recipe={"adapters": {"rank": 4}})
+    return text
+
+
+def without_provenance(folder: Path, target: Path) -> str:
+    return f"heads:{save_heads(folder, None)}"
+
+
+def draft_of_another_target(folder: Path, target: Path) -> str:
+    return f"draft:{trained_on(save(folder / 'draft', seed=1), save(folder / 'other', seed=7))}"
+
+
+def other_tokenizer(folder: Path, target: Path) -> str:
+    return f"draft:{trained_on(save(folder, seed=1, shift=3), target)}"
+
+
+def other_end(folder: Path, target: Path) -> str:
+    changed(trained_on(save(folder, seed=1), target), "tokenizer_config.json", eos_token="z")
+    return f"draft:{folder}"
+
+
+def trimmed_beyond(folder: Path, target: Path) -> str:
+    write_output_tokens(trained_on(save(folder, seed=1, vocab=160), target), [5, 140])
+    return f"draft:{folder}"
+
+
+def short(folder: Path, target: Path) -> str:
+    return f"draft:{trained_on(save(folder, seed=1, max_position_embeddings=96), target)}"
+
+
+def wide_parallel(folder: Path, target: Path) -> str:
+    return f"parallel:{save_parallel(folder, target, width=24)}"
+
+
+def broken_parallel(folder: Path, target: Path) -> str:
+    changed(save_parallel(folder, target), "parallel.json", markov_rank="five")
+    return f"parallel:{folder}"
+
+
+@pytest.mark.parametrize(
+    ("make", "check", "status", "says", "remedy"),
+    [
+        (wide, "heads", "problem", "hidden states of size 24", "trained on this target"),
+        (broken_heads, "heads", "problem", "cannot be read as safetensors", "copy the folder again"),
+        (no_heads, "heads", "problem", "does not hold a MedusaConfig", "give heads"),
+        (of_another_target, "origin", "problem", "trained on another target", "on this target"),
+        (adapted, "origin", "problem", "trained on another target", "heads/target"),
+        (without_provenance, "origin", "note", "no provenance.json", "headstart evaluate"),
+        (draft_of_another_target, "origin", "note", "trained on another target", "headstart realign"),
+        (other_tokenizer, "tokens", "problem", "is not the target's", "other-tokenizer:"),
+        (other_end, "tokens", "note", "eos_token is 'z' in the draft", "tokenizer files"),
+        (trimmed_beyond, "tokens", "problem", "trimmed to tokens up to 140", ""),
+        (short, "positions", "note", "follows 96 tokens", "draft.window"),
+        (wide_parallel, "parts", "problem", "hidden states of size 24", "this target"),
+        (broken_parallel, "parts", "problem", "markov_rank is 'five'", ""),
+    ],
+)
+def test_each_misfit_of_a_drafter_is_found_with_its_remedy(
+    make: Callable[[Path, Path], str], check: str, status: str, says: str, remedy: str,
+    skeleton: Skeleton, target: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    found = only(of_drafter(make(tmp_path, target), skeleton), check, status)
+    assert says in found.found and remedy in f"{found.found}; {found.remedy}"
+
+
+def test_weights_of_the_hub_that_are_not_in_the_cache_are_noted_and_not_fetched(
+    hub: FakeHub, target: Path, tmp_path: Path
+) -> None:
+    save_heads(tmp_path / "heads", target)
+    folder_on(hub, "zoe/target", target)
+    folder_on(hub, "zoe/heads", tmp_path / "heads")
+    findings, skeleton = read_skeleton("zoe/target", torch.float32, trusted=False)
+    assert skeleton is not None and "hf download zoe/target" in only(findings, "files", "note").remedy
+    assert "weights are not here" in only(of_drafter(f"heads:{tmp_path}/heads", skeleton), "origin", "note").found
+    assert not hub.asked("model.safetensors")
+    for name in ("zoe/target", "zoe/heads"):
+        local_folder(name)
+    assert fits(of_target("zoe/target")) and fits(of_drafter("heads:zoe/heads", skeleton))
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+def test_models_that_fit_decode_the_target_s_own_text(target: Path, tmp_path: Path) -> None:
+    specs = [parse_drafter(f"heads:{save_heads(tmp_path / 'heads', target)}"), parse_drafter("lookup")]
+    findings = check_decoding(str(target), torch.float32, specs, trusted=False)
+    assert len(findings) == 3 and fits(findings)
+    assert "16 tokens" in findings[0].found and "1 of 1 texts are the target's greedy ones" in findings[0].found
+
+
+def test_weights_that_cannot_be_loaded_are_a_problem(target: Path, tmp_path: Path) -> None:
+    shutil.copytree(target, tmp_path / "target")
+    (tmp_path / "target" / "model.safetensors").write_bytes(b"none")
+    (finding,) = check_decoding(str(tmp_path / "target"), torch.float32, [parse_drafter("lookup")], trusted=False)
+    assert finding.status == "problem" and finding.remedy
+
+
+@pytest.mark.parametrize("width", [16, 24])
+def test_the_command_decodes_what_fits_and_leaves_with_code_1_after_a_problem(
+    width: int, target: Path, tmp_path: Path
+) -> None:
+    heads = save_heads(tmp_path / "heads", target, width)
+    result = CliRunner().invoke(app, ["doctor", "--target", str(target), "--drafter", f"heads:{heads}", "--json", "-"])
+    content = json.loads(result.stdout)
+    models = [finding for title, each in content["findings"].items() if title not in ("machine", "packages")
+              for finding in each]  # fmt: skip
+    assert [finding["check"] for finding in models].count("decoding") == (2 if width == 16 else 0)
+    assert (result.exit_code, content["problems"] > 0) == ((0, False) if width == 16 else (1, True))
+    assert str(target.parent) not in result.stdout

@@ -1,0 +1,164 @@
+"""Exports decoded with: the same texts, passes and accepted tokens by the files as by the trained weights, or none."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parallel_training import objective_for
+from test_export import random_heads
+from tiny_models import tiny_model
+from tiny_training import recipe_content, write_corpus, write_rows, write_target
+
+from decoding.model.heads import MedusaConfig
+from trainer.export import draft, export, vllm
+from trainer.export.exporter import NO_PROMPTS
+from trainer.recipe.reading import parse_recipe
+
+HEADS = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=2, tree=((0,), (1,), (0, 0)))
+
+
+def run_of(folder: Path, kind: str) -> Path:
+    """The final folder of a run in ``folder``: its target, its data, and its provenance without weights.
+
+    The target has 128 positions and ends no text: its end token is none of its vocabulary.
+    """
+    write_target(folder / "target", max_position_embeddings=128)
+    (folder / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": 16}))
+    write_corpus(folder)
+    final = folder / "run" / "final"
+    final.mkdir(parents=True)
+    evaluation = {"prompts": 1, "max_new_tokens": 14}
+    recipe = parse_recipe({**recipe_content(folder, kind), "evaluation": evaluation}).model_dump(mode="json")
+    stored = {"recipe": recipe, "target": {"name": str(folder / "target")}}
+    (final / "provenance.json").write_text(json.dumps(stored))
+    return final
+
+
+@pytest.fixture
+def heads(tmp_path: Path) -> Path:
+    final = run_of(tmp_path, "medusa")
+    random_heads(HEADS, torch.bfloat16).save_pretrained(final)
+    return final
+
+
+@pytest.fixture
+def target_as_draft(tmp_path: Path) -> Path:
+    final = run_of(tmp_path, "draft")
+    write_target(final, max_position_embeddings=128)
+    return final
+
+
+@pytest.mark.parametrize(("format", "tree"), [("headstart", "tree of 3"), ("vllm", "chain of 2")])
+def test_exported_heads_draft_as_the_trained_ones(heads: Path, tmp_path: Path, format: str, tree: str) -> None:
+    sentence = export(heads.parent, tmp_path / "out", format).compared[-1]
+    assert sentence.startswith(f"3 prompts of heldout.jsonl decoded with both (medusa, {tree}): texts equal 3/3, to pl")
+    assert "to plain decoding's 3/3" in sentence and sentence.endswith("logits of 2 heads bit-equal")
+
+
+@pytest.mark.parametrize("change", [{"shared_lm_head": True}, {"markov_rank": 3}])
+def test_heads_of_every_kind_are_decoded_with(heads: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    random_heads(replace(HEADS, **change), torch.bfloat16).save_pretrained(heads)
+    for format in ["headstart", "vllm"] if "shared_lm_head" in change else ["headstart"]:
+        assert "logits of 2 heads bit-equal" in export(heads, tmp_path / format, format).compared[-1]
+
+
+def test_a_draft_that_is_its_target_has_every_token_accepted(target_as_draft: Path, tmp_path: Path) -> None:
+    """14 tokens each: one by the prefill, 10 in 2 passes of 4 + 1, and the last 3 in another."""
+    sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
+    assert "(draft model, 4 tokens): texts equal 3/3, to plain decoding's 3/3" in sentence
+    assert sentence.endswith(f"{13 / 3:.2f} tokens per pass, accepted 9/9/6/6 in 9 passes")
+
+
+def test_prompts_of_a_file_and_another_target_are_taken_if_they_are_given(heads: Path, tmp_path: Path) -> None:
+    (tmp_path / "target").rename(tmp_path / "moved")
+    prompts = Path(write_rows(tmp_path / "mine.jsonl", [{"prompt": f"{letter} b c"} for letter in "abcd"]))
+    summary = export(heads, tmp_path / "out", "headstart", target=str(tmp_path / "moved"), prompts=prompts)
+    assert summary.compared[-1].startswith("4 prompts of mine.jsonl decoded with both")
+    assert len(export(heads, tmp_path / "none", "headstart", prompts=NO_PROMPTS).compared) == 1
+    with pytest.raises(ValueError, match=r"there is no file nowhere: give a .jsonl file of prompts"):
+        export(heads, tmp_path / "never", "headstart", prompts=Path("nowhere"))
+
+
+def test_without_target_or_prompts_the_export_says_what_to_give(heads: Path, tmp_path: Path) -> None:
+    """A recorded target on the Hub is not fetched: it is taken where it is in the cache."""
+    stored = json.loads((heads / "provenance.json").read_text())
+
+    def told(name: str, **changes: Any) -> str:
+        (heads / "provenance.json").write_text(json.dumps({**stored, **changes}))
+        return export(heads, tmp_path / name, "headstart").compared[-1]
+
+    elsewhere = told("1", target={"name": "org/none"})
+    assert elsewhere.startswith("no prompts were decoded with them: their target, org/none, cannot be loaded here (")
+    assert elsewhere.endswith("; give it as --target")
+    (tmp_path / "heldout.jsonl").unlink()
+    assert told("2").endswith("heldout.jsonl, is not on this machine; give a .jsonl file of prompts as --prompts")
+    assert "nothing records the held-out prompts" in told("3", recipe={})
+    (heads / "provenance.json").unlink()
+    assert "give it as --target" in export(heads, tmp_path / "bare", "headstart").compared[-1]
+
+
+def test_heads_that_read_back_otherwise_are_caught_by_their_logits(
+    heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = vllm.read_vllm_heads
+
+    def without_biases(folder: Path) -> Any:
+        wrong = read(folder)
+        with torch.no_grad():
+            for name, parameter in wrong.named_parameters():
+                parameter.mul_(0 if name.endswith("bias") else 1)
+        return wrong
+
+    monkeypatch.setattr(vllm, "read_vllm_heads", without_biases)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(
+        ValueError, match=r"decodes otherwise than the trained weights: the heads' logits differ after p"
+    ):
+        export(heads, tmp_path / "out", "vllm")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def read_with_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the written draft read back as another one than the trained."""
+    load = draft.load_draft
+
+    def noisy(name: str, *rest: Any) -> Any:
+        read = load(name, *rest)
+        if "partial" in name:
+            with torch.no_grad():
+                read.model.get_output_embeddings().weight.add_(torch.randn(16, 16))
+        return read
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(draft, "load_draft", noisy)
+
+
+def test_a_draft_that_reads_back_otherwise_is_caught_by_its_counts(
+    target_as_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_with_noise(monkeypatch)
+    with pytest.raises(ValueError, match=r"4\.33 tokens per pass, accepted 9/9/6/6 in 9 passes, exported \d"):
+        export(target_as_draft, tmp_path / "out", "draft")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_format_that_rounds_tells_both_acceptances_and_its_texts_are_equal(
+    target_as_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_with_noise(monkeypatch)
+    monkeypatch.setattr(draft, "rounds", lambda task: True, raising=False)
+    sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
+    assert "texts equal 3/3, to plain decoding's 3/3; trained: 4.33 tokens per pass" in sentence
+    assert "; exported: " in sentence and "4.33" not in sentence.partition("exported")[2]
+
+
+def test_a_plain_parallel_draft_is_decoded_with_as_an_ordinary_one_and_with_masks(tmp_path: Path) -> None:
+    final = run_of(tmp_path, "draft")
+    changes: dict[str, Any] = {"markov_rank": 0, "reads_target": False}
+    objective_for(tiny_model("llama", max_position_embeddings=128), **changes).save(final)
+    ordinary, masks = export(final, tmp_path / "out", "draft").compared[1:]
+    assert "(draft model, 4 tokens)" in ordinary and "(parallel draft, 4 tokens)" in masks
+    assert all("texts equal 3/3" in sentence for sentence in (ordinary, masks))

@@ -1,0 +1,52 @@
+"""`headstart train --dry-run`: measured by a few real steps; an untrained artefact is left, and nothing else."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState
+from tiny_training import recipe_content, write_corpus, write_target
+from typer.testing import CliRunner
+
+from trainer.cli import app
+
+CASES: dict[str, dict[str, Any]] = {
+    "medusa": {"features": {"folder": "features"}},
+    "draft": {"draft": {"check_costs": False, "policy": {"loop": 1, "max_new_tokens": 8, "every": 2}}},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator() -> Iterator[None]:
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_dry_run_says_what_a_run_takes_and_leaves_an_untrained_artefact(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.chdir(tmp_path)
+    write_target(tmp_path / "target")
+    write_corpus(tmp_path)
+    content = {**recipe_content(tmp_path, kind, steps=12), **CASES[kind]}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(content))
+    result = CliRunner().invoke(app, ["train", "recipe.yaml", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    parts = [
+        "12 x 8 = 96, 4.00 times all rows",
+        "tokens trained",
+        "most that one process held",
+        "free now",
+        "s x 12",
+        " h ",
+    ]
+    parts += ["writing features"] if kind == "medusa" else ["writing texts"]
+    assert not [part for part in parts if part not in result.output], result.output
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["dry-run"]
+    assert {"config.json", "provenance.json"} <= {path.name for path in (tmp_path / "run" / "dry-run").iterdir()}
+    assert not (tmp_path / "features").exists()

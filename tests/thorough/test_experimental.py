@@ -1,0 +1,212 @@
+"""The experimental drafters: what each drafts. Their greedy texts and distributions are tested with all drafters'."""
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from drafter_checks import accept_some, assert_same, check_greedy, check_text_of_the_seed, opened, paths, request
+from test_generate_sampling import FALSE_ALARM, decode_many, small_llama
+from tiny_models import counting_model, full_forward, naive_greedy, tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from decoding.drafters import (
+    CascadeDrafter,
+    Drafter,
+    DraftModelDrafter,
+    LookaheadDrafter,
+    OtherTokenizerDrafter,
+    PromptLookupDrafter,
+)
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Budget
+from decoding.rules.sampling import SamplingConfig
+
+CONTROLS = [SamplingConfig(), SamplingConfig(1.0, top_p=0.9), SamplingConfig(0.9, repetition_penalty=1.4)]
+
+
+# --- cascade ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", CONTROLS)
+@pytest.mark.parametrize("vocab", [12, 16])
+def test_a_cascade_drafts_its_draft_models_own_chain_and_q(
+    tiny_llama: CausalLM, vocab: int, sampling: SamplingConfig
+) -> None:
+    draft = CausalLM(tiny_model("llama", vocab=vocab, seed=1))
+    for seed in range(6):
+        chance = random.Random(seed)
+        text = [chance.randrange(4) for _ in range(chance.randint(1, 8))]
+        lookup = PromptLookupDrafter(3, branches=1 + seed % 3)
+        cascade = opened(CascadeDrafter(draft, lookup, 5), tiny_llama, sampling, len(text), seed)
+        alone = opened(DraftModelDrafter(draft, 5), tiny_llama, sampling, len(text), seed)
+        for _ in range(4):
+            depth = chance.randint(1, 6)
+            ((own,), (expected,)) = (session.propose([request(text, depth)]) for session in (cascade, alone))
+            assert_same(own, expected)
+            text += [*accept_some(own, chance), *(chance.randrange(16) for _ in range(chance.choice([0, 3])))]
+
+
+def test_what_the_lookup_guesses_right_takes_no_pass_of_its_own(
+    counting: CausalLM, tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[int] = []
+    verify = CausalLM.verify
+    monkeypatch.setattr(
+        CausalLM, "verify", lambda model, trees, cache: passes.append(len(trees[0])) or verify(model, trees, cache)
+    )
+    cascade = CascadeDrafter(counting, PromptLookupDrafter(3), 8)
+    (proposal,) = opened(cascade, tiny_llama).propose([request([*range(16), *range(8)])])
+    assert proposal.tree.token_list == list(range(7, 16))
+    assert passes == [4, 4], "twice three guesses and the root, of which each pass emits all and one more"
+
+
+@pytest.mark.parametrize("name", ["cascade", "other tokenizer"])
+def test_a_draft_with_static_shapes_serves_several_texts_without_them(counting: CausalLM, name: str) -> None:
+    draft = CausalLM(counting_model(), static="eager")
+    cascade = CascadeDrafter(draft, PromptLookupDrafter(3), 3)
+    other = OtherTokenizerDrafter(draft, tokenizer(SINGLE), tokenizer(SINGLE), 3)
+    drafter: Drafter = cascade if name == "cascade" else other
+    texts = Engine(counting, drafter).decode([[1, 2], [5]], DecodingConfig(6), batch_size=2)
+    assert [text.tokens for text in texts] == [tuple(range(3, 9)), tuple(range(6, 12))]
+
+
+# --- lookahead --------------------------------------------------------------------------------------------------------
+
+
+def test_the_pool_of_a_target_that_counts_fills_with_counting(counting: CausalLM) -> None:
+    session = opened(LookaheadDrafter(6, 4, 5), counting, prompt_length=4)
+    text = [0, 7, 0, 7, 8]
+    for _ in range(5):
+        (proposal,) = session.propose([request(text)])
+        tree = proposal.tree
+        texts = [[*text, *(tree.token_list[at] for at in tree.shape.path(node))] for node in range(len(tree))]
+        logits = torch.stack([full_forward(counting.model, whole)[-1] for whole in texts])
+        session.observe([proposal], [logits])
+        text.append(int(logits[0].argmax()))
+    # The window began as 0s and 7s. A column's three levels are filled after three steps, so that the third closes
+    # 0 1 2 3 and 7 8 9 10, the fourth 1 2 3 4 and 8 9 10 11, the fifth 2 3 4 5 and 9 10 11 12.
+    for first in (1, 9):
+        text.append(first)
+        (proposal,) = session.propose([request(text)])
+        assert tuple(range(first + 1, first + 4)) in paths(proposal.tree)
+
+
+def test_whole_ngrams_are_accepted_once_the_pool_knows_the_text(counting: CausalLM) -> None:
+    generation = Engine(counting, LookaheadDrafter(6, 4, 5)).decode([0, 7, 0, 7], DecodingConfig(64))
+    assert [step.accepted for step in generation.steps[-5:-1]] == [3, 3, 3, 3]
+
+
+def test_window_and_guesses_share_the_tree_and_guesses_alone_run_where_there_is_little_room(
+    tiny_llama: CausalLM,
+) -> None:
+    assert LookaheadDrafter(3, 4, 6).budgets == (Budget(4, 27),)
+    # Five tokens of prompt as the first window: all columns continue in the same text, so they are one line.
+    (proposal,) = opened(LookaheadDrafter(3, 4, 2), tiny_llama, prompt_length=5).propose([request([1, 2, 3, 4, 5, 9])])
+    assert proposal.tree.token_list == [9, 2, 3, 4, 5] and proposal.tree.shape.is_chain
+    text = [6, 1, 2, 6, 3, 4, 6, 5, 7, 6]
+    for nodes, wanted in ((3, {(5,), (5, 7)}), (5, {(5,), (5, 7), (3,), (3, 4)})):
+        (proposal,) = opened(LookaheadDrafter(4, 3, 2), tiny_llama, prompt_length=2).propose([request(text, 2, nodes)])
+        assert paths(proposal.tree) == wanted, "6 1 2 is no more in a pool of two for each first token"
+
+
+# --- another tokenizer ------------------------------------------------------------------------------------------------
+
+LETTERS = "abcdefghijklmnop"
+SINGLE = list(LETTERS)
+DOUBLE = [*LETTERS, *(LETTERS[i : i + 2] for i in range(0, 16, 2))]
+"""The letters, then ab cd ef ... op."""
+
+
+def tokenizer(words: Sequence[str], special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Word i is token i; two letters are merged if their pair is a word. The first special token is the EOS."""
+    vocabulary = {word: index for index, word in enumerate([*words, *special])}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[(word[0], word[1]) for word in words if len(word) == 2]))
+    raw.decoder = decoders.Fuse()
+    named = {"eos_token": special[0], "extra_special_tokens": list(special[1:])} if special else {}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, clean_up_tokenization_spaces=False, **named)
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """One token per byte of UTF-8."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, clean_up_tokenization_spaces=False)
+
+
+def following(successors: Mapping[int, int], vocab: int) -> CausalLM:
+    """Write ``successors[x]`` after token x."""
+    model = counting_model(vocab)
+    weight = torch.zeros(vocab, vocab)
+    for token, successor in successors.items():
+        weight[successor, token] = 1
+    with torch.no_grad():
+        model.get_output_embeddings().weight.copy_(weight)
+    return CausalLM(model)
+
+
+def alphabet_model(words: Sequence[str]) -> CausalLM:
+    """Write the alphabet, round and round, in these words, each the longest that fits."""
+    successors = {}
+    for index, word in enumerate(words):
+        letter = LETTERS[(LETTERS.index(word[-1]) + 1) % 16]
+        successors[index] = words.index(max((other for other in words if other[0] == letter), key=len))
+    return following(successors, len(words))
+
+
+def drafted(drafter: OtherTokenizerDrafter, target: CausalLM, text: Sequence[int], depth: int = 99) -> list[int]:
+    (proposal,) = opened(drafter, target).propose([request(text, depth)])
+    assert proposal.tree.shape.is_chain and proposal.q is None
+    return proposal.tree.token_list[1:]
+
+
+def test_a_draft_is_translated_and_aligned_with_the_text() -> None:
+    from_pairs = OtherTokenizerDrafter(alphabet_model(DOUBLE), tokenizer(DOUBLE), tokenizer(SINGLE), 5)
+    assert drafted(from_pairs, alphabet_model(SINGLE), [0, 1, 2, 3]) == [4, 5, 6, 7, 8], "five of ten letters"
+    assert drafted(from_pairs, alphabet_model(SINGLE), [0, 1, 2, 3], depth=2) == [4, 5]
+    from_letters = OtherTokenizerDrafter(alphabet_model(SINGLE), tokenizer(SINGLE), tokenizer(DOUBLE), 5)
+    for text, wanted in (
+        (["ab", "cd"], ["ef", "gh", "i"]),
+        (["op", "a"], ["b", "cd", "ef"]),  # b is not merged into the target's own "a"
+        (["a", "b", "cd"], ["ef", "gh", "i"]),  # a b is not split as before
+    ):
+        found = drafted(from_letters, alphabet_model(DOUBLE), [DOUBLE.index(word) for word in text])
+        assert [DOUBLE[token] for token in found] == wanted
+
+
+def test_special_tokens_and_half_characters_are_not_drafted() -> None:
+    draft = following({index: index + 1 for index in range(16)}, vocab=20)  # after p comes <end>
+    drafter = OtherTokenizerDrafter(draft, tokenizer(SINGLE, ["<end>"]), tokenizer(SINGLE), 6)
+    assert drafted(drafter, alphabet_model(SINGLE), [12, 13]) == [14, 15]
+    bytes_of = byte_level()
+    text, letter = bytes_of("x")["input_ids"], bytes_of("é")["input_ids"]
+    draft = following({text[0]: letter[0], letter[0]: letter[1], letter[1]: letter[0]}, vocab=256)
+    for count, wanted in ((1, []), (2, letter), (3, letter), (4, letter * 2)):
+        drafter = OtherTokenizerDrafter(draft, byte_level(), bytes_of, count)
+        assert drafted(drafter, CausalLM(tiny_model(vocab=256)), text) == wanted
+    assert drafted(drafter, CausalLM(tiny_model(vocab=256)), [*text, letter[0]]) == [], "the text ends in a character"
+
+
+def test_a_tokenizer_that_is_not_the_drafts_is_refused(tiny_draft: CausalLM) -> None:
+    with pytest.raises(ValueError, match="writes tokens up to 23 but the draft knows 0 to 15: give the tokenizer that"):
+        OtherTokenizerDrafter(tiny_draft, tokenizer(DOUBLE), tokenizer(SINGLE))
+
+
+def test_the_loop_with_another_tokenizer_is_lossless(tiny_llama: CausalLM) -> None:
+    draft = CausalLM(tiny_model(vocab=24, seed=1))
+    drafter = OtherTokenizerDrafter(draft, tokenizer(DOUBLE), tokenizer(SINGLE), 3)
+    check_greedy(tiny_llama, drafter)
+    check_text_of_the_seed(tiny_llama, drafter)
+    same = OtherTokenizerDrafter(tiny_llama, tokenizer(SINGLE), tokenizer(SINGLE), 3)
+    generation = Engine(tiny_llama, same).decode([1, 2, 3], DecodingConfig(20))
+    assert generation.tokens == naive_greedy(tiny_llama.model, [1, 2, 3], 20)
+    assert all(step.accepted == step.offered for step in generation.steps), "a draft that is the target"
+    small = CausalLM(tiny_model(vocab=6, seed=3))
+    drafter = OtherTokenizerDrafter(small, tokenizer([*"abcd", "ab", "cd"]), tokenizer([*"abcd"]), 2)
+    chance, accepted = decode_many(small_llama(5), drafter, SamplingConfig(1.0))
+    assert chance > FALSE_ALARM and accepted > 40

@@ -1,0 +1,184 @@
+"""`headstart train RECIPE --dry-run`: what a run will take, by a few of its steps; and an untrained artefact."""
+
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.table import Table
+
+from trainer.commands.inspection import marked_text
+from trainer.export.exporter import NO_PROMPTS, export
+from trainer.job import Job
+from trainer.learning.spans import StepTimes, Stopwatch
+from trainer.processes import Process, agreed, build_accelerator, describe, on_first
+from trainer.recipe.reading import AnyRecipe
+from trainer.run.assemble import assemble, check_folders
+from trainer.run.checkpoint import Checkpoints, Progress, Saved
+from trainer.run.finish import finish
+from trainer.run.heldout import evaluator_of
+from trainer.run.loop import Hooks, train
+from trainer.run.state import gather_weights
+from trainer.run.train import ensure_answered, ensure_built
+from trainer.terminal.console import say, standard_error, standard_output, title
+
+STEPS = 4
+"""Steps that are done; the first one warms up and is not counted."""
+FOLDER = "dry-run"
+"""The folder of the untrained artefact, in the run's output."""
+
+
+class _Enough(Exception):  # not an error
+    """The steps wanted are done."""
+
+
+class _BegunAt(Checkpoints):
+    """A stand-in for a run's checkpoints: steps begin at ``step``, and no checkpoint is written."""
+
+    def __init__(self, job: Job, step: int) -> None:
+        self._saved = Saved(Progress(step, 0), gather_weights(job.objective.module), {}) if step else None
+
+    def latest(self) -> Saved | None:
+        return self._saved
+
+    def steps(self) -> list[int]:
+        return [self._saved.progress.step] if self._saved else []
+
+    def read(self, step: int) -> Saved:
+        assert self._saved is not None
+        return self._saved
+
+    def save(self, saved: Saved) -> None:
+        """Drop the state that a stopped run would save."""
+
+
+class _Times(NamedTuple):
+    """Seconds of one step, of the target's forward in it, and of one writing of texts during the training."""
+
+    step: float
+    target: float
+    writing: float
+    writings: int
+    """How often texts are written in the whole run."""
+
+
+def dry_run(recipe: AnyRecipe, console: Console | None = None) -> None:
+    """Print a row as trained, and the parameters, memory, disk and time of a run; write an untrained artefact.
+
+    The last steps of the recipe are measured, which cost the most, under the launcher that runs this program. Nothing
+    else is left on the disk. ValueError for what training refuses.
+    """
+    console = console or standard_output()
+    ensure_built(recipe.target_name)
+    ensure_answered(recipe.data.train)
+    agreed(lambda: check_folders(recipe))
+    accelerator = build_accelerator(recipe.training.mixed_precision)
+    process = Process(accelerator.process_index, accelerator.num_processes, standard_error())
+    with tempfile.TemporaryDirectory() as scratch:
+        small = recipe.without_store().model_copy(update={"output": scratch})
+        job = agreed(lambda: assemble(small, accelerator.device, process))
+        parameters: Counter[str] = Counter()
+        for name, parameter in job.objective.module.named_parameters():
+            if parameter.requires_grad:
+                parameters["adapters" if "lora_" in name else name.partition(".")[0]] += parameter.numel()
+        on_first(lambda: _write_artefact(recipe, job, accelerator, Path(scratch), console))
+        start, evaluator = time.perf_counter(), evaluator_of(job, accelerator)
+        if evaluator is not None:
+            evaluator.evaluate(job.objective)
+        evaluation = time.perf_counter() - start
+        table = _table(recipe, job, parameters, _times(job, accelerator, process), evaluation)
+        table.add_row("memory", "most that one process held", _size(_peak_memory(accelerator)))
+    if process.is_first:
+        say(console, marked_text(job.dataset.examples[0], job.tokenizer, console.is_terminal and not console.no_color))
+        console.print(table)
+
+
+def _write_artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scratch: Path, console: Console) -> None:
+    """Write the untrained artefact in the format that servers load, else in our own, and print what loads it."""
+    made, folder = scratch / "final", Path(recipe.output) / FOLDER
+    finish(job, made, Progress(0, 0), [], describe(accelerator))
+    if (folder / "provenance.json").is_file():  # of an earlier dry run
+        shutil.rmtree(folder)
+    for format in {"medusa": ("vllm", "headstart"), "draft": ("draft",)}.get(recipe.kind, ()):
+        try:
+            say(console, str(export(made, folder, format, prompts=NO_PROMPTS)))
+            break
+        except ValueError as error:  # not every head fits a server
+            say(console, f"the untrained artefact is not written as {format}: {error}")
+
+
+def _times(job: Job, accelerator: Accelerator, process: Process) -> _Times:
+    """Do the last steps of the run, from where texts are written if any are; return the medians."""
+    section, source = job.recipe.training, agreed(lambda: job.source(process))
+    last = max(0, section.steps - STEPS)
+    writing_steps = [step for step in range(section.steps) if source.writes_at(step)]
+    begin = max((step for step in writing_steps if step <= last), default=0 if writing_steps else last)
+    times: list[StepTimes] = []
+    written: list[float] = []
+    with Stopwatch(accelerator.device) as stopwatch, suppress(_Enough):
+
+        def on_step(progress: Progress, figures: dict[str, float]) -> None:
+            seconds, found = figures.get("generated/seconds", 0.0), stopwatch.step()
+            written.append(seconds)
+            if found is not None:
+                times.append(found._replace(seconds=found.seconds - seconds))
+            if len(written) == STEPS:
+                raise _Enough
+
+        hooks = Hooks(on_step, lambda progress: None)
+        train(job.objective, source, section, accelerator, _BegunAt(job, begin), 1 << 30, 1 << 30, hooks)
+    step, target = (
+        statistics.median(each) if each else 0.0
+        for each in ([each.seconds for each in times], [each.spans.get("target", 0.0) for each in times])
+    )
+    return _Times(step, target, max(written), len(writing_steps))
+
+
+def _peak_memory(accelerator: Accelerator) -> int:
+    """Return the most bytes that one process of the run has held: on its GPU, else as a program."""
+    if accelerator.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return int(accelerator.gather(torch.tensor([peak], device=accelerator.device)).max())
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.3f} GB"
+
+
+def _table(recipe: AnyRecipe, job: Job, parameters: Mapping[str, int], times: _Times, evaluation: float) -> Table:
+    section, examples, trained = recipe.training, job.dataset.examples, sum(parameters.values())
+    sequences, tokens = section.steps * section.batch_size, sum(int(example.trained.sum()) for example in examples)
+    share, keep = sequences / len(examples), recipe.checkpoint.keep + 1
+    evaluations = (section.steps - 1) // recipe.evaluation.every + 1 if job.target and recipe.evaluation.prompts else 0
+    seconds = {"a step": (times.step, section.steps), "writing texts": (times.writing, times.writings)}
+    if recipe.store is not None:  # the target ran in the measured steps, and will run once for each sequence
+        seconds["a step"] = times.step - times.target, section.steps
+        seconds[f"writing {recipe.store[1]}"] = times.target * len(examples) / section.batch_size, 1
+    seconds["an evaluation, of untrained weights"] = evaluation, evaluations
+    output = Path(recipe.output).absolute()
+    free = shutil.disk_usage(next(path for path in (output, *output.parents) if path.exists())).free
+    rows = [("trained parameters", part, f"{count:,}") for part, count in parameters.items()]
+    many = f"{section.steps:,} x {section.batch_size} = {sequences:,}, {share:.2f} times all rows"
+    rows += [("data", "sequences", many), ("data", "tokens trained", f"about {share * tokens:,.0f}")]
+    rows.append(("disk", f"{keep} checkpoints, one being written", _size(keep * 12 * trained)))  # two moments each
+    if recipe.evaluation.keep == "best":
+        rows.append(("disk", "the best weights of each", _size(keep * 4 * trained)))
+    rows.append(("disk", "free now", _size(free)))
+    rows += [("time", part, f"{each:.2f} s x {count:,}") for part, (each, count) in seconds.items() if count]
+    rows.append(("time", "together", f"{sum(each * count for each, count in seconds.values()) / 3600:.2f} h"))
+    table = Table("what", "part", "amount", title=title(f"{recipe.name}: what it will take"))
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,172 @@
+"""The export of trained heads and drafts in the formats that servers load, with a model card."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from decoding.measure.redact import without_local_paths
+from decoding.model.stored import SHARD_BYTES
+from trainer import quickstart
+from trainer.export.adapted import form_of, write_target
+from trainer.export.card import (
+    FOLDER_NAME,
+    CardFigures,
+    card_figures,
+    read_own_report,
+    render_card,
+    target_argument,
+    target_license,
+)
+from trainer.export.companions import ServingPlan, read_provenance, read_serving_plan, target_of, write_companions
+from trainer.export.readback import check_drafts
+from trainer.export.serve import ServerCommand, Serving, commands_of
+from trainer.export.task import FORMATS, Artefact, ExportTask, artefact_folder, check_format, opened
+from trainer.export.upload import CARD_NAME
+from trainer.files.folders import write_folder
+from trainer.heads.medusa2 import TARGET_FOLDER
+
+NO_PROMPTS = Path("none")
+"""In place of a file of prompts: the files are not decoded with."""
+
+
+@dataclass(frozen=True)
+class ExportSummary:
+    """The result of an export: ``files`` maps names to bytes, ``compared`` says how they were read back."""
+
+    format: str
+    folder: Path
+    files: dict[str, int]
+    compared: tuple[str, ...]
+    commands: tuple[ServerCommand, ...]
+    """Those of the servers that take the folder."""
+
+    def __str__(self) -> str:
+        """Return lines for a terminal."""
+        listed = "\n".join(f"  {name}  {size:,} bytes" for name, size in self.files.items())
+        lines = [f"{self.folder}, format {self.format}:", listed, *self.compared]
+        for command in self.commands:
+            lines += [f"\n{command.server}:", command.shell]
+            lines += [f"  note: {note}" for note in command.notes]
+            lines += [f"  warning: {warning}" for warning in command.warnings]
+        return "\n".join(lines)
+
+
+def export(
+    source: Path,
+    destination: Path,
+    format: str,
+    *,
+    report: Path | None = None,
+    plan: Path | None = None,
+    target: str | None = None,
+    type: str | None = None,
+    prompts: Path | None = None,
+    merge: bool = False,
+    license: str | None = None,
+    trust_remote_code: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> ExportSummary:
+    """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
+
+    ``source`` is a run's folder, its ``final`` folder or one of its checkpoints (the newest of a run that was stopped),
+    or ``quickstart``: servers of a draft want the embedded target too. The destination appears whole or not at all, and
+    only after the written files were read back and found equal to the bit. ``report``: a ``report.json`` whose figures
+    go on the card. ``plan``: a ``plan.json`` whose tree the format headstart stores, and whose depths by batch size the
+    servers' commands have. ``target``: the model that the artefact drafts for, if it is not the recorded one. ``type``:
+    one of the format's types of numbers. ``license``: the Hub's identifier of the weights' licence. ``shard_bytes``:
+    the greatest size of a file of weights. Provenance, report and plan go with the weights, without local paths.
+
+    The target decodes prompts with the trained weights and with the files, if it is on this machine: prompts of the
+    .jsonl file ``prompts``, by default those that the training run held out; `NO_PROMPTS` decodes none.
+
+    Heads that were trained jointly with adapters get the adapted target beside them, in ``target``: as trained in our
+    own format unless ``merge``, and merged in others.
+
+    `ValueError` for a format that does not fit the artefact, a source without weights, a destination that is not empty,
+    a report or a plan that is malformed or of other weights, and files that read back differently.
+    """
+    source, destination, target = Path(source), Path(destination), target and quickstart.resolve(target)
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
+    if prompts not in (None, NO_PROMPTS) and not Path(prompts).is_file():
+        raise ValueError(f"there is no file {prompts}: give a .jsonl file of prompts, one a line, as --prompts")
+    _check_destination(artefact_folder(source), destination)
+    with opened(source, destination) as (source, made):
+        check_format(source, format, type)
+        measured = None if report is None else read_own_report(Path(report), source)
+        request = _Request(
+            made,
+            form_of(source, format, merge),
+            measured,
+            None if measured is None else card_figures(measured, chains=format != "headstart"),
+            plan,
+            None if plan is None else read_serving_plan(Path(plan), source),
+            license,
+            target,
+            prompts,
+        )
+        tree, model = request.planned.tree if request.planned else (), target or target_of(source)
+        task = ExportTask(source, destination, format, model, tree, type, trust_remote_code, shard_bytes)
+        results: list[tuple[Artefact, tuple[str, ...]]] = []
+        write_folder(destination, lambda folder: results.append(_write(replace(task, folder=folder), request)))
+    artefact, compared = results[0]
+    paths = (path for path in sorted(destination.rglob("*")) if path.is_file())
+    files = {path.relative_to(destination).as_posix(): path.stat().st_size for path in paths}
+    served = str(destination / TARGET_FOLDER) if request.form is not None else model
+    commands = commands_of(Serving(artefact, destination, str(destination), served, plan=request.planned))
+    return ExportSummary(format, destination, files, compared, commands)
+
+
+class _Request(NamedTuple):
+    """What goes with the weights, and how the files are decoded with."""
+
+    made: tuple[str, ...]
+    """Sentences on how the source was made."""
+    form: str | None
+    """Form of the adapted target beside heads; None if there is none."""
+    report: dict[str, Any] | None
+    figures: CardFigures | None
+    plan: Path | None
+    planned: ServingPlan | None
+    license: str | None
+    target: str | None
+    """The user's; None for the recorded one."""
+    prompts: Path | None
+
+
+def _write(task: ExportTask, request: _Request) -> tuple[Artefact, tuple[str, ...]]:
+    """Fill the task's folder; return the artefact in numbers, and sentences on what was read back."""
+    artefact, sentences = task.module.write(task)
+    compared = [*request.made, *sentences]
+    if request.form is not None:
+        compared.append(write_target(task, request.form))
+    write_companions(task.folder, task.source, request.report, request.plan)
+    if request.prompts != NO_PROMPTS:
+        compared.extend(check_drafts(task, request.target, request.prompts))
+    provenance = read_provenance(task.source)
+    argument = target_argument(provenance, request.form)
+    card = render_card(
+        artefact,
+        provenance,
+        request.figures,
+        commands=commands_of(Serving(artefact, task.folder, FOLDER_NAME, task.target, argument, request.planned)),
+        compared=without_local_paths(compared),
+        adapted=request.form,
+        license=request.license,
+        target_license=target_license(task.target),
+    )
+    (task.folder / CARD_NAME).write_text(card, encoding="utf-8")
+    mode = (task.folder / CARD_NAME).stat().st_mode  # safetensors writes for the owner; servers run as other users
+    for path in filter(Path.is_file, task.folder.rglob("*")):
+        path.chmod(mode)
+    return artefact, tuple(compared)
+
+
+def _check_destination(source: Path, destination: Path) -> None:
+    """Reject a destination that is the source, holds it, is no folder, or is not empty."""
+    if destination.resolve() in (source.resolve(), *source.resolve().parents):
+        raise ValueError(f"the destination {destination} is or holds the source {source}: give another folder")
+    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+        raise ValueError(f"the destination {destination} is not a folder: give another")
+    if destination.is_dir() and any(destination.iterdir()):
+        raise ValueError(f"the destination {destination} is not empty: remove it, or give another folder")

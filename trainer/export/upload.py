@@ -1,0 +1,145 @@
+"""Upload of an exported folder to the Hugging Face Hub, as it is, in one commit.
+
+The token goes into the request header and nowhere else, neither into messages nor into exceptions. A folder whose files
+hold the token is rejected. ``huggingface_hub`` repeats what failed, and sends nothing that the Hub has.
+
+Nothing here waits for transformers.
+"""
+
+import json
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, ModelCard, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HTTPError as ClientError  # type: ignore[attr-defined]  # whichever client it uses
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
+from yaml import YAMLError
+
+from decoding.measure.redact import is_hub_id
+from decoding.model.hub import LOG_IN, shortened, without_login
+from trainer.files.folders import check_links
+
+CARD_NAME = "README.md"
+TAG = "headstart"
+"""A tag of every card, by which an export is recognised."""
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_REMEDIES = {
+    401: f"{LOG_IN} to a valid token",
+    403: "use a token with write access, or another repository",
+    404: "check the organisation's name and that the token may see it",
+}
+
+
+@dataclass(frozen=True)
+class PushSummary:
+    """The result of an upload. ``address``: that of the repository, or of the pull request; ``name``: ORG/NAME@COMMIT.
+
+    ``name`` is how every command reads these files again.
+    """
+
+    address: str
+    name: str
+
+    def __str__(self) -> str:
+        """Return lines for a terminal."""
+        return f"{self.address}: sent\nread it as {self.name}"
+
+
+def push(
+    folder: Path,
+    repository: str,
+    *,
+    public: bool = False,
+    revision: str | None = None,
+    pull_request: bool = False,
+    message: str | None = None,
+) -> PushSummary:
+    """Upload an exported folder to the model repository ORG/NAME in one commit, creating it if it is missing.
+
+    A new repository is private unless ``public``; an existing one of the other visibility is rejected, so that nothing
+    is published by accident. ``revision``: a branch, made if it is missing; by default ``main``. With ``pull_request``
+    the commit becomes a pull request. Files that the upload does not replace stay.
+
+    `ValueError`, always one sentence, for a folder that is not an export, a pickle or the token among its files, a
+    malformed repository id, no token, a refusal of the Hub, and a Hub that cannot be reached.
+    """
+    folder = Path(folder)
+    if pull_request and revision is not None:
+        raise ValueError(f"a pull request goes to main, but revision is {revision!r}: give one of the two")
+    if TAG not in (card_data(folder / CARD_NAME).get("tags") or ()):
+        raise ValueError(f"{folder} is not a folder that headstart export wrote: export first, then push its folder")
+    token = _check_access(repository)
+    _check_folder(folder, token)
+    api = HfApi(token=token, library_name="headstart")
+    address = f"{without_login(api.endpoint)}/{repository}"
+    try:
+        _check_visibility(api, repository, public)
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message=message or "Upload with Headstart",
+            revision=revision,
+            create_pr=pull_request,
+        )
+        return PushSummary(done.pr_url or address, f"{repository}@{done.oid}")
+    except HfHubHTTPError as error:
+        status, said = error.response.status_code, shortened(error.server_message or error)
+        problem = f"{address} answered {status} ({said}): {_REMEDIES.get(status, 'push again later')}"
+    except (ClientError, OSError, ValueError, RuntimeError) as error:
+        problem = f"the upload to {address} failed ({type(error).__name__}: {shortened(error)}): push again"
+    # Raised here, outside the handlers: an exception's context would hold the request and its header.
+    raise ValueError(problem.replace(token, "(token)"))
+
+
+def card_data(path: Path) -> Any:
+    """Return a card's metadata; an empty object if there is none."""
+    try:
+        return ModelCard(path.read_text(encoding="utf-8", errors="replace"), ignore_metadata_errors=True).data
+    except (ValueError, YAMLError, OSError):
+        return {}
+
+
+def _check_visibility(api: HfApi, repository: str, public: bool) -> None:
+    """Create the repository if it is missing; ValueError for an existing one of the other visibility."""
+    if not api.repo_exists(repository):
+        api.create_repo(repository, private=not public)
+    elif bool(api.repo_info(repository).private) == public:
+        kind, remedy = ("private", "without --public") if public else ("public", "with --public")
+        raise ValueError(f"the repository exists and is {kind}; change that in its settings, or push {remedy}")
+
+
+def _check_access(repository: str) -> str:
+    """Return the token for the Hub; ValueError without one, and for a malformed repository id."""
+    try:
+        validate_repo_id(repository)
+        malformed = repository.count("/") != 1
+    except HFValidationError:
+        malformed = True
+    if malformed:
+        raise ValueError(f"the repository id is {repository!r}: give ORG/NAME, of letters, digits, '-', '_' and '.'")
+    token = get_token()
+    if not token:
+        raise ValueError(f"there is no token for the Hub: {LOG_IN}")
+    return token
+
+
+def _check_folder(folder: Path, token: str) -> None:
+    """Reject files that must not be published."""
+    check_links(folder)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if path.suffix.lower() in _PICKLES:
+            raise ValueError(f"{path} may be a pickle, which runs code when it is loaded: remove it, then push again")
+        if path.name == "adapter_config.json":
+            base = json.loads(path.read_bytes()).get("base_model_name_or_path")
+            if not is_hub_id(str(base)):
+                raise ValueError(f"{path} names {base}, a folder of this machine: export with --merge")
+        if path.stat().st_size == 0:
+            continue
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(token.encode()) >= 0:
+                raise ValueError(f"{path} contains your token for the Hub: remove it there, then push again")

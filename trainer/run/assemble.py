@@ -1,0 +1,38 @@
+"""THE dispatch from a recipe to its kind. No other code asks for the class of a recipe or an objective."""
+
+from pathlib import Path
+
+import torch
+
+from trainer.drafts.job import assemble_draft
+from trainer.files.folders import check_can_be_folder
+from trainer.heads.job import assemble_heads
+from trainer.job import Job
+from trainer.pretrain import assemble_pretraining
+from trainer.processes import Process
+from trainer.recipe.draft import DraftRecipe
+from trainer.recipe.heads import MedusaRecipe
+from trainer.recipe.reading import AnyRecipe
+
+
+def assemble(recipe: AnyRecipe, device: torch.device, process: Process, check_costs: bool = False) -> Job:
+    """Load and check everything that the recipe names, and write what is missing of its `store`.
+
+    Every process calls this. With ``check_costs``, ValueError for a draft that by the costs measured here could not
+    pay, unless the recipe asks for no such check.
+    """
+    if isinstance(recipe, MedusaRecipe):
+        return assemble_heads(recipe, device, process)
+    if isinstance(recipe, DraftRecipe):
+        return assemble_draft(recipe, device, process, check_costs)
+    return assemble_pretraining(recipe)
+
+
+def check_folders(recipe: AnyRecipe) -> None:
+    """Raise ValueError if a file stands where the recipe writes a folder."""
+    output = Path(recipe.output)
+    for key, folder in (("output", output), ("the folder of the finished run", output / "final")):
+        check_can_be_folder(folder, key)
+    if recipe.store is not None:
+        key, name = recipe.store
+        check_can_be_folder(Path(name), key)

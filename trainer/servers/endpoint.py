@@ -1,0 +1,188 @@
+"""Answers by served targets: OpenAI-compatible endpoints, asked by `openai`'s client, many conversations at a time.
+
+The server templates the messages, samples with its own generator, and returns texts, not tokens. It may change the
+model's distribution unseen, for example by a top-k in its generation config.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, cast
+
+from openai import APIConnectionError, APIError, APITimeoutError, BaseModel, omit
+from openai.types.chat import ChatCompletion, ChatCompletionMessageParam, ChatCompletionToolParam
+
+from decoding.errors import UserError, check_once
+from decoding.generate import DecodingConfig
+from decoding.model.loading import first_line
+from trainer.data.answers import AnsweredConversation, FailedConversation, Outcome, Problem
+from trainer.data.chat import whole_characters
+from trainer.data.conversations import AnswerKey, Message, OpenConversation, answer_message, is_empty
+from trainer.servers.connection import Connection, Endpoint
+
+HOPELESS = 50
+"""Failures in a row that end the run: the endpoints answer with errors alone, or every request is wrong."""
+_TURNS_APART = 1_000_003  # seeds of one turn and the next; servers take seeds of 31 bits
+
+
+class _Reply(NamedTuple):
+    """An answer of an endpoint."""
+
+    message: Message
+    tokens: int
+    """0 if the endpoint does not count them."""
+    truncated: bool
+    model: str | None
+
+
+class _NoAnswer(Exception):
+    """A reply came, but without text to train on, or an error in place of one."""
+
+    def __init__(self, problem: Problem, reason: str) -> None:
+        super().__init__(reason)
+        self.problem: Problem = problem
+
+
+class EndpointBackend:
+    """Asks endpoints of one target for answers, several conversations at once, the turns of each in their order.
+
+    The endpoints are asked in turns. A request that one of them refuses, or does not answer after the client's retries,
+    goes to the next; one that could not be reached is asked last from then on. A request that no endpoint answers is
+    set aside. A wrong key or an unknown model ends the run, and so does a request for which no endpoint was reached.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint], config: DecodingConfig) -> None:
+        """Check the endpoints and send nothing."""
+        self._connections = [Connection(endpoint) for endpoint in endpoints]
+        check_once("the endpoint", (connection.host for connection in self._connections))
+        self._config = config
+        self._unreached: set[Connection] = set()
+
+    @property
+    def encoder(self) -> None:
+        """None: only the servers know the tokenizer."""
+
+    def outcomes(
+        self, conversations: Sequence[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
+    ) -> Iterator[list[Outcome]]:
+        """Yield finished conversations; raise a fatal error after yielding those that ended with it."""
+        waiting = iter([conversation for conversation in conversations if conversation.key not in done])
+        running: set[asyncio.Task[Outcome]] = set()
+        failures = 0
+        with asyncio.Runner() as runner:
+            try:
+                while ended := runner.run(self._some(waiting, running)):
+                    finished = [task.result() for task in ended if task.exception() is None]
+                    on_tokens(sum(outcome.tokens for outcome in finished if isinstance(outcome, AnsweredConversation)))
+                    yield finished
+                    for task in ended:
+                        outcome = task.result()
+                        failures = failures + 1 if isinstance(outcome, FailedConversation) else 0
+                        if isinstance(outcome, FailedConversation) and failures == HOPELESS:
+                            raise UserError(
+                                f"{failures} conversations failed one after the other, the last one so: "
+                                f"{outcome.reason}",
+                                "see to the endpoint, then start the same command again",
+                            )
+            finally:
+                runner.run(self._close(running))
+
+    async def _close(self, running: set[asyncio.Task[Outcome]]) -> None:
+        """Cancel the running tasks and close the connections; their errors are collected, or Python prints them."""
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for connection in self._connections:
+            await connection.client.close()
+
+    async def _some(
+        self, waiting: Iterator[OpenConversation], running: set[asyncio.Task[Outcome]]
+    ) -> set[asyncio.Task[Outcome]]:
+        """Start as many conversations as the endpoints take at a time; return those that end first, none at the end."""
+        size = sum(connection.endpoint.concurrency for connection in self._connections)
+        for conversation in islice(waiting, size - len(running)):
+            running.add(asyncio.create_task(self._converse(conversation)))
+        if not running:
+            return set()
+        ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        running -= ended
+        return ended
+
+    async def _converse(self, conversation: OpenConversation) -> Outcome:
+        replies: list[_Reply] = []
+        try:
+            while len(replies) < len(conversation.turns) and not (replies and replies[-1].truncated):
+                replies.append(await self._reply(conversation, [reply.message for reply in replies]))
+        except _NoAnswer as error:
+            return FailedConversation(conversation, error.problem, str(error), again=True)
+        answers, tokens = tuple(reply.message for reply in replies), sum(reply.tokens for reply in replies)
+        return AnsweredConversation(conversation, answers, tokens, replies[-1].truncated, model=replies[-1].model)
+
+    async def _reply(self, conversation: OpenConversation, answers: Sequence[Message]) -> _Reply:
+        """Return the next answer; `_NoAnswer` if no endpoint gives one, UserError if none can be reached."""
+        first = conversation.index % len(self._connections)
+        in_turn = [*self._connections[first:], *self._connections[:first]]
+        problems, unreached = list[str](), 0
+        for connection in sorted(in_turn, key=self._unreached.__contains__):
+            try:
+                completion = await self._request(connection, conversation, answers)
+            except json.JSONDecodeError as error:
+                problems.append(f"the endpoint sent what is not JSON: {first_line(error)}")
+            except APIError as error:
+                if fatal := connection.fatal(error):
+                    raise fatal from None
+                problems.append(connection.explained(error))
+                if isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError):
+                    self._unreached.add(connection)
+                    unreached += 1
+            else:
+                self._unreached.discard(connection)
+                return _read(completion)
+        if unreached == len(in_turn):
+            raise UserError(
+                f"{'; '.join(problems)}; what was answered is kept",
+                "see to the endpoint, then start the same command again to resume",
+            ) from None
+        raise _NoAnswer("failed", "; ".join(problems))
+
+    async def _request(
+        self, connection: Connection, conversation: OpenConversation, answers: Sequence[Message]
+    ) -> ChatCompletion:
+        """Ask an endpoint; the seed follows from the conversation and the turn, not from the endpoint."""
+        config = self._config
+        return await connection.client.chat.completions.create(
+            model=connection.endpoint.model,
+            messages=cast(list[ChatCompletionMessageParam], conversation.open_after(answers)),
+            tools=cast(list[ChatCompletionToolParam], conversation.tools) if conversation.tools else omit,
+            temperature=config.sampling.temperature,
+            top_p=config.sampling.top_p,
+            max_tokens=config.max_new_tokens,
+            seed=(config.seed + conversation.index + _TURNS_APART * len(answers)) % 2**31,
+        )
+
+
+def _read(completion: ChatCompletion) -> _Reply:
+    """Return the reply in a completion; neither the endpoint nor the client promises that it keeps to the schema."""
+    choices: Any = getattr(completion, "choices", None)
+    message = getattr(choices[0], "message", None) if isinstance(choices, list) and choices else None
+    if not isinstance(message, BaseModel):
+        raise _NoAnswer("failed", "what the endpoint sent is no completion")
+    held = message.to_dict(mode="python", warnings=False)
+    truncated = getattr(choices[0], "finish_reason", None) == "length"
+
+    def text(*names: str) -> str:
+        found = (value for name in names if isinstance(value := held.get(name), str) and value.strip())
+        return whole_characters(next(found, ""), truncated)
+
+    calls = called if isinstance(called := held.get("tool_calls"), list) else None
+    reasoning = text("reasoning_content", "reasoning")
+    answer = answer_message(text("content"), reasoning_content=reasoning, tool_calls=calls)
+    if is_empty(answer):
+        raise _NoAnswer("empty", "the answer is empty")
+    try:
+        json.dumps(answer, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # neither the next request nor a row for training can hold it
+        raise _NoAnswer("failed", f"the answer holds half a character ({error.reason})") from error
+    tokens, model = getattr(completion.usage, "completion_tokens", None), getattr(completion, "model", None)
+    return _Reply(answer, tokens if isinstance(tokens, int) else 0, truncated, model)
