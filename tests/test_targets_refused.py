@@ -19,8 +19,7 @@ OVERRIDES = "name=x target=TARGET data.train=rows.jsonl data.heldout=rows.jsonl 
 DIAGNOSE = "diagnose draft:draft --target TARGET --prompts rows.jsonl --max-new-tokens 4"
 COMMANDS = (
     f"train {RECIPE} {OVERRIDES}",
-    f"features {RECIPE} {OVERRIDES} features.folder=features",
-    f"plan-training {RECIPE} {OVERRIDES} --steps 0",
+    f"train {RECIPE} {OVERRIDES} --dry-run",
     "regenerate --target TARGET --prompts rows.jsonl --output out.jsonl",
     "realign --target TARGET --draft draft --prompts rows.jsonl --output out",
     "data inspect rows.jsonl --target TARGET",
@@ -32,7 +31,6 @@ COMMANDS = (
     "verify --target TARGET --prompts rows.jsonl",
     "verify --self-test --target TARGET --prompts rows.jsonl",
     f"{DIAGNOSE} --endpoint http://127.0.0.1:9/v1 --model m",
-    f"{DIAGNOSE} --stale",
     "doctor --target TARGET",
     "export draft exported --format draft --target TARGET",
 )
