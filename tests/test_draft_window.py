@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis_profiles import examples
 from tiny_models import full_forward, naive_greedy, tiny_model
-from tiny_parallel import logits_after, states_before, tiny_parallel_draft
 from tiny_training import tiny_tokenizer
 from torch import Tensor
 
-from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, ParallelDrafter
-from decoding.drafters.base import DraftRequest, TextStart
+from decoding.drafters import DraftModelDrafter, DraftTreeDrafter
+from decoding.drafters.base import TextStart
 from decoding.drafters.draft_state import DraftState
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -28,7 +27,6 @@ from decoding.rules.drawing import GeneratorSource
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example, collate
 from trainer.drafts.start import write_draft
-from trainer.servers.speculator import Speculator, SpeculatorName
 
 WINDOW = 6
 LONG = 240
@@ -78,26 +76,6 @@ def test_each_q_is_that_of_a_band_over_the_whole_text(family: str, static: str |
             text += accept_some(proposal, chance) + [1, 2, 3][: chance.choice([0, 0, 3])]
 
 
-@pytest.mark.parametrize("static", [None, "eager"])
-def test_a_parallel_draft_sees_text_and_masks_through_its_window(static: str | None) -> None:
-    target = CausalLM(tiny_model("llama"))
-    whole = tiny_parallel_draft(target)
-    draft = type(whole)(CausalLM(with_window(whole.model.model, WINDOW), static=static), whole.parts)
-    session = ParallelDrafter(draft).open(target, SAMPLED, 1, LONG)
-    session.admit(0, TextStart(1, GeneratorSource.from_seed(0)))
-    text, known = [i * i % 16 for i in range(70)], 0
-    for _ in range(9):
-        states = states_before(target, text)[known:]
-        known = len(text)
-        (proposal,) = session.propose([DraftRequest(list(text), torch.empty(0), 9, 99, states)])
-        assert proposal.q is not None
-        chain = proposal.tree.token_list[1:]
-        for place in range(len(chain)):
-            wanted = logits_after(draft, target, text, chain[:place]).softmax(-1)
-            torch.testing.assert_close(proposal.q[place], wanted, rtol=0, atol=2e-5)
-        text += [*chain[:2], 7]
-
-
 @pytest.mark.parametrize(("static", "room"), [(None, 2 * WINDOW + 5 + 1), ("eager", 256)])
 def test_the_cache_holds_two_windows_and_a_tree_however_long_the_text(static: str | None, room: int) -> None:
     """One position takes padding. A step of fixed shapes reads 256 at least, and rows hold no more for it."""
@@ -145,12 +123,6 @@ def test_a_context_ends_where_a_layer_sees_the_whole_text_or_positions_are_not_o
     if context is not None:
         with pytest.raises(ValueError, match=r"may grow to 97 tokens .* holds 96: .* or a draft with a window"):
             DraftModelDrafter(draft).open(target, SamplingConfig(), 1, 97)
-
-
-def test_a_speculator_is_diagnosed_on_texts_as_long_as_its_drafter_follows() -> None:
-    whole, parallel = CausalLM(tiny_model("llama")), tiny_parallel_draft(CausalLM(tiny_model("llama")))
-    for draft, longest in ((whole, 96), (windowed(), None), (parallel, 96)):
-        assert Speculator(SpeculatorName("draft", "a/folder", None), draft).max_positions == longest
 
 
 def test_the_window_shares_the_weights_and_comes_back_from_a_folder(tmp_path: Path) -> None:

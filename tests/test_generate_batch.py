@@ -1,6 +1,5 @@
 """Many texts at once, and one text after another on one cache: each is what it is alone."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -128,30 +127,6 @@ def test_a_row_that_ends_makes_room_for_the_next_prompt_in_its_own_place(countin
         (4, 15, False),
         (1, 15, False),
     ]
-
-
-def test_where_no_prompt_waits_the_last_row_closes_the_gap(counting: CausalLM) -> None:
-    config = DecodingConfig(14, eos_token_ids=(15,))
-    steps = Engine(counting).steps(countdown(2, 5, 3, 4), config, batch_size=4)
-    passes: list[list[int]] = []
-    seen: dict[int, int] = defaultdict(int)
-    for place, _ in steps:
-        if not passes or place in passes[-1]:
-            passes.append([])
-        passes[-1].append(place)
-        seen[place] += 1
-    # Row 0 ends in the second pass, and the last, 3, takes its place; then 2 ends, the last; then 3; then 1.
-    assert passes == [[0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 2], [3, 1], [1]]
-    assert seen == {0: 2, 1: 5, 2: 3, 3: 4}
-
-
-@pytest.mark.parametrize("name", ["chain", "draft tree", "heads", "parallel tree"])
-def test_drafters_follow_rows_that_move_and_rows_that_are_refilled(counting: CausalLM, name: str) -> None:
-    prompts = countdown(2, 9, 3, 7, 1, 12, 1, 5, 4)
-    config = DecodingConfig(14, eos_token_ids=(15,))
-    for batch_size in (2, 4, 9):
-        texts = Engine(counting, drafter_of(name)).decode(prompts, config, batch_size=batch_size)
-        assert [text.tokens for text in texts] == [tuple(range(prompt[0] + 1, 16)) for prompt in prompts]
 
 
 def test_a_prompt_that_cannot_be_decoded_is_refused_before_any_is() -> None:

@@ -53,14 +53,6 @@ def test_the_bias_is_a_product_of_the_token_before_by_hand() -> None:
     assert added.tolist() == [[2.5, 0.5, 10.5], [-1.0, 0.0, -5.0]]
 
 
-def test_untrained_heads_with_a_bias_write_what_those_without_it_write(tiny_llama: CausalLM) -> None:
-    plain = MedusaHeads.for_target(tiny_llama.model, replace(CONFIG, markov_rank=0))
-    markov = MedusaHeads.for_target(tiny_llama.model, CONFIG)
-    hidden, before = torch.randn(5, 16), torch.randint(16, (3, 5))
-    with torch.inference_mode():
-        assert torch.equal(markov(hidden, before=before), plain(hidden))
-
-
 @BOTH_LAYOUTS
 def test_every_head_adds_one_shared_bias_of_the_token_before_its_own(tiny_llama: CausalLM, shared: bool) -> None:
     heads, hidden, before = random_markov_heads(shared), torch.randn(5, 16), torch.randint(16, (3, 5))
@@ -77,12 +69,6 @@ def test_the_token_before_is_neither_forgotten_nor_given_to_heads_without_a_bias
     plain = MedusaHeads(replace(CONFIG, markov_rank=0))
     with pytest.raises(ValueError, match="before is given, but these heads have no Markov bias: leave it out"):
         plain(torch.zeros(1, 16), before=torch.zeros(3, 1, dtype=torch.long))
-
-
-@pytest.mark.parametrize("rank", [-1, True, 1.5, "4"])
-def test_a_rank_that_is_no_whole_number_is_refused(rank: object) -> None:
-    with pytest.raises(ValueError, match=r"markov_rank is .*: give a whole number, 0 or more"):
-        replace(CONFIG, markov_rank=rank)
 
 
 # --- on disk --------------------------------------------------------------------------------------------------------

@@ -88,15 +88,6 @@ def test_heads_that_are_stacked_again_are_not_copied_again(tiny_llama: CausalLM)
     assert after == drafted(MedusaDrafter(heads, PATHS), tiny_llama)
 
 
-def test_heads_that_were_moved_since_are_stacked_anew(tiny_llama: CausalLM) -> None:
-    heads, hidden = random_heads(True), torch.randn(3, 16, dtype=torch.float64)
-    StackedHeads(heads)
-    lm_head = tiny_llama.model.get_output_embeddings()
-    expected = reference_logits(heads.double(), tiny_llama, hidden)
-    with torch.inference_mode():
-        torch.testing.assert_close(StackedHeads(heads)(hidden, 3, lm_head), expected, rtol=1e-5, atol=1e-5)
-
-
 @BOTH_LAYOUTS
 def test_the_heads_run_at_one_position_of_each_row_and_no_deeper_than_the_room(
     tiny_llama: CausalLM, shared: bool

@@ -80,23 +80,6 @@ def test_prompt_lookup_is_the_naive_search_however_the_text_grows(
         assert branches > 1 or proposal.tree.shape.is_chain
 
 
-def test_it_continues_the_latest_occurrence_of_the_longest_suffix(tiny_llama: CausalLM) -> None:
-    def drafted(text: list[int], **settings: int) -> list[int]:
-        return chain(lookup(tiny_llama, text, tokens=3, ngram=2, **settings))
-
-    assert drafted([1, 2, 7, 8, 9, 2, 5, 1, 2]) == [7, 8, 9], "the pair (1, 2) wins over the later 2"
-    assert drafted([1, 2, 7, 1, 2, 8, 1, 2]) == [8, 1, 2], "the later pair wins"
-    assert drafted([1, 2, 3]) == [], "nothing occurs twice"
-    assert drafted([1]) == [], "the suffix is no match of itself"
-    assert drafted([9, 2, 5, 1, 2], min_ngram=2) == [], "a single token is too short a match"
-
-
-def test_a_text_that_goes_round_is_continued_round_and_another_to_its_end(tiny_llama: CausalLM) -> None:
-    assert chain(lookup(tiny_llama, [3, 4, 4], tokens=4)) == [4, 4, 4, 4]
-    assert chain(lookup(tiny_llama, [5, 6, 5, 6], tokens=5)) == [5, 6, 5, 6, 5]
-    assert chain(lookup(tiny_llama, [6, 5, 9, 6], tokens=5)) == [5, 9, 6], "6 5 9 occurred once"
-
-
 def test_a_proposal_tells_how_long_its_match_is_beyond_the_longest_ngram_too(tiny_llama: CausalLM) -> None:
     assert lookup(tiny_llama, [1, 2, 3]).matched == 0
     assert lookup(tiny_llama, [1, 2, 3, 2]).matched == 1

@@ -138,21 +138,6 @@ def test_penalties_and_processors_need_the_history(settings: dict[str, Any]) -> 
         adjusted_logits(torch.zeros(1, 2), SamplingConfig(**settings), None)
 
 
-def test_processors_see_rows_of_equal_texts_together_and_only_the_texts() -> None:
-    calls = []
-
-    def note(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        calls.append((input_ids.tolist(), scores[:, 0].tolist(), scores.dtype))
-        return scores + 10 * input_ids.shape[1]
-
-    texts = torch.tensor([[1, 2, 0], [3, 1, 1], [2, 2, 0]])
-    history = HistoryRows(texts=texts, lengths=(2, 3, 2), prompt_lengths=(1, 1, 1))
-    logits = torch.tensor([[0.0], [1.0], [2.0]]).expand(3, 4).bfloat16()
-    adjusted = adjusted_logits(logits, SamplingConfig(processors=(note,)), history)
-    assert calls == [([[1, 2], [2, 2]], [0, 2], torch.float32), ([[3, 1, 1]], [1], torch.float32)]
-    assert adjusted[:, 0].tolist() == [20, 31, 22] and adjusted.dtype == torch.float32
-
-
 def test_a_processor_can_know_the_length_of_each_prompt() -> None:
     def build(prompt_length: int) -> Any:
         return lambda input_ids, scores: scores + 100 * prompt_length + input_ids.shape[1]
@@ -169,21 +154,6 @@ def test_a_processor_that_drops_rows_is_refused() -> None:
     history = history_of(torch.tensor([[0], [1]]), 3)
     with pytest.raises(ValueError, match=r"shape \(1, 3\) for \(2, 3\): return one score"):
         adjusted_logits(torch.zeros(2, 3), SamplingConfig(processors=(first_row,)), history)
-
-
-def test_rows_of_several_texts_go_one_after_the_other() -> None:
-    first = history_of(torch.tensor([[0, 1], [1, 1]]), 3, prompt_length=1)
-    second = history_of(torch.tensor([[2, 0, 2, 1]]), 3, prompt_length=2)
-    both = HistoryRows.cat([first, second])
-    assert both.seen is not None and both.counts is not None and both.texts is not None
-    assert both.seen.int().tolist() == [[1, 1, 0], [0, 1, 0], [1, 1, 1]]
-    assert both.counts.tolist() == [[0, 1, 0], [0, 1, 0], [0, 1, 1]]
-    assert [both.texts[row, :length].tolist() for row, length in enumerate(both.lengths)] == [
-        [0, 1],
-        [1, 1],
-        [2, 0, 2, 1],
-    ]
-    assert both.prompt_lengths == (1, 1, 2)
 
 
 def test_adjusting_rows_together_is_adjusting_them_one_by_one() -> None:
@@ -235,25 +205,6 @@ def test_the_nucleus_of_a_large_vocabulary_is_that_of_a_sort_of_all(sharpness: f
         # Sums of thousands of shares differ in the last bits, by which one equal more or less may be kept.
         assert bool(((found > 0).sum(-1) - (expected > 0).sum(-1)).abs().le(1).all())
         torch.testing.assert_close(found.sort().values, expected.sort().values, rtol=0.05, atol=1e-4)
-
-
-def test_only_the_best_tokens_of_a_large_vocabulary_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
-    widths: list[int] = []
-    sort = torch.Tensor.sort
-
-    def counted(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        widths.append(tensor.shape[-1])
-        return sort(tensor, *arguments, **options)
-
-    monkeypatch.setattr(torch.Tensor, "sort", counted)
-    logits = 10 * torch.randn(2, 20000)
-    probabilities(logits, SamplingConfig(1.0, top_k=40, top_p=0.9))
-    assert max(widths) < 1000
-    logits[1] = 0
-    both = probabilities(logits, SamplingConfig(1.0, top_p=0.9))
-    assert max(widths) == 20000, "a distribution so flat has a nucleus of nearly all"
-    assert abs(int((both[1] > 0).sum()) - 18000) <= 2
-    assert torch.equal(both[0], probabilities(logits[:1], SamplingConfig(1.0, top_p=0.9))[0]), "and its own row alone"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -137,23 +137,6 @@ def test_a_set_that_changes_gives_its_new_rows_and_its_earlier_commit_the_old_on
     assert loaded(f"{NAME}@{earlier}").sha256 == old.sha256 != loaded(f"{NAME}@main").sha256 == new.sha256
 
 
-def test_a_shuffle_takes_rows_of_every_part_of_the_set_in_the_same_order_each_time(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [
-        {"text": " ".join("abcdefghijkl"[place // 30 + n % (2 + place % 4)] for n in range(9))} for place in range(120)
-    ]
-    publish(hub, shards(rows))
-    first = plain(loaded(max_rows=20, shuffle_buffer=50).examples)
-    in_order = plain(loaded(max_rows=20).examples)
-    assert first != in_order and len({example.tokens[0] for example in in_order}) == 1
-    assert len({example.tokens[0] for example in first}) > 1
-    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "other"))
-    assert plain(loaded(max_rows=20, shuffle_buffer=50).examples) == first
-    every = plain(loaded(shuffle_buffer=50).examples)
-    assert sorted(every) == sorted(plain(loaded().examples)) and every != plain(loaded().examples)
-
-
 def test_a_set_that_is_not_there_or_is_no_data_is_one_sentence(hub: FakeHub) -> None:
     assert f"shows no {NAME}: check the name; if it is private" in refused(loaded)
     publish(hub, {**shards(ROWS), **shards(ROWS, split="test")})

@@ -131,7 +131,7 @@ def test_a_cached_file_is_found_again_only_for_what_gives_the_same_sequences(tmp
         return fingerprint(open_source(str(path), section()), section(**changes), tokenizer or tiny_tokenizer())
 
     changes_none = {"train", "heldout", "split", "heldout_split", "packing", "num_proc", "source", "license"}
-    elsewhere = {"chat_template", "streaming", "shuffle_buffer"}  # in the file's digest, in the source's
+    elsewhere = {"chat_template", "streaming"}  # in the file's digest, in the source's
     assert {*token_cache._DECIDES} | changes_none | elsewhere == {*DataSection.model_fields}, "a new field: which?"
     base = of()
     assert base == of(packing=True, num_proc=4, license="mit", split="other"), "none of them decides a sequence"

@@ -16,8 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from trainer.commands.regenerate import run_regenerate
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset, load_dataset
-from trainer.data.rows import open_source
-from trainer.data.token_cache import fingerprint
 from trainer.recipe.common import DataSection
 
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
@@ -80,14 +78,6 @@ def test_tools_that_are_no_functions_are_refused_naming_the_row(tmp_path: Path, 
         load(tmp_path, {"messages": ASKED, "tools": tools})
 
 
-def test_of_a_tokenizers_templates_the_one_for_tools_is_taken(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = {"default": "none;" + TOOL_TEMPLATE, "tool_use": TOOL_TEMPLATE}
-    path = write_rows(tmp_path / "rows.jsonl", [{"messages": ASKED}, {"messages": ASKED, "tools": [TOOL]}])
-    first, second = load_dataset(path, DataSection(train="t", heldout="h"), tokenizer).examples
-    assert text(first).startswith("none;user") and text(second).startswith(SHOWN)
-
-
 @pytest.mark.parametrize(
     ("field", "row"),
     [
@@ -103,14 +93,6 @@ def test_a_template_that_leaves_a_field_out_is_told_once_with_the_number_of_rows
     load(tmp_path, row, {"messages": ASKED}, row, template=bare)
     (message,) = caplog.messages
     assert message.startswith(f"2 rows have {field}, ") and "data.chat_template" in message
-
-
-def test_rows_that_differ_by_their_tools_are_cached_apart(tmp_path: Path) -> None:
-    section, found = DataSection(train="t", heldout="h"), set()
-    for tools in (None, [TOOL], [TOOL, TOOL]):
-        path = write_rows(tmp_path / "rows.jsonl", [{"messages": ASKED, "tools": tools}])
-        found.add(fingerprint(open_source(path, section), section, byte_tokenizer(TOOL_TEMPLATE)))
-    assert len(found) == 3
 
 
 @pytest.mark.parametrize(("arguments", "content"), [({"x": 1}, {}), ('{"x": 1}', {"content": None})])

@@ -8,12 +8,8 @@ from torch import Tensor
 from decoding.measure.proof.enumeration import (
     ALL_MODELS,
     LOSSLESS,
-    ROOT_TOKEN,
     SHAPES,
     TREES,
-    Context,
-    ContextModel,
-    Draft,
     EnumeratingSource,
     deterministic_draft,
     distance_from_target,
@@ -93,31 +89,6 @@ def test_duplicate_siblings_do_no_harm(rule: Rule, tokens: list[int]) -> None:
         p, _ = model_pair(models, 3, 2, seed=0)
         draft = deterministic_draft(TreeShape((-1, 0, 0, 0, 1, 2, 3)), lambda context, count: tokens[:count])
         assert distance_from_target(draft, rule, p, 3) < LOSSLESS
-
-
-def low_q_draft(q: ContextModel, drop: bool) -> Draft:
-    """A chain of up to 2 that ends at a token of q below 0.3: behind it, or before it (``drop``)."""
-
-    def draft(source: RandomSource) -> Proposal:
-        context: Context = ()
-        while len(context) < 2:
-            token = source.draw(q(context))
-            confident = float(q(context)[token]) >= 0.3
-            if confident or not drop:
-                context = (*context, token)
-            if not confident:
-                break
-        tree = TokenTree.chain([ROOT_TOKEN, *context])
-        return Proposal(tree, WITH, torch.stack([q(context[:depth]) for depth in range(max(1, len(context)))]))
-
-    return draft
-
-
-@pytest.mark.parametrize("rule", [TOKEN_REJECTION, BLOCK_VERIFICATION, TRAVERSAL_VERIFICATION])
-def test_a_draft_may_stop_after_an_unlikely_token_but_not_drop_it(rule: Rule) -> None:
-    p, q = model_pair("dense", 3, 2, seed=0)
-    assert distance_from_target(low_q_draft(q, drop=False), rule, p, 3) < LOSSLESS
-    assert distance_from_target(low_q_draft(q, drop=True), rule, p, 3) > LOSSY
 
 
 @pytest.mark.parametrize("rule", [SAMPLED_VERIFY, TOP_K_CHILDREN, TRAVERSAL_VERIFICATION, BLOCK_VERIFICATION])

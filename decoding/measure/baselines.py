@@ -106,21 +106,16 @@ def _bare_generation_configs(models: Sequence[PreTrainedModel], num_assistant_to
     `generate` takes unset controls from the model's config, and the draft length from the assistant's: fixed to
     ``num_assistant_tokens``, or `transformers`' defaults.
     """
-    kept = [model.generation_config for model in models]
-    for model in models:
-        model.generation_config = GenerationConfig()
-        if num_assistant_tokens is not None:
-            model.generation_config.num_assistant_tokens = num_assistant_tokens
-            model.generation_config.num_assistant_tokens_schedule = "constant"
-            model.generation_config.assistant_confidence_threshold = 0
-    try:
-        with ExitStack() as modes:
-            for model in models:
-                modes.enter_context(in_eval_mode(model))
-            yield
-    finally:
-        for model, config in zip(models, kept, strict=True):
-            model.generation_config = config
+    with ExitStack() as restored:
+        for model in models:
+            restored.enter_context(in_eval_mode(model))
+            restored.callback(setattr, model, "generation_config", model.generation_config)
+            model.generation_config = GenerationConfig()
+            if num_assistant_tokens is not None:
+                model.generation_config.num_assistant_tokens = num_assistant_tokens
+                model.generation_config.num_assistant_tokens_schedule = "constant"
+                model.generation_config.assistant_confidence_threshold = 0
+        yield
 
 
 def _processors(sampling: SamplingConfig) -> LogitsProcessorList:

@@ -53,7 +53,6 @@ class Method:
     decode: Decode
     decode_batch: DecodeBatch | None = None
     """None for a method that decodes one text at a time only."""
-    max_nodes: int = 1
     artefact: str | None = None
     """Kind of the trained artefact that drafts: "heads", "draft", or None."""
     drafter: str | None = None
@@ -143,8 +142,7 @@ def our_method(target: CausalLM, setting: str, name: str, drafter: Drafter | Non
         label,
         run,
         run_batch,
-        drafter.max_nodes,
-        drafter.artefact,
+        artefact=drafter.artefact,
         temperature=temperature,
         rule=_rule_name(drafter, config.sampling, config.rule),
         shape="chain" if drafter.chains_only else "tree",

@@ -11,15 +11,6 @@ from tiny_models import counting_model
 from tiny_training import counting_text, recipe_content, tiny_tokenizer, write_rows
 from whole_runs import DIRECT, HEADSTART, TWO_PROCESSES, run, running, wait_until
 
-from decoding.model.causal_lm import CausalLM
-from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.loading import load_model
-from trainer.data.batch import collate
-from trainer.data.dataset import load_dataset
-from trainer.recipe.common import DataSection
-from trainer.recipe.heads import FeaturesSection
-from trainer.target.features import FeatureIdentity, FeatureStore
-
 COMMAND = [*HEADSTART, "train"]
 ROWS, LENGTH = 3000, 24
 SHARDS = 72  # 42 rows of 24 tokens in a shard of 1,024
@@ -62,16 +53,6 @@ def test_a_kill_in_the_middle_costs_no_finished_shard(workshop: Path, tmp_path: 
     said = run([*COMMAND, recipe], tmp_path)
     assert f"{ROWS * LENGTH:,} tokens" in said and "tokens/s" in said
     assert len(sealed(folder)) == SHARDS and before.items() < sealed(folder).items()
-
-    target, tokenizer = CausalLM(load_model(str(workshop / "target"), torch.float32)), tiny_tokenizer()
-    data = DataSection(train=str(workshop / "train.jsonl"), heldout="", max_length=32)
-    examples = load_dataset(data.train, data, tokenizer).examples
-    section = FeaturesSection(folder=str(folder))
-    identity = FeatureIdentity.of(target, stored_fingerprint(workshop / "target"), tokenizer, examples, section)
-    hidden = FeatureStore.open(folder, identity).hidden(collate(examples, range(ROWS)))
-    # The counting target's state is 4 at the index of its last token and 0 elsewhere.
-    expected = 4 * torch.nn.functional.one_hot(torch.tensor([example.tokens.tolist() for example in examples]), 16)
-    torch.testing.assert_close(hidden, expected.float(), rtol=1e-5, atol=1e-4)
 
 
 def test_two_processes_write_features_and_train_from_them_as_one_does_from_the_target(

@@ -74,13 +74,13 @@ def test_every_kind_of_row_is_what_it_is_called(tmp_path: Path) -> None:
     kinds = source._kinds(0)
     assert Counter(kinds) == {"offline": 2, "target": 2, "draft": 2, "loop": 2}
     for kind, row, own in zip(kinds, rows, Offline(DATA, 8, 0).examples_at(0, ALL), strict=True):
-        prompt = PROMPTS[own.place]
+        prompt = PROMPTS[own.example_index]
         if kind == "offline":
             assert row == own
             continue
         answer = naive_greedy((draft() if kind == "draft" else target()).model, prompt, 12)
         answer = answer[: answer.index(1) + 1] if 1 in answer else answer
-        assert row.example.tokens.tolist() == [*prompt, *answer] and row.place == -1
+        assert row.example.tokens.tolist() == [*prompt, *answer] and row.example_index == -1
         assert row.example.prompt_length == len(prompt) and not any(row.example.trained[: len(prompt)])
         if kind != "loop":
             assert all(row.example.trained[len(prompt) :])
@@ -109,7 +109,7 @@ def test_texts_are_written_for_several_steps_by_the_draft_as_it_is_at_the_first(
     for step, of_step in enumerate(rows):
         writer = tiny_model("llama", seed=1 + (step >= 4), num_hidden_layers=1)
         for own, row in zip(Offline(DATA, 8, 0).examples_at(step, ALL), of_step, strict=True):
-            plain = naive_greedy(writer, PROMPTS[own.place], 12)
+            plain = naive_greedy(writer, PROMPTS[own.example_index], 12)
             answer = tuple(row.example.tokens[row.example.prompt_length :].tolist())
             assert row == own or (answer == plain[: len(answer)] and (len(answer) == 12 or answer[-1] == 1))
     assert {text.step for text in written_in(tmp_path, 4)} == {4, 5}, "nothing is written for steps behind the last"

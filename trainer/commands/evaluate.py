@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from decoding.measure.evaluate import Measurement, cells_of, report_of, write_report
+from decoding.measure.evaluate import Measurement, report_of, write_report
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.markdown import one_line
 from decoding.measure.methods import EvaluationConfig, settings_of, standard_methods
@@ -69,7 +69,6 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
             "commits": sorted({each["commit"] for each in known}),
             "processors": sorted({each["hardware"]["processor"] for each in known}),
             "processes": world,
-            "grid_cells": [cell._asdict() for cell in cells_of(measurement.config)],
             "samples": samples_of(measurement, figures["rows"], tokenizer),
         }
         write_report(report, options.output / "report.json")
@@ -109,7 +108,6 @@ def _prepared(
         "title": one_line(f"{short_name(options.target)} on {Path(published_name(options.prompts)).name}"),
         **_account(options, config, models, asker),
         "prompts_from": one_line(published_name(options.prompts)),
-        "questions_in_file": len(every),
         "prompts_left_out": len(chosen) - len(asker.questions),
     }
     measurement = Measurement(models.target, methods, asker, config, rank=process.rank, world=process.world)

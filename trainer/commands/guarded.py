@@ -73,7 +73,7 @@ def _sentence(error: Exception) -> str:
     """Return an error's sentence, with its remedy, without secrets and without control characters."""
     sentence, code = without_secrets(one_line(error)) or type(error).__name__, _code(error)
     if code == ExitCode.OUT_OF_MEMORY:
-        remedy = "make the batch or the texts smaller; 'headstart plan-training' prints what a training run needs"
+        remedy = "make the batch or the texts smaller; 'headstart train RECIPE --dry-run' prints what training needs"
         return f"out of memory ({sentence}): {remedy}"
     if code == ExitCode.INTERNAL_ERROR:
         kept = _kept_traceback()

@@ -35,7 +35,7 @@ class TrainOptions:
         bool,
         Option(
             "--dry-run",
-            help="Train nothing: print rows as trained, memory, disk and hours, by a few steps, and write an untrained "
+            help="Train nothing: print a row as trained, memory, disk and hours, by a few steps; write an untrained "
             "artefact to OUTPUT/dry-run, to load into the server.",
         ),
     ] = False

@@ -131,9 +131,9 @@ class Batch:
         return begins
 
     def positions(self) -> Int[Tensor, "batch positions"]:
-        """Return each token's place within its document, from 0."""
-        place = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
-        return place - torch.where(self.begins(), place, 0).cummax(1).values
+        """Return each token's index within its document, from 0."""
+        index = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        return index - torch.where(self.begins(), index, 0).cummax(1).values
 
 
 def flat_rows(values: Tensor, places: Int[Tensor, " places"]) -> Tensor:

@@ -233,7 +233,7 @@ class ChatTemplate:
         text = self._render(messages)
         field = "content" if last["content"] or not last.get("reasoning_content") else "reasoning_content"
         longer = self._render([*before, {**last, field: last[field] + _GOES_ON}])
-        end = next((place for place, here in enumerate(text) if not longer.startswith(here, place)), len(text))
+        end = next((index for index, here in enumerate(text) if not longer.startswith(here, index)), len(text))
         offsets: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         pairs = zip(marked.trained, offsets, strict=True)
         return marked._replace(trained=tuple(mark and behind <= end for mark, (_, behind) in pairs))

@@ -31,8 +31,6 @@ SET_ASIDE = ".failed.jsonl"
 _SUFFIXES = (".jsonl", ".parquet")
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([^\s:@]+))?(?::([\w.-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SEED = 0
-"""Seed of a shuffled stream: fixed, as the cached tokens serve runs of any ``training.seed``."""
 
 
 class Row(NamedTuple):
@@ -57,7 +55,7 @@ class RowSource:
     name: str
     sha256: str
     """Digest of the file; of a folder's names and digests; of a hub data set's name, split and fingerprint; of a
-    stream's name, split, commit and order."""
+    stream's name, split and commit."""
     files: tuple[Path, ...] = ()
     hub: Iterable[dict[str, Any]] | None = None
     """The rows of a hub data set, in place of files."""
@@ -136,14 +134,10 @@ def _downloaded(name: str, hub: HubName, config: str | None, section: DataSectio
 
 def _streamed(_: str, hub: HubName, config: str | None, section: DataSection) -> RowSource:
     """Return a stream under a name without its revision: the cached tokens are the same if the commit is."""
-    import datasets
-
     name = ":".join(part for part in (hub.repo_id, config) if part)
     commit = _commit_of(hub)
-    buffer = section.shuffle_buffer
-    order = None if buffer is None else (buffer, _SEED, datasets.__version__)
-    digest = hashlib.sha256(repr((name, section.split, commit, "streamed", order)).encode()).hexdigest()
-    return RowSource(name, digest, hub=_Stream(hub, config, section.split, commit, buffer), commit=commit)
+    digest = hashlib.sha256(repr((name, section.split, commit, "streamed")).encode()).hexdigest()
+    return RowSource(name, digest, hub=_Stream(hub, config, section.split, commit), commit=commit)
 
 
 @dataclass(frozen=True)
@@ -154,7 +148,6 @@ class _Stream:
     config: str | None
     split: str
     commit: str
-    shuffle_buffer: int | None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the rows from the first on; ValueError, in one sentence, if they cannot be fetched or read."""
@@ -185,11 +178,8 @@ class _Stream:
         if self.split not in splits:
             remedy = "give one as data.split or data.heldout_split, and take a part of it by data.max_rows"
             raise UserError(f"it has no split {self.split!r} but {' and '.join(splits)}", remedy)
-        rows = splits[self.split]
-        found: Iterable[dict[str, Any]] = rows
-        if self.shuffle_buffer is not None:
-            found = rows.shuffle(_SEED, buffer_size=self.shuffle_buffer)
-        return found
+        rows: Iterable[dict[str, Any]] = splits[self.split]
+        return rows
 
 
 def _commit_of(hub: HubName) -> str:

@@ -10,7 +10,7 @@ class PlacedExample(NamedTuple):
     """A sequence of a batch, and its index in the data set; -1 for a generated sequence."""
 
     example: Example
-    place: int
+    example_index: int
 
 
 class BatchSource(Protocol):

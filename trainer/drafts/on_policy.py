@@ -321,7 +321,7 @@ class PolicySource:
             for position, row in zip(positions, self._offline.examples_at(step, positions), strict=True):
                 prompt = prompt_of(row.example)
                 if kinds[position] != "offline" and self._fits(prompt):
-                    orders.append(Order(step, position, row.place, kinds[position], prompt))
+                    orders.append(Order(step, position, row.example_index, kinds[position], prompt))
         return orders
 
     def _kinds(self, step: int) -> list[Origin]:

@@ -46,22 +46,10 @@ class DataSection(Section):
     streaming: bool = False
     """Read data sets on the hub over the network, without a copy of their files: only their tokens are kept. Files are
     read where they lie in any case."""
-    shuffle_buffer: Annotated[int, Field(ge=1)] | None = None
-    """Rows of a streamed set that wait in memory, from which the next is drawn; its files come in a drawn order too.
-    None: the rows in their own order, so that ``max_rows`` takes the first ones."""
     source: str | None = None
     """Where the rows of files come from, for the model card: a hub data set's ORG/NAME, or a few words."""
     license: str | None = None
     """Licence of the rows, for the model card, such as ``mit``; nothing else reads it."""
-
-    @model_validator(mode="after")
-    def _a_stream_is_there_to_shuffle(self) -> "DataSection":
-        if self.shuffle_buffer is not None and not self.streaming:
-            raise ValueError(
-                f"data.shuffle_buffer ({self.shuffle_buffer}) shuffles streamed sets, and data.streaming is false: "
-                "leave it out (training draws its batches from all rows anyway), or give data.streaming=true"
-            )
-        return self
 
 
 class TrainingSection(Section):

@@ -140,7 +140,7 @@ class Saved(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run, newest last. ``identity`` ties them to a recipe, by `trainer.run.resuming`.
+    """The checkpoints of one run, newest last. ``identity`` ties them to a recipe, by `compare`.
 
     ``settings``: those that change the figures of a step, and may change where a run goes on; `stretches` lists them.
     """

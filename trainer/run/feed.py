@@ -116,7 +116,9 @@ class Feed:
         if self._collated is None or self._collated[0] != step:
             examples, size = self._source.examples_at(step, self._positions), self._section.micro_batch_size
             shares = [examples[start : start + size] for start in range(0, len(examples), size)]
-            batches = [collate([each.example for each in share], [each.place for each in share]) for share in shares]
+            batches = [
+                collate([each.example for each in share], [each.example_index for each in share]) for share in shares
+            ]
             counts = torch.stack([self._objective.counts(batch, step) for batch in batches]).sum(0)
             self._collated = step, batches, counts
         _, batches, counts = self._collated

@@ -76,7 +76,9 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def load_moments(
     module: nn.Module, optimizers: Sequence[Optimizer], moments: Mapping[str, Tensor], engine: Any = None
 ) -> None:
-    """Give the optimizers the gathered state, after the launcher has taken the module."""
+    """Give the optimizers the gathered state, after the launcher has taken the module; they begin anew without any."""
+    if not moments:
+        return
     by_parameter: dict[str, Tensors] = {}
     for key, tensor in moments.items():
         name, _, what = key.rpartition(" ")

@@ -264,10 +264,6 @@ def _described(measured: MeasuredFamily) -> dict[str, Any]:
         "label": family.label,
         "kind": family.kind,
         "depth_by_batch_size": depth_by_batch_size(chains, own) if chains else None,
-        "costs": [
-            {**cell._asdict(), "steps": [{**size._asdict(), **each._asdict()} for size, each in costs.found.items()]}
-            for cell, costs in measured.costs.items()
-        ],
     }
 
 
