@@ -16,7 +16,7 @@ from tiny_tokenizer import byte_tokenizer
 from decoding.model.causal_lm import CausalLM
 from decoding.model.folder import check_model_folder
 from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
-from decoding.model.loading import is_heads_folder, load_draft, load_heads, load_model, load_tokenizer
+from decoding.model.loading import is_heads_folder, load_draft, load_heads, load_model
 from decoding.rules.tree import MOST_NODES
 from trainer.export import export
 from trainer.export.vllm import read_vllm_heads
@@ -72,17 +72,6 @@ def test_heads_that_claim_to_be_enormous_are_refused_before_they_are_built(
     never_built(monkeypatch)
     with pytest.raises(ValueError, match=r"does not fit its config: .*heads\.\d+\..* (missing|would be)"):
         MedusaHeads.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("key", ["num_heads", "hidden_size"])
-def test_vllm_heads_that_claim_to_be_enormous_are_refused_before_they_are_built(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    export(written_heads(tmp_path / "run"), tmp_path / "out", "vllm")
-    change(tmp_path / "out" / CONFIG_NAME, **{key: 10**7})
-    never_built(monkeypatch)
-    with pytest.raises(ValueError, match=r"give at most 4096|does not fit its config"):
-        read_vllm_heads(tmp_path / "out")
 
 
 def test_heads_are_compared_with_the_target_before_their_weights_are_read(
@@ -307,12 +296,6 @@ def test_adapters_that_cannot_be_those_of_their_weights_are_refused(
     never_built(monkeypatch)
     with pytest.raises(ValueError, match=complaint):
         load_model(str(adapters))
-
-
-def test_an_adapters_config_that_is_no_json_is_named_by_the_reader_of_the_tokenizer_too(adapters: Path) -> None:
-    (adapters / "adapter_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"adapter_config\.json cannot be read as JSON"):
-        load_tokenizer(str(adapters))
 
 
 def test_the_base_of_adapters_is_checked_too_and_is_not_made_of_them(adapters: Path, tmp_path: Path) -> None:

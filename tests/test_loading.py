@@ -9,13 +9,10 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import parse_dtype
-from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import (
     check_same_tokenizer,
     eos_token_ids,
-    is_heads_folder,
     load_draft,
-    load_heads,
     load_model,
     load_tokenizer,
 )
@@ -58,42 +55,33 @@ def test_weights_that_exceed_the_first_of_several_gpus_are_spread_or_refused(
         load_model(str(folder), torch.float32)
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
-        load_model(str(tmp_path / "nowhere"))
-
-
-def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no model: config\.json is missing"):
-        load_model(str(tmp_path))
-
-
-def test_a_folder_without_weights_is_named_and_pickles_do_not_count(tmp_path: Path) -> None:
-    (saved(tmp_path / "model") / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="holds no weights"):
-        load_model(str(tmp_path / "model"))
-
-
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no tokenizer could be read"):
-        load_tokenizer(str(tmp_path))
-
-
 def test_vocabularies_padded_to_other_sizes_are_one_family(tmp_path: Path) -> None:
     target = CausalLM(tiny_model(vocab=160))
     draft = load_draft(str(saved(tmp_path / "draft", vocab=136)), target, byte_tokenizer())
     assert draft.vocab_size == 136
 
 
+def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
+    folder, target = saved(tmp_path / "model"), CausalLM(tiny_model(vocab=128))
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
+        load_model(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"holds no model: config\.json is missing"):
+        load_model(str(tmp_path))
+    for path in folder.glob("*token*"):
+        path.unlink()
+    for read in (load_tokenizer, lambda name: load_draft(name, target, byte_tokenizer())):
+        with pytest.raises(ValueError, match="no tokenizer could be read"):
+            read(str(folder))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")  # a pickle does not count
+    with pytest.raises(ValueError, match="holds no weights"):
+        load_model(str(folder))
+
+
 def test_another_tokenizer_is_refused_with_a_token_that_differs() -> None:
-    with pytest.raises(ValueError, match=r"token '.+' is 0 in the draft and 127 in the target"):
-        check_same_tokenizer(byte_tokenizer(), byte_tokenizer(shift=1))
-
-
-def test_a_tokenizer_that_lacks_many_tokens_is_refused_with_the_count() -> None:
     with pytest.raises(ValueError, match="88 of the target's 128 tokens are missing"):
         check_same_tokenizer(byte_tokenizer(), byte_tokenizer(size=40))
+    with pytest.raises(ValueError, match=r"token '.+' is 0 in the draft and 127 in the target"):
+        check_same_tokenizer(byte_tokenizer(), byte_tokenizer(shift=1))
 
 
 def test_a_draft_of_another_tokenizer_is_loaded_only_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -102,24 +90,6 @@ def test_a_draft_of_another_tokenizer_is_loaded_only_where_that_is_asked_for(tmp
     with pytest.raises(ValueError, match=rf"is 0 in the draft and 1 in the target: .*{remedy}"):
         load_draft(folder, target, byte_tokenizer(shift=1))
     assert load_draft(folder, target, byte_tokenizer(shift=1), other_tokenizer=True).vocab_size == 128
-
-
-def test_a_draft_without_a_tokenizer_is_not_said_to_have_another(tmp_path: Path) -> None:
-    tiny_model(vocab=128).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no tokenizer could be read") as error:
-        load_draft(str(tmp_path), CausalLM(tiny_model(vocab=128)), byte_tokenizer())
-    assert "other_tokenizer" not in str(error.value)
-
-
-def test_heads_of_another_width_or_vocabulary_are_refused(tmp_path: Path, tiny_llama: CausalLM) -> None:
-    for name, sizes, complaint in (
-        ("wide", (32, 16), "hidden states of size 32 but the target's have size 16"),
-        ("large", (16, 99), "predict 99 tokens but the target knows 16"),
-    ):
-        MedusaHeads(MedusaConfig(*sizes)).save_pretrained(tmp_path / name)
-        assert is_heads_folder(tmp_path / name)
-        with pytest.raises(ValueError, match=complaint):
-            load_heads(tmp_path / name, tiny_llama)
 
 
 def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:

@@ -36,18 +36,8 @@ TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
 """Text that tokenizers split differently: spaces at both ends of lines, digits, an accent."""
 
 UNREADABLE = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    SafetensorError,
-    HTTPError,
-    StrictDataclassError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    AssertionError,
-    ImportError,
+    *(OSError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError),
+    *(ImportError, SafetensorError, HTTPError, StrictDataclassError),
 )
 """Errors that transformers and its libraries raise for a model or a config that they cannot build."""
 
@@ -266,7 +256,9 @@ def _load_draft_model(
     other_tokenizer: bool = False,
 ) -> CausalLM:
     draft = load_model(name, target.dtype, target.device, trust_remote_code)
-    check_finite(dict(draft.named_parameters()), f"the draft {name} in {target.dtype}", _finite_remedy(target.dtype))
+    wider = "a dtype of a wider range, such as bf16, or " if target.dtype == torch.float16 else ""
+    parameters, remedy = dict(draft.named_parameters()), f"give {wider}an earlier checkpoint of it"
+    check_finite(parameters, f"the draft {name} in {target.dtype}", remedy)
     if tokenizer is not None and not other_tokenizer:
         own_tokenizer = load_tokenizer(name, trust_remote_code)
         try:
@@ -289,11 +281,6 @@ def check_trimmed(name: str, output_tokens: Sequence[int], vocab_size: int) -> N
             f"{name} is trimmed to tokens up to {beyond}, but the target knows 0 to {vocab_size - 1}: "
             "trim it to tokens of the target"
         )
-
-
-def _finite_remedy(dtype: torch.dtype) -> str:
-    narrow = "give a dtype of a wider range, such as bf16, or " if dtype == torch.float16 else "give "
-    return f"{narrow}an earlier checkpoint of it"
 
 
 def is_heads_folder(folder: str | Path) -> bool:

@@ -52,9 +52,7 @@ def joint(model: PreTrainedModel) -> Objective:
 
 
 KINDS: dict[str, Callable[[PreTrainedModel], Objective]] = {
-    "heads": heads(),
-    "soft heads": heads(shared_lm_head=True, loss={"jsd": 1.0}),
-    "Markov": heads(markov_rank=3),
+    "heads": heads(shared_lm_head=True, loss={"jsd": 1.0}, markov_rank=3),
     "Medusa-2": joint,
     "draft": lambda model: distilling.objective_for(model, loss={"forward_kl": 1.0}),
     "parallel draft": lambda model: parallel_training.objective_for(model),
@@ -137,8 +135,11 @@ def waits_of(kind: str, packed: bool) -> list[dict[str, int]]:
         with Feed(objective, Offline(examples, 8, 0), SECTION, range(8), device) as feed:
             for step in range(2):
                 waits.clear()
+                checkpoints: Any = None  # where a diverged step would be written
                 notes = {"generated/texts": 2.0, _STOP: 0.0}
-                done = _step(objective, runner, optimizers, feed, SECTION, accelerator, Progress(step, 0), notes)
+                done = _step(
+                    objective, runner, optimizers, feed, SECTION, accelerator, checkpoints, Progress(step, 0), notes
+                )
                 assert done.figures["generated/texts"] == 2.0 and done.figures["loss"] > 0
                 found.append(dict(waits))
     return found

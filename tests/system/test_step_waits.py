@@ -10,8 +10,6 @@ SCRIPT = str(Path(__file__).with_name("counted_waits.py"))
 MICRO_BATCHES = 2
 FORWARDS = {
     "heads": (1, 1),
-    "soft heads": (1, 1),
-    "Markov": (1, 1),
     "Medusa-2": (1, 2),
     "draft": (2, 2),
     "parallel draft": (1, 1),
