@@ -51,8 +51,6 @@ _TINY_RECIPE = (
 )
 TINY = {  # what makes a command quick, behind its own words
     "headstart train": _TINY_RECIPE,
-    "headstart features": _TINY_RECIPE,
-    "headstart plan-training": _TINY_RECIPE,
     "headstart plan": "--limit 2 --max-new-tokens 12 --batch-size 1 --max-nodes 6 --seconds 0.05",
     "headstart realign": "--steps 2 --batch-size 2 --max-new-tokens 12",
     "headstart regenerate": "--limit 2 --max-new-tokens 12 --batch-size 2",
