@@ -1,7 +1,7 @@
 """Tables of docs/explanation, written from the numbers of `explained.py`: marked blocks of the pages."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import explained
 from explained import FIXED, SAMPLED, TOKENS, WITHOUT, P, Q
@@ -42,8 +42,9 @@ RATES = (0.1, 0.2, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 COSTS = (0.05, 0.1, 0.2, 0.3)
 
 
-def depths(curve: Mapping[int, float] | None) -> str:
-    """Return the best depth and its speed-up by acceptance and draft cost; without a curve every pass costs 1."""
+def depths() -> str:
+    """Return the best depth and its speed-up by acceptance and draft cost, with the measured costs of a pass."""
+    curve = explained.law_costs()
 
     def cell(rate: float, cost: float) -> str:
         depth, speedup = explained.best_depth(rate, cost, curve)
@@ -66,15 +67,6 @@ def overview() -> str:
         f"| {' | '.join(line)} |"
         for line in [["rule", "promise", "shape", "how the tokens were chosen"], ["---"] * 4, *rows]
     )
-
-
-def by_hand_sampled() -> str:
-    """Return sampled verification by hand."""
-    rows = [
-        [token, number(p), number(q), number(p * q), number(p * (1 - q)), number(p)]
-        for token, p, q in zip(TOKENS, P, Q, strict=True)
-    ]
-    return table(["token", "p", "q", "drawn and drafted: p q", "drawn, not drafted: p (1 − q)", "sum"], rows)
 
 
 def first_refused() -> tuple[float, list[float]]:
@@ -252,12 +244,13 @@ def trees() -> str:
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "speculation": {
         "costs": costs,
-        "depths": lambda: depths(None),
-        "depths-measured": lambda: depths(explained.law_costs()),
+        "depths": depths,
+        "shares": shares,
+        "nodes": nodes,
+        "trees": trees,
     },
-    "rules": {
+    "exactness": {
         "rules": overview,
-        "sampled-verify": by_hand_sampled,
         "token": by_hand_token,
         "recursive": lambda: by_hand_recursive(SAMPLED),
         "recursive-without": lambda: by_hand_recursive(WITHOUT),
@@ -267,6 +260,5 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "kept": kept,
         "distances": distances,
     },
-    "trees": {"shares": shares, "nodes": nodes, "trees": trees},
 }
 """Page of docs/explanation -> mark of a block in it -> the function that writes the block."""

@@ -36,11 +36,8 @@ TRAINING = (ROOT / "docs" / "how-to" / "heads.md").read_text()
 DRAFTS = (ROOT / "docs" / "how-to" / "drafts.md").read_text()
 PLAN = (ROOT / "docs" / "how-to" / "plan.md").read_text()
 EVALUATE = (ROOT / "docs" / "how-to" / "evaluate.md").read_text()
-DIAGNOSE = (ROOT / "docs" / "how-to" / "diagnose.md").read_text()
 ARTEFACTS = (ROOT / "docs" / "how-to" / "export.md").read_text()
 SERVING = (ROOT / "docs" / "how-to" / "serving.md").read_text()
-DOCTOR = (ROOT / "docs" / "how-to" / "doctor.md").read_text()
-DEMO = (ROOT / "docs" / "how-to" / "demo.md").read_text()
 DATA = (ROOT / "docs" / "how-to" / "data.md").read_text()
 MEMORY = (ROOT / "docs" / "how-to" / "memory.md").read_text()
 VERIFY = (ROOT / "docs" / "how-to" / "verify.md").read_text()
@@ -51,7 +48,7 @@ _TINY_RECIPE = (
 )
 TINY = {  # what makes a command quick, behind its own words
     "headstart train": _TINY_RECIPE,
-    "headstart plan": "--limit 2 --max-new-tokens 12 --batch-size 1 --max-nodes 6 --seconds 0.05",
+    "headstart plan": "--limit 2 --max-new-tokens 12 --batch-size 1",
     "headstart realign": "--steps 2 --batch-size 2 --max-new-tokens 12",
     "headstart regenerate": "--limit 2 --max-new-tokens 12 --batch-size 2",
     "accelerate launch": "training.steps=1 training.batch_size=2 training.micro_batch_size=2 evaluation.prompts=1 "
@@ -130,8 +127,8 @@ def test_every_page_with_commands_or_a_program_is_one_that_a_test_runs() -> None
     marked = re.compile(r"^ *```(?:sh|bash|shell|console|python)$", re.MULTILINE)
     found = {path for path in (ROOT / "docs").rglob("*.md") if marked.search(path.read_text())}
     others = {ROOT / "docs" / "tutorial.md"}
-    run_here = (PYTHON, TRAINING, DRAFTS, PLAN, EVALUATE, DIAGNOSE, ARTEFACTS, SERVING, DOCTOR, DEMO, DATA, MEMORY)
-    assert len(found) >= 14
+    run_here = (PYTHON, TRAINING, DRAFTS, PLAN, EVALUATE, ARTEFACTS, SERVING, DATA, MEMORY)
+    assert len(found) >= 10
     assert [path for path in sorted(found - others) if path.read_text() not in (*run_here, VERIFY, WATCH)] == []
 
 
@@ -212,10 +209,10 @@ def test_every_command_of_the_page_on_plans_runs_in_the_order_given(
     assert "check" in json.loads((desk / "runs" / "checked" / "plan.json").read_text())
 
 
-def test_every_command_of_the_page_on_watching_runs_in_the_order_given(
+def test_every_command_that_shows_decoding_in_a_terminal_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
-    *alone, into_file, from_pipe = commands(WATCH)
+    *alone, into_file, from_pipe = commands(WATCH.partition("## In a terminal")[2].partition("## On a page")[0])
     assert len(alone) == 2
     for command in alone:  # with the heads that the README trains
         run(command, desk, environment, warm)
@@ -276,7 +273,7 @@ def test_every_command_of_the_page_on_evaluating_runs_in_the_order_given(
 def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
-    train, export, *diagnoses = commands(DIAGNOSE)
+    train, export, *diagnoses = commands(VERIFY)[3:]
     assert len(diagnoses) == 2
     for command in (train, export):
         run(command, desk, environment, warm)
@@ -294,7 +291,7 @@ def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(
 def test_every_command_of_the_page_on_the_doctor_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
-    found = commands(DOCTOR)
+    found = commands(WATCH.partition("## In a terminal")[0])
     assert len(found) == 4
     for command in found:
         run(command, desk, environment, warm)
@@ -306,7 +303,7 @@ def test_every_command_of_the_page_on_the_doctor_runs_in_the_order_given(
 
 def test_every_command_of_the_page_on_the_demo_serves_it_until_ctrl_c(desk: Path, environment: dict[str, str]) -> None:
     pytest.importorskip("gradio")
-    found = commands(DEMO)
+    found = commands(WATCH.partition("## On a page")[2])
     assert len(found) == 2
     for command in found:  # the embedded target; then one with the heads that the README trains
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -326,8 +323,8 @@ def test_every_command_of_the_page_on_the_demo_serves_it_until_ctrl_c(desk: Path
 def test_every_command_of_the_page_on_verifying_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
-    found = commands(VERIFY)
-    assert len(found) == 3 and "--self-test" in found[0]
+    found = commands(VERIFY)[:3]
+    assert len(commands(VERIFY)) == 7 and "--self-test" in found[0]
     for command in found:
         run(command, desk, environment, warm)
     assert json.loads((desk / "runs" / "verified.json").read_text())["verdict"] == "PASS"

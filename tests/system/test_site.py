@@ -234,7 +234,7 @@ def test_pages_open_from_a_disk_without_a_request_or_an_error_and_fit_a_phone(si
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         every = [path for path in site.pages if "repository" not in path.parts]
-        widest = [path for path in every if path.stem in ("index", "commands", "measured", "rules")]
+        widest = [path for path in every if path.stem in ("index", "commands", "measured", "exactness")]
         for width, scheme, paths in ((390, "dark", every), (1280, "light", widest)):
             page = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
             page.on("console", lambda told: messages.append(told.text) if told.type in ("error", "warning") else None)
