@@ -71,19 +71,6 @@ def test_the_texts_of_these_tests_need_their_context(family: str) -> None:
     assert len(set(plain_texts(family))) == len(RAGGED)
 
 
-@pytest.mark.parametrize("chains", [False, True], ids=["trees", "chains"])
-@pytest.mark.parametrize("family", FEW_FAMILIES)
-def test_speculative_greedy_is_plain_greedy(family: str, chains: bool) -> None:
-    target, plain = CausalLM(model_of(family)), plain_texts(family)[0]
-    accepted = 0
-    for seed in range(2):
-        drafter = HostileDrafter(seed, [*PROMPT, *plain], chains=chains)
-        generation = Engine(target, drafter).decode(PROMPT, DecodingConfig(COUNT))
-        assert generation.tokens == plain
-        accepted += sum(step.accepted for step in generation.steps)
-    assert accepted > 3, "a hostile drafter nobody believes proves nothing"
-
-
 @pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
 def test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family: str, attention: str) -> None:
     """Mixtures of experts among them: which rows stand beside a row does not change its text."""
@@ -225,11 +212,6 @@ def test_a_model_whose_trees_or_cache_cannot_be_right_is_refused_by_name(name: s
     make, problem = REFUSED[name]
     with pytest.raises(ValueError, match=problem):
         CausalLM(make())
-
-
-def test_an_old_config_that_says_nothing_of_the_kind_is_not_taken_for_that() -> None:
-    model = tiny_model("gpt2", is_decoder=False)
-    assert model.config.is_decoder is False and CausalLM(model).num_layers == 2
 
 
 def test_a_model_whose_layers_have_keys_of_different_shapes_is_refused_when_it_runs() -> None:

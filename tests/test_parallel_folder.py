@@ -47,26 +47,11 @@ def test_a_draft_is_read_back_to_the_bit(tmp_path: Path, rank: int, reads_target
     assert (tmp_path / "parallel.safetensors").is_file() == bool(rank or reads_target)
 
 
-def test_a_draft_of_bf16_is_read_in_the_targets_dtype(tmp_path: Path) -> None:
-    written(tmp_path)
-    half = CausalLM(tiny_model(vocab=VOCAB).to(torch.bfloat16))
-    read = load_parallel_draft(str(tmp_path), half, byte_tokenizer())
-    assert {read.model.dtype, *(tensor.dtype for tensor in read.parts.state_dict().values())} == {torch.bfloat16}
-    plain = Engine(half).decode([3, 1, 4], DecodingConfig(8)).tokens
-    assert Engine(half, ParallelDrafter(read)).decode([3, 1, 4], DecodingConfig(8)).steps
-    assert len(plain) == 8
-
-
 def test_a_draft_with_parts_is_no_ordinary_draft(tmp_path: Path) -> None:
     for name, rank, reads_target in (("bias", 3, False), ("reader", 0, True)):
         written(tmp_path / name, rank, reads_target)
         with pytest.raises(ValueError, match=rf"is a parallel draft with a bias or .* give it as parallel:{tmp_path}"):
             load_draft(str(tmp_path / name), target(), byte_tokenizer())
-
-
-def test_a_draft_without_parts_is_an_ordinary_draft_too(tmp_path: Path) -> None:
-    written(tmp_path, 0, False)
-    assert load_draft(str(tmp_path), target(), byte_tokenizer()).vocab_size == VOCAB + 1
 
 
 def test_a_trimmed_draft_has_a_bias_of_its_own_tokens_alone(tmp_path: Path) -> None:
@@ -141,10 +126,3 @@ def test_a_broken_folder_is_refused_in_one_sentence(tmp_path: Path, name: str) -
     with pytest.raises(ValueError, match=problem) as raised:
         load_parallel_draft(str(tmp_path), target(), byte_tokenizer())
     assert "\n" not in str(raised.value)
-
-
-def test_a_model_of_other_sizes_than_the_parts_is_refused(tmp_path: Path) -> None:
-    written(tmp_path)
-    tiny_model(vocab=VOCAB).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="are for 131 tokens but its model reads 130"):
-        load_parallel_draft(str(tmp_path), target(), byte_tokenizer())

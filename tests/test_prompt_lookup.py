@@ -16,18 +16,12 @@ from decoding.drafters import PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 
 
 def lookup(target: CausalLM, text: Sequence[int], depth: int = 99, nodes: int = 999, **settings: int) -> Proposal:
     (proposal,) = opened(PromptLookupDrafter(**settings), target).propose([request(text, depth, nodes)])
     return proposal
-
-
-def chain(proposal: Proposal) -> list[int]:
-    assert proposal.tree.shape.is_chain
-    return proposal.tree.token_list[1:]
 
 
 def every_start(path: Sequence[int]) -> set[tuple[int, ...]]:
@@ -87,22 +81,6 @@ def test_a_proposal_tells_how_long_its_match_is_beyond_the_longest_ngram_too(tin
     assert lookup(tiny_llama, [7, 1, 2, 3, 4, 5, 6, 8, 1, 2, 3, 4, 5], ngram=3).matched == 5
     # The latest occurrence of the suffix counts, as it is the one continued: 9 4 5 there, 3 4 5 before.
     assert lookup(tiny_llama, [3, 4, 5, 6, 9, 4, 5, 6, 3, 4, 5], ngram=2).matched == 2
-
-
-def test_branches_are_distinct_continuations_latest_first_that_share_their_beginning(tiny_llama: CausalLM) -> None:
-    text = [1, 2, 5, 1, 3, 5, 1, 2, 6, 1, 2, 6, 1]
-    # Behind the 1s, latest first: 2 6 1, then 2 6 1 again, then 3 5 1, then 2 5 1.
-    settings = {"tokens": 3, "ngram": 1}
-    two = lookup(tiny_llama, text, branches=2, **settings).tree
-    assert (two.token_list, two.shape.parents) == ([1, 2, 6, 1, 3, 5, 1], (-1, 0, 1, 2, 0, 4, 5))
-    three = lookup(tiny_llama, text, branches=3, **settings).tree
-    assert (three.token_list[7:], three.shape.parents[7:]) == ([5, 1], (1, 7)), "2 5 1 leaves 2 6 1 behind the 2"
-    assert lookup(tiny_llama, text, branches=9, **settings).tree.token_list == three.token_list
-
-
-def test_budgets_are_those_of_chains_or_of_that_many_branches() -> None:
-    assert PromptLookupDrafter(3).budgets == (Budget(1, 2), Budget(2, 3), Budget(3, 4))
-    assert PromptLookupDrafter(2, branches=3).budgets == (Budget(1, 4), Budget(2, 7))
 
 
 def test_a_second_branch_is_accepted_where_the_first_is_wrong(counting: CausalLM) -> None:

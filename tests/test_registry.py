@@ -1,6 +1,5 @@
 """The registry of drafters: what a spec may say, what it makes, and that every name of it decodes as plain decoding."""
 
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from decoding.drafters import (
     PromptLookupDrafter,
 )
 from decoding.drafters.registry import REGISTRY, DrafterLoader, named_drafter, parse_drafter
-from decoding.drafters.spec import DrafterSpec, split_spec
+from decoding.drafters.spec import DrafterSpec
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 
@@ -104,13 +103,6 @@ def test_every_name_of_the_registry_is_tried_above() -> None:
     assert {text.partition(":")[0] for text in SPECS} >= REGISTRY.keys() and len(REGISTRY) == 9
 
 
-def test_types_and_defaults_of_options_are_the_classes_own() -> None:
-    parameters = signature(PromptLookupDrafter).parameters
-    assert {name: option.default for name, option in REGISTRY["lookup"].options.items()} == {
-        name: parameter.default for name, parameter in parameters.items()
-    }
-
-
 MISTAKES = {
     "lokup": "no drafter is called 'lokup': choose one of heads, draft, draft-tree, parallel, lookup, lookahead",
     "distilgpt2": f"no drafter is called 'distilgpt2': choose one of {', '.join(REGISTRY)}, or draft:distilgpt2 for a",
@@ -156,10 +148,3 @@ def test_weights_in_memory_make_the_same_drafters(target: CausalLM) -> None:
         named_drafter("drafts", draft)
     with pytest.raises(ValueError, match="give of=NAME, one of heads, draft, draft-tree"):
         named_drafter("hybrid", draft, lookup_tokens=3)
-
-
-def test_a_path_that_exists_may_look_like_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lr=1e-3").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert split_spec("heads:lr=1e-3,nodes=4", ["heads"]) == ("heads", "lr=1e-3", {"nodes": "4"})
-    assert split_spec("heads:lr=1e-4", ["heads"]) == ("heads", None, {"lr": "1e-4"})

@@ -28,13 +28,6 @@ WRONG = {
 }
 
 
-def test_several_prompts_need_a_batch_size(tiny_llama: CausalLM) -> None:
-    complaint = "2 prompts are given without batch_size: give how many to decode at a time"
-    for call in (Engine(tiny_llama).steps, Engine(tiny_llama).decode):
-        with pytest.raises(ValueError, match=complaint):
-            call([[1, 2], [3]], CONFIG)  # type: ignore[call-overload,arg-type]  # the mistake
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_no_token_id_is_refused_with_the_way_to_get_some(tiny_llama: CausalLM, way: str, case: str) -> None:

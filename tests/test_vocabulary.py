@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import full_forward, naive_greedy, tiny_model
+from tiny_models import full_forward, tiny_model
 
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft
 from decoding.model.vocabulary import (
@@ -64,13 +62,6 @@ def test_the_logits_kept_are_the_models_own(family: str, tied: bool, biased: boo
 
 def drafters(draft: CausalLM) -> list[Drafter]:
     return [DraftModelDrafter(draft, 3), DraftTreeDrafter(draft, 3, 3, 12)]
-
-
-def test_a_trimmed_copy_of_the_target_is_right_about_the_tokens_it_has(tiny_llama: CausalLM) -> None:
-    plain = naive_greedy(tiny_llama.model, [1, 2, 3], 12)
-    draft = trimmed_vocabulary(tiny_llama.model, set(plain))
-    steps = Engine(tiny_llama, DraftModelDrafter(draft, 3)).decode([1, 2, 3], DecodingConfig(12)).steps
-    assert sum(step.accepted for step in steps) > 5 and all(step.accepted == step.offered for step in steps)
 
 
 @pytest.mark.parametrize(
