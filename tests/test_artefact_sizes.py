@@ -70,17 +70,9 @@ def test_heads_that_claim_to_be_enormous_are_refused_before_they_are_built(
     ("changes", "complaint"),
     [
         ({"num_heads": "3"}, "num_heads is '3': give a whole number, 1 or more"),
-        ({"num_layers": True}, "num_layers is True: give a whole"),
-        ({"hidden_size": None}, "hidden_size is None: give a whole"),
-        ({"vocab_size": -1}, "vocab_size is -1: give a whole"),
         ({"shared_lm_head": "false"}, "shared_lm_head is 'false': give true or false"),
-        ({"format": "eagle"}, "no format: 'headstart-medusa'"),
-        ({"sequential": True}, "sequential is unknown"),
-        ({"tree": None}, "the tree is None: give paths of ranks"),
         ({"tree": [[0.0]]}, r"tree path \[0.0\] holds 0.0: give whole"),
-        ({"tree": [[0], [1], [0]]}, r"tree path \[0\] is listed twice"),
         ({"tree": [[0], [1, 0]]}, r"tree path \[1, 0\] has no parent"),
-        ({"tree": [[0], [16]]}, r"tree path \[16\] has a rank of 16"),
         ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "the tree is 4 deep but there are 3 heads"),
         ({"tree": [[0]] * (MOST_NODES + 1)}, f"the tree has {MOST_NODES + 1} nodes: give at most {MOST_NODES}"),
     ],
@@ -146,12 +138,9 @@ def test_folders_of_every_family_are_what_they_claim(family: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("family", "key", "layers"),
     [
-        ("llama", "num_hidden_layers", 3),
         ("llama", "num_hidden_layers", 1),  # it would be read as half a model
         ("gpt2", "n_layer", 1),
         ("qwen3-moe", "num_hidden_layers", 10**7),
-        ("opt", "num_hidden_layers", 10**7),
-        ("gemma3", "num_hidden_layers", -1),
     ],
 )
 def test_a_number_of_layers_that_is_not_that_of_the_weights_is_refused_before_they_are_made(
@@ -179,9 +168,7 @@ def test_a_model_whose_weights_lack_a_tensor_is_not_given_a_random_one(tmp_path:
     [
         ("../other/model.safetensors", "is no file inside its folder"),
         ("{root}/other/model.safetensors", "is no file inside its folder"),
-        ("..\\other\\model.safetensors", "is no file inside its folder"),
         ("model.bin", "is no file inside its folder"),
-        (7, "is no file inside its folder"),
         ("model-00009-of-00009.safetensors", "is missing"),
     ],
 )
@@ -210,8 +197,6 @@ def adapters(tmp_path: Path) -> Path:
     ("changes", "complaint"),
     [
         ({"r": 10**9}, r"has a rank of 1000000000 as r, which no tensor in adapter_model\.safetensors has"),
-        ({"r": -1}, "r in .* is -1: give a whole number, 1 or more"),
-        ({"rank_pattern": {"q_proj": 10**9}}, "has a rank of 1000000000 as q_proj"),
         ({"base_model_name_or_path": 3}, "has 3 as base_model_name_or_path"),
     ],
     ids=str,

@@ -61,15 +61,11 @@ def assert_same_as_generate(
 
 
 FREE_ORDER: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.7},
     {"sequence_bias": [[[7], 3.0], [[5, 4], -4.5], [[2, 5, 11], 9.0]]},
     {"sequence_bias": [[[7], 3.0]], "repetition_penalty": 0.6},
-    {"no_repeat_ngram_size": 2},
     {"bad_words_ids": [[4], [5, 6], [3]], "eos_token_id": 3},
     {"min_length": len(PROMPT) + 3, "eos_token_id": [3, 8]},
     {"min_new_tokens": 3, "eos_token_id": [3, 8]},
-    {"suppress_tokens": [1, 2, 3]},
-    {"begin_suppress_tokens": [4, 6]},
     {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": 3},
     {"bad_words_ids": [[4]], "remove_invalid_values": True},
     {

@@ -94,14 +94,6 @@ def test_the_tree_is_the_best_of_all_that_the_beam_meets(
     assert proposal.tree.token_list == proposal.tree.tokens.tolist()
 
 
-def test_budgets_grow_in_depth_and_nodes_to_what_was_asked_for(tiny_draft: CausalLM) -> None:
-    drafter = DraftTreeDrafter(tiny_draft, depth=4, width=3, nodes=21)
-    assert drafter.budgets == ((1, 4), (2, 11), (3, 16), (4, 21)), "at depth 1 there are three candidates and the root"
-    assert (drafter.max_depth, drafter.max_nodes) == (4, 21)
-    assert DraftTreeDrafter(tiny_draft, 2, 2, 99).max_nodes == 1 + 2 + 4, "there are no more candidates"
-    assert DraftTreeDrafter(tiny_draft, 3, 3, 4).budgets == ((1, 2), (2, 3), (3, 4))
-
-
 @pytest.mark.parametrize(
     ("sizes", "complaint"),
     [

@@ -96,17 +96,6 @@ def test_a_session_after_any_acceptances_is_a_fresh_session(
         text += accept_some(proposal, chance)
 
 
-def test_a_text_that_begins_in_a_row_forgets_the_one_before(tiny_draft: CausalLM, tiny_llama: CausalLM) -> None:
-    drafter = DraftModelDrafter(tiny_draft, 3)
-    batch = opened(drafter, tiny_llama, SAMPLED, rows=2)
-    left, _ = batch.propose([request([1, 2, 3]), request([6, 7])])
-    batch.admit(1, TextStart(1, GeneratorSource.from_seed(5)))
-    batch.move(1, 0)
-    text = [*left.tree.token_list[1:3], 5]  # which begins as the other's draft continued
-    (proposal,) = batch.propose([request(text)])
-    assert_same(proposal, opened(drafter, tiny_llama, SAMPLED, seed=5).propose([request(text)])[0])
-
-
 # --- what a draft does not know ---------------------------------------------------------------------------------------
 
 

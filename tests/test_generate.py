@@ -211,12 +211,6 @@ def test_models_that_are_being_trained_decode_without_dropout_and_stay_in_traini
     assert all(parameter.requires_grad for model in models for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("token", [16, -1])
-def test_a_token_the_target_does_not_know_is_named(tiny_llama: CausalLM, token: int) -> None:
-    with pytest.raises(ValueError, match=f"the prompt holds token {token} but the target knows 0 to 15"):
-        Engine(tiny_llama).decode([3, token, 5], DecodingConfig(1))
-
-
 def test_a_text_longer_than_the_context_is_refused_with_both_lengths(tiny_llama: CausalLM) -> None:
     with pytest.raises(ValueError, match=r"prompt of 90 tokens and 7 new ones make 97, but .* context holds 96"):
         Engine(tiny_llama).decode([1] * 90, DecodingConfig(7))

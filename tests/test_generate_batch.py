@@ -118,15 +118,6 @@ def test_a_row_that_ends_makes_room_for_the_next_prompt_in_its_own_place(countin
     ]
 
 
-def test_a_prompt_that_cannot_be_decoded_is_refused_before_any_is() -> None:
-    with pytest.raises(ValueError, match="the prompt holds token 16"):
-        Engine(llama()).steps([[1], [16]], DecodingConfig(4), batch_size=2)
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        Engine(llama()).steps([[1], []], DecodingConfig(4), batch_size=2)
-    with pytest.raises(ValueError, match="batch_size is 0: give at least 1"):
-        Engine(llama()).steps([[1]], DecodingConfig(4), batch_size=0)
-
-
 # --- what a step says ------------------------------------------------------------------------------------------------
 
 

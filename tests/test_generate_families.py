@@ -125,21 +125,8 @@ _TINY: dict[str, Any] = {
 
 RECURRENT: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 4},
-    "rwkv": {"attention_hidden_size": 16},
-    "recurrent_gemma": {"lru_width": 16, "attention_window_size": 8},
     # Hybrids: some of their layers attend, some recur.
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "num_experts": 2},
-    "qwen3_next": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 8,
-        "shared_expert_intermediate_size": 8,
-    },
 }
 
 
@@ -170,7 +157,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         for kind in RECURRENT
     },
     "bloom": (lambda: of("bloom", d_model=16, n_heads=2, n_layers=1), ALIBI),
-    "mpt": (lambda: of("mpt", d_model=16, n_heads=2, n_layers=1), ALIBI),
     "falcon with ALiBi": (lambda: tiny_model("falcon", alibi=True), ALIBI),  # else it has rotary embeddings
     "bart, which takes no position ids": (
         lambda: of(

@@ -84,17 +84,6 @@ def test_a_table_of_all_biases_drafts_what_the_product_drafts(
     assert [each.tree.token_list for each in tabulated] == [each.tree.token_list for each in multiplied]
 
 
-def test_without_a_table_a_depth_is_one_product_over_the_parents_of_all_rows(
-    tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("decoding.model.markov.LARGEST_TABLE", 0)
-    heads, ran = random_markov_heads(), []
-    assert heads.markov is not None
-    heads.markov.output.register_forward_hook(lambda _, args, out: ran.append(len(out)))
-    Follower(MedusaDrafter(heads, PATHS), tiny_llama, rows=4).propose([1], [2], [3], [4])
-    assert ran == [4, 8, 8], "the roots; then (0) and (2), then (0, 1) and (2, 0), of four rows"
-
-
 @pytest.mark.parametrize("largest", [0, 64])
 def test_a_parent_that_only_the_target_knows_is_read_as_the_last_token_known(
     largest: int, monkeypatch: pytest.MonkeyPatch

@@ -279,11 +279,8 @@ def test_a_dict_holds_the_sequences_and_what_speculation_brought(target: CausalL
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 4}, "num_beams is 4, which is not supported: beam search"),
-    "scores": ({"output_scores": True}, "output_scores is True.*not supported"),
     "an assistant": ({"assistant_model": object()}, "assistant_model is given.*not supported"),
-    "lookup by option": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is 3.*choose the drafter here"),
     "a misspelt name": ({"max_new_token": 4, "temprature": None}, "no option max_new_token: is the name misspelt"),
-    "too short a max_length": ({"max_new_tokens": None, "max_length": 6}, "6 tokens long and max_length is 6"),
     "several greedy texts": ({"num_return_sequences": 2}, "num_return_sequences"),
     "a mask of another shape": ({"attention_mask": MASK}, r"attention_mask has shape \(3, 6\), input_ids \(1, 6\)"),
     "padding on the right": ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]])}, "pad on the left"),
@@ -341,10 +338,7 @@ def test_a_sampled_text_depends_on_its_seed_and_not_on_its_neighbours(target: Ca
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no prompts": ({"input_ids": []}, "there are no prompts"),
     "an empty prompt": ({"input_ids": [[1], []]}, "the prompt is empty"),
-    "one dimension": ({"input_ids": torch.tensor([1, 2])}, r"shape \(2,\): give \(batch, length\)"),
     "controls twice": ({"sampling": SamplingConfig(), "top_k": 3}, "both sampling and top_k are given"),
-    "no rows": ({"batch_size": 0}, "batch_size is 0"),
-    "an unknown policy": ({"policy": "bold"}, "no policy is called 'bold'"),
     "an unknown token": ({"input_ids": [[16]]}, "the prompt holds token 16"),
 }
 

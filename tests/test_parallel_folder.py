@@ -85,14 +85,6 @@ def _config(**changes: object) -> Callable[[Path], None]:
     return change
 
 
-def _without(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / "parallel.json"
-        path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != name}))
-
-    return change
-
-
 def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         tensors = load_file(folder / "parallel.safetensors")
@@ -103,11 +95,6 @@ def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[P
 
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "another format": (_config(format="eagle"), "does not hold a ParallelConfig .no format"),
-    "a missing field": (_without("tokens"), "tokens is missing"),
-    "an unknown field": (_config(layers=2), "layers is unknown"),
-    "tokens that are true": (_config(tokens=True), "tokens is True: give a whole number"),
-    "too many tokens": (_config(tokens=10**7), "tokens is 10000000: give at most 4095"),
     "sizes that no memory holds": (_config(vocab_size=10**12, markov_rank=10**6), "markov.embedding.weight"),
     "a mask that the draft cannot read": (_config(mask_token=VOCAB + 1), "mask_token is 131, but the draft reads 131"),
     "states of another width": (_config(target_hidden_size=24), "reads hidden states of size 24 but the target's have"),

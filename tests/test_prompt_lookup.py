@@ -1,9 +1,7 @@
 """Prompt lookup: which continuations it finds, in which order, and that it keeps up with any text."""
 
 from collections.abc import Sequence
-from typing import Any
 
-import pytest
 from drafter_checks import (
     opened,
     paths,
@@ -89,18 +87,3 @@ def test_a_second_branch_is_accepted_where_the_first_is_wrong(counting: CausalLM
     steps = Engine(counting, PromptLookupDrafter(3, branches=2)).decode(prompt, DecodingConfig(5)).steps
     assert steps[1].accepted == 3
     assert Engine(counting, PromptLookupDrafter(3)).decode(prompt, DecodingConfig(5)).steps[1].accepted == 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tokens": 0}, "tokens is 0 and branches 1: give at least 1 of each"),
-        ({"branches": 0}, "tokens is 10 and branches 0: give at least 1 of each"),
-        ({"ngram": 0}, "n-grams of 1 to 0 tokens: give 1 <= min_ngram <= ngram"),
-        ({"min_ngram": 0}, "n-grams of 0 to 3 tokens"),
-        ({"min_ngram": 4}, "n-grams of 4 to 3 tokens"),
-    ],
-)
-def test_settings_that_draft_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PromptLookupDrafter(**settings)

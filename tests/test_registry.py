@@ -108,12 +108,7 @@ MISTAKES = {
     "distilgpt2": f"no drafter is called 'distilgpt2': choose one of {', '.join(REGISTRY)}, or draft:distilgpt2 for a",
     "lookup:ngrams=3": "the drafter lookup has no option 'ngrams': choose among tokens, ngram, min_ngram, branches",
     "lookup:ngram=0": "the drafter lookup is given ngram=0: give a whole number of at least 1",
-    "lookup:ngram=3,ngram=4": "'lookup:ngram=3,ngram=4' gives ngram twice: give it once",
-    "lookup:ngram=3,4": "'lookup:ngram=3,4' holds '4': after the path give option=value",
-    "lookup:runs/x": "'lookup:runs/x' gives a path, runs/x, but lookup has no weights",
     "heads": "'heads' lacks the path of the weights: give heads:PATH, a folder or hub id of heads",
-    "hybrid:x,of=heads,least_gain=nan": "the drafter hybrid is given least_gain=nan: give a finite number",
-    "draft:x,sampled=yes": "the drafter draft is given sampled=yes: give true or false",
     "hybrid:x,of=lookup": "the drafter hybrid is given of=lookup: give one of heads, draft, draft-tree",
 }
 

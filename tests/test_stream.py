@@ -1,7 +1,5 @@
 """Tokens to text as they come, and running figures with prefills apart."""
 
-import pytest
-
 from decoding.generate import Step
 from decoding.stream import Detokenizer, Piece, Tally, stream_pieces
 
@@ -41,11 +39,3 @@ def test_a_tally_counts_passes_and_keeps_the_prefill_apart() -> None:
     assert (tally.tokens_per_pass, tally.tokens_per_second, tally.prefill_seconds) == (2.0, 2.0, 0.75)
     assert (tally.draft_seconds, tally.verify_seconds, tally.overhead_seconds) == (0.5, 1.0, 0.5)
     assert tally.lengths == {2: 1, 0: 1}
-
-
-@pytest.mark.parametrize("taken", [1, 2])
-def test_a_watched_step_is_counted_before_it_is_handed_on(taken: int) -> None:
-    tally = Tally()
-    steps = tally.watch([LONG, SHORT])
-    assert [next(steps) for _ in range(taken)] == [LONG, SHORT][:taken]
-    assert tally.passes == taken

@@ -48,20 +48,6 @@ def test_a_cascade_drafts_its_draft_models_own_chain_and_q(
             text += [*accept_some(own, chance), *(chance.randrange(16) for _ in range(chance.choice([0, 3])))]
 
 
-def test_what_the_lookup_guesses_right_takes_no_pass_of_its_own(
-    counting: CausalLM, tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes: list[int] = []
-    verify = CausalLM.verify
-    monkeypatch.setattr(
-        CausalLM, "verify", lambda model, trees, cache: passes.append(len(trees[0])) or verify(model, trees, cache)
-    )
-    cascade = CascadeDrafter(counting, PromptLookupDrafter(3), 8)
-    (proposal,) = opened(cascade, tiny_llama).propose([request([*range(16), *range(8)])])
-    assert proposal.tree.token_list == list(range(7, 16))
-    assert passes == [4, 4], "twice three guesses and the root, of which each pass emits all and one more"
-
-
 # --- lookahead --------------------------------------------------------------------------------------------------------
 
 
