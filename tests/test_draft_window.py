@@ -27,6 +27,7 @@ from decoding.rules.drawing import GeneratorSource
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example, collate
 from trainer.drafts.start import write_draft
+from trainer.servers.speculator import Speculator, SpeculatorName
 
 WINDOW = 6
 LONG = 240
@@ -123,6 +124,11 @@ def test_a_context_ends_where_a_layer_sees_the_whole_text_or_positions_are_not_o
     if context is not None:
         with pytest.raises(ValueError, match=r"may grow to 97 tokens .* holds 96: .* or a draft with a window"):
             DraftModelDrafter(draft).open(target, SamplingConfig(), 1, 97)
+
+
+def test_a_speculator_is_diagnosed_on_texts_as_long_as_its_drafter_follows() -> None:
+    for draft, longest in ((CausalLM(tiny_model("llama")), 96), (windowed(), None)):
+        assert Speculator(SpeculatorName("draft", "a/folder", None), draft).max_positions == longest
 
 
 def test_the_window_shares_the_weights_and_comes_back_from_a_folder(tmp_path: Path) -> None:

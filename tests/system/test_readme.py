@@ -51,8 +51,6 @@ _TINY_RECIPE = (
 )
 TINY = {  # what makes a command quick, behind its own words
     "headstart train": _TINY_RECIPE,
-    "headstart features": _TINY_RECIPE,
-    "headstart plan-training": _TINY_RECIPE,
     "headstart plan": "--limit 2 --max-new-tokens 12 --batch-size 1 --max-nodes 6 --seconds 0.05",
     "headstart realign": "--steps 2 --batch-size 2 --max-new-tokens 12",
     "headstart regenerate": "--limit 2 --max-new-tokens 12 --batch-size 2",
@@ -196,7 +194,7 @@ def test_every_command_of_the_page_on_memory_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     found = commands(MEMORY)
-    assert len(found) == 4
+    assert len(found) == 2
     for command in found:  # on the answers that the README's command writes
         run(command, desk, environment, warm)
     for name in ("stored", "cached"):
@@ -241,14 +239,8 @@ def test_every_command_of_the_page_on_serving_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     found = commands(SERVING)
-    assert len(found) == 4
-    for command in found:  # with the heads, the draft and the plan of the pages before
-        run(command, desk, environment, warm)
-    (served,) = json.loads((desk / "exported" / "draft.json").read_text())["commands"]
-    program = desk / "printed.py"
-    program.write_text(served["argv"][2])
-    done = warm.run([str(program)], desk, seconds=60)
-    assert done.returncode == 0 and "Once upon a time" in done.stdout, done.stderr
+    assert len(found) == 1
+    assert "vllm serve " in run(found[0], desk, environment, warm)  # with the heads and the plan of the pages before
 
 
 def test_what_is_pushed_is_decoded_with_by_its_revision_online_and_offline(
@@ -256,7 +248,7 @@ def test_what_is_pushed_is_decoded_with_by_its_revision_online_and_offline(
 ) -> None:
     """The second time nothing is asked of the Hub, whatever its branch became; in a process that begins offline."""
     folder_on(hub, "ORG/TARGET", desk / "ORG" / "NAME")
-    push, generate = commands(ARTEFACTS.partition("## The Hub")[2].partition("## Imports")[0])
+    push, generate = commands(ARTEFACTS.partition("## The Hub")[2].partition("## Safety")[0])
     pushed = run(push, desk, environment, warm)  # the heads that the README trains
     commit = hub.repositories[REPOSITORY].refs["main"]
     assert f"read it as {REPOSITORY}@{commit}" in pushed
@@ -267,17 +259,6 @@ def test_what_is_pushed_is_decoded_with_by_its_revision_online_and_offline(
     offline = run(generate.replace("@main", f"@{commit}"), desk, environment | {"HF_HUB_OFFLINE": "1"})
     assert offline.splitlines()[0] == online.splitlines()[0]
     assert hub.requests == []
-
-
-def test_every_command_of_the_page_on_imports_runs_in_the_order_given(
-    desk: Path, environment: dict[str, str], warm: WarmProgram
-) -> None:
-    found = commands(ARTEFACTS.partition("## Imports")[2])
-    assert len(found) == 2 and len(commands(ARTEFACTS)) == 4
-    for command in found:  # with the heads that the README trains
-        run(command, desk, environment, warm)
-    trained, imported = (desk / folder / "model.safetensors" for folder in ("runs/heads/final", "imported/heads"))
-    assert trained.read_bytes() == imported.read_bytes()
 
 
 def test_every_command_of_the_page_on_evaluating_runs_in_the_order_given(
