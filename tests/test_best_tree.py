@@ -61,15 +61,6 @@ def test_the_best_tree_accepts_as_much_as_the_best_of_all_trees(heads: int, rank
     check()
 
 
-def test_the_best_tree_by_hand() -> None:
-    """.6 | .36 (0,0) | .3 (1) | .18 (1,0) | .06 (0,1) | .03 (1,1)."""
-    accuracies = [[0.6, 0.3], [0.6, 0.1]]
-    expected = [(0,), (0, 0), (1,), (1, 0), (0, 1), (1, 1)]
-    for nodes in range(1, 7):
-        assert set(best_tree(accuracies, nodes)) == set(expected[:nodes])
-    assert best_tree(accuracies, 5) == ((0,), (1,), (0, 0), (0, 1), (1, 0)), "by depth, and then by rank"
-
-
 @given(st.lists(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6), min_size=1, max_size=4), st.integers(1, 30))
 def test_a_tree_is_prefix_closed_without_gaps_in_rank_whatever_the_shares(
     accuracies: list[list[float]], nodes: int
@@ -83,14 +74,3 @@ def test_a_rank_counted_more_often_than_the_one_before_it_is_capped_by_it() -> N
     """A small sample says rank 1 is better than rank 0: both then count .2, and the tree stays without gaps."""
     assert best_tree([[0.2, 0.5, 0.4], [0.1]], 3) == ((0,), (1,), (2,))
     assert best_tree([[0.2, 0.5, 0.4], [0.9]], 4) == best_tree([[0.2, 0.2, 0.2], [0.9]], 4)
-
-
-def test_paths_that_are_never_right_are_left_out() -> None:
-    assert best_tree([[0.5, 0.0], [0.5, 0.0]], 10) == ((0,), (0, 0))
-    assert best_tree([[0.0, 0.0]], 10) == ((0,),)  # a tree has at least one node
-
-
-@pytest.mark.parametrize(("accuracies", "nodes"), [([], 3), ([[0.5]], 0)])
-def test_a_tree_of_nothing_is_refused(accuracies: list[list[float]], nodes: int) -> None:
-    with pytest.raises(ValueError, match="a tree needs at least one node and one head's accuracies"):
-        best_tree(accuracies, nodes)
