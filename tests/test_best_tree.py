@@ -74,3 +74,8 @@ def test_a_rank_counted_more_often_than_the_one_before_it_is_capped_by_it() -> N
     """A small sample says rank 1 is better than rank 0: both then count .2, and the tree stays without gaps."""
     assert best_tree([[0.2, 0.5, 0.4], [0.1]], 3) == ((0,), (1,), (2,))
     assert best_tree([[0.2, 0.5, 0.4], [0.9]], 4) == best_tree([[0.2, 0.2, 0.2], [0.9]], 4)
+
+
+def test_paths_that_are_never_right_are_left_out() -> None:
+    assert best_tree([[0.5, 0.0], [0.5, 0.0]], 10) == ((0,), (0, 0))
+    assert best_tree([[0.0, 0.0]], 10) == ((0,),)  # a tree has at least one node

@@ -11,9 +11,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
-from tiny_training import recipe_content, write_corpus, write_target
+from tiny_training import CHAT_TEMPLATE, WORDS, recipe_content, tiny_tokenizer, write_corpus, write_target
 
-from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.vocabulary import write_output_tokens
 from trainer.recipe.reading import parse_recipe
@@ -114,3 +114,12 @@ def test_adapters_are_known_by_their_weights_and_by_the_base_they_belong_to(tmp_
     one = adapters("one", "base", 0)
     assert adapters("same", "copy of it", 0) == one, "the base's weights count, not where they lie"
     assert len({one, adapters("other base", "another", 0), adapters("other weights", "base", 1)}) == 3
+
+
+def test_tokenizers_and_prompts_are_known_by_what_they_make_of_a_text(tmp_path: Path) -> None:
+    other_words = (*WORDS[:4], *"bacdefghijkl")
+    tokenizers = (tiny_tokenizer(), tiny_tokenizer(CHAT_TEMPLATE), tiny_tokenizer(words=other_words))
+    assert len({tokenizer_fingerprint(tokenizer) for tokenizer in tokenizers}) == 3
+    assert tokenizer_fingerprint(tiny_tokenizer()) == tokenizer_fingerprint(tiny_tokenizer())
+    assert prompts_fingerprint([(1, 2), (3,)]) == prompts_fingerprint([[1, 2], [3]])
+    assert prompts_fingerprint([(1, 2), (3,)]) != prompts_fingerprint([(1,), (2, 3)])

@@ -32,7 +32,7 @@ def _no_state_of_accelerate() -> Any:
 def test_fsdp2_rounds_products_and_neither_sums_of_gradients_nor_losses(
     monkeypatch: pytest.MonkeyPatch, precision: str, expected: MixedPrecisionPolicy
 ) -> None:
-    """accelerate's own policy has bf16 in all three places; launched_rounding.py shows what that does to a loss."""
+    """accelerate's own policy has bf16 in all three places."""
     plugin = SimpleNamespace(mixed_precision_policy=MixedPrecisionPolicy(*[torch.bfloat16] * 3))
     of_fsdp2 = SimpleNamespace(
         distributed_type=DistributedType.FSDP,

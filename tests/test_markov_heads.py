@@ -54,14 +54,6 @@ def test_every_head_adds_one_shared_bias_of_the_token_before_its_own(tiny_llama:
         torch.testing.assert_close(logits[k, row], reference_logits(heads, tiny_llama, hidden[row], tokens))
 
 
-def test_the_token_before_is_neither_forgotten_nor_given_to_heads_without_a_bias() -> None:
-    with pytest.raises(ValueError, match="want the token before each head's own: give it as before"):
-        random_markov_heads()(torch.zeros(1, 16))
-    plain = MedusaHeads(replace(CONFIG, markov_rank=0))
-    with pytest.raises(ValueError, match="before is given, but these heads have no Markov bias: leave it out"):
-        plain(torch.zeros(1, 16), before=torch.zeros(3, 1, dtype=torch.long))
-
-
 # --- on disk --------------------------------------------------------------------------------------------------------
 
 
