@@ -1,8 +1,6 @@
 """What an artefact's files claim is compared with what they hold, before anything is built."""
 
 import json
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +56,6 @@ def never_built(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- heads ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, markov_rank=3), replace(CONFIG, shared_lm_head=True)])
-def test_the_shapes_that_a_config_gives_are_those_of_the_heads(config: MedusaConfig) -> None:
-    built = {name: tuple(tensor.shape) for name, tensor in MedusaHeads(config).state_dict().items()}
-    assert dict(config.shapes()) == built
-
-
 @pytest.mark.parametrize("key", ["num_heads", "num_layers", "hidden_size", "vocab_size"])
 def test_heads_that_claim_to_be_enormous_are_refused_before_they_are_built(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,31 +66,13 @@ def test_heads_that_claim_to_be_enormous_are_refused_before_they_are_built(
         MedusaHeads.from_pretrained(tmp_path)
 
 
-def test_heads_are_compared_with_the_target_before_their_weights_are_read(
-    tmp_path: Path, tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written_heads(tmp_path, replace(CONFIG, hidden_size=32))
-    (tmp_path / WEIGHTS_NAME).write_bytes(b"not read")
-    never_built(monkeypatch)
-    with pytest.raises(ValueError, match="hidden states of size 32 but the target's have size 16"):
-        load_heads(tmp_path, tiny_llama)
-
-
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
         ({"num_heads": "3"}, "num_heads is '3': give a whole number, 1 or more"),
-        ({"num_layers": True}, "num_layers is True: give a whole"),
-        ({"hidden_size": None}, "hidden_size is None: give a whole"),
-        ({"vocab_size": -1}, "vocab_size is -1: give a whole"),
         ({"shared_lm_head": "false"}, "shared_lm_head is 'false': give true or false"),
-        ({"format": "eagle"}, "no format: 'headstart-medusa'"),
-        ({"sequential": True}, "sequential is unknown"),
-        ({"tree": None}, "the tree is None: give paths of ranks"),
         ({"tree": [[0.0]]}, r"tree path \[0.0\] holds 0.0: give whole"),
-        ({"tree": [[0], [1], [0]]}, r"tree path \[0\] is listed twice"),
         ({"tree": [[0], [1, 0]]}, r"tree path \[1, 0\] has no parent"),
-        ({"tree": [[0], [16]]}, r"tree path \[16\] has a rank of 16"),
         ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "the tree is 4 deep but there are 3 heads"),
         ({"tree": [[0]] * (MOST_NODES + 1)}, f"the tree has {MOST_NODES + 1} nodes: give at most {MOST_NODES}"),
     ],
@@ -109,15 +83,6 @@ def test_a_config_that_describes_no_heads_is_refused_in_one_sentence(
 ) -> None:
     change(written_heads(tmp_path) / CONFIG_NAME, **changes)
     with pytest.raises(ValueError, match=rf"config\.json does not hold a MedusaConfig \({complaint}"):
-        MedusaHeads.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("dtypes", [(torch.int8, torch.int8), (torch.float32, torch.bfloat16)], ids=str)
-def test_heads_are_in_one_floating_dtype(dtypes: tuple[torch.dtype, torch.dtype], tmp_path: Path) -> None:
-    tensors = load_file(written_heads(tmp_path) / WEIGHTS_NAME)
-    cast = {name: tensor.to(dtypes[index % 2]) for index, (name, tensor) in enumerate(tensors.items())}
-    save_file(cast, tmp_path / WEIGHTS_NAME)
-    with pytest.raises(ValueError, match=r"holds weights in .*: save them in one of BF16, F16, F32, F64"):
         MedusaHeads.from_pretrained(tmp_path)
 
 
@@ -159,17 +124,6 @@ def test_a_draft_that_is_not_finite_is_neither_read_nor_exported(tmp_path: Path)
     load_model(str(tmp_path / "run"), torch.float32)  # a target: a pass over a large one costs too much
 
 
-def test_what_is_too_large_for_the_targets_dtype_is_refused_after_the_cast_alone(tmp_path: Path) -> None:
-    break_weights(written_heads(tmp_path / "heads"), "heads.0.blocks.0.linear.bias", 65536.0)
-    break_weights(written_draft(tmp_path / "draft"), "model.norm.weight", 65536.0)
-    MedusaHeads.from_pretrained(tmp_path / "heads", torch.bfloat16)
-    load_draft(str(tmp_path / "draft"), CausalLM(tiny_model(vocab=128).bfloat16()), None)
-    with pytest.raises(ValueError, match=r"in torch\.float16 holds weights .*; give a dtype of a wider"):
-        MedusaHeads.from_pretrained(tmp_path / "heads", torch.float16)
-    with pytest.raises(ValueError, match=r"in torch\.float16 holds weights .*; give a dtype of a wider range"):
-        load_draft(str(tmp_path / "draft"), CausalLM(tiny_model(vocab=128).half()), None)
-
-
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
@@ -184,12 +138,9 @@ def test_folders_of_every_family_are_what_they_claim(family: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("family", "key", "layers"),
     [
-        ("llama", "num_hidden_layers", 3),
         ("llama", "num_hidden_layers", 1),  # it would be read as half a model
         ("gpt2", "n_layer", 1),
         ("qwen3-moe", "num_hidden_layers", 10**7),
-        ("opt", "num_hidden_layers", 10**7),
-        ("gemma3", "num_hidden_layers", -1),
     ],
 )
 def test_a_number_of_layers_that_is_not_that_of_the_weights_is_refused_before_they_are_made(
@@ -201,47 +152,12 @@ def test_a_number_of_layers_that_is_not_that_of_the_weights_is_refused_before_th
         load_model(str(tmp_path))
 
 
-def test_a_class_of_the_users_own_may_run_one_module_in_several_layers(tmp_path: Path) -> None:
-    config = written_draft(tmp_path) / CONFIG_NAME  # of 2 layers
-    change(config, num_hidden_layers=5, model_type="mine")
-    check_model_folder(tmp_path)
-    change(config, num_hidden_layers=10**7)
-    with pytest.raises(ValueError, match="has 10000000 as num_hidden_layers"):
-        check_model_folder(tmp_path)
-
-
-def test_what_transformers_says_of_a_config_is_handed_on_in_one_line(tmp_path: Path) -> None:
-    mismatch = "the sizes in its config.json are not those of its weights"
-    for changes, complaint in (
-        ({"use_cache": 3}, "Field 'use_cache' expected bool, got int"),
-        ({"num_attention_heads": "2"}, "Field 'num_attention_heads' expected int, got str"),
-        ({"num_attention_heads": 0}, "modulo by zero"),
-        ({"num_key_value_heads": 2}, mismatch),
-        ({"hidden_size": 10**9}, mismatch),
-        ({"pad_token_id": [[0]] * 5000}, "Field 'pad_token_id' with value"),
-    ):
-        change(written_draft(tmp_path) / CONFIG_NAME, **changes)
-        with pytest.raises(ValueError, match="no model could be read from") as error:
-            load_model(str(tmp_path))
-        assert complaint in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 600
-
-
 def test_a_model_whose_weights_lack_a_tensor_is_not_given_a_random_one(tmp_path: Path) -> None:
     tensors = load_file(written_draft(tmp_path) / WEIGHTS_NAME)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / WEIGHTS_NAME, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight, one of 1 that its config"):
         load_model(str(tmp_path))
-
-
-def test_weights_of_whole_numbers_are_refused_if_no_config_says_how_they_were_quantised(tmp_path: Path) -> None:
-    tensors = load_file(written_draft(tmp_path) / WEIGHTS_NAME)
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].int()
-    save_file(tensors, tmp_path / WEIGHTS_NAME, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"hold model\.norm\.weight in I32, which is no float"):
-        load_model(str(tmp_path))
-    change(tmp_path / CONFIG_NAME, quantization_config={"quant_method": "gptq"})
-    check_model_folder(tmp_path)
 
 
 # --- indexes, adapters ------------------------------------------------------------------------------------------------
@@ -252,9 +168,7 @@ def test_weights_of_whole_numbers_are_refused_if_no_config_says_how_they_were_qu
     [
         ("../other/model.safetensors", "is no file inside its folder"),
         ("{root}/other/model.safetensors", "is no file inside its folder"),
-        ("..\\other\\model.safetensors", "is no file inside its folder"),
         ("model.bin", "is no file inside its folder"),
-        (7, "is no file inside its folder"),
         ("model-00009-of-00009.safetensors", "is missing"),
     ],
 )
@@ -283,8 +197,6 @@ def adapters(tmp_path: Path) -> Path:
     ("changes", "complaint"),
     [
         ({"r": 10**9}, r"has a rank of 1000000000 as r, which no tensor in adapter_model\.safetensors has"),
-        ({"r": -1}, "r in .* is -1: give a whole number, 1 or more"),
-        ({"rank_pattern": {"q_proj": 10**9}}, "has a rank of 1000000000 as q_proj"),
         ({"base_model_name_or_path": 3}, "has 3 as base_model_name_or_path"),
     ],
     ids=str,
@@ -295,15 +207,4 @@ def test_adapters_that_cannot_be_those_of_their_weights_are_refused(
     change(adapters / "adapter_config.json", **changes)
     never_built(monkeypatch)
     with pytest.raises(ValueError, match=complaint):
-        load_model(str(adapters))
-
-
-def test_the_base_of_adapters_is_checked_too_and_is_not_made_of_them(adapters: Path, tmp_path: Path) -> None:
-    change(tmp_path / "base" / CONFIG_NAME, num_hidden_layers=10**7)
-    with pytest.raises(ValueError, match="has 10000000 as num_hidden_layers, but the weights beside it have 2 layers"):
-        load_model(str(adapters))
-    shutil.copytree(adapters, tmp_path / "others")
-    change(adapters / "adapter_config.json", base_model_name_or_path=str(tmp_path / "others"))
-    change(tmp_path / "others" / "adapter_config.json", base_model_name_or_path=str(adapters))
-    with pytest.raises(ValueError, match="holds adapters of a model that is made of these adapters"):
         load_model(str(adapters))

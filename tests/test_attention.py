@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from decoding.measure.machine import hardware
 from decoding.model.attention import _GROUPED as NAME
 from decoding.model.attention import copy_free_attention, grouped_attention
 from decoding.model.cache import PreallocatedCache
@@ -131,22 +130,6 @@ def test_what_attention_reads_is_the_cache_itself(family: str, trees: list[Token
         assert key.stride() == layer.keys.stride() and key.shape[1] == layer.keys.shape[1], "nor is it repeated"
 
 
-def test_all_layers_of_a_pass_share_one_mask() -> None:
-    model = CausalLM(tiny_model("llama", **GROUPED))
-    cache, masks = filled(model), list[Tensor]()
-    original = F.scaled_dot_product_attention
-
-    def spy(*args: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
-        masks.append(attn_mask)
-        return original(*args, attn_mask=attn_mask, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", spy)
-        model.verify([TREE, TREE], cache)
-        model.verify([TREE, TREE], cache)
-    assert masks[0] is masks[1] and masks[2] is masks[3] and masks[0] is not masks[2]
-
-
 # --- the model's own setting -----------------------------------------------------------------------------------------
 
 
@@ -172,19 +155,3 @@ def test_whoever_decodes_attends_without_cudnn() -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
     CausalLM(tiny_model("llama"))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_a_report_from_a_gpu_says_what_attention_ran_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch._C, "_get_sdp_priority_order", lambda: [3, 1, 2, 0, 4])  # as on sm90
-    CausalLM(tiny_model("llama"))
-    found = hardware()
-    assert (found["gpu"], found["gpus"]) == ("a GPU", 2)
-    assert found["attention"] == "flash, efficient, math (off: cudnn)"
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    try:
-        assert hardware()["attention"] == "cudnn, flash, efficient, math"
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(False)

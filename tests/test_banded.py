@@ -20,11 +20,6 @@ LONG = torch.arange(46).reshape(2, 23).mul(7).remainder(16)
 """Two texts of four windows and a half."""
 
 
-def test_a_band_is_a_causal_mask_cut_to_the_window() -> None:
-    assert band(2, 4, 2, "cpu")[0, 0].int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
-    assert band(3, 3, 2, "cpu")[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
-
-
 @pytest.mark.parametrize("tokens", [7, 8, 9, 12, 31])
 @pytest.mark.parametrize(("groups", "window"), [(4, 3), (2, 3), (1, 1), (4, 2)])
 def test_blocks_give_the_attention_of_a_mask_and_its_gradients(tokens: int, groups: int, window: int) -> None:

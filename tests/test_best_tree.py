@@ -88,9 +88,3 @@ def test_a_rank_counted_more_often_than_the_one_before_it_is_capped_by_it() -> N
 def test_paths_that_are_never_right_are_left_out() -> None:
     assert best_tree([[0.5, 0.0], [0.5, 0.0]], 10) == ((0,), (0, 0))
     assert best_tree([[0.0, 0.0]], 10) == ((0,),)  # a tree has at least one node
-
-
-@pytest.mark.parametrize(("accuracies", "nodes"), [([], 3), ([[0.5]], 0)])
-def test_a_tree_of_nothing_is_refused(accuracies: list[list[float]], nodes: int) -> None:
-    with pytest.raises(ValueError, match="a tree needs at least one node and one head's accuracies"):
-        best_tree(accuracies, nodes)

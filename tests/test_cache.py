@@ -21,7 +21,6 @@ PREFIX = [3, 1, 4, 1, 5]
 TREE = TokenTree(torch.tensor([9, 2, 6, 5, 3, 5, 8]), TreeShape((-1, 0, 0, 1, 2, 2, 5)))
 RAGGED = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8, 9]]
 FLOAT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}
-CPU = torch.device("cpu")
 
 
 def filled(model: CausalLM, *texts: list[int], capacity: int = 64) -> PreallocatedCache:
@@ -52,25 +51,6 @@ def assert_holds(model: CausalLM, cache: PreallocatedCache, *texts: Sequence[int
     for slot, text in enumerate(texts):
         assert cache.lengths[slot] == len(text)
         assert_same_content(contents(cache, slot), contents(filled(model, list(text))))
-
-
-def numbers(*values: int) -> Tensor:
-    """A block of one head and one dimension whose positions hold these numbers."""
-    return torch.tensor(values, dtype=torch.float32).view(1, 1, -1, 1)
-
-
-def write(cache: PreallocatedCache, rows: Sequence[Tensor], slots: Sequence[int], written: Sequence[int]) -> Tensor:
-    """One forward's writes into layer 0; the keys it may attend to, (rows, keys)."""
-    block = torch.cat(list(rows))
-    cache.begin(slots, block.shape[-2], CPU)
-    keys, values = cache.update(block, -block, 0)
-    assert torch.equal(values, -keys)
-    cache.end(written)
-    return keys[:, 0, :, 0]
-
-
-def held(cache: PreallocatedCache, slot: int = 0) -> list[int]:
-    return [int(value) for value in contents(cache, slot)[0, 0, 0, :, 0]]
 
 
 def random_tree(chance: random.Random, most_nodes: int = 7) -> TokenTree:
@@ -111,92 +91,7 @@ def test_many_trees_and_random_acceptances_later_each_row_is_still_the_cache_of_
     assert_holds(tiny_llama, cache, *texts)
 
 
-def test_commit_moves_the_kept_nodes_of_one_row_together_and_those_of_a_chain_not_at_all() -> None:
-    cache = PreallocatedCache(num_layers=1, capacity=8, rows=2)
-    write(cache, [numbers(0, 1, 2, 3, 4, 5), numbers(10, 11, 12, 13, 14, 15)], [0, 1], [6, 6])
-    cache.commit(0, 2, (0, 1, 3))
-    assert held(cache, 0) == [0, 1, 2, 3, 5] and held(cache, 1) == [10, 11, 12, 13, 14, 15]
-    cache.commit(1, 1, (0, 1, 2))
-    kept = layers_of(cache)[0].keys[1, 0, :, 0].tolist()
-    assert kept == [10, 11, 12, 13, 14, 15, 0, 0], "what is refused is only out of sight"
-    assert held(cache, 1) == [10, 11, 12, 13]
-
-
-# --- one forward: begin, update, end ---------------------------------------------------------------------------------
-
-
-def test_a_block_is_written_behind_each_row_and_padding_is_not_counted() -> None:
-    cache = PreallocatedCache(num_layers=1, capacity=8, rows=2)
-    write(cache, [numbers(1, 2, 3), numbers(7, 0, 0)], [0, 1], [3, 1])
-    assert cache.lengths == [3, 1]
-    keys = write(cache, [numbers(4, 5), numbers(8, 9)], [0, 1], [2, 2])
-    assert cache.lengths == [5, 3] and held(cache, 0) == [1, 2, 3, 4, 5] and held(cache, 1) == [7, 8, 9]
-    # The shorter row's slice is as long as the longer's; what stands behind its own five is for the mask to hide.
-    assert keys[0].tolist() == [1, 2, 3, 4, 5] and keys[1].tolist()[:3] == [7, 8, 9]
-    write(cache, [numbers(6, 7), numbers(99, 99)], [0, 1], [1, 0])
-    write(cache, [numbers(8), numbers(10)], [0, 1], [1, 1])
-    assert held(cache, 1) == [7, 8, 9, 10], "padding is overwritten by what the row writes next"
-
-
-def test_a_prefill_attends_to_its_own_block_and_touches_no_other_row() -> None:
-    cache = PreallocatedCache(num_layers=1, capacity=8, rows=3)
-    write(cache, [numbers(5, 6), numbers(3, 4), numbers(1, 2)], [2, 1, 0], [2, 2, 2])  # in any order
-    cache.truncate(1, 0)
-    assert write(cache, [numbers(7, 8, 9)], [1], [3]).tolist() == [[7, 8, 9]]
-    assert [held(cache, slot) for slot in range(3)] == [[1, 2], [7, 8, 9], [5, 6]]
-
-
-def test_rows_that_hold_something_must_be_the_first_ones() -> None:
-    cache = PreallocatedCache(num_layers=1, capacity=8, rows=3)
-    write(cache, [numbers(1)] * 3, [0, 1, 2], [1, 1, 1])
-    for slots in ([1], [1, 0], [0, 2]):
-        with pytest.raises(AssertionError, match="are not the first ones"):
-            cache.begin(slots, 1, CPU)
-
-
-def test_while_a_forward_runs_the_model_is_told_the_longest_row(tiny_llama: CausalLM) -> None:
-    cache = filled(tiny_llama, *RAGGED)
-    assert cache.get_seq_length() == 8
-    cache.begin([0, 1], 3, CPU)
-    assert cache.get_seq_length() == 8 and cache.get_mask_sizes(3, 0) == (11, 0)
-    cache.end([0, 0])
-    cache.truncate(0, 0)
-    cache.begin([0], 5, CPU)
-    assert cache.get_seq_length() == 0, "a prefill, whatever the other rows hold"
-
-
-def test_an_update_returns_views_of_the_buffers() -> None:
-    cache = PreallocatedCache(num_layers=2, capacity=8, rows=2)
-    block, wider = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 6)
-    for written in (3, 6):
-        cache.begin([0, 1], 3, CPU)
-        for layer in (0, 1):
-            keys, values = cache.update(block, wider, layer)
-        assert torch.equal(keys[:, :, -3:], block) and torch.equal(values[:, :, -3:], wider)
-        cache.end([3, 3])
-        assert cache.lengths == [written, written] and keys.shape == (2, 2, written, 4)
-    assert keys.data_ptr() == layers_of(cache)[1].keys.data_ptr(), "a slice, not a copy"
-    assert values.data_ptr() == layers_of(cache)[1].values.data_ptr()
-
-
 # --- growth ----------------------------------------------------------------------------------------------------------
-
-
-def test_growing_keeps_every_row_of_its_own_length(tiny_llama: CausalLM) -> None:
-    cache = filled(tiny_llama, *RAGGED, capacity=8)
-    before = [contents(cache, slot).clone() for slot in range(3)]
-    tiny_llama.verify([TREE] * 3, cache)
-    assert cache.capacity == 16, "the longest row wants 15"
-    for slot, text in enumerate(RAGGED):
-        assert torch.equal(contents(cache, slot)[..., : len(text), :], before[slot])
-
-
-def test_the_longest_row_alone_decides_when_the_buffers_grow() -> None:
-    cache = PreallocatedCache(num_layers=1, capacity=4, rows=2)
-    write(cache, [numbers(1, 2, 3, 4), numbers(5, 0, 0, 0)], [0, 1], [4, 1])
-    assert cache.capacity == 4
-    write(cache, [numbers(6), numbers(7)], [0, 1], [1, 1])
-    assert cache.capacity == 8 and held(cache, 0) == [1, 2, 3, 4, 6] and held(cache, 1) == [5, 7]
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])
@@ -224,31 +119,6 @@ def test_growth_that_fails_for_lack_of_memory_leaves_the_cache_as_it_was(
     assert cache.capacity == 16
     cache.commit(0, 7, (0,))
     assert_holds(tiny_llama, cache, [*PREFIX, 9, 2, 9])
-
-
-def test_an_interrupt_between_new_buffers_and_the_layers_views_of_them_is_made_good(
-    tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = filled(tiny_llama, PREFIX, capacity=8)
-
-    def hand_out_the_first() -> None:
-        layers_of(cache)[0].keys, layers_of(cache)[0].values = cache._held[0].keys[0], cache._held[0].values[0]
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cache, "_hand_out_views", hand_out_the_first)
-        with pytest.raises(KeyboardInterrupt):
-            tiny_llama.verify([TREE], cache)
-    fork = TokenTree(torch.tensor([9, 2, 6]), TreeShape((-1, 0, 0)))
-    tiny_llama.verify([fork], cache)  # for which the old buffers have room enough
-    cache.commit(0, len(PREFIX), (0, 2))
-    assert_holds(tiny_llama, cache, [*PREFIX, 9, 6])
-
-
-def test_what_has_not_been_written_is_zero_for_attention_reads_it() -> None:
-    cache = PreallocatedCache(num_layers=1, capacity=2)
-    write(cache, [numbers(1, 2, 3)], [0], [3])
-    assert layers_of(cache)[0].keys[0, 0, :, 0].tolist() == [1, 2, 3, 0] and layers_of(cache)[0].values.isfinite().all()
 
 
 # --- dropping, reusing, moving ---------------------------------------------------------------------------------------

@@ -7,14 +7,11 @@ import pytest
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from rich.table import Table
-from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_rows, write_target
+from tiny_training import recipe_content, write_corpus, write_target
 
-from decoding.measure.report.tables import TerminalReport
-from trainer.commands.inspection import run_inspect
-from trainer.commands.training_options import InspectOptions
 from trainer.recipe.reading import parse_recipe
 from trainer.run.train import run_recipe
-from trainer.terminal.console import say_error, standard_output, title
+from trainer.terminal.console import say_error, standard_output
 
 BRACKETS = "a[/x] :smile: [red]b"
 
@@ -35,22 +32,6 @@ def test_an_error_keeps_the_brackets_of_what_it_names_behind_a_red_word() -> Non
     assert heard.getvalue() == f"\x1b[1;31merror:\x1b[0m {BRACKETS} is wrong\n"
 
 
-def test_a_title_with_brackets_stands_over_its_table_whatever_the_console() -> None:
-    heard = io.StringIO()
-    table = Table("x", title=title(BRACKETS), width=60)
-    Console(file=heard, width=80).print(table)
-    assert BRACKETS in heard.getvalue().splitlines()[0]
-
-
-def test_the_report_of_an_evaluation_takes_any_title() -> None:
-    heard = io.StringIO()
-    hardware = {"gpu": "[/b]", "processor": "p", "cores": 1, "threads": 1}
-    report = {"title": BRACKETS, "hardware": hardware, "parameters": 1, "dtype": "bf16", "prompts": 1, "rows": []}
-    table = TerminalReport({**report, "max_new_tokens": 1, "commit": "c"})
-    Console(file=heard, width=172).print(table)
-    assert BRACKETS in heard.getvalue() and "on [/b]; 1 prompts" in heard.getvalue()
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_recipe_with_brackets_in_its_name_trains_to_its_end(tmp_path: Path, terminal: bool) -> None:
     write_target(tmp_path / "target")
@@ -62,11 +43,3 @@ def test_a_recipe_with_brackets_in_its_name_trains_to_its_end(tmp_path: Path, te
     finally:
         AcceleratorState._reset_state(True)
     assert final.is_dir() and heard.getvalue().count(f"{BRACKETS}") >= 2
-
-
-def test_data_in_a_folder_with_brackets_is_inspected(tmp_path: Path) -> None:
-    (tmp_path / "[b]").mkdir()
-    path, heard = write_rows(tmp_path / "[b]" / "rows.jsonl", [{"prompt": "a", "answer": "b"}]), io.StringIO()
-    tiny_tokenizer().save_pretrained(tmp_path / "target")
-    run_inspect(InspectOptions(source=path, target=str(tmp_path / "target")), Console(file=heard, width=400))
-    assert heard.getvalue().count("[b]") == 3  # the heading, the row, the table

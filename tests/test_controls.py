@@ -11,12 +11,11 @@ from transformers import (
     NoRepeatNGramLogitsProcessor,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
 )
 
 from decoding.rules import controls
 from decoding.rules.controls import sampling_from_generation_config
-from decoding.rules.sampling import History, HistoryRows, SamplingConfig, adjusted_logits, probabilities
+from decoding.rules.sampling import History, SamplingConfig, adjusted_logits, probabilities
 from decoding.rules.tree import TokenTree
 
 PROMPT = [1, 5, 5, 9, 2, 5]
@@ -62,15 +61,11 @@ def assert_same_as_generate(
 
 
 FREE_ORDER: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.7},
     {"sequence_bias": [[[7], 3.0], [[5, 4], -4.5], [[2, 5, 11], 9.0]]},
     {"sequence_bias": [[[7], 3.0]], "repetition_penalty": 0.6},
-    {"no_repeat_ngram_size": 2},
     {"bad_words_ids": [[4], [5, 6], [3]], "eos_token_id": 3},
     {"min_length": len(PROMPT) + 3, "eos_token_id": [3, 8]},
     {"min_new_tokens": 3, "eos_token_id": [3, 8]},
-    {"suppress_tokens": [1, 2, 3]},
-    {"begin_suppress_tokens": [4, 6]},
     {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": 3},
     {"bad_words_ids": [[4]], "remove_invalid_values": True},
     {
@@ -84,14 +79,6 @@ FREE_ORDER: list[dict[str, Any]] = [
         "begin_suppress_tokens": [9],
         "eos_token_id": 3,
     },
-]
-WARPERS: list[dict[str, Any]] = [
-    {"temperature": 0.6},
-    {"top_k": 4},
-    {"top_p": 0.7, "top_k": 0},
-    {"min_p": 0.1},
-    {"typical_p": 0.6},
-    {"temperature": 1.4, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.8},
 ]
 
 
@@ -107,26 +94,6 @@ def test_sampling_distributions_are_those_of_generate(model: PreTrainedModel, co
         max_new_tokens=8, pad_token_id=0, do_sample=True, temperature=1.4, top_p=0.95, typical_p=0.9, **controls
     )
     assert_same_as_generate(model, config)
-
-
-@pytest.mark.parametrize("settings", WARPERS, ids=lambda settings: "+".join(settings))
-def test_the_cuts_of_the_tail_are_those_of_generate(model: PreTrainedModel, settings: dict[str, Any]) -> None:
-    config = GenerationConfig(max_new_tokens=8, pad_token_id=0, do_sample=True, **settings)
-    sampling = assert_same_as_generate(model, config)
-    assert not sampling.needs_history
-
-
-def test_the_callers_processors_come_after_those_of_the_config_and_before_the_temperature(
-    model: PreTrainedModel,
-) -> None:
-    config = GenerationConfig(
-        max_new_tokens=6, pad_token_id=0, do_sample=True, temperature=0.5, bad_words_ids=[[4]], repetition_penalty=1.5
-    )
-
-    def lift_bad_words(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.clamp(min=-3) + 0.5 * input_ids[:, -1:]
-
-    assert_same_as_generate(model, config, (lift_bad_words, TemperatureLogitsWarper(2.0)))
 
 
 def test_the_callers_processor_takes_the_place_of_one_of_its_type(model: PreTrainedModel) -> None:
@@ -179,11 +146,3 @@ def test_what_holds_back_the_end_of_a_text_needs_to_know_it(name: str) -> None:
     value = (1, 1.5) if name.startswith("exponential") else 5
     with pytest.raises(ValueError, match=f"{name} is .* but eos_token_id is not set: set it"):
         sampling_from_generation_config(with_setting(name, value, do_sample=False))
-
-
-def test_min_new_tokens_counts_from_the_end_of_each_prompt() -> None:
-    sampling = sampling_from_generation_config(GenerationConfig(min_new_tokens=2, eos_token_id=1))
-    # Both texts have four tokens: one new after a prompt of three, two after a prompt of two.
-    parts = [History(sampling, prompt, 3, "cpu").at([0, 2, 2, 2], TokenTree.chain([2])) for prompt in (3, 2)]
-    adjusted = adjusted_logits(torch.zeros(2, 3), sampling, HistoryRows.cat(parts))
-    assert adjusted.tolist() == [[0, -torch.inf, 0], [0, 0, 0]]

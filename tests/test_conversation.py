@@ -8,7 +8,7 @@ from tiny_models import positions_run, tiny_model
 from tiny_parallel import tiny_parallel_draft
 from tiny_tokenizer import byte_tokenizer
 
-from decoding import Conversation, DecodingConfig, Engine, SamplingConfig
+from decoding import Conversation, DecodingConfig, Engine
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, ParallelDrafter, PromptLookupDrafter
 from decoding.generate import Generation, Step
 from decoding.model.causal_lm import CausalLM
@@ -142,13 +142,6 @@ def test_an_answer_is_as_long_as_the_context_of_target_and_draft_has_room_for() 
         assert len(Generation.of(list(chat.ask("Why?"))).tokens) == chat.answer_limit == 40 - len(prompt)
 
 
-def test_a_message_that_the_template_refuses_leaves_the_conversation_alone() -> None:
-    chat = conversation()
-    with pytest.raises(ValueError, match="the chat template cannot hold this prompt: no"):
-        chat.ask("refused")
-    assert chat.messages == []
-
-
 def test_the_eos_token_is_no_part_of_the_answer_s_text() -> None:
     target = model()
     first = Engine(target).decode(conversation(target=target).encode("Why?"), CONFIG).tokens
@@ -156,15 +149,3 @@ def test_the_eos_token_is_no_part_of_the_answer_s_text() -> None:
     assert end not in first[:3]
     chat = conversation(target=target, config=DecodingConfig(12, eos_token_ids=(end,)))
     assert answer(chat, "Why?") == TOKENIZER.decode(first[:3]) == chat.messages[-1]["content"]
-
-
-def test_sampled_turns_draw_from_seeds_of_their_own() -> None:
-    """The same question asked again after an undo is another draw; the same session is the same again."""
-    config = DecodingConfig(12, SamplingConfig(temperature=1.0), seed=5)
-    sessions = []
-    for _ in range(2):
-        chat = conversation(DraftModelDrafter(model(1), 2), config=config)
-        texts = [answer(chat, "Why?")]
-        chat.undo()
-        sessions.append([*texts, answer(chat, "Why?")])
-    assert sessions[0] == sessions[1] and sessions[0][0] != sessions[0][1]

@@ -24,10 +24,10 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.decide import decide
 from decoding.rules.drawing import GeneratorSource
-from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.proposal import Proposal
 from decoding.rules.sampling import History, HistoryRows, SamplingConfig, probabilities
 from decoding.rules.tree import TokenTree, TreeShape
-from decoding.rules.verify import RULES, UNDRAWN, Verdict, lossless_rule
+from decoding.rules.verify import RULES, Verdict, lossless_rule
 
 VOCAB, DEEPEST = 3, 3
 SAMPLING, PENALISED = SamplingConfig(1.0), SamplingConfig(1.0, repetition_penalty=3.0)
@@ -214,13 +214,3 @@ def test_a_step_of_a_batch_waits_for_the_device_once(name: str) -> None:
         with transfers.counting():
             list(itertools.islice(steps, 4))
         assert transfers.count == 1
-
-
-def test_a_token_whose_recorded_q_is_zero_is_our_own_bug_and_a_target_without_any_weight_an_error() -> None:
-    undrawn = Proposal(TokenTree.chain([0, 1]), ProposalKind.SAMPLED, torch.tensor([[1.0, 0.0]]))
-    for rule in ("token", "block", "traversal"):
-        with pytest.raises(AssertionError, match=UNDRAWN):
-            decide([undrawn], torch.zeros(1, 2, 2), SAMPLING, RULES[rule], None, [source_of(0, 0)])
-    logits = torch.stack([torch.zeros(1, 3), torch.full((1, 3), torch.nan)])
-    with pytest.raises(ValueError, match="no token has any weight: loosen the controls"), at_once():
-        decide([Proposal.root_only(0)] * 2, logits, SAMPLING, None, None, [source_of(0, row) for row in (0, 1)])

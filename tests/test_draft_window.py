@@ -143,21 +143,6 @@ def test_the_window_shares_the_weights_and_comes_back_from_a_folder(tmp_path: Pa
     assert again.window == 7 and torch.equal(full_forward(again.model, text), full_forward(draft, text))
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "window", "message"),
-    [
-        ("gpt2", {}, 5, "gpt2 model, which cannot be given a window of 5 tokens: give a draft of the type llama, mis"),
-        ("llama", {"attention_bias": True}, 5, "has attention_bias, which no family of models with windows has"),
-        ("llama", {}, 97, "the draft's window is 97 tokens: give 2 to 96, the longest distance"),
-    ],
-)
-def test_a_window_that_a_draft_cannot_have_is_refused(
-    family: str, changes: dict[str, object], window: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        with_window(tiny_model(family, **changes), window)
-
-
 def test_a_draft_is_trained_through_the_window_that_it_drafts_by() -> None:
     """Its states at each trained token, where the losses read them, are those of a band over the text."""
     text = tuple(7 * i * i % 16 for i in range(40))

@@ -11,7 +11,6 @@ import torch
 from drafter_checks import (
     DRAFTERS,
     OF_A_DRAFT,
-    PROMPTS,
     Follower,
     accept_some,
     assert_same,
@@ -27,15 +26,12 @@ from tiny_models import naive_greedy, tiny_model
 from torch import Tensor
 
 from decoding.drafters import DraftModelDrafter, DraftTreeDrafter
-from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart, chain_budgets
+from decoding.drafters.base import TextStart
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.drawing import GeneratorSource
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree
 
 SAMPLED = SamplingConfig(1.0, top_p=0.9)
 PENALISED = SamplingConfig(0.9, repetition_penalty=1.4)
@@ -98,17 +94,6 @@ def test_a_session_after_any_acceptances_is_a_fresh_session(
         (proposal,), (fresh,) = (each.propose(text, **bounds) for each in (follower, Follower(drafter, tiny_llama)))
         assert_same(proposal, fresh)
         text += accept_some(proposal, chance)
-
-
-def test_a_text_that_begins_in_a_row_forgets_the_one_before(tiny_draft: CausalLM, tiny_llama: CausalLM) -> None:
-    drafter = DraftModelDrafter(tiny_draft, 3)
-    batch = opened(drafter, tiny_llama, SAMPLED, rows=2)
-    left, _ = batch.propose([request([1, 2, 3]), request([6, 7])])
-    batch.admit(1, TextStart(1, GeneratorSource.from_seed(5)))
-    batch.move(1, 0)
-    text = [*left.tree.token_list[1:3], 5]  # which begins as the other's draft continued
-    (proposal,) = batch.propose([request(text)])
-    assert_same(proposal, opened(drafter, tiny_llama, SAMPLED, seed=5).propose([request(text)])[0])
 
 
 # --- what a draft does not know ---------------------------------------------------------------------------------------
@@ -179,22 +164,7 @@ def test_a_draft_that_does_not_fit_is_refused_before_a_text_begins(tiny_llama: C
         DraftTreeDrafter(trimmed(1, 2, 3), 2, 4, 9).open(tiny_llama, SamplingConfig(), 1, 20)
 
 
-def test_a_chain_has_a_token() -> None:
-    with pytest.raises(ValueError, match="tokens is 0: give at least 1"):
-        DraftModelDrafter(CausalLM(tiny_model()), 0)
-
-
 # --- the draft's cache ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["chain", "draft tree", "cascade"])
-def test_a_drafts_cache_has_room_for_its_trees_to_the_texts_end(
-    tiny_llama: CausalLM, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PreallocatedCache, "_grow", lambda cache, needed: pytest.fail(f"it grows to {needed}"))
-    drafter = DRAFTERS[name](tiny_llama, tiny_llama)
-    texts = Engine(tiny_llama, drafter).decode(PROMPTS, DecodingConfig(12), batch_size=3)
-    assert texts[0].tokens == naive_greedy(tiny_llama.model, PROMPTS[0], 12)
 
 
 def test_nothing_that_was_accepted_is_run_again_and_a_new_row_is_caught_up_alone(tiny_llama: CausalLM) -> None:
@@ -216,49 +186,3 @@ def test_nothing_that_was_accepted_is_run_again_and_a_new_row_is_caught_up_alone
     shapes.clear()
     session.propose([request([1, 2, 3, 5]), request([6] * 20)])
     assert shapes == [(1, 19), (2, 1)], "else every other row would be as wide as its prompt"
-
-
-# --- drafters of one text at a time -----------------------------------------------------------------------------------
-
-
-class Repeats(TextDrafter):
-    """Drafts the text's last token over and over; remembers what it was asked."""
-
-    name = "repeats"
-    budgets = chain_budgets(3)
-
-    def __init__(self) -> None:
-        self.sessions: list[RepeatsSession] = []
-
-    def open_text(
-        self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int
-    ) -> "RepeatsSession":
-        self.sessions.append(RepeatsSession())
-        return self.sessions[-1]
-
-
-class RepeatsSession(TextSession):
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-        self.observed: list[tuple[int, ...]] = []
-
-    def propose(self, request: DraftRequest) -> Proposal:
-        self.asked.append(request.tokens[-1])
-        depth = min(request.max_depth, request.max_nodes - 1, 3)
-        return Proposal(TokenTree.chain([request.tokens[-1]] * (depth + 1)), ProposalKind.DETERMINISTIC)
-
-    def observe(self, proposal: Proposal, logits: Tensor) -> None:
-        self.observed.append(tuple(logits.shape))
-
-
-def test_each_text_has_a_session_of_its_own_that_moves_with_it(tiny_llama: CausalLM) -> None:
-    drafter = Repeats()
-    session = opened(drafter, tiny_llama, rows=3)
-    proposals = session.propose([request([1]), request([2], depth=0), request([3], depth=2)])
-    assert [proposal.tree.token_list for proposal in proposals] == [[1] * 4, [2], [3] * 3]
-    assert [text.asked for text in drafter.sessions] == [[1], [], [3]], "a text without room is not asked for"
-    session.observe(proposals, [torch.zeros(4, 16), torch.zeros(1, 16), torch.zeros(3, 16)])
-    assert [text.observed for text in drafter.sessions] == [[(4, 16)], [(1, 16)], [(3, 16)]]
-    session.move(2, 0)
-    session.propose([request([7]), request([8])])
-    assert [text.asked for text in drafter.sessions] == [[1], [8], [3, 7]]

@@ -1,6 +1,5 @@
 """The picture of the loop: the tree it draws is the one that was verified, in the colours of either scheme."""
 
-import re
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -38,23 +37,3 @@ def test_the_step_with_the_most_kept_letters_is_drawn_and_a_step_that_dropped_no
     assert decode.chosen([PREFILL, STEP, STEP], [["a"], ["c", "d", "e"], ["cost", "of", "e"]]) == 2
     with pytest.raises(ValueError, match="give another prompt"):
         decode.chosen([PREFILL, whole], [["a"], ["kept", "b"]])
-
-
-def test_the_light_picture_turns_into_the_dark_one_by_its_style_alone(tmp_path: Path) -> None:
-    scene = picture.Scene([PREFILL, STEP], [["The"], ["total", "cost", "of"]], 1, ["The", "first", "total", "cost"], "")
-    written = {}
-    for name, colours in (("light", picture.LIGHT), ("dark", picture.DARK)):
-        picture.save(picture.draw(scene, colours), tmp_path / f"{name}.svg", "a tiny tree")
-        written[name] = (tmp_path / f"{name}.svg").read_text()
-    style = re.search(r"<style>@media \(prefers-color-scheme: dark\).*?</style>", written["light"], re.DOTALL)
-    assert style is not None
-    rules = re.findall(r'\[style\*="(.*?)"\] \{ (.*?) !important \}', style[0])
-    assert len(rules) == 2 * len(picture.LIGHT)
-    turned = written["light"].replace(style[0], "")
-    for light, dark in rules:
-        turned = turned.replace(light, dark)
-    assert _painted(turned) == _painted(written["dark"].replace(style[0], ""))
-
-
-def _painted(svg: str) -> list[str]:
-    return re.findall(r'style="[^"]*"', svg)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -115,16 +114,6 @@ def test_adapters_are_known_by_their_weights_and_by_the_base_they_belong_to(tmp_
     one = adapters("one", "base", 0)
     assert adapters("same", "copy of it", 0) == one, "the base's weights count, not where they lie"
     assert len({one, adapters("other base", "another", 0), adapters("other weights", "base", 1)}) == 3
-
-
-def test_what_cannot_be_read_is_named_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
-        stored_fingerprint(tmp_path / "nowhere")
-    tiny_model().save_pretrained(tmp_path / "short")
-    weights = tmp_path / "short" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read as safetensors .*write it again"):
-        stored_fingerprint(tmp_path / "short")
 
 
 def test_tokenizers_and_prompts_are_known_by_what_they_make_of_a_text(tmp_path: Path) -> None:

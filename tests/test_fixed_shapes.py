@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_checks import opened, request
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
@@ -95,24 +94,6 @@ def test_no_cache_grows_in_the_life_of_a_text(
         texts = Engine(tiny_llama.with_static(static), drafter).decode(PROMPTS, DecodingConfig(30), batch_size=3)
         assert [text.tokens for text in texts] == [text.tokens for text in plain], name
         assert not grown, name
-
-
-def test_a_row_at_its_end_is_not_doubled_by_one_that_has_much_to_catch_up(
-    tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside a lookup a draft is not asked in every step, and rows accept differently in the meantime."""
-    grown: list[int] = []
-    grow = PreallocatedCache._grow
-    monkeypatch.setattr(PreallocatedCache, "_grow", lambda cache, needed: grown.append(needed) or grow(cache, needed))
-    drafter = DraftModelDrafter(CausalLM(tiny_model("llama", seed=1)), 2)
-    texts = [[place % 16 for place in range(20)], [(place * place) % 16 for place in range(16)]]
-    session = opened(drafter, tiny_llama, rows=2, max_length=22)
-    session.propose([request(texts[0][:18]), request(texts[1][:3])])
-    proposals = session.propose([request(text) for text in texts])  # 18 cached tokens, beside 13 new ones
-    assert not grown
-    for text, proposal in zip(texts, proposals, strict=True):
-        (alone,) = opened(drafter, tiny_llama).propose([request(text)])
-        assert proposal.tree.token_list == alone.tree.token_list
 
 
 def test_padding_without_room_goes_to_a_position_that_is_nobodys(tiny_llama: CausalLM) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from drafter_checks import TREE, nudged_heads
 from hypothesis import strategies as st
-from scripted_drafters import HostileDrafter, RandomPolicy, ScriptedDrafter
+from scripted_drafters import HostileDrafter, ScriptedDrafter
 from tiny_models import naive_greedy, tiny_model
 
 from decoding.drafters import CascadeDrafter, DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter
@@ -87,17 +87,6 @@ def test_the_hostile_drafter_has_tokens_accepted_and_refused(tiny_llama: CausalL
     assert any(step.accepted >= 3 for step in steps)
 
 
-# --- ends -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_stop_string_of_letters_split_over_tokens_is_found_inside_a_block(counting: CausalLM) -> None:
-    # Counting from 7 writes 8 9 = é, 10 11 12 = €, 13 = e: "€" is complete at 12, in the middle of the block.
-    drafter = ScriptedDrafter(((0, 1, 2, 3, 4), (9, 10, 11, 12, 13)))
-    config = DecodingConfig(10, stop_strings=("é€",))
-    generation = Engine(counting, drafter, tokenizer=Letters()).decode([7], config)
-    assert generation.tokens == (8, 9, 10, 11, 12)
-
-
 # --- what a step counts ---------------------------------------------------------------------------------------------
 
 
@@ -144,20 +133,6 @@ def test_the_drafter_is_given_the_text_and_the_room_that_is_left(counting: Causa
     Engine(counting, drafter).decode([15, 0], DecodingConfig(6))
     # Six new tokens: 1 from the prefill; 2 3 4; 5; and 6 without asking, for the target writes the last itself.
     assert drafter.asked == [([15, 0, 1], 4), ([15, 0, 1, 2, 3, 4], 1)]
-
-
-def test_a_step_says_how_deep_a_draft_its_text_had_room_for(counting: CausalLM) -> None:
-    drafter = ScriptedDrafter(((0, 1), (2, 3)))
-    steps = Engine(counting, drafter).decode([0], DecodingConfig(6)).steps
-    # 1, then 2 3 4 with room for four drafted tokens and one written, then 5 and 6 with room for one and for none.
-    assert [(step.tokens, step.room) for step in steps] == [((1,), 0), ((2, 3, 4), 4), ((5,), 1), ((6,), 0)]
-    assert [step.counts.room for step in steps[1:]] == [4, 1, 0]
-
-
-def test_a_policy_is_not_asked_where_no_text_has_room_for_a_draft(counting: CausalLM) -> None:
-    policy = RandomPolicy(0)
-    assert len(Engine(counting, ScriptedDrafter(), policy).decode([0], DecodingConfig(4)).tokens) == 4
-    assert len(policy.chosen) == 2, "with room for two drafted tokens, and for one"
 
 
 # --- a drafter that is the target, chains and trees, streams -------------------------------------------------------
@@ -215,17 +190,6 @@ def test_a_rule_that_does_not_fit_the_drafter_is_refused_before_a_text_begins(
         Engine(tiny_llama, drafter).steps([[1, 2]], config, batch_size=1)
 
 
-def test_the_same_seed_gives_the_same_tokens_and_another_gives_others(
-    tiny_llama: CausalLM, tiny_draft: CausalLM
-) -> None:
-    def tokens(seed: int) -> tuple[int, ...]:
-        config = DecodingConfig(16, SamplingConfig(1.0), seed=seed)
-        return Engine(tiny_llama, DraftModelDrafter(tiny_draft)).decode([1, 2], config).tokens
-
-    assert tokens(0) == tokens(0)
-    assert len({tokens(seed) for seed in range(5)}) == 5
-
-
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -247,19 +211,7 @@ def test_models_that_are_being_trained_decode_without_dropout_and_stay_in_traini
     assert all(parameter.requires_grad for model in models for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("token", [16, -1])
-def test_a_token_the_target_does_not_know_is_named(tiny_llama: CausalLM, token: int) -> None:
-    with pytest.raises(ValueError, match=f"the prompt holds token {token} but the target knows 0 to 15"):
-        Engine(tiny_llama).decode([3, token, 5], DecodingConfig(1))
-
-
 def test_a_text_longer_than_the_context_is_refused_with_both_lengths(tiny_llama: CausalLM) -> None:
     with pytest.raises(ValueError, match=r"prompt of 90 tokens and 7 new ones make 97, but .* context holds 96"):
         Engine(tiny_llama).decode([1] * 90, DecodingConfig(7))
     assert len(Engine(tiny_llama, PromptLookupDrafter()).decode([1] * 90, DecodingConfig(6)).tokens) == 6
-
-
-def test_the_labels_of_the_rules_reach_whoever_asks() -> None:
-    assert [rule.label for rule in (GREEDY, TOP_K_CHILDREN, typical_acceptance())] == ["lossless", "lossless", "lossy"]
-    assert DecodingConfig().label == DecodingConfig(4, SamplingConfig(1.0), TOP_K_CHILDREN).label == "lossless"
-    assert DecodingConfig(4, SamplingConfig(1.0), typical_acceptance()).label == "lossy"

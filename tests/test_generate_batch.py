@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 from drafter_checks import DRAFTERS
-from scripted_drafters import HostileDrafter, RandomPolicy, ScriptedDrafter
-from tiny_models import full_forward, naive_greedy, positions_run, tiny_model
+from scripted_drafters import HostileDrafter
+from tiny_models import full_forward, naive_greedy, tiny_model
 from torch import Tensor
 
 from decoding.drafters import (
@@ -19,14 +19,12 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import PLAIN, Budget
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
 
 # From one token to 40, more than any batch here has rows but the largest.
 PROMPTS = ([3, 1, 4, 1, 5], [7], [2, 7, 1, 8] * 10, [6, 6], [9, 8, 7, 6, 5, 4, 3, 2, 1], [0], [5, 5, 5, 5])
 COUNT = 14
-SAMPLED = SamplingConfig(1.0, top_p=0.95)
 EVERY_CONTROL = SamplingConfig(
     1.2, top_k=9, top_p=0.95, min_p=0.01, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1
 )
@@ -54,7 +52,6 @@ def hostile(seed: int = 0, chains: bool = False, texts: Sequence[tuple[int, ...]
 
 FEW_DRAFTERS = ("chain", "parallel tree", "lookahead", "drawn hybrid")
 """They stand for all in `make check` where the time does not allow for more."""
-FEW_SIZES = (1, 3)
 
 
 def drafter_of(name: str) -> Drafter:
@@ -96,14 +93,6 @@ def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str
     assert decoded(drafter, config, 3, PROMPTS[:4]) == wanted
 
 
-def test_the_place_in_the_batch_is_the_seed() -> None:
-    config = DecodingConfig(COUNT, SAMPLED, seed=10)
-    same = decoded(None, config, 4, [[3, 1, 4]] * 4)
-    assert len(set(same)) == 4
-    for place, text in enumerate(same):
-        assert Engine(llama()).decode([3, 1, 4], DecodingConfig(COUNT, SAMPLED, seed=10 + place)).tokens == text
-
-
 # --- rows end at different times -------------------------------------------------------------------------------------
 
 
@@ -129,40 +118,7 @@ def test_a_row_that_ends_makes_room_for_the_next_prompt_in_its_own_place(countin
     ]
 
 
-def test_a_prompt_that_cannot_be_decoded_is_refused_before_any_is() -> None:
-    with pytest.raises(ValueError, match="the prompt holds token 16"):
-        Engine(llama()).steps([[1], [16]], DecodingConfig(4), batch_size=2)
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        Engine(llama()).steps([[1], []], DecodingConfig(4), batch_size=2)
-    with pytest.raises(ValueError, match="batch_size is 0: give at least 1"):
-        Engine(llama()).steps([[1]], DecodingConfig(4), batch_size=0)
-
-
 # --- what a step says ------------------------------------------------------------------------------------------------
-
-
-def test_the_seconds_of_a_pass_are_shared_by_its_rows() -> None:
-    recorded: list[tuple[float, ...]] = []
-
-    class Recorder(RandomPolicy):
-        def observe(self, budget: Budget, rows: int, steps: object, *seconds: float) -> None:
-            recorded.append(seconds)
-
-    steps = Engine(llama(), hostile(), Recorder(0)).steps(PROMPTS, DecodingConfig(COUNT), batch_size=3)
-    shares = [(s.draft_seconds, s.verify_seconds, s.total_seconds) for _, s in steps if not s.is_prefill]
-    assert [sum(part) for part in zip(*shares, strict=True)] == pytest.approx([*map(sum, zip(*recorded, strict=True))])
-    assert all(draft + verify <= total for draft, verify, total in shares)
-
-
-def test_a_policy_sees_what_each_row_did() -> None:
-    policy = RandomPolicy(1)
-    steps = list(Engine(llama(), hostile(), policy).steps(PROMPTS, DecodingConfig(COUNT), batch_size=3))
-    counted = [step.counts for _, step in steps if not step.is_prefill]
-    assert [count for _, _, counts in policy.seen for count in counts] == counted
-    for budget, rows, counts in policy.seen:
-        assert 1 <= rows <= 3
-        assert all(count.drafted < budget.nodes and count.offered <= budget.depth for count in counts)
-    assert {budget for budget, _, _ in policy.seen} == {PLAIN, *hostile().budgets}
 
 
 def logprobs_alone(prompt: Sequence[int], text: Generation) -> Tensor:
@@ -196,34 +152,6 @@ def greedy_of(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 def greedy_text(prompt: Sequence[int], count: int = 8) -> tuple[int, ...]:
     return greedy_of(tuple(prompt), count)
-
-
-@pytest.mark.parametrize("name", ["plain", "hostile", "tree"])
-def test_each_turn_of_a_conversation_runs_only_what_is_new(name: str) -> None:
-    kept, prompt, fresh = llama().new_cache(4), [3, 1, 4, 1, 5], 5
-    for said in ([9, 2], [6], [5, 3, 5, 8, 9, 7]):
-        wanted = greedy_text(prompt)
-        drafter = {
-            "plain": None,
-            "hostile": HostileDrafter(len(prompt), [*prompt, *wanted]),
-            "tree": drafter_of("draft tree"),
-        }[name]
-        with positions_run(llama().model) as run:
-            steps = list(Engine(llama(), drafter).steps(prompt, DecodingConfig(8), cache=kept))
-        assert Generation.of(steps).tokens == wanted
-        assert run[0] == fresh
-        prompt, fresh = [*prompt, *wanted, *said], 1 + len(said)  # the turn's last token was written, but never run
-
-
-def test_a_turn_that_ends_inside_a_block_keeps_what_is_text(counting: CausalLM) -> None:
-    kept = counting.new_cache(8)
-    config = DecodingConfig(10, eos_token_ids=(4,))
-    drafter = ScriptedDrafter(((0, 1, 2, 3, 4), (2, 3, 4, 5, 6)))
-    assert Generation.of(list(Engine(counting, drafter).steps([0], config, cache=kept))).tokens == (1, 2, 3, 4)
-    with positions_run(counting.model) as run:
-        steps = list(Engine(counting).steps([0, 1, 2, 3, 4, 9, 9], DecodingConfig(3), cache=kept))
-    assert Generation.of(steps).tokens == (10, 11, 12)
-    assert run[0] == 2, "0 to 4 were run, as drafts"
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2-mixed", "gemma2", "gpt2"])

@@ -40,12 +40,6 @@ def test_standard_output_holds_the_text_alone_as_the_model_wrote_it(target: Path
         assert "tokens per target pass" in result.stderr and "(lossless)" in result.stderr
 
 
-def test_the_gain_is_that_over_a_few_plain_tokens_measured_before(target: Path) -> None:
-    told = generate(target, "--drafter", "lookup").stderr
-    assert "× plain decoding (" in told and "tokens/s, measured over 24 tokens before)" in told
-    assert "×" not in generate(target).stderr, "plain decoding gains nothing over itself"
-
-
 @pytest.mark.parametrize("drafter", ["draft:PATH/draft", "PATH/heads", "draft-tree:PATH/draft,depth=3,width=2,nodes=7"])
 def test_every_kind_of_weights_writes_the_greedy_text(models: Path, drafter: str) -> None:
     words = ["generate", "--target", str(models / "target"), "--prompt", "class A", "--max-new-tokens", "16"]
@@ -54,11 +48,6 @@ def test_every_kind_of_weights_writes_the_greedy_text(models: Path, drafter: str
         CliRunner().invoke(app, [*words, *more]) for more in ([], ["--drafter", drafter.replace("PATH", str(models))])
     )
     assert plain.exit_code == drafted.exit_code == 0 and plain.stdout == drafted.stdout
-
-
-def test_a_lossy_rule_is_labelled(target: Path) -> None:
-    result = generate(target, "--drafter", "lookup", "--rule", "typical", "--temperature", "1")
-    assert "prompt lookup (lossy): " in result.stderr
 
 
 def test_every_option_reaches_the_decoder(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,18 +8,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from drafter_checks import Follower, paths, request
+from drafter_checks import Follower, request
 from enumerated_rules import LOSSY
-from hypothesis import given
-from hypothesis import strategies as st
-from test_generate_sampling import FALSE_ALARM, TARGET_SEED, decode_many, drafter_called, small_llama
 from tiny_models import full_forward, tiny_model
 from tiny_parallel import logits_after, masked_logits, states_before, tiny_parallel_draft
 from torch import Tensor
 
 from decoding.drafters import Drafter, DraftModelDrafter, DraftSession, MedusaDrafter, ParallelDrafter
 from decoding.drafters.base import DraftRequest, TextStart
-from decoding.drafters.growth import Growth, StaticTree
+from decoding.drafters.growth import StaticTree
 from decoding.measure.proof.enumeration import (
     LOSSLESS,
     ROOT_TOKEN,
@@ -43,7 +40,6 @@ AT_ONE = SamplingConfig(1.0)
 PENALISED = SamplingConfig(0.8, top_p=0.9, repetition_penalty=1.3)
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 KINDS = ["heads", "shared heads", "Markov heads", "parallel", "parallel alone", "draft model"]
-BRANCHING = KINDS[:-1]
 
 
 class Case(NamedTuple):
@@ -152,18 +148,6 @@ def test_what_is_not_drawn_holds_the_best_tokens_after_each_path(
         assert tokens == case.logits(path).topk(len(tokens)).indices.tolist()
 
 
-@given(depth=st.integers(0, 5), nodes=st.integers(1, 12), kind=st.sampled_from(BRANCHING))
-def test_a_request_cuts_the_shape_before_anything_is_drawn(depth: int, nodes: int, kind: str) -> None:
-    shapes = set()
-    for sampled, seed in ((False, 0), (True, 0), (True, 1)):
-        case = case_of(kind, sampled=sampled)
-        (proposal,) = Follower(case.drafter, case.target, AT_ONE, seed).propose(TEXT, depths=[depth], nodes=[nodes])
-        shapes.add(proposal.tree.shape)
-        assert proposal.tree.shape.max_depth <= depth and len(proposal.tree) <= nodes
-        assert len(proposal.tree) > 1 or depth == 0 or nodes == 1
-    assert len(shapes) == 1, "whatever the tokens"
-
-
 def test_the_budgets_are_the_tree_to_every_depth_its_chain_and_its_narrower_cuts() -> None:
     tree = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)))
     # (0) | the chain (0) (0,0) | depth 1: (0) (1) (2) | ranks 0 and 1: (0) (1) (0,0) (0,1) (0,1,0) | depth 2 | all
@@ -176,44 +160,6 @@ def test_the_budgets_are_the_tree_to_every_depth_its_chain_and_its_narrower_cuts
     assert StaticTree.chain(3).budgets == ((1, 2), (2, 3), (3, 4))
     with pytest.raises(ValueError, match="the tree is empty"):
         StaticTree([])
-
-
-@pytest.mark.parametrize("kind", ["heads", "Markov heads"])
-def test_tokens_that_the_controls_rule_out_are_not_drawn_and_their_children_neither(kind: str) -> None:
-    """Three children are wanted of two tokens: the third, and what would follow it, are not drafted."""
-    case = case_of(kind)
-    (proposal,) = Follower(case.drafter, case.target, SamplingConfig(1.0, top_k=2)).propose(TEXT)
-    assert proposal.tree.shape.parents == (-1, 0, 0, 1, 1, 4), "without (2), (2, 0), (2, 1), (2, 0, 0), (2, 0, 1)"
-    assert proposal.q is not None
-    for node, parent in enumerate(proposal.tree.shape.parents[1:], start=1):
-        assert proposal.q[parent, proposal.tree.token_list[node]] > 0
-
-
-def nothing(texts: Tensor, scores: Tensor) -> Tensor:
-    return torch.full_like(scores, -torch.inf)
-
-
-def no_second(texts: Tensor, scores: Tensor) -> Tensor:
-    return scores if texts.shape[1] == len(TEXT) else torch.full_like(scores, -torch.inf)
-
-
-def once(texts: Tensor, scores: Tensor) -> Tensor:
-    """Forbid every token of the text."""
-    return scores.scatter(1, texts, -torch.inf)
-
-
-def test_processors_see_each_nodes_own_history_and_may_forbid_every_token() -> None:
-    case = case_of("Markov heads")
-    for processor, size in ((nothing, 1), (no_second, 4)):
-        sampling = SamplingConfig(1.0, processors=(processor,))
-        (proposal,) = Follower(case.drafter, case.target, sampling).propose(TEXT)
-        assert len(proposal.tree) == size and proposal.tree.shape.max_depth == (size > 1)
-    for sampled in (True, False):
-        case = case_of("Markov heads", sampled=sampled)
-        batch = Follower(case.drafter, case.target, SamplingConfig(1.0, processors=(once,)), rows=2)
-        texts = [TEXT, [5, 4]]
-        for text, proposal in zip(texts, batch.propose(*texts), strict=True):
-            assert all(len({*text, *path}) == len(text) + len(path) for path in paths(proposal.tree))
 
 
 # --- every draw of a tree, and every verdict on it --------------------------------------------------------------------
@@ -332,19 +278,3 @@ def test_the_enumeration_catches_a_drawn_child_that_is_dropped_for_its_q(monkeyp
         return replace(proposal, tree=TokenTree(proposal.tree.tokens[[0, 2]], TreeShape.chain(1)))
 
     assert distance_from_target(draft, by_default, target_table(0), 3) > LOSSY
-
-
-def test_the_chi_square_catches_a_draw_from_another_q(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row of q is recorded as that of the root."""
-    right = Growth.propose
-
-    def misrecording(*arguments: object) -> list[Proposal]:
-        proposals = right(*arguments)  # type: ignore[arg-type]
-        return [
-            proposal if proposal.q is None else replace(proposal, q=proposal.q[:1].expand_as(proposal.q))
-            for proposal in proposals
-        ]
-
-    monkeypatch.setattr(Growth, "propose", misrecording)
-    found, _ = decode_many(small_llama(TARGET_SEED), drafter_called("Markov heads"), AT_ONE)
-    assert found < FALSE_ALARM / 100, "caught, and not only just"

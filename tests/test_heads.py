@@ -1,6 +1,5 @@
 """Medusa heads: how they start, and what is saved and refused."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from tiny_training import medusa_on, toy_examples, train_toy
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
-from trainer.export import export
 from trainer.recipe.heads import HeadsSection
 
 CONFIG = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=3, tree=((0,), (1,), (0, 0), (0, 0, 2)))
@@ -52,27 +50,6 @@ def test_saved_and_loaded_heads_are_bit_equal_and_no_pickle(tmp_path: Path, conf
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 
 
-def test_a_heads_linear_is_a_copy_and_training_it_leaves_the_target_alone() -> None:
-    target = tiny_model("llama")
-    before = target.get_output_embeddings().weight.clone()
-    heads = MedusaHeads.for_target(target, CONFIG)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.add_(1)
-    assert torch.equal(target.get_output_embeddings().weight, before)
-    assert len({head.lm_head.weight.data_ptr() for head in heads.heads}) == 3
-
-
-def test_a_block_adds_the_silu_of_a_linear_with_a_bias() -> None:
-    head = MedusaHeads(MedusaConfig(1, 1, num_heads=1, tree=((0,),))).heads[0]
-    with torch.no_grad():
-        head.blocks[0].linear.weight.fill_(2.0)
-        head.blocks[0].linear.bias.fill_(-3.0)
-        head.lm_head.weight.fill_(1.0)
-        # x = 2: 2x - 3 = 1, and silu(1) = 1 / (1 + 1/e) = 0.731059
-        assert head(torch.tensor([2.0])).item() == pytest.approx(2.731059)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -109,15 +86,6 @@ def test_a_folder_without_heads_is_refused_by_what_is_missing(tmp_path: Path, mi
         MedusaHeads.from_pretrained(tmp_path)
 
 
-def test_a_target_of_another_width_or_vocabulary_is_refused() -> None:
-    heads = MedusaHeads(CONFIG)
-    heads.config.check_fits(16, 16)
-    with pytest.raises(ValueError, match="hidden states of size 16 but the target's have size 32"):
-        heads.config.check_fits(32, 16)
-    with pytest.raises(ValueError, match="predict 16 tokens but the target knows 17"):
-        heads.config.check_fits(16, 17)
-
-
 def test_an_lm_head_with_a_bias_is_refused_for_the_heads_would_lose_it() -> None:
     model = tiny_model()
     model.get_output_embeddings().bias = torch.nn.Parameter(torch.ones(16))
@@ -126,15 +94,6 @@ def test_an_lm_head_with_a_bias_is_refused_for_the_heads_would_lose_it() -> None
 
 
 # --- heads that share the target's lm_head --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("written", "read"), [(CONFIG, True), (SHARED, False)], ids=["own as shared", "shared as own"])
-def test_weights_of_the_other_layout_are_refused(tmp_path: Path, written: MedusaConfig, read: bool) -> None:
-    random_heads(written).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / CONFIG_NAME).read_text())
-    (tmp_path / CONFIG_NAME).write_text(json.dumps({**config, "shared_lm_head": read}))
-    with pytest.raises(ValueError, match=r"(?s)does not fit its config.*lm_head"):
-        MedusaHeads.from_pretrained(tmp_path)
 
 
 def test_two_steps_of_training_change_the_blocks_alone(tmp_path: Path) -> None:
@@ -150,12 +109,3 @@ def test_two_steps_of_training_change_the_blocks_alone(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "final" / WEIGHTS_NAME)
     assert stored.keys() == trained.keys() and not any("lm_head" in name for name in stored)
     assert MedusaHeads.from_pretrained(tmp_path / "final").config.shared_lm_head
-
-
-def test_shared_heads_are_exported_in_our_format_and_in_vllms_only_with_their_target(tmp_path: Path) -> None:
-    random_heads(SHARED).bfloat16().save_pretrained(tmp_path / "run")
-    export(tmp_path / "run", tmp_path / "out", "headstart")
-    assert MedusaHeads.from_pretrained(tmp_path / "out").config == SHARED
-    with pytest.raises(ValueError, match=r"share their target's lm_head, .*no provenance.json tells .*--target"):
-        export(tmp_path / "run", tmp_path / "vllm", "vllm")
-    assert not (tmp_path / "vllm").exists()

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,34 +64,3 @@ def test_each_node_knows_its_text_whatever_was_asked_before(data: st.DataObject)
         assert listed(rows) == rows_by_hand(text, tree, asked, prompt_length)
         assert rows.prompt_lengths == (prompt_length,) * len(asked)
         text = text + data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))
-
-
-def test_the_prompt_is_seen_but_not_counted() -> None:
-    rows = History(EVERYTHING, 3, VOCAB, "cpu").at([0, 0, 1, 2], TokenTree.chain([2, 0, 2]))
-    assert listed(rows) == [
-        ([1, 1, 1, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 2]),
-        ([1, 1, 1, 0, 0], [1, 0, 1, 0, 0], [0, 0, 1, 2, 0]),
-        ([1, 1, 1, 0, 0], [1, 0, 2, 0, 0], [0, 0, 1, 2, 0, 2]),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("sampling", "expected"),
-    [
-        (SamplingConfig(0.7, top_p=0.9), (False, False, False)),
-        (SamplingConfig(repetition_penalty=0.9), (True, False, False)),
-        (SamplingConfig(presence_penalty=-0.1), (False, True, False)),
-        (SamplingConfig(frequency_penalty=0.1), (False, True, False)),
-        (SamplingConfig(processors=(nothing,)), (False, False, True)),
-        (EVERYTHING, (True, True, True)),
-    ],
-)
-def test_only_what_a_control_asks_for_is_kept(sampling: SamplingConfig, expected: tuple[bool, ...]) -> None:
-    rows = History(sampling, 1, VOCAB, "cpu").at([0, 1], TokenTree.chain([1, 2]))
-    assert tuple(tensor is not None for tensor in rows[:3]) == expected
-    assert (rows.lengths, rows.prompt_lengths) == (((2, 3), (1, 1)) if expected[2] else ((), ()))
-
-
-def test_a_tree_of_another_text_is_our_own_mistake() -> None:
-    with pytest.raises(AssertionError, match="the root of the tree is the last token"):
-        History(EVERYTHING, 1, VOCAB, "cpu").at([0, 1], TokenTree.chain([2]))

@@ -8,7 +8,6 @@ from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dtypes import parse_dtype
 from decoding.model.loading import (
     check_same_tokenizer,
     eos_token_ids,
@@ -90,12 +89,6 @@ def test_a_draft_of_another_tokenizer_is_loaded_only_where_that_is_asked_for(tmp
     with pytest.raises(ValueError, match=rf"is 0 in the draft and 1 in the target: .*{remedy}"):
         load_draft(folder, target, byte_tokenizer(shift=1))
     assert load_draft(folder, target, byte_tokenizer(shift=1), other_tokenizer=True).vocab_size == 128
-
-
-def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
-    assert parse_dtype("bf16") == torch.bfloat16
-    with pytest.raises(ValueError, match="dtype is 'int3': give one of bf16, fp16, fp32"):
-        parse_dtype("int3")
 
 
 def test_the_end_of_a_text_comes_from_the_generation_config_else_the_tokenizer() -> None:

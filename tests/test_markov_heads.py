@@ -44,15 +44,6 @@ def reference_logits(heads: MedusaHeads, target: CausalLM, hidden: Tensor, token
 # --- the bias -------------------------------------------------------------------------------------------------------
 
 
-def test_the_bias_is_a_product_of_the_token_before_by_hand() -> None:
-    bias = MarkovBias(tokens=2, outputs=3, rank=1)
-    with torch.no_grad():
-        bias.embedding.weight.copy_(torch.tensor([[2.0], [-1.0]]))
-        bias.output.weight.copy_(torch.tensor([[1.0], [0.0], [5.0]]))
-    added = bias.added_to(torch.tensor([[0.5, 0.5, 0.5], [0.0, 0.0, 0.0]]), torch.tensor([0, 1]))
-    assert added.tolist() == [[2.5, 0.5, 10.5], [-1.0, 0.0, -5.0]]
-
-
 @BOTH_LAYOUTS
 def test_every_head_adds_one_shared_bias_of_the_token_before_its_own(tiny_llama: CausalLM, shared: bool) -> None:
     heads, hidden, before = random_markov_heads(shared), torch.randn(5, 16), torch.randint(16, (3, 5))
@@ -61,14 +52,6 @@ def test_every_head_adds_one_shared_bias_of_the_token_before_its_own(tiny_llama:
     for k, row in itertools.product(range(3), range(5)):
         tokens = [15] * k + [int(before[k, row])]  # only the last of them matters
         torch.testing.assert_close(logits[k, row], reference_logits(heads, tiny_llama, hidden[row], tokens))
-
-
-def test_the_token_before_is_neither_forgotten_nor_given_to_heads_without_a_bias() -> None:
-    with pytest.raises(ValueError, match="want the token before each head's own: give it as before"):
-        random_markov_heads()(torch.zeros(1, 16))
-    plain = MedusaHeads(replace(CONFIG, markov_rank=0))
-    with pytest.raises(ValueError, match="before is given, but these heads have no Markov bias: leave it out"):
-        plain(torch.zeros(1, 16), before=torch.zeros(3, 1, dtype=torch.long))
 
 
 # --- on disk --------------------------------------------------------------------------------------------------------
@@ -87,15 +70,6 @@ def test_heads_with_a_bias_are_saved_whole_and_read_back_bit_equal(tmp_path: Pat
     assert all(torch.equal(tensor, stored[name]) for name, tensor in read.state_dict().items())
 
 
-@pytest.mark.parametrize("rank", [0, 5])
-def test_weights_of_another_rank_are_refused(tmp_path: Path, rank: int) -> None:
-    random_markov_heads().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / CONFIG_NAME).read_text())
-    (tmp_path / CONFIG_NAME).write_text(json.dumps({**config, "markov_rank": rank}))
-    with pytest.raises(ValueError, match=r"(?s)does not fit its config.*markov"):
-        MedusaHeads.from_pretrained(tmp_path)
-
-
 # --- as a table ---
 
 
@@ -108,17 +82,6 @@ def test_a_table_of_all_biases_drafts_what_the_product_drafts(
     monkeypatch.setattr("decoding.model.markov.LARGEST_TABLE", 16 * 16 * 4 - 1)  # a byte too small
     multiplied = Follower(MedusaDrafter(heads, PATHS), tiny_llama, rows=2).propose([1, 2], [3, 4])
     assert [each.tree.token_list for each in tabulated] == [each.tree.token_list for each in multiplied]
-
-
-def test_without_a_table_a_depth_is_one_product_over_the_parents_of_all_rows(
-    tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("decoding.model.markov.LARGEST_TABLE", 0)
-    heads, ran = random_markov_heads(), []
-    assert heads.markov is not None
-    heads.markov.output.register_forward_hook(lambda _, args, out: ran.append(len(out)))
-    Follower(MedusaDrafter(heads, PATHS), tiny_llama, rows=4).propose([1], [2], [3], [4])
-    assert ran == [4, 8, 8], "the roots; then (0) and (2), then (0, 1) and (2, 0), of four rows"
 
 
 @pytest.mark.parametrize("largest", [0, 64])

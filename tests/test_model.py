@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from scripted_drafters import HostileDrafter
-from tiny_models import full_forward, naive_greedy, tiny_model
+from tiny_models import naive_greedy, tiny_model
 from tiny_tokenizer import byte_tokenizer
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, TextIteratorStreamer, TextStreamer
@@ -279,11 +279,8 @@ def test_a_dict_holds_the_sequences_and_what_speculation_brought(target: CausalL
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 4}, "num_beams is 4, which is not supported: beam search"),
-    "scores": ({"output_scores": True}, "output_scores is True.*not supported"),
     "an assistant": ({"assistant_model": object()}, "assistant_model is given.*not supported"),
-    "lookup by option": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is 3.*choose the drafter here"),
     "a misspelt name": ({"max_new_token": 4, "temprature": None}, "no option max_new_token: is the name misspelt"),
-    "too short a max_length": ({"max_new_tokens": None, "max_length": 6}, "6 tokens long and max_length is 6"),
     "several greedy texts": ({"num_return_sequences": 2}, "num_return_sequences"),
     "a mask of another shape": ({"attention_mask": MASK}, r"attention_mask has shape \(3, 6\), input_ids \(1, 6\)"),
     "padding on the right": ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]])}, "pad on the left"),
@@ -338,29 +335,10 @@ def test_a_sampled_text_depends_on_its_seed_and_not_on_its_neighbours(target: Ca
         assert output.generations[place].tokens == Engine(target, drafter).decode(prompt, config).tokens
 
 
-def test_log_probabilities_are_the_targets_own(target: CausalLM) -> None:
-    output = speculate(
-        target, DraftModelDrafter(target), PADDED, MASK, max_new_tokens=14, eos_token_ids=(EOS, 8), logprobs=True,
-        repetition_penalty=1.3,
-    )  # fmt: skip
-    assert output.logprobs is not None and output.logprobs.shape == output.sequences[:, 6:].shape
-    lengths = [len(generation.tokens) for generation in output.generations]
-    assert min(lengths) < max(lengths)
-    for prompt, generation, row in zip(PROMPTS, output.generations, output.logprobs, strict=True):
-        new = len(generation.tokens)
-        log_probabilities = full_forward(target.model, [*prompt, *generation.tokens]).log_softmax(-1)
-        expected = log_probabilities[len(prompt) - 1 : -1].gather(1, torch.tensor(generation.tokens)[:, None])[:, 0]
-        torch.testing.assert_close(row[:new], expected, atol=1e-5, rtol=1e-5)
-        assert row[new:].tolist() == [0.0] * (len(row) - new)
-
-
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no prompts": ({"input_ids": []}, "there are no prompts"),
     "an empty prompt": ({"input_ids": [[1], []]}, "the prompt is empty"),
-    "one dimension": ({"input_ids": torch.tensor([1, 2])}, r"shape \(2,\): give \(batch, length\)"),
     "controls twice": ({"sampling": SamplingConfig(), "top_k": 3}, "both sampling and top_k are given"),
-    "no rows": ({"batch_size": 0}, "batch_size is 0"),
-    "an unknown policy": ({"policy": "bold"}, "no policy is called 'bold'"),
     "an unknown token": ({"input_ids": [[16]]}, "the prompt holds token 16"),
 }
 
@@ -370,14 +348,6 @@ def test_wrong_input_is_refused(target: CausalLM, case: str) -> None:
     options, complaint = WRONG[case]
     with pytest.raises(ValueError, match=complaint):
         speculate(target, None, **{"input_ids": PROMPTS, "max_new_tokens": 4, **options})
-
-
-def test_lists_of_different_lengths_need_a_pad_token() -> None:
-    target = CausalLM(tiny_model("llama"))
-    assert speculate(target, None, [[1, 2], [3, 4]], max_new_tokens=2).sequences.shape == (2, 4)
-    with pytest.raises(ValueError, match="prompts of different lengths are padded in the result: give pad_token_id"):
-        speculate(target, None, [[1], [3, 4]], max_new_tokens=2)
-    assert speculate(target, None, [[1], [3, 4]], max_new_tokens=2, pad_token_id=9).sequences[0, 0] == 9
 
 
 # --- from_pretrained ------------------------------------------------------------------------------------------------

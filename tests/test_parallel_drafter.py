@@ -2,7 +2,6 @@
 
 import random
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +17,9 @@ from decoding.drafters import ParallelDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.model.parallel import ParallelConfig, ParallelDraft, ParallelParts
-from decoding.rules.proposal import Proposal
+from decoding.model.parallel import ParallelDraft
 from decoding.rules.sampling import SamplingConfig
 
-SAMPLED = SamplingConfig(1.0)
-PENALISED = SamplingConfig(0.8, top_p=0.9, repetition_penalty=1.3)
 PARTS = [(0, False), (3, False), (0, True), (3, True)]
 """Rank of the bias, and True for a draft that reads the target."""
 WITH_PARTS = pytest.mark.parametrize(("rank", "reads_target"), PARTS)
@@ -32,10 +28,6 @@ WITH_PARTS = pytest.mark.parametrize(("rank", "reads_target"), PARTS)
 @cache
 def draft_of(rank: int = 3, reads_target: bool = True, tokens: int = 4) -> ParallelDraft:
     return tiny_parallel_draft(CausalLM(tiny_model("llama")), tokens, rank, reads_target)
-
-
-def chain_of(proposal: Proposal) -> list[int]:
-    return proposal.tree.token_list[1:]
 
 
 # --- one forward ------------------------------------------------------------------------------------------------------
@@ -104,9 +96,6 @@ def keys_and_values(cache: object, length: int) -> Tensor:
     return torch.stack(held) if length else torch.empty(0)
 
 
-# --- rows of a batch --------------------------------------------------------------------------------------------------
-
-
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
@@ -122,27 +111,6 @@ def test_a_draft_near_the_end_of_its_positions_drafts_to_the_last(tiny_llama: Ca
     drafter = ParallelDrafter(tiny_parallel_draft(tiny_llama, max_position_embeddings=80))
     texts = Engine(tiny_llama, drafter).decode(prompts, DecodingConfig(16), batch_size=2)
     assert [text.tokens for text in texts] == [naive_greedy(tiny_llama.model, prompt, 16) for prompt in prompts]
-
-
-def draft_that_counts(counting: CausalLM, tokens: int) -> ParallelDraft:
-    """Make a draft that writes x + 1 after x, by its bias alone: the model's lm_head writes zeros."""
-    model = CausalLM(tiny_model("llama", vocab=17))
-    model.model.get_output_embeddings().weight.data.zero_()
-    parts = ParallelParts(ParallelConfig(tokens, 16, 17, 16, 16, markov_rank=17)).requires_grad_(False)
-    assert parts.markov is not None
-    parts.markov.embedding.weight.copy_(9 * torch.eye(17))
-    for token in range(16):
-        parts.markov.output.weight[(token + 1) % 16, token] = 1
-    return ParallelDraft(model, parts)
-
-
-def test_a_bias_that_knows_the_target_has_every_token_accepted(counting: CausalLM) -> None:
-    drafter = ParallelDrafter(draft_that_counts(counting, 5))
-    text = Engine(counting, drafter).decode([3], DecodingConfig(13))
-    assert text.tokens == tuple(token % 16 for token in range(4, 17))
-    # One token by the prefill, then 5 drafted and 1 of the target's own, twice.
-    assert [len(step.tokens) for step in text.steps] == [1, 6, 6]
-    assert [step.accepted for step in text.steps] == [0, 5, 5]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -173,17 +141,3 @@ def test_a_target_of_another_width_is_refused(tiny_llama: CausalLM) -> None:
     with pytest.raises(ValueError, match="reads hidden states of size 16 but the target's have size 24: give a draft"):
         Engine(other, ParallelDrafter(draft_of())).decode([1, 2], DecodingConfig(4))
     Engine(other, ParallelDrafter(draft_of(reads_target=False))).decode([1, 2], DecodingConfig(4))
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"tree": [[0] * depth for depth in range(1, 6)]}, "the tree is 5 deep but the parallel draft has 4 tokens"),
-        ({"tree": [[16]]}, "the tree asks for rank 16 but the parallel draft writes 16 tokens"),
-        ({"tree": [[0]], "tokens": 2}, "tree and tokens are both given"),
-        ({"tokens": 5}, "tokens is 5, but the parallel draft has 1 to 4: give one of these"),
-    ],
-)
-def test_sizes_that_the_draft_does_not_have_are_refused(settings: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        ParallelDrafter(draft_of(), **settings)

@@ -47,26 +47,11 @@ def test_a_draft_is_read_back_to_the_bit(tmp_path: Path, rank: int, reads_target
     assert (tmp_path / "parallel.safetensors").is_file() == bool(rank or reads_target)
 
 
-def test_a_draft_of_bf16_is_read_in_the_targets_dtype(tmp_path: Path) -> None:
-    written(tmp_path)
-    half = CausalLM(tiny_model(vocab=VOCAB).to(torch.bfloat16))
-    read = load_parallel_draft(str(tmp_path), half, byte_tokenizer())
-    assert {read.model.dtype, *(tensor.dtype for tensor in read.parts.state_dict().values())} == {torch.bfloat16}
-    plain = Engine(half).decode([3, 1, 4], DecodingConfig(8)).tokens
-    assert Engine(half, ParallelDrafter(read)).decode([3, 1, 4], DecodingConfig(8)).steps
-    assert len(plain) == 8
-
-
 def test_a_draft_with_parts_is_no_ordinary_draft(tmp_path: Path) -> None:
     for name, rank, reads_target in (("bias", 3, False), ("reader", 0, True)):
         written(tmp_path / name, rank, reads_target)
         with pytest.raises(ValueError, match=rf"is a parallel draft with a bias or .* give it as parallel:{tmp_path}"):
             load_draft(str(tmp_path / name), target(), byte_tokenizer())
-
-
-def test_a_draft_without_parts_is_an_ordinary_draft_too(tmp_path: Path) -> None:
-    written(tmp_path, 0, False)
-    assert load_draft(str(tmp_path), target(), byte_tokenizer()).vocab_size == VOCAB + 1
 
 
 def test_a_trimmed_draft_has_a_bias_of_its_own_tokens_alone(tmp_path: Path) -> None:
@@ -100,14 +85,6 @@ def _config(**changes: object) -> Callable[[Path], None]:
     return change
 
 
-def _without(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / "parallel.json"
-        path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != name}))
-
-    return change
-
-
 def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         tensors = load_file(folder / "parallel.safetensors")
@@ -118,11 +95,6 @@ def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[P
 
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "another format": (_config(format="eagle"), "does not hold a ParallelConfig .no format"),
-    "a missing field": (_without("tokens"), "tokens is missing"),
-    "an unknown field": (_config(layers=2), "layers is unknown"),
-    "tokens that are true": (_config(tokens=True), "tokens is True: give a whole number"),
-    "too many tokens": (_config(tokens=10**7), "tokens is 10000000: give at most 4095"),
     "sizes that no memory holds": (_config(vocab_size=10**12, markov_rank=10**6), "markov.embedding.weight"),
     "a mask that the draft cannot read": (_config(mask_token=VOCAB + 1), "mask_token is 131, but the draft reads 131"),
     "states of another width": (_config(target_hidden_size=24), "reads hidden states of size 24 but the target's have"),
@@ -141,10 +113,3 @@ def test_a_broken_folder_is_refused_in_one_sentence(tmp_path: Path, name: str) -
     with pytest.raises(ValueError, match=problem) as raised:
         load_parallel_draft(str(tmp_path), target(), byte_tokenizer())
     assert "\n" not in str(raised.value)
-
-
-def test_a_model_of_other_sizes_than_the_parts_is_refused(tmp_path: Path) -> None:
-    written(tmp_path)
-    tiny_model(vocab=VOCAB).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="are for 131 tokens but its model reads 130"):
-        load_parallel_draft(str(tmp_path), target(), byte_tokenizer())

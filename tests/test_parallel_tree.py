@@ -36,11 +36,6 @@ def test_a_ranks_accuracy_is_its_share_of_the_labels_behind_every_root(
         assert found[depth] == pytest.approx([places.count(place) / len(places) for place in range(10)])
 
 
-def test_depths_that_no_text_reaches_are_never_right(tiny_llama: CausalLM) -> None:
-    found = rank_accuracies(tiny_llama, tiny_parallel_draft(tiny_llama), [((3, 1, 4), 1), ((3, 1), 1)])
-    assert sum(found[0]) in (0, 1) and found[1:] == [[0.0] * 10] * 3
-
-
 def test_the_fitted_tree_is_saved_and_drafted_unless_a_chain_is_asked_for(tmp_path: Path) -> None:
     model = tiny_model("llama")
     objective = objective_for(model, reads_target=True, tree_nodes=5)
@@ -53,13 +48,6 @@ def test_the_fitted_tree_is_saved_and_drafted_unless_a_chain_is_asked_for(tmp_pa
     draft = ParallelDraft(objective.writing_draft().model, ParallelParts.from_pretrained(tmp_path, torch.float32))
     assert ParallelDrafter(draft).max_nodes == objective.drafter().max_nodes == 6
     assert ParallelDrafter(draft, tokens=2).chains_only
-
-
-def test_without_nodes_a_draft_keeps_its_chain_and_no_text_is_asked_for() -> None:
-    model = tiny_model("llama")
-    objective = objective_for(model, tree_nodes=0)
-    objective.choose_tree(CausalLM(model), lambda: pytest.fail("texts were asked for"))
-    assert ParallelDrafter(objective.writing_draft()).chains_only
 
 
 @pytest.mark.parametrize(

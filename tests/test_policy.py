@@ -36,28 +36,12 @@ def test_the_heuristic_goes_two_deeper_when_all_was_accepted_and_one_less_else()
     assert depths == [7, 6, 5, 7]
 
 
-def test_the_heuristic_stays_within_one_and_the_deepest_budget() -> None:
-    policy = HeuristicPolicy(depth=2)
-    repeat(policy, Budget(2, 3), one(0, 2), 0.0, 0.0, 5)
-    assert policy.choose(chains(4), 1).depth == 1
-    repeat(policy, Budget(1, 2), one(1, 1), 0.0, 0.0, 50)
-    assert policy.choose(chains(4), 1).depth == 4
-    repeat(policy, Budget(4, 5), one(3, 4), 0.0, 0.0, 1)
-    assert policy.choose(chains(4), 1).depth == 3  # it did not climb to 101 in between
-
-
 def test_in_a_batch_the_heuristic_moves_by_the_mean_of_its_rows() -> None:
     policy = HeuristicPolicy(depth=4)
     full, missed, nothing_offered = StepCount(5, 4, 4, 4), StepCount(2, 1, 4, 4), StepCount(1, 0, 0, 0)
     policy.observe(Budget(4, 5), 3, [full, missed, nothing_offered], 0.0, 1.0, 1.0)
     policy.observe(Budget(4, 5), 2, [full, missed], 0.0, 1.0, 1.0)
     assert policy.choose(chains(8), 3).depth == 5  # 4 + (2 - 1)/2 + (2 - 1)/2
-
-
-def test_policies_have_names() -> None:
-    assert [named_policy(name).name for name in NAMES] == list(NAMES)
-    with pytest.raises(ValueError, match="'bold': choose one of fixed, heuristic"):
-        named_policy("bold")
 
 
 @pytest.mark.parametrize("name", NAMES)

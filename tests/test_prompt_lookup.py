@@ -1,9 +1,7 @@
 """Prompt lookup: which continuations it finds, in which order, and that it keeps up with any text."""
 
 from collections.abc import Sequence
-from typing import Any
 
-import pytest
 from drafter_checks import (
     opened,
     paths,
@@ -16,18 +14,12 @@ from decoding.drafters import PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 
 
 def lookup(target: CausalLM, text: Sequence[int], depth: int = 99, nodes: int = 999, **settings: int) -> Proposal:
     (proposal,) = opened(PromptLookupDrafter(**settings), target).propose([request(text, depth, nodes)])
     return proposal
-
-
-def chain(proposal: Proposal) -> list[int]:
-    assert proposal.tree.shape.is_chain
-    return proposal.tree.token_list[1:]
 
 
 def every_start(path: Sequence[int]) -> set[tuple[int, ...]]:
@@ -89,40 +81,9 @@ def test_a_proposal_tells_how_long_its_match_is_beyond_the_longest_ngram_too(tin
     assert lookup(tiny_llama, [3, 4, 5, 6, 9, 4, 5, 6, 3, 4, 5], ngram=2).matched == 2
 
 
-def test_branches_are_distinct_continuations_latest_first_that_share_their_beginning(tiny_llama: CausalLM) -> None:
-    text = [1, 2, 5, 1, 3, 5, 1, 2, 6, 1, 2, 6, 1]
-    # Behind the 1s, latest first: 2 6 1, then 2 6 1 again, then 3 5 1, then 2 5 1.
-    settings = {"tokens": 3, "ngram": 1}
-    two = lookup(tiny_llama, text, branches=2, **settings).tree
-    assert (two.token_list, two.shape.parents) == ([1, 2, 6, 1, 3, 5, 1], (-1, 0, 1, 2, 0, 4, 5))
-    three = lookup(tiny_llama, text, branches=3, **settings).tree
-    assert (three.token_list[7:], three.shape.parents[7:]) == ([5, 1], (1, 7)), "2 5 1 leaves 2 6 1 behind the 2"
-    assert lookup(tiny_llama, text, branches=9, **settings).tree.token_list == three.token_list
-
-
-def test_budgets_are_those_of_chains_or_of_that_many_branches() -> None:
-    assert PromptLookupDrafter(3).budgets == (Budget(1, 2), Budget(2, 3), Budget(3, 4))
-    assert PromptLookupDrafter(2, branches=3).budgets == (Budget(1, 4), Budget(2, 7))
-
-
 def test_a_second_branch_is_accepted_where_the_first_is_wrong(counting: CausalLM) -> None:
     # Behind 0 there was 1 and, later, 9: the counting target wants 1 2 3, the second branch.
     prompt = [0, 1, 2, 3, 4, 0, 9, 15]
     steps = Engine(counting, PromptLookupDrafter(3, branches=2)).decode(prompt, DecodingConfig(5)).steps
     assert steps[1].accepted == 3
     assert Engine(counting, PromptLookupDrafter(3)).decode(prompt, DecodingConfig(5)).steps[1].accepted == 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tokens": 0}, "tokens is 0 and branches 1: give at least 1 of each"),
-        ({"branches": 0}, "tokens is 10 and branches 0: give at least 1 of each"),
-        ({"ngram": 0}, "n-grams of 1 to 0 tokens: give 1 <= min_ngram <= ngram"),
-        ({"min_ngram": 0}, "n-grams of 0 to 3 tokens"),
-        ({"min_ngram": 4}, "n-grams of 4 to 3 tokens"),
-    ],
-)
-def test_settings_that_draft_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PromptLookupDrafter(**settings)

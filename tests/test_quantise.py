@@ -47,12 +47,3 @@ def test_greedy_output_is_plain_greedy_with_an_int8_draft_alone_and_in_batches(
         for batch_size in (1, 3):
             batch = Engine(tiny_llama, drafter).decode(PROMPTS, DecodingConfig(12), batch_size=batch_size)
             assert [generation.tokens for generation in batch] == plain
-
-
-@pytest.mark.skipif(not TORCHAO, reason="torchao is not installed")
-def test_an_int8_lm_head_is_trimmed_before_it_is_rounded_and_not_after() -> None:
-    model = tiny_model()
-    trimmed = trimmed_vocabulary(model, KEPT)
-    quantised(trimmed.model)
-    assert type(model.get_output_embeddings().weight) is torch.nn.Parameter, "the model given stays as it is"
-    assert full_forward(trimmed.model, [1]).shape == (1, 6)

@@ -1,7 +1,5 @@
 """Tokens to text as they come, and running figures with prefills apart."""
 
-import pytest
-
 from decoding.generate import Step
 from decoding.stream import Detokenizer, Piece, Tally, stream_pieces
 
@@ -35,28 +33,9 @@ def test_a_character_is_held_back_until_it_is_whole() -> None:
     assert pieces[2:4] == ["", "ë"]
 
 
-def test_a_long_text_comes_out_whole() -> None:
-    text = "the quick brown fox – " * 30
-    detokenizer = Detokenizer(Utf8())
-    assert "".join(detokenizer.push(byte) for byte in text.encode()) == text
-
-
 def test_a_tally_counts_passes_and_keeps_the_prefill_apart() -> None:
     tally = Tally.of([PREFILL, LONG, SHORT])
     assert (tally.passes, tally.tokens, tally.accepted, tally.drafted) == (2, 4, 2, 8)
     assert (tally.tokens_per_pass, tally.tokens_per_second, tally.prefill_seconds) == (2.0, 2.0, 0.75)
     assert (tally.draft_seconds, tally.verify_seconds, tally.overhead_seconds) == (0.5, 1.0, 0.5)
     assert tally.lengths == {2: 1, 0: 1}
-
-
-def test_a_tally_without_a_pass_has_figures_of_zero() -> None:
-    tally = Tally.of([PREFILL])
-    assert (tally.tokens_per_pass, tally.tokens_per_second, tally.overhead_seconds) == (0.0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize("taken", [1, 2])
-def test_a_watched_step_is_counted_before_it_is_handed_on(taken: int) -> None:
-    tally = Tally()
-    steps = tally.watch([LONG, SHORT])
-    assert [next(steps) for _ in range(taken)] == [LONG, SHORT][:taken]
-    assert tally.passes == taken

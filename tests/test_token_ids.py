@@ -9,7 +9,6 @@ from tiny_models import naive_greedy
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.headstart_model import HeadstartModel
 from decoding.model.causal_lm import CausalLM
 from decoding.speculation import speculate
 
@@ -28,13 +27,6 @@ WRONG = {
 }
 
 
-def test_several_prompts_need_a_batch_size(tiny_llama: CausalLM) -> None:
-    complaint = "2 prompts are given without batch_size: give how many to decode at a time"
-    for call in (Engine(tiny_llama).steps, Engine(tiny_llama).decode):
-        with pytest.raises(ValueError, match=complaint):
-            call([[1, 2], [3]], CONFIG)  # type: ignore[call-overload,arg-type]  # the mistake
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_no_token_id_is_refused_with_the_way_to_get_some(tiny_llama: CausalLM, way: str, case: str) -> None:
@@ -42,20 +34,6 @@ def test_what_is_no_token_id_is_refused_with_the_way_to_get_some(tiny_llama: Cau
     with pytest.raises(ValueError, match=complaint) as error:
         WAYS[way](tiny_llama, prompt)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "complaint"),
-    [
-        (["a text"], r"input_ids is a list: give a tensor of ids, tokenizer\(text, return_tensors='pt'\)\.input_ids"),
-        ("a text", "input_ids is a str: give a tensor of ids"),
-        (torch.tensor([[1.5]]), "input_ids holds float32 numbers, but token ids are integers"),
-        (torch.tensor([[1, 16]]), "the prompt holds token 16 but the target knows 0 to 15"),
-    ],
-)
-def test_generate_refuses_what_is_no_tensor_of_ids(tiny_llama: CausalLM, given: Any, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        HeadstartModel(tiny_llama, None).generate(given, max_new_tokens=4)
 
 
 def test_numpys_integers_and_lists_of_tensors_are_ids(tiny_llama: CausalLM) -> None:

@@ -1,14 +1,9 @@
 """Token trees: topology, masks, paths."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from jaxtyping import TypeCheckError
-from pydantic import ValidationError
 
-from decoding.rules.tree import MOST_NODES, TokenTree, TreeShape, common_length, fetch_tokens
-from trainer.recipe.heads import HeadsSection
+from decoding.rules.tree import TokenTree, TreeShape
 
 # Root 0 -> {1, 2}, 1 -> {3}, 2 -> {4, 5}, 5 -> {6}
 SHAPE = TreeShape((-1, 0, 0, 1, 2, 2, 5))
@@ -60,35 +55,3 @@ def test_following_a_text_stops_where_the_tree_does_not_have_it() -> None:
     assert tree.follow([2, 4]) == (2, 4)
     assert tree.follow([2, 3]) == (2,)
     assert tree.follow([7]) == () and tree.follow([]) == ()
-
-
-def test_a_tree_whose_tokens_the_host_knows_costs_no_transfer() -> None:
-    shape = TreeShape((-1, 0, 0))
-    known, unknown = TokenTree.of_list([4, 5, 6], shape), TokenTree(torch.tensor([4, 5, 6]), shape)
-    assert known.on_host and known.tokens.tolist() == [4, 5, 6] and known.shape is shape
-    assert not unknown.on_host
-    assert fetch_tokens([known, unknown], [torch.tensor([7, 8])]) == [[7, 8]]
-    assert unknown.on_host and known.token_list == unknown.token_list == [4, 5, 6]
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "length"),
-    [([], [1], 0), ([1, 2], [1, 2], 2), ([1, 2], [1, 2, 3], 2), ([1, 2, 4, 5], (1, 2, 3, 5), 2), ([3], [1], 0)],
-)
-def test_how_many_tokens_two_texts_begin_with_in_common(
-    first: Sequence[int], second: Sequence[int], length: int
-) -> None:
-    assert common_length(first, second) == common_length(second, first) == length
-
-
-def test_the_shape_annotations_are_enforced_here() -> None:
-    with pytest.raises(TypeCheckError):
-        TokenTree(torch.tensor([[1, 2]]), TreeShape.chain(1))
-    with pytest.raises(TypeCheckError):
-        TokenTree(torch.tensor([1.0, 2.0]), TreeShape.chain(1))
-
-
-def test_a_recipe_asks_for_no_more_nodes_than_a_file_may_hold() -> None:
-    assert HeadsSection(tree_nodes=MOST_NODES).tree_nodes == MOST_NODES
-    with pytest.raises(ValidationError, match=f"less than or equal to {MOST_NODES}"):
-        HeadsSection(tree_nodes=MOST_NODES + 1)

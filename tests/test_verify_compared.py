@@ -9,13 +9,9 @@ from decoding.measure.proof.enumeration import (
     ALL_MODELS,
     CHAINS,
     LOSSLESS,
-    SHAPES,
     TREES,
-    Context,
     ContextModel,
     Draft,
-    EnumeratingSource,
-    contexts,
     deterministic_draft,
     distribution,
     model_pair,
@@ -25,9 +21,9 @@ from decoding.measure.proof.enumeration import (
     top_tokens,
     verdicts,
 )
-from decoding.rules.drawing import GeneratorSource, RandomSource
+from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.tree import TreeShape
 from decoding.rules.verify import (
     BLOCK_VERIFICATION,
     RECURSIVE_REJECTION,
@@ -41,7 +37,6 @@ from decoding.rules.verify import (
 
 WITH = ProposalKind.SAMPLED
 WITHOUT = ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
-MIXED = ProposalKind.MIXED
 
 
 # --- how much is accepted --------------------------------------------------------------------------------------------
@@ -108,14 +103,6 @@ def length_differences(
 # --- the rules beside one another -----------------------------------------------------------------------------------
 
 
-def test_token_rejection_by_hand() -> None:
-    # q always drafts 0, p gives it 1/4: kept in a quarter of cases, else 1 or 2 in proportion 2 : 1.
-    p = torch.tensor([[0.25, 0.5, 0.25], [0.0, 0.0, 1.0]], dtype=torch.float64)
-    proposal = Proposal(TokenTree.chain([0, 0]), WITH, torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64))
-    found = distribution(lambda source: TOKEN_REJECTION(proposal, p, source))
-    assert found == pytest.approx({Verdict((1,), 2): 0.25, Verdict((), 1): 0.5, Verdict((), 2): 0.25})
-
-
 def block_forwards(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
     """Block verification as its paper writes it: every position tested, the last to hold counts."""
     tokens, q = proposal.tree.token_list, proposal.q
@@ -159,47 +146,3 @@ def test_on_a_chain_two_rules_agree_outcome_by_outcome(one: Rule, other: Rule, k
 def positive(found: dict[Verdict, float]) -> dict[Verdict, float]:
     """Without what only rounding makes possible."""
     return {verdict: chance for verdict, chance in found.items() if chance > LOSSLESS}
-
-
-def source_of(seed: int) -> GeneratorSource:
-    return GeneratorSource(torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("order", ["best first", "worst first"])
-def test_trying_each_child_in_turn_has_the_verdicts_of_one_draw_per_node(order: str) -> None:
-    shape = TreeShape((-1, 0, 0, 1, 1, 2, 3))
-    for seed in range(8):
-        p, q = model_pair("dense" if seed % 2 else "zeros", 4, 3, seed)
-        best = top_tokens(q)
-        draft = deterministic_draft(
-            shape, best if order == "best first" else lambda context, count, best=best: best(context, count)[::-1]
-        )
-        proposal = draft(EnumeratingSource())
-        rows = target_rows(proposal.tree, p)
-        in_turn, drawn = (
-            distribution(lambda source, rule=rule, x=proposal, t=rows: rule(x, t, source))
-            for rule in (TOP_K_CHILDREN, SAMPLED_VERIFY)
-        )
-        assert in_turn == pytest.approx(drawn, abs=LOSSLESS)
-
-
-@pytest.mark.parametrize("shape", ["chain of 3", "one long branch", "three children, one grown"])
-def test_sampled_verify_writes_the_text_of_plain_decoding_with_the_same_seed(shape: str) -> None:
-    p, _ = model_pair("dense", 3, 6, seed=0)
-    for seed in range(5):
-        plain, source = source_of(seed), source_of(seed)
-        wanted: Context = ()
-        while len(wanted) < 4:
-            wanted = (*wanted, plain.draw(p(wanted)))
-        text: Context = ()
-        turns = 0
-        while len(text) < 4:
-            draft = deterministic_draft(
-                SHAPES[shape], lambda context, n, text=text: top_tokens(p)((*text, *context), n)
-            )
-            tree = draft(source).tree
-            rows = torch.stack([p((*text, *context)) for context in contexts(tree)])
-            verdict = SAMPLED_VERIFY(Proposal(tree, MIXED), rows, source)
-            text = (*text, *(tree.token_list[node] for node in verdict.path), verdict.token)
-            turns += 1
-        assert text[:4] == wanted and turns < 4

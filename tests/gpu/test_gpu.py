@@ -18,15 +18,12 @@ from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.headstart_model import HeadstartModel
-from decoding.measure.evaluate import evaluate
 from decoding.measure.machine import attention_backends
-from decoding.measure.methods import EvaluationConfig, standard_methods
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.parallel import ParallelDraft
-from decoding.model.static import _Bucket
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.tree import TokenTree
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -130,16 +127,6 @@ def test_in_half_precision_texts_part_only_at_near_ties(name: str, dtype: torch.
         assert abs(float(logits[ours[at]] - logits[theirs[at]])) <= rounding
 
 
-def test_in_half_precision_nothing_that_is_not_finite_stays_in_the_cache() -> None:
-    model = CausalLM(model_on("cuda", dtype=torch.float16), static="graphs")
-    cache = model.new_cache(40, 8)
-    model.prefill([[1] * 9, [2], [3, 4]], cache)
-    shape = TreeShape((-1, 0, 0, 1, 1, 2))
-    trees = [TokenTree(torch.arange(6, device="cuda"), shape), TokenTree.chain([1, 2]), TokenTree.chain([1])]
-    assert bool(model.verify(trees, cache).logits.isfinite().all())
-    assert all(bool(layer.keys.isfinite().all()) and bool(layer.values.isfinite().all()) for layer in cache.layers)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_four_queries_a_key_over_an_odd_number_of_keys_attend_as_one_by_one(dtype: torch.dtype) -> None:
     """Head size 128. The fast tests run the same on the CPU."""
@@ -184,18 +171,6 @@ def test_what_runs_by_default_is_graphs() -> None:
     model = HeadstartModel(model_on("cuda"), None)
     assert model.target.static == "graphs" and CausalLM(model_on("cuda")).at_its_fastest().static == "graphs"
     assert HeadstartModel(model_on("cuda"), None, static="off").target.static is None
-
-
-def test_graphs_are_recorded_before_the_steps_that_replay_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step of a second text records any, and what is recorded ahead leaves the texts as they are."""
-    target, drafter = CausalLM(model_on("cuda"), static="graphs"), drafter_on("cuda", "chain", "graphs")
-    expected = texts_of(CausalLM(model_on("cpu")), None)
-    for _ in range(2):
-        assert texts_of(target, drafter) == expected
-    recorded: list[object] = []
-    capture = _Bucket._capture
-    monkeypatch.setattr(_Bucket, "_capture", lambda bucket: recorded.append(bucket) or capture(bucket))
-    assert texts_of(target, drafter) == expected and not recorded
 
 
 def test_steps_queued_behind_a_busy_gpu_read_their_own_inputs() -> None:
@@ -250,14 +225,4 @@ def test_decoding_again_and_again_keeps_no_memory() -> None:
     target = CausalLM(model_on("cuda"), static="graphs")
     drafters = [drafter_on("cuda", name, "graphs") for name in NAMES]
     held = memory_after(5, drafters, lambda drafter: texts_of(target, drafter))
-    assert all(after <= before for before, after in pairwise(held[1:])), held
-
-
-def test_evaluating_again_and_again_keeps_no_memory() -> None:
-    target = CausalLM(model_on("cuda"))
-    config = EvaluationConfig(max_new_tokens=8)
-    chain = drafter_on("cuda", "chain", None)
-    assert chain is not None
-    methods = standard_methods(target, {"chain": chain}, config)
-    held = memory_after(4, [None], lambda _: evaluate(target, methods, PROMPTS[:2], config))
     assert all(after <= before for before, after in pairwise(held[1:])), held

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_report_browser import CHROMIUM, READ
+from test_report_browser import CHROMIUM
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
@@ -27,7 +27,30 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect  # noqa: E
 
 LONG = 1900  # tokens: seconds of decoding
 SIZES = {"wide": (1280, 900), "phone": (390, 844)}
-FAINTEST = f"""() => {{ {READ}
+CONTRAST = """
+const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
+const pixels = new Map();
+function pixel(colour) {
+  if (!pixels.has(colour)) pixels.set(colour, painted(colour));
+  return pixels.get(colour);
+}
+function painted(colour) {
+  canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+  return [...canvas.getImageData(0, 0, 1, 1).data];
+}
+function luminance(colour) {
+  const [r, g, b] = colour.map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+function contrast(view, element) {
+  let under = element;
+  while (under && pixel(view.getComputedStyle(under).backgroundColor)[3] < 255) under = under.parentElement;
+  const back = view.getComputedStyle(under || view.document.body).backgroundColor;
+  const [a, b] = [view.getComputedStyle(element).color, back].map(pixel).map(luminance).sort();
+  return (b + 0.05) / (a + 0.05);
+}
+"""
+FAINTEST = f"""() => {{ {CONTRAST}
   return [...document.querySelectorAll(".prose *")].filter(each => each.checkVisibility() && !each.closest("svg")
     && [...each.childNodes].some(node => node.nodeType == 3 && node.data.trim()))
     .map(each => [contrast(window, each), each.className + ": " + each.textContent.slice(0, 40)])

@@ -15,12 +15,6 @@ def test_the_texts_of_these_tests_need_their_context(family: str) -> None:
     few.test_the_texts_of_these_tests_need_their_context(family)
 
 
-@pytest.mark.parametrize("chains", [False, True], ids=["trees", "chains"])
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
-def test_speculative_greedy_is_plain_greedy(family: str, chains: bool) -> None:
-    few.test_speculative_greedy_is_plain_greedy(family, chains)
-
-
 @pytest.mark.parametrize(("family", "attention"), OTHER_ATTENTIONS)
 def test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family: str, attention: str) -> None:
     few.test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family, attention)

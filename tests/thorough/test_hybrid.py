@@ -8,11 +8,10 @@ from drafter_checks import opened, paths, request
 from scripted_drafters import ScriptedDrafter
 from torch import Tensor
 
-from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, HybridDrafter, LookaheadDrafter, PromptLookupDrafter
+from decoding.drafters import HybridDrafter, PromptLookupDrafter
 from decoding.drafters.base import DraftRequest
 from decoding.drafters.hybrid import graft
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
@@ -57,15 +56,6 @@ def test_duplicates_drawn_with_replacement_stay_and_the_graft_goes_on_behind_the
     assert grafted.proposal.drawn == (4, ProposalKind.SAMPLED)
 
 
-def test_a_proposal_that_stands_alone_stays_as_it_is() -> None:
-    nothing = Proposal.root_only(ROOT)
-    drawn, looked_up = sampled((0, 1), (5, 6)), deterministic((0,), (4,))
-    assert graft(drawn, nothing).proposal is drawn
-    assert graft(nothing, looked_up).proposal is looked_up
-    assert graft(nothing, looked_up).nodes == ([0], [0, 1])
-    assert len(graft(nothing, nothing).proposal.tree) == 1
-
-
 @pytest.mark.parametrize(
     ("first", "lookup", "kind"),
     [
@@ -80,16 +70,6 @@ def test_the_graft_is_deterministic_only_if_both_are_and_mixed_where_both_drew(
     first: Proposal, lookup: Proposal, kind: ProposalKind
 ) -> None:
     assert graft(first, lookup).proposal.kind is kind
-
-
-# --- budgets --------------------------------------------------------------------------------------------------------
-
-
-def test_each_drafter_has_the_nodes_of_its_own_budget(tiny_draft: CausalLM) -> None:
-    drafter = HybridDrafter(DraftTreeDrafter(tiny_draft, 2, 2, 5), PromptLookupDrafter(3))
-    # (1, 3) (2, 5) next to (1, 2) (2, 3) (3, 4)
-    assert drafter.budgets == (Budget(1, 4), Budget(2, 7), Budget(3, 8))
-    assert [drafter.split(nodes) for nodes in (8, 7, 4, 3, 1)] == [(5, 4), (5, 3), (3, 2), (3, 1), (1, 1)]
 
 
 # --- sessions -------------------------------------------------------------------------------------------------------
@@ -115,15 +95,6 @@ def test_each_session_is_told_what_the_target_said_at_its_own_nodes(tiny_llama: 
     for listener, tokens, nodes in ((first, [ROOT, 5, 6], [0, 1, 2]), (lookup, [ROOT, 6, 8], [0, 2, 3])):
         ((own, logits),) = listener.heard
         assert own.tree.token_list == tokens and logits[:, 0].tolist() == nodes
-
-
-def test_where_the_lookup_finds_nothing_a_drawn_chain_keeps_its_q(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
-    drafter = HybridDrafter(DraftModelDrafter(tiny_draft, 2), PromptLookupDrafter(2))
-    session = opened(drafter, tiny_llama, SAMPLED)
-    (proposal,) = session.propose([request([1, 2, 3])])
-    assert proposal.kind is ProposalKind.SAMPLED and proposal.q is not None
-    (proposal,) = session.propose([request([1, 2, 3, 1])])
-    assert proposal.kind is ProposalKind.GRAFTED and proposal.q is not None
 
 
 # --- if the first drafter drafts ------------------------------------------------------------------------------------
@@ -162,27 +133,3 @@ def test_a_first_drafter_that_adds_nothing_is_asked_less_and_less(tiny_llama: Ca
     assert always.drafts == len(steps) > 90
     # A few steps each until no match, short ones and long ones have told, then one of seventeen.
     assert wrong.drafts < 12 + len(steps) / 17
-
-
-def test_a_first_drafter_that_is_right_where_the_lookup_is_not_is_always_asked(tiny_llama: CausalLM) -> None:
-    """The text counts up to 16 once, so that no token occurs twice: the lookup finds nothing."""
-
-    class Counting(Wrong):
-        def propose(self, request: DraftRequest) -> Proposal:
-            self.drafts += 1
-            return Proposal(TokenTree.chain([request.tokens[-1], request.tokens[-1] + 1]), ProposalKind.DETERMINISTIC)
-
-    first = Counting()
-    steps = follow_text(HybridDrafter(first, PromptLookupDrafter(3)), tiny_llama, list(range(16)), 1)
-    assert first.drafts == len(steps) == 8
-
-
-def test_a_hybrid_of_a_hybrid_costs_what_its_drafting_part_costs() -> None:
-    inner = HybridDrafter(Wrong(), PromptLookupDrafter())
-    assert HybridDrafter(inner, LookaheadDrafter(3, 3, 3)).least_gain == inner.least_gain == Wrong.rough_cost
-
-
-def test_one_drafter_twice_is_refused() -> None:
-    lookup = PromptLookupDrafter()
-    with pytest.raises(ValueError, match="both drafters of the hybrid are the same prompt lookup: give two"):
-        HybridDrafter(lookup, lookup)

@@ -97,8 +97,3 @@ def test_what_version_4_has_no_words_for_is_written_for_version_5_with_a_warning
     olmo3["rope_parameters"] = {"full_attention": olmo3["rope_parameters"]}
     with pytest.raises(ValueError, match="one rotary embedding for all layers of a olmo3, and it has several"):
         config_for_both(Olmo3Config, olmo3)
-
-
-def test_a_model_that_both_read_is_written_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_model(draft("gemma3, both"), byte_tokenizer(), tmp_path)
-    assert "misread" not in caplog.text

@@ -1,7 +1,6 @@
 """Targets that accelerate spread over several devices: they decode and are trained on as those on one device."""
 
 import json
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,21 +12,17 @@ from accelerate.state import AcceleratorState
 from rich.console import Console
 from test_medusa_drafter import random_heads
 from tiny_models import tiny_model
-from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_target
+from tiny_training import recipe_content, write_corpus, write_target
 from two_devices import MixedDevicesError, moved, spread, two_devices
 
 from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_model
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree, TreeShape
-from trainer.heads.medusa2 import Medusa2Objective
-from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.recipe.reading import parse_recipe
 from trainer.run.distributed import build_optimizers
 from trainer.run.train import run_recipe
@@ -117,48 +112,6 @@ def test_every_architecture_may_be_spread(devices: Devices, family: str) -> None
     assert texts_of(target, drafter("draft tree", family, 0, target.device), GREEDY) == expected
 
 
-def row_of(cache: PreallocatedCache, slot: int) -> list[list[float]]:
-    """Keys and values of a row, layer after layer, up to its length."""
-    end, layers = cache.lengths[slot], list(cache.layers)
-    kept = [tensor[slot, :, :end] for layer in layers for tensor in (layer.keys, layer.values)]
-    return [tensor.flatten().tolist() for tensor in kept]
-
-
-def test_buffers_on_two_devices_hold_what_those_on_one_hold(devices: Devices) -> None:
-    """Over random trees and acceptances, while the buffers grow, rows move, and texts begin anew."""
-    chance = random.Random(3)
-    models = (
-        CausalLM(tiny_model("llama", num_hidden_layers=5)),
-        CausalLM(spread(tiny_model("llama", num_hidden_layers=5), devices)),
-    )
-    caches = [model.new_cache(4, 3) for model in models]
-    for model, cache in zip(models, caches, strict=True):
-        model.prefill([[3, 1, 4], [1], [5, 9]], cache)
-    for step in range(8):
-        trees, paths = [], []
-        for _ in range(3):
-            parents = (-1, *(chance.randrange(node) for node in range(1, chance.randint(1, 6))))
-            shape = TreeShape(parents)
-            trees.append(TokenTree(torch.tensor([chance.randrange(16) for _ in parents]), shape))
-            paths.append((0, *shape.path(chance.randrange(len(parents)))))
-        for model, cache in zip(models, caches, strict=True):
-            starts = list(cache.lengths)
-            model.verify(trees, cache)
-            for slot, path in enumerate(paths):
-                cache.commit(slot, starts[slot], path)
-            if step == 5:
-                cache.truncate(1, 0)
-                cache.move(2, 1)
-                model.prefill([[2, 7, 1, 8]], cache, [2])
-        assert caches[0].lengths == caches[1].lengths and caches[0].capacity == caches[1].capacity
-        for slot in range(3):
-            for ours, theirs in zip(row_of(caches[1], slot), row_of(caches[0], slot), strict=True):
-                assert ours == pytest.approx(theirs, abs=1e-5)
-    assert caches[0].capacity > 4
-    assert [held.keys.device for held in caches[1]._held] == list(devices)
-    assert [len(held.keys) for held in caches[1]._held] == [3, 2]
-
-
 def test_steps_of_fixed_shapes_are_refused_on_several_devices(devices: Devices) -> None:
     model = spread(tiny_model("llama"), devices)
     with pytest.raises(
@@ -204,9 +157,3 @@ def test_a_run_on_a_spread_target_trains_and_evaluates_as_on_a_whole_one(
     assert sum("heldout/tokens_per_pass" in row for row in kept[0]) == 2 and len(kept[0]) == len(kept[1])
     for ours, theirs in zip(*kept, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
-
-
-def test_adapters_on_a_spread_target_are_refused_before_anything_is_trained(devices: Devices) -> None:
-    target = CausalLM(spread(tiny_model("llama"), devices))
-    with pytest.raises(ValueError, match="spread over several devices here"):
-        Medusa2Objective(target, tiny_tokenizer(), HeadsSection(num_heads=2), AdaptersSection(), 10)

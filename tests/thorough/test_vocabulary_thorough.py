@@ -8,7 +8,7 @@ from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilit
 from test_vocabulary import KEPT, PROMPTS, drafters
 from tiny_models import full_forward, naive_greedy, tiny_model
 
-from decoding.drafters import DraftModelDrafter, DraftTreeDrafter
+from decoding.drafters import DraftModelDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
@@ -17,7 +17,6 @@ from decoding.model.vocabulary import (
     with_whole_vocabulary,
 )
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.verify import SAMPLED_VERIFY
 
 
 def test_greedy_output_is_plain_greedy_with_a_trimmed_draft_alone_and_in_batches(tiny_llama: CausalLM) -> None:
@@ -27,15 +26,6 @@ def test_greedy_output_is_plain_greedy_with_a_trimmed_draft_alone_and_in_batches
             for batch_size in (1, 3):
                 batch = Engine(tiny_llama, drafter).decode(PROMPTS, DecodingConfig(12), batch_size=batch_size)
                 assert [generation.tokens for generation in batch] == plain
-
-
-def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(tiny_llama: CausalLM) -> None:
-    drafter = DraftTreeDrafter(trimmed_vocabulary(tiny_llama.model, KEPT), 3, 3, 12)
-    config = DecodingConfig(12, SamplingConfig(1.0), SAMPLED_VERIFY, seed=3)
-    plain = [generation.tokens for generation in Engine(tiny_llama).decode(PROMPTS, config, batch_size=1)]
-    for batch_size in (1, 3):
-        batch = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=batch_size)
-        assert [generation.tokens for generation in batch] == plain
 
 
 def test_sampled_texts_have_the_targets_distribution_though_the_draft_lacks_tokens() -> None:
