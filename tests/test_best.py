@@ -63,23 +63,6 @@ def test_the_weights_of_the_highest_figure_are_kept_and_come_back(tmp_path: Path
     assert (written["step"], written["tokens_per_pass"]) == (4, 2.5)
 
 
-def test_a_best_is_dropped_when_no_checkpoint_can_ask_for_it(tmp_path: Path) -> None:
-    checkpoints: list[int] = []
-    best = best_in(tmp_path)
-    best._checkpoint_steps = lambda: checkpoints
-    offer(best, 2, 1.0)
-    offer(best, 4, 2.0)  # a run that went on from the beginning would find step 2 again
-    assert steps_kept(tmp_path) == [4]
-    checkpoints[:] = [5, 7]
-    offer(best, 8, 3.0)
-    assert steps_kept(tmp_path) == [4, 8]
-    checkpoints[:] = [9, 11]
-    offer(best, 12, 2.9)
-    assert steps_kept(tmp_path) == [4, 8]  # until there is another best
-    offer(best, 14, 4.0)
-    assert steps_kept(tmp_path) == [8, 14]
-
-
 @pytest.mark.parametrize("damage", ["evaluation.json", "weights.safetensors"])
 def test_a_best_that_is_not_whole_stops_the_run_and_stays(tmp_path: Path, damage: str) -> None:
     """Without it the run would finish other weights than the best, and nobody would know."""

@@ -61,15 +61,6 @@ def test_the_best_tree_accepts_as_much_as_the_best_of_all_trees(heads: int, rank
     check()
 
 
-def test_the_best_tree_by_hand() -> None:
-    """.6 | .36 (0,0) | .3 (1) | .18 (1,0) | .06 (0,1) | .03 (1,1)."""
-    accuracies = [[0.6, 0.3], [0.6, 0.1]]
-    expected = [(0,), (0, 0), (1,), (1, 0), (0, 1), (1, 1)]
-    for nodes in range(1, 7):
-        assert set(best_tree(accuracies, nodes)) == set(expected[:nodes])
-    assert best_tree(accuracies, 5) == ((0,), (1,), (0, 0), (0, 1), (1, 0)), "by depth, and then by rank"
-
-
 @given(st.lists(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6), min_size=1, max_size=4), st.integers(1, 30))
 def test_a_tree_is_prefix_closed_without_gaps_in_rank_whatever_the_shares(
     accuracies: list[list[float]], nodes: int

@@ -98,34 +98,9 @@ def test_the_first_table_has_the_fastest_lossless_method_of_each_temperature_and
     assert "lossy" in figures(row("typical", 1, 2.5, label="lossy")).best, "where there is no other"
 
 
-def test_if_servers_draft_chains_a_chain_comes_first_or_the_card_says_that_the_figures_are_of_a_tree() -> None:
-    tree = row("a tree", 0, 1.5, shape="tree")
-    found = figures(tree, row("a chain", 0, 1.4, shape="chain"), chains=True)
-    assert "a chain" in found.best and found.limits == ()
-    assert "of a tree" in figures(tree, chains=True).limits[0] and figures(tree).limits == ()
-
-
 @pytest.mark.parametrize(("value", "limited"), [(0.7, True), (1.1, True), (1.5, False)])
 def test_the_card_says_that_no_gain_is_shown(value: float, limited: bool) -> None:
     assert any("greedy: no gain" in limit for limit in figures(row("tree", 0, value)).limits) == limited
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"speedup": "fast"},
-        {"tokens_per_pass": {"value": "2"}},
-        {"speedup_of_totals": {"value": 99.0, "low": 1.4, "high": 1.6}},
-    ],
-)
-def test_what_is_no_figure_or_lies_outside_of_its_interval_gets_onto_no_card(damage: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"holds something else than a figure .*: evaluate again"):
-        figures(row("tree", 0, 1.5, **damage))
-
-
-def test_a_card_without_provenance_or_report_says_so(tmp_path: Path) -> None:
-    text = card(tmp_path).text
-    assert "**Provenance is not recorded**" in text and "Nothing was measured" in text and "None" not in text
 
 
 # --- origin -----------------------------------------------------------------------------------------------------------
@@ -139,12 +114,6 @@ def test_the_card_holds_the_provenance_and_no_path_of_the_users_machine(tmp_path
     assert "https://huggingface.co/datasets/org/set" in text
     for leak in ("zoe", "/home", "corpus", "~/", "swordfish", str(tmp_path)):
         assert leak not in text
-
-
-def test_a_provenance_of_another_shape_is_refused_and_one_with_gaps_is_shown(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"as data, not an object: the trainer writes it"):
-        card(tmp_path, {**PROVENANCE, "data": ["train.jsonl"]})
-    assert "`TARGET` the model that these weights were trained for" in card(tmp_path, {"target": None}).text
 
 
 @pytest.mark.parametrize(
@@ -161,35 +130,6 @@ def test_the_base_model_is_named_only_if_it_is_on_the_hub_and_heads_of_an_adapte
     found = card(tmp_path, {**PROVENANCE, **changes}, artefact=Artefact("headstart", 9, "float32", 8, 12, 2, heads=2))
     assert found.data.base_model == base_model and argument in found.text and "zoe" not in str(found)
     assert ("of no use with `org/target-1b` itself" in found.text) == ("recipe" in changes)
-
-
-@pytest.mark.parametrize(
-    ("artefact", "library", "tags", "relation"),
-    [
-        (HEADS, "vllm", ["medusa"], "adapter"),
-        (DRAFT, "transformers", ["draft-model"], None),
-        (
-            Artefact("draft", 9, "bfloat16", 8, 12, 2, at_once=4),
-            "transformers",
-            ["parallel-draft", "draft-model"],
-            None,
-        ),
-    ],
-)
-def test_the_metadata_fit_each_kind(
-    tmp_path: Path, artefact: Artefact, library: str, tags: list[str], relation: str | None
-) -> None:
-    data = card(tmp_path, PROVENANCE, artefact, license="mit").data
-    assert (data.library_name, data.license, data.datasets) == (library, "mit", ["org/set"])
-    assert data.tags == ["speculative-decoding", *tags, "headstart"] and data.get("base_model_relation") == relation
-
-
-def test_the_card_for_the_embedded_target_gives_no_command_that_cannot_work(tmp_path: Path) -> None:
-    embedded = {**PROVENANCE, "recipe": {"target": "quickstart"}, "target": {"name": "quickstart"}}
-    text = card(tmp_path, embedded, commands=COMMANDS).text
-    assert "**No other machine has this target.**" in text
-    for command in ("vllm serve", "headstart generate", "from_pretrained", "hf download"):
-        assert command not in text
 
 
 def test_the_card_has_the_servers_commands_and_what_was_read_back(tmp_path: Path) -> None:

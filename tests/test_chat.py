@@ -90,14 +90,6 @@ def trained_texts(tokenizer: PreTrainedTokenizerBase, sequence: Marked) -> list[
     return [str(tokenizer.decode([token for token, _ in run])) for trained, run in runs if trained]
 
 
-@pytest.mark.parametrize("template", [LLAMA, QWEN3, GEMMA3], ids=["llama", "qwen3", "gemma3"])
-def test_these_families_templates_mark_nothing_themselves(template: str) -> None:
-    tokenizer = tokenizer_for(template)
-    encoded: Any = tokenizer.apply_chat_template(turns("a", "b"), return_dict=True, return_assistant_tokens_mask=True)
-    assert not any(encoded["assistant_masks"])
-    assert ChatTemplate(tokenizer, template).mask_source == COMPARED
-
-
 @pytest.mark.parametrize(("template", "end"), [(LLAMA, "<|eot|>"), (GEMMA3, "<end_of_turn>")], ids=["llama", "gemma3"])
 def test_every_answer_with_its_end_of_turn_is_found_in_one_sequence(template: str, end: str) -> None:
     """Not the system prompt, nor the line break that a template puts behind the end of turn."""
@@ -118,24 +110,11 @@ def test_where_earlier_answers_are_rewritten_each_answer_is_a_sequence_as_the_ta
     assert "Hm." not in str(tokenizer.decode(second.tokens))
 
 
-def test_an_answer_without_an_end_of_turn_is_trained_to_its_last_character() -> None:
-    plain = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}"
-    template = plain + "{% if add_generation_prompt %}a: {% endif %}"
-    tokenizer, (sequence,) = encode(template, turns("Why?", "So."))
-    assert trained_texts(tokenizer, sequence) == ["So.\n"]
-
-
 def test_a_prompt_that_the_template_rewrites_once_answered_is_refused() -> None:
     template = (
         "{% for m in messages %}{{ 'asked' if loop.last and m.role == 'user' else m.role }}:{{ m.content }}{% endfor %}"
     )
     with pytest.raises(ValueError, match=r"row: the chat template writes what stands before .* data\.chat_template"):
-        encode(template, turns("a", "b"))
-
-
-def test_a_template_that_leaves_the_answer_out_is_refused_and_shown() -> None:
-    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}" + "{# #}" * 99
-    with pytest.raises(ValueError, match=r"marks none of 1 tokens .*: {% for m in .* \.\.\.: put .* alone$"):
         encode(template, turns("a", "b"))
 
 

@@ -62,11 +62,6 @@ def save_steps(folder: Path, *steps: int, keep: int = 2) -> nn.Module:
     return model
 
 
-def load_file_of(checkpoint: Path) -> dict[str, Tensor]:
-    """Its weights, read past every check."""
-    return load_file(checkpoint / "weights.safetensors")
-
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -119,34 +114,6 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     load(checkpoints(tmp_path), other, other_optimizers)
     embedding, lm_head = other.get_input_embeddings().weight, other.get_output_embeddings().weight
     assert embedding is lm_head and torch.equal(embedding, model.get_input_embeddings().weight)
-
-
-def test_only_what_is_trained_is_stored_and_the_buffers_with_it(tmp_path: Path) -> None:
-    module = nn.ModuleDict({"frozen": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3)})
-    module["frozen"].requires_grad_(False)
-    weights = gather_weights(module)
-    assert weights.keys() == {f"norm.{name}" for name in module["norm"].state_dict()} and len(weights) == 5
-    other = nn.ModuleDict({"frozen": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3)})
-    other["frozen"].requires_grad_(False)
-    module["norm"](torch.randn(4, 3))  # what was gathered does not follow
-    assert int(weights["norm.num_batches_tracked"]) == 0
-    other["norm"](torch.randn(4, 3))
-    load_weights(other, weights)
-    assert torch.equal(other["norm"].running_mean, torch.zeros(3)) and int(other["norm"].num_batches_tracked) == 0
-
-
-def test_the_optimizers_state_goes_by_the_parameters_names(tmp_path: Path) -> None:
-    """Another order of the same parameters, and another split between optimizers, is no other state."""
-    model, optimizers = trained_model()
-    moments = gather_moments(model, optimizers)
-    assert {key.rpartition(" ")[0] for key in moments} == {name for name, _ in model.named_parameters()}
-    adamw = build_optimizers(model, TrainingSection(steps=10))
-    adamw[0].param_groups[0]["params"].reverse()
-    load_moments(model, adamw, moments)
-    assert gather_moments(model, adamw).keys() == moments.keys()
-    name = "model.embed_tokens.weight"
-    state = adamw[0].state[dict(model.named_parameters())[name]]
-    assert torch.equal(state["exp_avg"], moments[f"{name} exp_avg"]) and float(state["step"]) == 3
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
@@ -233,19 +200,6 @@ def test_a_checkpoint_whose_values_are_not_finite_is_passed_over(tmp_path: Path,
     found = checkpoints(tmp_path)
     assert load(found, *trained_model()) == Progress(2, 200)
     assert next(iter(found.unreadable.values())) == f"{name} holds values that are not finite"
-
-
-def test_the_settings_of_every_stretch_of_steps_are_kept(tmp_path: Path) -> None:
-    """A stretch begins where a run goes on under other settings, and one in which no step was done leaves no trace."""
-    for step, rate in ((2, 0.1), (4, 0.1), (6, 0.2), (6, 0.3), (8, 0.3)):
-        run = Checkpoints(tmp_path, 2, IDENTITY, {"learning_rate": rate})
-        load(run, *trained_model())
-        save(run, *trained_model(), Progress(step, 100 * step))
-    assert run.stretches == [
-        {"first_step": 0, "learning_rate": 0.1},
-        {"first_step": 4, "learning_rate": 0.2},
-        {"first_step": 6, "learning_rate": 0.3},
-    ]
 
 
 def test_another_recipe_is_refused_naming_what_differs(tmp_path: Path) -> None:

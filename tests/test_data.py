@@ -127,40 +127,11 @@ def test_a_row_that_cannot_be_used_is_named_by_its_line(
     assert str(error.value).endswith("; data.bad_rows=skip leaves such rows out")
 
 
-@pytest.mark.parametrize("name", ["rows.csv", "ROWS.TSV"])
-def test_a_table_of_text_is_refused_and_the_way_to_jsonl_is_told(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("question,answer\na,b\n")
-    with pytest.raises(ValueError, match=r"(csv|TSV) is a table of text, but rows .*docs/how-to/data\.md"):
-        load_dataset(str(tmp_path / name), section(), tiny_tokenizer())
-
-
 def test_a_file_in_which_nothing_is_left_to_train_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rows\.jsonl holds nothing to train on"):
         load(tmp_path, [{"prompt": "a b c d e f g h", "answer": "i"}], max_length=8)
     with pytest.raises(ValueError, match=r"holds nothing to train on: .*; the first of 2 bad ones: .*line 1: the row"):
         load(tmp_path, [{"x": 1}, {"y": 1}], bad_rows="skip")
-
-
-def test_every_format_is_found_and_counted(tmp_path: Path) -> None:
-    sharegpt = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
-    rows = [chat("a", "b"), sharegpt, {"prompt": "a", "answer": "b"}, "a b c d e f g h", sharegpt]
-    dataset = load_all(tmp_path, rows, CHAT_TEMPLATE)
-    assert dataset.account.formats == {"messages": 1, "sharegpt": 2, "prompt_answer": 1, "text": 1}
-    assert dataset.account.mask_sources == {"the template's generation marks": 4, "the whole text": 1}
-    assert len({example.text() for example in dataset.examples}) == 2  # one conversation in four, and the text
-
-
-def test_a_data_set_is_described_in_one_sentence_with_every_count(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "answer": "b c"}, {"prompt": "a b c d", "answer": "e f g h i j"}]
-    rows += [{"prompt": "a b c d e f g h", "answer": "i"}, {"other": 1}]
-    dataset = load_all(tmp_path, rows, max_length=8, bad_rows="skip")
-    assert dataset.describe() == (
-        "4 rows (3 prompt_answer: prompt with answer), 2 sequences, 7 of 12 tokens trained, 1 cut at 8 tokens, "
-        "1 left out with nothing to train in 8 tokens, 1 bad rows skipped"
-    )
-    assert load_all(tmp_path, rows[:1], max_length=8).describe() == (
-        "1 rows (1 prompt_answer: prompt with answer), 1 sequences, 3 of 4 tokens trained"
-    )
 
 
 def test_a_prompt_is_never_a_label(tmp_path: Path) -> None:
@@ -239,10 +210,3 @@ def test_every_answer_of_a_conversation_that_the_target_wrote_is_a_sequence_of_i
         dataset.examples[1].tokens[: dataset.examples[1].prompt_length].tolist().count(4) == 1
     )  # the first answer, as context
     assert dataset.account.mask_sources == {"the target's own tokens": 1}
-
-
-def test_an_empty_answer_teaches_nothing_and_is_counted(tmp_path: Path) -> None:
-    rows = [{"prompt": "a b", "answer": "c d"}, {"prompt": "a b", "answer": "  "}, {"prompt": "a", "answer": ""}]
-    dataset = load_dataset(write_rows(tmp_path / "rows.jsonl", rows), section(), tiny_tokenizer())
-    assert len(dataset.examples) == 1 and dataset.account.skipped == 2
-    assert "2 left out with nothing to train" in dataset.describe()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import ATTENTIONS, FAMILIES, full_forward, tiny_model
+from tiny_models import FAMILIES, full_forward, tiny_model
 from tiny_training import tiny_tokenizer, write_rows
 
 from trainer.data.batch import Batch, Example, batch_indices, check_documents_are_apart, collate
@@ -46,14 +46,6 @@ def test_the_order_is_a_function_of_seed_and_step_alone() -> None:
     assert batch_indices(7, 4, 100, seed=1) != expected
     first_epoch, second_epoch = batch_indices(0, 100, 100, seed=0), batch_indices(1, 100, 100, seed=0)
     assert first_epoch != second_epoch
-
-
-def test_packed_sequences_are_filled_where_least_room_is_left() -> None:
-    a, b, c, d, e = example(1, 2, 3, 4, 5), example(6, 7, 8), example(9, 10), example(11, 12, 13), example(14)
-    first, second = pack([a, b, c, d, e], max_length=8)
-    assert first == Example((*a.tokens, *b.tokens), (*a.trained, *b.trained), 1, (5, 3))
-    # The two tokens of c have no room beside a and b, so they open a sequence of their own.
-    assert second == Example((9, 10, 11, 12, 13, 14), (*c.trained, *d.trained, *e.trained), 1, (2, 3, 1))
 
 
 def test_every_example_is_packed_once_and_none_is_cut() -> None:
@@ -117,22 +109,6 @@ def test_a_packed_document_is_seen_as_if_it_were_alone(family: str, attention: s
         torch.testing.assert_close(logits[0, begin : begin + len(document)], alone, rtol=0, atol=1e-4)
         begin += len(document)
     torch.testing.assert_close(logits[1, 7:15], full_forward(model, range(7, 15)), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(("family", "attention"), ATTENTIONS)
-def test_padding_needs_no_mask(family: str, attention: str) -> None:
-    """Each text of a padded batch is computed as with a mask, and whatever stands at the padding."""
-    model = tiny_model(family, attention=attention)
-    batch = collate([example(*range(12)), example(4, 5, 6), example(7, 1, 8, 2, 8, 1, 8)])
-    inputs = batch.model_inputs()
-    assert inputs["attention_mask"] is None and "position_ids" not in inputs
-    own = batch.attention_mask.bool()
-    with torch.no_grad():
-        masked = model(input_ids=batch.tokens, attention_mask=batch.attention_mask, use_cache=False).logits[own]
-        logits = model(**inputs, use_cache=False).logits[own]
-        other = model(**{**inputs, "input_ids": batch.tokens.where(own, 9)}, use_cache=False).logits[own]
-    torch.testing.assert_close(logits, masked, rtol=0, atol=2e-5)
-    torch.testing.assert_close(other, logits, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -15,9 +15,8 @@ from decoding.model.lm_head import capture_lm_head_input
 from decoding.model.loading import load_draft
 from trainer.data.batch import collate
 from trainer.data.sequences import pack
-from trainer.drafts.distill import DistillObjective, DistillTraining
-from trainer.drafts.start import InitialDraft, initial_draft
-from trainer.recipe.common import LossSection
+from trainer.drafts.distill import DistillObjective
+from trainer.drafts.start import initial_draft
 from trainer.recipe.draft import DraftSection
 
 BATCH = collate(EXAMPLES)
@@ -86,11 +85,3 @@ def test_logits_from_disk_teach_what_the_target_does() -> None:
     stored = DistillObjective(target, AllOnDisk(target.model), tiny_tokenizer(), initial, section)
     online = sums_of(objective_for(target.model, loss=MIX), BATCH)
     assert sums_of(stored, BATCH).losses.item() == pytest.approx(online.losses.item(), rel=1e-4)
-
-
-def test_a_draft_whose_lm_head_has_a_bias_is_refused() -> None:
-    model = tiny_model("llama")
-    lm_head = model.get_output_embeddings()
-    lm_head.bias = torch.nn.Parameter(torch.zeros(lm_head.out_features))
-    with pytest.raises(ValueError, match="the draft's lm_head has a bias, which losses here have no place for"):
-        DistillTraining(InitialDraft(model, None), LossSection(forward_kl=1), 16)

@@ -80,12 +80,6 @@ def test_a_number_of_layers_is_spread_evenly_from_first_to_last(count: int, chos
     assert len(draft.model.layers) == count
 
 
-@pytest.mark.parametrize("layers", [(2,), (-3,), ()])
-def test_layers_that_the_target_does_not_have_are_refused(layers: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"draft\.init\.from_target\.layers is .* but the target has layers 0 to 1"):
-        draft_from_target(tiny_model("llama"), layers)
-
-
 # --- from a config -------------------------------------------------------------------------------------------------
 
 
@@ -119,14 +113,6 @@ def test_a_config_that_makes_no_model_is_refused_in_one_sentence(changes: dict[s
 
 
 # --- from a folder -------------------------------------------------------------------------------------------------
-
-
-def test_a_draft_from_a_folder_starts_as_it_is_there_in_fp32(tmp_path: Path) -> None:
-    folder = draft_folder(tmp_path / "draft", dtype=torch.bfloat16)
-    draft = initial(tiny_model("llama").to(torch.bfloat16), init={"from_model": folder})
-    stored = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-    ours = draft.model.state_dict()
-    assert all(tensor.dtype == torch.float32 and torch.equal(tensor, stored[name]) for name, tensor in ours.items())
 
 
 def test_a_draft_with_another_tokenizer_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_hub import REPOSITORY, FakeHub
 from fake_hub import hub as hub
 from peft import PeftModel
 from test_medusa2 import disturb, objective_on
@@ -15,8 +14,7 @@ from tiny_models import full_forward
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import load_model
-from trainer.export import export, push
-from trainer.export.exporter import NO_PROMPTS
+from trainer.export import export
 
 
 def run_with_adapters(folder: Path, form: str) -> Path:
@@ -60,28 +58,6 @@ def test_for_other_programs_the_adapters_are_merged_as_training_merges_them(tmp_
     theirs = load_model(str(out / "target"), torch.float32)
     text = (3, 1, 4, 1, 5)
     assert torch.allclose(full_forward(theirs, text), full_forward(ours.get_base_model(), text), atol=1e-4)
-
-
-def test_adapters_of_a_folder_of_this_machine_are_pushed_merged_alone(hub: FakeHub, tmp_path: Path) -> None:
-    """Its path would be of no use to others, and tells of this machine."""
-    final = run_with_adapters(tmp_path, "adapter")
-    kept = export(final, tmp_path / "out", "headstart", prompts=NO_PROMPTS).folder
-    with pytest.raises(
-        ValueError, match=r"adapter_config.json names .*target, a folder of this machine: export with -"
-    ):
-        push(kept, REPOSITORY)
-    assert hub.requests == []
-    push(export(final, tmp_path / "merged", "headstart", merge=True, prompts=NO_PROMPTS).folder, REPOSITORY)
-    assert "target/model.safetensors" in hub.files and "target/adapter_config.json" not in hub.files
-    assert not [name for name, content in hub.files.items() if str(tmp_path).encode() in content]
-
-
-def test_heads_without_an_adapted_target_have_none_to_merge(tmp_path: Path) -> None:
-    final = run_with_adapters(tmp_path, "merged")
-    (final / "target").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="holds no target that was adapted with its heads: leave --merge out"):
-        export(final, tmp_path / "out", "headstart", merge=True)
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_target_that_is_copied_wrongly_is_caught_and_leaves_nothing(

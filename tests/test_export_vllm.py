@@ -97,14 +97,3 @@ def test_a_target_that_is_unknown_missing_or_another_is_refused_in_a_sentence(tm
         with pytest.raises(ValueError, match=rf"run share their target's lm_head.*{complaint}"):
             export(tmp_path / "run", tmp_path / "out", "vllm", target=target)
         assert not (tmp_path / "out").exists()
-
-
-def test_a_quantised_lm_head_is_refused(tmp_path: Path) -> None:
-    write_model(tmp_path / "target")
-    path = tmp_path / "target" / "model.safetensors"
-    stored = load_file(path)
-    save_file(stored | {"lm_head.weight": stored["lm_head.weight"].to(torch.int8)}, path)
-    with pytest.raises(
-        ValueError, match=r"lm_head\.weight in torch\.int8: give a target whose lm_head is not quantised"
-    ):
-        read_lm_head(str(tmp_path / "target"))

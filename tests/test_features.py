@@ -2,8 +2,7 @@
 
 import io
 import shutil
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +28,9 @@ from trainer.target.features import (
     FeatureStore,
     FeatureWriter,
     StoredFeatures,
-    ensure_features,
     quantised,
 )
 from trainer.target.hidden import OnlineTarget
-from trainer.target.loading import Target
 from trainer.target.store import ensure_store, estimate_bytes
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens
@@ -122,38 +119,6 @@ def test_documents_packed_into_one_example_are_stored_as_if_each_stood_alone(
     hidden = FeatureStore.open(tmp_path, identity).hidden(collate(packed[:1], (0,)))[0]
     expected = torch.cat([alone(tiny_llama, first), alone(tiny_llama, second)])
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_the_lm_head_writes_one_position_a_row(tmp_path: Path) -> None:
-    target = CausalLM(tiny_model())
-    positions: list[int] = []
-    lm_head = target.model.get_output_embeddings()
-    lm_head.register_forward_hook(lambda module, args, output: positions.append(output.shape[1]))
-    write(target, tmp_path)
-    assert positions and set(positions) == {1}
-
-
-def test_an_lm_head_with_a_bias_is_refused(tmp_path: Path) -> None:
-    model: Any = tiny_model()
-    model.lm_head = torch.nn.Linear(16, 16)
-    with pytest.raises(ValueError, match="lm_head has a bias"):
-        write(CausalLM(model), tmp_path)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_in_int8_come_back_within_half_a_scale(dtype: torch.dtype, tmp_path: Path) -> None:
-    target = CausalLM(tiny_model().to(dtype))  # type: ignore[arg-type]  # transformers' stubs
-    exact, rounded = tmp_path / "exact", tmp_path / "rounded"
-    stores = [
-        FeatureStore.open(folder, write(target, folder, states=states))
-        for folder, states in ((exact, "target"), (rounded, "int8"))
-    ]
-    batch = collate(EXAMPLES, range(12))
-    states, found = (store.hidden(batch) for store in stores)
-    assert found.dtype == dtype and not torch.equal(found, states)
-    scale = states.float().abs().amax(-1, keepdim=True) / 127
-    spacing = torch.finfo(dtype).eps * states.float().abs()  # of the dtype that numbers are read back in
-    assert ((found.float() - states.float()).abs() <= scale / 2 * (1 + 1e-5) + spacing).all()
 
 
 def test_states_in_int8_by_hand() -> None:
@@ -245,13 +210,6 @@ def test_a_bad_file_is_named_and_it_alone_is_written_again(
     assert {file for file in before if before[file] != after[file]} <= {name}
 
 
-def test_a_seal_is_what_sha256sum_reads(stored: Stored) -> None:
-    seals = sorted(path.name for path in stored.folder.glob("*.sha256"))
-    assert seals == [f"{name}.safetensors.sha256" for name in ("shard-00000", "shard-00001", "shard-00002", "weights")]
-    done = subprocess.run(["sha256sum", "-c", *seals], cwd=stored.folder, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count(": OK") == 4
-
-
 @pytest.mark.parametrize("content", ["{", '{"lengths": []}'])
 def test_a_manifest_that_cannot_be_read_stops_the_run_and_loses_nothing(
     tiny_llama: CausalLM, stored: Stored, content: str
@@ -270,17 +228,6 @@ def test_a_manifest_that_cannot_be_read_stops_the_run_and_loses_nothing(
     write(tiny_llama, stored.folder)
     assert written_at(stored.folder) == before
     FeatureStore.open(*stored)
-
-
-def test_shards_that_lost_their_manifest_are_not_taken_for_those_of_other_data(
-    tiny_llama: CausalLM, stored: Stored
-) -> None:
-    (stored.folder / "manifest.json").unlink()
-    backwards = EXAMPLES[::-1]
-    identity = identity_of(tiny_llama, backwards)
-    ensure_store(FeatureWriter(tiny_llama, identity), backwards, stored.folder, SHARD_TOKENS)
-    hidden = FeatureStore.open(stored.folder, identity).hidden(collate(backwards[:1], (0,)))[0]
-    torch.testing.assert_close(hidden, alone(tiny_llama, backwards[0].tokens), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("what", ["tokenizer", "data", "dtype", "states"])
@@ -350,30 +297,3 @@ def test_a_disk_that_is_too_small_is_refused_before_a_shard_is_written(
     (tmp_path / "shard-00001.safetensors").unlink()
     with pytest.raises(ValueError, match="the disk of"):
         write(tiny_llama, tmp_path)
-
-
-def test_the_size_is_said_before_and_the_speed_after(tiny_llama: CausalLM, tmp_path: Path) -> None:
-    section, (process, said) = FeaturesSection(folder=str(tmp_path)), heard()
-    target = Target("tiny", torch.float32, "itself", tiny_tokenizer(), tiny_llama)
-    for _ in range(2):
-        store = ensure_features(target, EXAMPLES, section, process)
-        assert store.hidden(collate(EXAMPLES[:1], (0,))).shape == (1, 4, 16)
-    lines = [line for line in said.getvalue().splitlines() if not line.startswith("writing")]
-    assert len(lines) == 3  # the second time there is nothing to write
-    assert "87 tokens" in lines[0] and "64 bytes a token" in lines[0] and "tokens/s" in lines[1]
-
-
-def test_a_whole_store_is_read_where_nobody_can_write(
-    tiny_llama: CausalLM, stored: Stored, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a mount of another user's; what is missing there is an error."""
-
-    def read_only(folder: Path, on_wait: Callable[[str], None]) -> Any:
-        raise OSError(f"{folder} cannot be written (Read-only file system)")
-
-    monkeypatch.setattr(stores, "hold", read_only)
-    writer = FeatureWriter(tiny_llama, stored.identity)
-    ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS)
-    (stored.folder / "shard-00000.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"1 of .* files missing or damaged"):
-        ensure_store(writer, EXAMPLES, stored.folder, SHARD_TOKENS)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.learning import products
 from trainer.learning.fused import fused_loss
 from trainer.learning.losses import HiddenTeacher, LossMix, SampledTailTeacher
 from trainer.recipe.common import Term
@@ -60,31 +59,6 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(kind: str, term: Term) -
     assert watched.numbers == tokens * vocab  # the plain way is seen
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_products_are_summed_where_they_stay_and_the_first_overwrites(dtype: torch.dtype) -> None:
-    left, right = torch.randint(-3, 4, (7, 4)).to(dtype), torch.randint(-3, 4, (4, 5)).to(dtype)  # exact in bf16
-    sums = torch.full((7, 5), torch.nan, dtype=products.wide_dtype(dtype))
-    products.add_product(sums, left, right, onto=False)
-    products.add_product(sums, left, right, onto=True)
-    assert torch.equal(sums, 2 * (left.double() @ right.double()).to(sums.dtype))
-
-
-def test_a_frozen_weight_and_a_frozen_input_cost_no_product() -> None:
-    hidden, weight, labels = inputs()
-    for h, w, expected in (
-        (hidden, weight, 3),
-        (hidden, weight.detach(), 2),
-        (hidden.detach(), weight, 2),
-        (hidden.detach(), weight.detach(), 1),
-    ):
-        with LargestTensor() as watched:
-            loss = fused_loss(h, w, labels, CROSS_ENTROPY).loss
-        assert watched.products == expected and loss.requires_grad == (expected > 1)
-    with LargestTensor() as watched, torch.no_grad():
-        loss = fused_loss(hidden, weight, labels, CROSS_ENTROPY).loss
-    assert watched.products == 1 and not loss.requires_grad
-
-
 @pytest.mark.parametrize("weights", [{"cross_entropy": 1.0}, {"cross_entropy": 0.5, "forward_kl": 0.5, "jsd": 0.5}])
 def test_under_autocast_products_run_in_bf16_and_come_out_close_to_fp32(weights: dict[Term, float]) -> None:
     hidden, weight, labels = inputs(torch.float32)
@@ -102,18 +76,3 @@ def test_under_autocast_products_run_in_bf16_and_come_out_close_to_fp32(weights:
 
 
 DTYPES = torch.bfloat16, torch.float32
-
-
-@pytest.mark.parametrize("factor", [1 / 997, 1 / 3])  # in bf16 off by 0.4% and by 0.2%
-def test_in_bf16_a_loss_that_is_scaled_scales_its_gradients_by_as_much(factor: float) -> None:
-    """Weights in bf16, as under FSDP2, where every other way to scale would be off in the same direction everywhere."""
-    given = torch.randn(200, 32), torch.randn(50, 32)
-    half, wide = ([tensor.bfloat16().to(dtype).requires_grad_() for tensor in given] for dtype in DTYPES)
-    labels = torch.randint(0, 50, (200,))
-    ours, exact = (
-        gradients(factor * fused_loss(*pair, labels, one("cross_entropy")).loss, *pair) for pair in (half, wide)
-    )
-    for found, expected in zip(ours, exact, strict=True):
-        assert found.dtype == torch.bfloat16
-        along = float((found.float() * expected).sum() / expected.square().sum())
-        assert along == pytest.approx(1, abs=7e-4)

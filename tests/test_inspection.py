@@ -4,16 +4,14 @@ import io
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from tiny_tokenizer import byte_tokenizer
 from tiny_training import CHAT_TEMPLATE, recipe_content, tiny_tokenizer, write_corpus, write_rows
 from typer.testing import CliRunner
 
 from trainer.cli import app
-from trainer.commands.inspection import marked_text, run_inspect
+from trainer.commands.inspection import run_inspect
 from trainer.commands.training_options import InspectOptions
-from trainer.data.batch import Example
 from trainer.terminal.console import standard_output
 
 
@@ -46,37 +44,11 @@ def test_without_colour_what_is_trained_stands_in_brackets(tmp_path: Path) -> No
     assert "\x1b[" not in text
 
 
-def test_on_a_terminal_what_is_trained_is_green(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a b", "answer": "c"}])
-    text = inspected(tmp_path, path, terminal=True)
-    assert "\x1b[32m c <eos>\x1b[0m" in text
-    assert "⟦" not in text
-
-
 def test_data_send_nothing_to_the_terminal_and_keep_their_joiners(tmp_path: Path) -> None:
     byte_tokenizer(size=0x2070).save_pretrained(tmp_path / "characters")
     path = write_rows(tmp_path / "rows.jsonl", [{"text": "caf\x1b[2J\x9b1m \u202eمی\u200cخواهم"}])
     text = inspected(tmp_path, path, target=str(tmp_path / "characters"))
     assert not set("\x1b\x9b\u202e") & set(text) and "caf[2J1m می\u200cخواهم" in text
-
-
-def test_a_text_in_pieces_is_the_text(tmp_path: Path) -> None:
-    example = Example((4, 1, 5, 6, 1, 7), (False, False, True, True, True, False), 0)
-    shown = marked_text(example, tiny_tokenizer(), colour=False)
-    assert shown.plain == "a <eos>⟦ b c <eos>⟧ d"
-    assert marked_text(example, tiny_tokenizer(), colour=True).plain == "a <eos> b c <eos> d"
-
-
-def test_only_so_many_rows_are_shown_but_all_are_counted(tmp_path: Path) -> None:
-    rows: list[Any] = [{"prompt": "a b", "answer": "c"}] * 4
-    rows += [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d e f g h"}]}]
-    text = inspected(tmp_path, write_rows(tmp_path / "rows.jsonl", rows), rows=2, overrides=["data.max_length=8"])
-    assert "line 2: " in text and "line 3: " not in text
-    table = lines_of_table(text)
-    assert table["rows, prompt_answer"] == "4" and table["rows, messages"] == "1"
-    assert table["sequences"] == "5" and table["longest sequence"] == "8 tokens"
-    assert table["tokens"] == "32" and table["tokens trained"] == "13 (41%)"  # 4 * 6 + 8; 4 * 2 + 5
-    assert table["sequences cut at 8 tokens"] == "1" and table["not packed"] == "80% full"
 
 
 def test_a_row_that_is_cut_or_left_out_says_so(tmp_path: Path) -> None:
@@ -101,21 +73,6 @@ def test_a_recipe_says_what_to_read_and_overrides_stand_over_it(tmp_path: Path) 
     assert lines_of_table(text)["longest sequence"] == "20 tokens" and "train.jsonl, line 1" in text
     text = inspected(tmp_path, str(recipe), target=None, heldout=True, overrides=["data.max_length=10"])
     assert lines_of_table(text)["longest sequence"] == "10 tokens" and "heldout.jsonl, line 1" in text
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"target": ""}, "tokens are a tokenizer's: give the target with --target, or a recipe"),
-        ({"overrides": ["name=x"]}, "name is not a section of .*, which is data: give data.key=value alone"),
-        ({"overrides": ["data.format=alpaca"]}, "data.format: Input should be 'auto', 'text'"),
-        ({"overrides": ["data.lenght=3"]}, "data.lenght: Extra inputs are not permitted"),
-    ],
-)
-def test_options_that_do_not_fit_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"])
-    with pytest.raises(ValueError, match=message):
-        inspected(tmp_path, path, **options)
 
 
 def test_the_command_reads_a_source_and_its_options(tmp_path: Path) -> None:

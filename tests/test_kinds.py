@@ -3,7 +3,6 @@
 import io
 from pathlib import Path
 
-import pytest
 import torch
 from accelerate.state import AcceleratorState
 from rich.console import Console
@@ -11,7 +10,7 @@ from tiny_training import recipe_content, write_corpus, write_target
 
 from trainer.processes import Process
 from trainer.recipe.reading import parse_recipe
-from trainer.run.assemble import assemble, check_folders
+from trainer.run.assemble import assemble
 from trainer.run.train import run_recipe
 from trainer.target.loading import StoredTarget, Target
 
@@ -45,13 +44,6 @@ def test_a_target_that_is_let_go_is_another_type_and_comes_back_as_it_was(tmp_pa
     assert type(job.target) is StoredTarget
     again = job.target_again(CPU)
     assert type(again) is Target and again.let_go() == job.target
-
-
-def test_a_folder_that_is_written_ahead_is_named_by_its_setting(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("")
-    teacher = {"teacher": {"folder": str(tmp_path / "taken")}}
-    with pytest.raises(ValueError, match=r"^draft\.teacher\.folder is .*taken"):
-        check_folders(parse_recipe({**recipe_content(tmp_path, "draft"), "draft": teacher}))
 
 
 def test_only_the_first_of_several_processes_speaks() -> None:

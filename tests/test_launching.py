@@ -32,7 +32,7 @@ def _no_state_of_accelerate() -> Any:
 def test_fsdp2_rounds_products_and_neither_sums_of_gradients_nor_losses(
     monkeypatch: pytest.MonkeyPatch, precision: str, expected: MixedPrecisionPolicy
 ) -> None:
-    """accelerate's own policy has bf16 in all three places; launched_rounding.py shows what that does to a loss."""
+    """accelerate's own policy has bf16 in all three places."""
     plugin = SimpleNamespace(mixed_precision_policy=MixedPrecisionPolicy(*[torch.bfloat16] * 3))
     of_fsdp2 = SimpleNamespace(
         distributed_type=DistributedType.FSDP,
@@ -90,13 +90,3 @@ def test_processes_that_do_not_train_are_refused_a_launcher_of_training(
     monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
     with pytest.raises(ValueError, match=f"asks for {name}, which has nothing to train here: launch with recipes"):
         join_processes()
-
-
-def test_restarts_of_several_machines_are_refused_where_the_restarted_could_not_meet(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "2"}
-    for name, value in told.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d"):
-        build_accelerator()

@@ -80,12 +80,3 @@ def test_a_process_may_hold_a_folder_twice_and_keeps_it_until_the_last_end(tmp_p
         )
         assert done.returncode == 1 and f"process {os.getpid()} on" in done.stderr
     assert not (tmp_path / LOCK_NAME).exists()
-
-
-@pytest.mark.parametrize("writes", [True, False])
-def test_a_folder_made_for_a_run_that_wrote_nothing_is_gone_again(tmp_path: Path, writes: bool) -> None:
-    folder = tmp_path / "a" / "run"
-    with hold(folder):
-        if writes:
-            (folder / "metrics.jsonl").write_text("{}")
-    assert folder.exists() == writes and not (folder / LOCK_NAME).exists()

@@ -19,7 +19,7 @@ from trainer.data.batch import Example
 from trainer.heads.medusa import MedusaObjective
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection
-from trainer.run import loop, train
+from trainer.run import train
 from trainer.run.checkpoint import Progress, bound
 from trainer.run.distributed import PREFIX
 from trainer.run.loop import Interrupted, learning_rate_at
@@ -220,15 +220,6 @@ def test_what_is_frozen_is_neither_moved_nor_saved_and_need_not_be_there_to_resu
     train_toy(tmp_path, other, steps=2)
     assert torch.equal(other.module.embedding.weight, kept)
     assert torch.equal(other.module.middle.weight, objective.module.middle.weight)
-
-
-def test_a_process_without_the_checkpoint_of_the_first_is_told_to_share_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "on_first", lambda work: None)
-    monkeypatch.setattr(loop, "from_first", lambda work: 4)
-    with pytest.raises(ValueError, match=r"checkpoint of step 4, .*: the recipe's output must be a folder that all"):
-        train_toy(tmp_path, ToyObjective())
 
 
 def test_processes_that_read_other_rows_are_stopped_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from loss_references import KINDS, SEEDS, VOCAB, divergence, gradients
+from loss_references import KINDS, VOCAB, divergence, gradients
 from torch import Tensor
 
 from trainer.recipe.common import Divergence
@@ -53,14 +52,6 @@ def test_of_some_tokens_by_hand() -> None:
     }
     for kind in KINDS:
         assert divergence(draft, target, kind, tokens=tokens).item() == pytest.approx(expected[kind], abs=1e-12)
-
-
-@given(SEEDS)
-def test_jsd_and_acceptance_are_symmetric_and_the_kls_are_each_others_mirror(seed: int) -> None:
-    draft, target = two(seed)
-    for kind in ("jsd", "acceptance"):
-        assert divergence(draft, target, kind).item() == pytest.approx(divergence(target, draft, kind).item())
-    assert torch.equal(divergence(draft, target, "forward_kl"), divergence(target, draft, "reverse_kl"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

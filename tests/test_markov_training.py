@@ -71,32 +71,6 @@ def assert_same_gradients(losses: Tensor, expected: Tensor, objective: MedusaObj
         assert torch.allclose(gradient, right, rtol=0, atol=1e-9)
 
 
-def counts_by_the_bias_alone(objective: MedusaObjective, ahead: int) -> None:
-    """Heads that write nothing, and a bias that says 'the token before plus ``ahead``' with a logit of 100."""
-    markov = objective.module.heads.markov
-    assert markov is not None
-    with torch.no_grad():
-        for head in objective.module.heads.heads:
-            head.lm_head.weight.zero_()
-        markov.embedding.weight.copy_(torch.eye(16))
-        markov.output.weight.copy_(100 * torch.eye(16).roll(ahead, dims=0))
-
-
-def replace_rank(section: HeadsSection, rank: int) -> HeadsSection:
-    return section.model_copy(update={"markov_rank": rank})
-
-
-@pytest.mark.parametrize(("ahead", "right"), [(1, True), (0, False), (2, False)])
-def test_the_token_before_head_ks_own_chooses_the_bias(counting: CausalLM, ahead: int, right: bool) -> None:
-    """On a text that counts each token is the one before plus 1, whichever head predicts it."""
-    objective = medusa_on(counting, replace_rank(HEADS, 16))
-    counts_by_the_bias_alone(objective, ahead)
-    batch = collate([COUNTING])
-    losses, hits = objective.module(*objective.inputs(batch, step=0))
-    assert hits.tolist() == ([18, 17, 16] if right else [0, 0, 0])
-    assert losses.tolist() == pytest.approx([0, 0, 0] if right else [1800, 1700, 1600], abs=1e-3, rel=1e-4)
-
-
 @pytest.mark.parametrize("term", ["cross_entropy", "forward_kl"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_losses_and_gradients_are_those_of_all_logits_at_once(shared: bool, term: str) -> None:

@@ -1,15 +1,12 @@
 """Medusa heads as a drafter: trees of a fixed shape or chosen at each step, heads with an lm_head or without one."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 from drafter_checks import Follower, opened, paths
-from torch import nn
 
 from decoding.drafters import MedusaDrafter
-from decoding.drafters.base import DraftRequest
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
@@ -38,10 +35,6 @@ def drafted(drafter: MedusaDrafter, target: CausalLM) -> set[tuple[int, ...]]:
     return paths(proposal.tree)
 
 
-def requests_of(depths: list[int]) -> list[DraftRequest]:
-    return [DraftRequest([7, row], torch.randn(16), depth, 99) for row, depth in enumerate(depths)]
-
-
 # --- heads in one go -----------------------------------------------------------------------------------------------
 
 
@@ -53,67 +46,6 @@ def test_stacked_heads_are_the_heads_one_by_one(tiny_llama: CausalLM, shared: bo
     with torch.inference_mode():
         stacked = StackedHeads(heads)(hidden, count, tiny_llama.model.get_output_embeddings())
     torch.testing.assert_close(stacked, expected[:count], rtol=1e-5, atol=1e-5)
-
-
-@BOTH_LAYOUTS
-def test_stacking_holds_no_weight_twice_and_leaves_the_heads_usable(
-    tmp_path: Path, tiny_llama: CausalLM, shared: bool
-) -> None:
-    heads, hidden = random_heads(shared), torch.randn(2, 16)
-    before, state = reference_logits(heads, tiny_llama, hidden), {k: v.clone() for k, v in heads.state_dict().items()}
-    stacked = StackedHeads(heads)
-    for layer, (weight, _) in enumerate(stacked._layers):
-        for k, head in enumerate(heads.heads):
-            assert head.blocks[layer].linear.weight.data_ptr() == weight[k].data_ptr()
-    assert torch.equal(reference_logits(heads, tiny_llama, hidden), before)
-    heads.save_pretrained(tmp_path)
-    read = MedusaHeads.from_pretrained(tmp_path)
-    assert read.config == heads.config
-    assert all(torch.equal(tensor, state[name]) for name, tensor in read.state_dict().items())
-    heads.heads[0].blocks[0].linear.weight.sum().backward()
-    assert heads.heads[0].blocks[0].linear.weight.grad is not None
-
-
-def test_heads_that_are_stacked_again_are_not_copied_again(tiny_llama: CausalLM) -> None:
-    heads = random_heads(False)
-    first, second = MedusaDrafter(heads, PATHS), MedusaDrafter(heads, PATHS[:2])
-    for ours, theirs in zip(first.stacked._layers, second.stacked._layers, strict=True):
-        assert [each.data_ptr() for each in ours] == [each.data_ptr() for each in theirs]
-    before = drafted(first, tiny_llama)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.neg_()
-    after = drafted(first, tiny_llama)
-    assert after != before, "the first drafter runs the heads as they are"
-    assert after == drafted(MedusaDrafter(heads, PATHS), tiny_llama)
-
-
-@BOTH_LAYOUTS
-def test_the_heads_run_at_one_position_of_each_row_and_no_deeper_than_the_room(
-    tiny_llama: CausalLM, shared: bool
-) -> None:
-    heads = random_heads(shared)
-    drafter = MedusaDrafter(heads, [[0], [0, 0], [0, 0, 0]])
-    counted: list[int] = []
-    lm_heads = [tiny_llama.model.get_output_embeddings()] if shared else [head.lm_head for head in heads.heads]
-    hooks = [
-        lm_head.register_forward_hook(lambda module, args, out: counted.append(out.shape[:-1].numel()))
-        for lm_head in lm_heads
-    ]
-    try:
-        session = opened(drafter, tiny_llama, rows=4)
-        session.propose(requests_of([99] * 4))
-        assert counted == ([3 * 4] if shared else [4, 4, 4]), "one product for a shared lm_head, and no prefix"
-        counted.clear()
-        session.propose(requests_of([1, 2, 0, 1]))
-        assert counted == ([2 * 4] if shared else [4, 4])
-        if not shared:  # a shared one counts the target's own passes too
-            counted.clear()
-            Engine(tiny_llama, drafter).decode([1] * 20, DecodingConfig(6))
-            assert set(counted) == {1}, "the heads do not run over the prompt"
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 # --- what they draft -----------------------------------------------------------------------------------------------
@@ -160,11 +92,3 @@ def test_heads_of_another_target_and_trees_that_they_cannot_draft_are_refused(ti
     ):
         with pytest.raises(ValueError, match=problem):
             MedusaDrafter(random_heads(False), tree)
-
-
-def test_heads_that_share_an_lm_head_say_so_when_none_is_given() -> None:
-    heads = random_heads(True)
-    assert not any(isinstance(module, nn.Linear) and module.out_features != 16 for module in heads.modules())
-    for run in (lambda: heads(torch.zeros(1, 16)), lambda: StackedHeads(heads)(torch.zeros(1, 16), 1)):
-        with pytest.raises(ValueError, match="these heads share the target's lm_head: give it"):
-            run()

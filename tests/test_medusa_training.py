@@ -1,6 +1,5 @@
 """The Medusa-1 objective: which label belongs to which head, what is trained, and what stays as it was."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,10 @@ from tiny_models import counting_model, full_forward, tiny_model
 from tiny_training import Recorder, medusa_on, train_toy
 from torch.nn import functional as F
 
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from trainer.data.batch import Batch, Example, collate
-from trainer.heads.medusa import HeadInputs, MedusaObjective, head_places, head_weights, rank_accuracies
+from trainer.heads.medusa import HeadInputs, MedusaObjective, head_places
 from trainer.recipe.common import LossSection
 from trainer.recipe.heads import HeadsSection
 
@@ -48,16 +45,6 @@ def test_head_k_predicts_the_token_k_plus_2_after_the_one_it_reads(counting: Cau
     losses, hits = sums(objective, batch)
     assert losses == pytest.approx([0, 0, 0], abs=1e-4)
     assert hits == objective.counts(batch).tolist() == [18, 17, 16]
-
-
-def test_training_and_decoding_mean_the_same_token_by_head_k(counting: CausalLM) -> None:
-    """Heads that are always right in training are always accepted in the real decoding loop."""
-    objective = medusa_on(counting, HEADS)
-    knowing_heads(objective, (2, 3, 4))
-    steps = Engine(counting, objective.drafter()).decode([5], DecodingConfig(max_new_tokens=13)).steps
-    assert [step.accepted for step in steps] == [0, 3, 3, 3]
-    knowing_heads(objective, (3, 4, 5))
-    assert not any(step.accepted for step in Engine(counting, objective.drafter()).decode([5], DecodingConfig(9)).steps)
 
 
 def test_tokens_that_are_not_trained_are_no_labels(counting: CausalLM) -> None:
@@ -103,19 +90,6 @@ def test_training_learns_to_count_and_leaves_the_target_byte_identical(tmp_path:
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.parameters())
 
 
-def test_rank_accuracies_are_counted_on_the_new_tokens_alone(counting: CausalLM) -> None:
-    """Head 0 says x+2, which is right; head 1's second best is right; head 2's best never is."""
-    objective = medusa_on(counting, HEADS)
-    knowing_heads(objective, (2, 2, 15))
-    with torch.no_grad():
-        objective.module.heads.heads[1].lm_head.weight.add_(24 * torch.eye(16).roll(3, dims=0))
-    nonsense = (9, 9, 4, 4)
-    text = (*nonsense, *((5 + i) % 16 for i in range(6)))
-    shares = rank_accuracies(counting, objective.module.heads, [(text, len(nonsense))])
-    assert shares[0] == [1, *[0] * 9] and shares[1] == [0, 1, *[0] * 8]
-    assert shares[2][0] == 0
-
-
 def test_the_tree_is_chosen_by_the_heads_accuracies(counting: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes by their products: .6, .6*.5 = .3, .6*.2 = .12 (head 1's second), .3*.4 = .12, .1; the best three."""
     objective = medusa_on(counting, HeadsSection(num_heads=3, tree_nodes=3))
@@ -137,15 +111,6 @@ def test_saved_heads_reload_bit_equal_in_the_targets_dtype(tmp_path: Path, dtype
     trained = objective.module.heads.state_dict()
     assert loaded.keys() == trained.keys()
     assert all(torch.equal(loaded[name], trained[name].to(dtype)) for name in trained)
-
-
-def test_the_sine_schedule_raises_the_weights_from_nothing_to_all() -> None:
-    section = HeadsSection(num_heads=2, decay=0.5, schedule="sine")
-    assert head_weights(section, step=0, steps=90) == pytest.approx(
-        (math.sin(math.radians(1)), math.sin(math.radians(1)) / 2)
-    )
-    assert head_weights(section, step=29, steps=90) == pytest.approx((0.5, 0.25))
-    assert head_weights(section, step=89, steps=90) == pytest.approx((1, 0.5))
 
 
 def own_distribution(model: torch.nn.Module, tokens: Sequence[int], ahead: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_training import TEXTS, objective_for
+from parallel_training import objective_for
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -69,19 +69,6 @@ def test_one_without_a_bias_and_a_reader_is_a_plain_folder_with_its_mask_token_f
     assert (
         load_parallel_draft(str(out), CausalLM(tiny_model("llama", vocab=target_vocab)), tiny_tokenizer()).tokens == 4
     )
-
-
-def test_the_fitted_tree_is_exported_and_named_on_the_card(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    objective = objective_for(model, tree_nodes=5)
-    objective.choose_tree(
-        CausalLM(model), lambda: [(example.tokens.tolist(), example.prompt_length) for example in TEXTS]
-    )
-    objective.save(tmp_path / "run")
-    export(tmp_path / "run", tmp_path / "out", "headstart")
-    tree = json.loads((tmp_path / "out" / "parallel.json").read_text())["tree"]
-    assert tree == json.loads((tmp_path / "run" / "parallel.json").read_text())["tree"] and len(tree) == 5
-    assert "a tree of 5 nodes" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_other_parts_are_another_fingerprint(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from parallel_training import TEXTS, objective_for
-from pydantic import ValidationError
 from tiny_models import tiny_model
 from tiny_training import WORDS, tiny_tokenizer
 from torch import Tensor
@@ -129,35 +128,3 @@ def test_a_stored_parallel_draft_goes_on_with_its_parts_its_mask_and_as_many_tok
     assert all(torch.equal(a, b) for a, b in zip(initial.parts.parameters(), found.parameters(), strict=True))
     assert all(parameter.requires_grad for parameter in initial.parts.parameters())
     assert len(embeddings(initial.model)) == 17
-
-
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        (None, r"is a parallel draft, .* tokens=4, markov_rank=3 and reads_target=true"),
-        ({"markov_rank": 5}, "has 3 as markov_rank of its parallel parts, and not 5: set draft.parallel to fit"),
-        ({"markov_rank": 3, "reads_target": False}, "has 16 as target_hidden_size of its parallel parts, and not None"),
-    ],
-)
-def test_a_stored_one_is_refused_where_the_recipe_asks_for_another(
-    stored: Path, parallel: dict[str, Any] | None, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        started(tiny_model("llama"), init={"from_model": str(stored)}, parallel=parallel)
-
-
-# --- recipes --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"teacher": {"folder": "x"}}, "reads_target needs the target's hidden states, which draft.teacher does not"),
-        ({"policy": {"draft": 1}}, "which a parallel draft is not trained for"),
-        ({"parallel": {"tokens": 1}}, "greater than or equal to 2"),
-        ({"parallel": {"anchors": 0}}, "greater than or equal to 1"),
-    ],
-)
-def test_settings_that_no_parallel_draft_can_have_are_refused(section: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        DraftSection.model_validate({"parallel": {}, **section})

@@ -40,19 +40,6 @@ def test_without_a_terminal_a_line_comes_every_15_seconds_and_not_sooner() -> No
     ]
 
 
-def test_short_and_long_rests_have_fitting_units_and_a_total_may_come_late() -> None:
-    heard, clock = io.StringIO(), Clock()
-    with bar(heard, clock, None) as progress:
-        clock.now += 20
-        progress.update(1)
-        clock.now += 20
-        progress.update(2, total=4)
-        clock.now += 20
-        progress.update(3, total=3000)
-    endings = [line.removeprefix("answering [/b]: ") for line in lines_of(heard)]
-    assert endings == ["1", "2/4, about 40 s left", "3/3,000, about 16.6 h left"]
-
-
 def test_on_a_terminal_a_bar_is_drawn_in_place_of_lines_and_brackets_stay() -> None:
     heard, clock = io.StringIO(), Clock()
     console = Console(file=heard, width=120, force_terminal=True)

@@ -11,14 +11,11 @@ import pytest
 from fake_hub import REPOSITORY, TOKEN, FakeHub
 from fake_hub import hub as hub
 from test_export import random_heads, report_of, write_json
-from typer.testing import CliRunner
 
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaHeads
-from trainer.cli import app
 from trainer.export import export, push
 from trainer.export.card import render_card
-from trainer.export.companions import published_plan, published_provenance
 from trainer.export.task import Artefact
 
 SECRET = "hf_SomebodyElsesTokenInARecipe"
@@ -96,6 +93,9 @@ def test_a_push_replaces_files_keeps_others_and_sends_no_weights_twice(hub: Fake
     assert pushed.name == f"{REPOSITORY}@{hub.repositories[REPOSITORY].refs['main']}"
 
 
+# --- what the Hub refuses ---------------------------------------------------------------------------------------------
+
+
 def test_a_branch_is_made_and_a_pull_request_leaves_main(hub: FakeHub, folder: Path) -> None:
     first = push(folder, REPOSITORY)
     (folder / "config.json").write_bytes(b"{}")
@@ -108,16 +108,6 @@ def test_a_branch_is_made_and_a_pull_request_leaves_main(hub: FakeHub, folder: P
     assert json.loads(sent.body.splitlines()[0])["value"]["summary"] == "Wider heads"
     with pytest.raises(ValueError, match="a pull request goes to main, but revision is 'v2': give one of the two"):
         push(folder, REPOSITORY, pull_request=True, revision="v2")
-
-
-def test_the_command_takes_every_option(hub: FakeHub, folder: Path) -> None:
-    words = ["push", str(folder), REPOSITORY, "--public", "--revision", "v1", "--message", "Two heads"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    assert hub.visibility == "public" and "model.safetensors" in hub.repositories[REPOSITORY].files("v1")
-
-
-# --- what the Hub refuses ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -138,20 +128,6 @@ def test_whatever_the_hub_refuses_is_one_sentence_without_the_token(
     assert raised.value.__cause__ is None and raised.value.__context__ is None, "either would hold the request"
     assert hub.files == {}
     check_token_is_in_headers_only(hub)
-
-
-def test_a_hub_that_cannot_be_reached_and_a_card_that_it_refuses_are_named(
-    hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "README.md").write_text("---\ntags: headstart\n---\n")
-    with pytest.raises(ValueError, match=r'failed \(ValueError: .*"tags" must be an array'):
-        push(folder, REPOSITORY)
-    assert hub.files == {}
-    hub.requests.clear()
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://zoe:password@127.0.0.1:1")
-    with pytest.raises(ValueError, match=r"the upload to http://127\.0\.0\.1:1/\S+ failed") as raised:
-        push(folder, REPOSITORY)
-    assert "password" not in str(raised.value) and hub.requests == []
 
 
 # --- refused before any request ---------------------------------------------------------------------------------------
@@ -242,30 +218,3 @@ def test_an_export_carries_its_provenance_and_what_was_given_without_paths_and_s
     again = export(tmp_path / "out", tmp_path / "again", "headstart")
     assert "plan.json" not in again.files, "what is not given does not go on"
     assert (tmp_path / "again" / "provenance.json").read_text() == (tmp_path / "out" / "provenance.json").read_text()
-
-
-def test_a_published_plan_names_weights_without_their_folders(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path / "a" / "final", "feed")
-    plan["fingerprints"]["drafters"]["hybrid:/elsewhere/final,of=heads"] = "feed"
-    published = published_plan(plan)
-    assert list(published["fingerprints"]["drafters"].items()) == [
-        ("heads:final", "feed"),
-        ("draft:final-draft,tokens=4", "beef"),
-        ("hybrid:final,of=heads", "feed"),
-    ]
-    assert published["drafters"][0]["drafter"] == published["cells"][0]["choices"][0]["drafter"] == "heads:final"
-    assert str(tmp_path) not in json.dumps(published) and "elsewhere" not in json.dumps(published)
-
-
-def test_a_published_provenance_keeps_names_of_the_hub() -> None:
-    provenance = {
-        "target": {"name": "zoe/target", "fingerprint": "feed"},
-        "revisions": {"target": f"zoe/target@{'0' * 40}"},
-        "data": {"zoe/data:train": {"sha256": "ab"}, "/home/zoe/private.jsonl": {"sha256": "cd"}},
-        "recipe": {"target": "zoe/target@main", "output": "/home/zoe/run"},
-    }
-    assert published_provenance(provenance) == {
-        **provenance,
-        "data": {"zoe/data:train": {"sha256": "ab"}, "private.jsonl": {"sha256": "cd"}},
-        "recipe": {"target": "zoe/target@main", "output": "run"},
-    }

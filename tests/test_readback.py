@@ -10,11 +10,10 @@ import torch
 from parallel_training import objective_for
 from test_export import random_heads
 from tiny_models import tiny_model
-from tiny_training import recipe_content, write_corpus, write_rows, write_target
+from tiny_training import recipe_content, write_corpus, write_target
 
 from decoding.model.heads import MedusaConfig
 from trainer.export import draft, export, vllm
-from trainer.export.exporter import NO_PROMPTS
 from trainer.recipe.reading import parse_recipe
 
 HEADS = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=2, tree=((0,), (1,), (0, 0)))
@@ -70,16 +69,6 @@ def test_a_draft_that_is_its_target_has_every_token_accepted(target_as_draft: Pa
     sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
     assert "(draft model, 4 tokens): texts equal 3/3, to plain decoding's 3/3" in sentence
     assert sentence.endswith(f"{13 / 3:.2f} tokens per pass, accepted 9/9/6/6 in 9 passes")
-
-
-def test_prompts_of_a_file_and_another_target_are_taken_if_they_are_given(heads: Path, tmp_path: Path) -> None:
-    (tmp_path / "target").rename(tmp_path / "moved")
-    prompts = Path(write_rows(tmp_path / "mine.jsonl", [{"prompt": f"{letter} b c"} for letter in "abcd"]))
-    summary = export(heads, tmp_path / "out", "headstart", target=str(tmp_path / "moved"), prompts=prompts)
-    assert summary.compared[-1].startswith("4 prompts of mine.jsonl decoded with both")
-    assert len(export(heads, tmp_path / "none", "headstart", prompts=NO_PROMPTS).compared) == 1
-    with pytest.raises(ValueError, match=r"there is no file nowhere: give a .jsonl file of prompts"):
-        export(heads, tmp_path / "never", "headstart", prompts=Path("nowhere"))
 
 
 def test_without_target_or_prompts_the_export_says_what_to_give(heads: Path, tmp_path: Path) -> None:

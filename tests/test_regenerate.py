@@ -14,11 +14,9 @@ import pytest
 from rich.console import Console
 from tiny_models import counting_model, tiny_model
 from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
-from typer.testing import CliRunner
 
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
-from trainer.cli import app
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.training_options import RegenerateOptions
 from trainer.data.answers import AnsweredConversation, AnswerFile
@@ -27,7 +25,6 @@ from trainer.data.dataset import load_dataset
 from trainer.files.lock import hold_file
 from trainer.recipe.common import DataSection
 from trainer.run.answering import Summary
-from trainer.terminal.exit_codes import ExitCode
 
 
 @pytest.fixture(scope="module")
@@ -135,13 +132,6 @@ def test_an_answer_that_is_cut_off_is_marked_and_ends_its_conversation(models: P
     assert summary.truncated == 1 and summary.unasked == 1  # nothing is asked behind half an answer
 
 
-def test_an_empty_answer_is_set_aside(models: Path, tmp_path: Path) -> None:
-    summary = regenerate(options(tmp_path, models / "chat", [["j", "<unk>", "j"], "k"]))
-    assert [contents(row) for row in rows(tmp_path / "answers.jsonl")] == [["k", "l"]]
-    assert [(row["row"], row["problem"]) for row in set_aside(tmp_path)] == [(1, "empty")]
-    assert summary.empty == 1
-
-
 def test_an_answer_that_training_would_refuse_is_set_aside(tmp_path: Path) -> None:
     conversation = OpenConversation(AnswerKey(1, 0), 0, (({"role": "user", "content": "a"},),), chat=True)
     with AnswerFile(tmp_path / "answers.jsonl", {}, {}, keep_truncated=True) as answers:
@@ -214,24 +204,6 @@ def test_a_damaged_line_is_named_and_said_to_be_answered_again_once_it_is_delete
     assert (tmp_path / file).read_bytes() == content
 
 
-@pytest.mark.parametrize("damage", [b'{"settings": {"se', b"\xff", b""])
-def test_damaged_settings_are_named_where_there_are_answers_and_written_anew_where_there_are_none(
-    tmp_path: Path, damage: bytes
-) -> None:
-    path, meta = tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.meta.json"
-    meta.write_bytes(damage)
-    with AnswerFile(path, {"seed": 1}, {}, keep_truncated=True):
-        assert json.loads(meta.read_text())["settings"] == {"seed": 1}
-    path.write_text('{"row": 1, "sample": 0}\n')
-    meta.write_bytes(damage or b" ")
-    with pytest.raises(ValueError, match=r"answers\.jsonl\.meta\.json is damaged.*or name another output"):
-        AnswerFile(path, {"seed": 1}, {}, keep_truncated=True)
-    meta.unlink()  # as of a file of another origin
-    with pytest.raises(ValueError, match=r"answers\.jsonl\.meta\.json is missing.*or name another output"):
-        AnswerFile(path, {"seed": 1}, {}, keep_truncated=True)
-    assert path.read_text() == '{"row": 1, "sample": 0}\n'
-
-
 def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     with (
@@ -263,11 +235,6 @@ def test_a_row_that_cannot_be_asked_is_named_by_its_line(tmp_path: Path, row: st
         read_conversations(tmp_path / "prompts.jsonl", None, None, 1, chat=True)
 
 
-def test_a_conversation_needs_a_chat_template(models: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="line 2: a conversation of several messages needs a chat template"):
-        regenerate(options(tmp_path, models / "plain", ["a", ["a", "b"]]))
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -288,17 +255,3 @@ def test_options_that_do_not_go_together_are_refused(
     with pytest.raises(ValueError, match=complaint):
         regenerate(RegenerateOptions(**{**vars(chosen), **change}))
     assert not (tmp_path / "answers.jsonl").exists()
-
-
-def test_the_command_ends_with_a_table_of_what_was_done(models: Path, tmp_path: Path) -> None:
-    source = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "j"}, {"prompt": "<unk>"}])
-    words = ["regenerate", "--target", str(models / "plain"), "--prompts", source, "--output"]
-    result = CliRunner().invoke(app, [*words, str(tmp_path / "answers.jsonl"), "--max-new-tokens", "8"])
-    assert result.exit_code == 0, result.output
-    figures = dict(line.strip("│ ").split("│") for line in result.output.splitlines() if line.startswith("│"))
-    told = {name.strip(): value.strip() for name, value in figures.items()}
-    assert told["conversations asked for"] == "2" and told["answered now"] == "1" and told["empty, set aside"] == "1"
-    assert told["mean tokens of an answer"] == "4.0" and "tokens/s" in told
-    assert (
-        CliRunner().invoke(app, [*words, source]).exit_code == ExitCode.BAD_INPUT
-    )  # which would overwrite the prompts

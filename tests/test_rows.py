@@ -39,14 +39,6 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_a_jsonl_file_gives_its_lines_with_their_numbers_blank_ones_counted(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "a"}\n\n"b"\n')
-    rows = list(open_source(str(path), SECTION).read())
-    assert [row.where for row in rows] == [f"{path}, line 1", f"{path}, line 3"]
-    assert [row.fields() for row in rows] == [{"text": "a"}, {"text": "b"}]
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -65,14 +57,6 @@ def test_a_line_that_is_no_row_is_found_when_its_fields_are_asked_for(
     with pytest.raises(ValueError, match=f"^{path}, line 7: {message}"):
         row.fields()
     assert good.fields() == {"text": "a"}
-
-
-def test_a_parquet_file_gives_its_rows_without_the_columns_left_empty(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "answer": "b", "text": None}, {"prompt": None, "answer": None, "text": "c"}]
-    path = write_parquet(tmp_path / "rows.parquet", rows)
-    read = list(open_source(str(path), SECTION).read())
-    assert [row.where for row in read] == [f"{path}, row 1", f"{path}, row 2"]
-    assert [row.fields() for row in read] == [{"prompt": "a", "answer": "b"}, {"text": "c"}]
 
 
 def test_conversations_come_out_of_parquet_as_they_went_in(tmp_path: Path) -> None:
@@ -123,19 +107,6 @@ def test_a_hub_data_set_is_read_by_its_id_configuration_and_split(
     ]
 
 
-def test_a_hub_data_sets_digest_is_of_its_name_its_split_and_its_fingerprint(
-    datasets: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    contents = datasets.Dataset.from_list([{"text": "a"}])
-    others = datasets.Dataset.from_list([{"text": "b"}])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: contents)
-    digests = [open_source(name, SECTION).sha256 for name in ("O/A", "O/A", "O/B")]
-    digests.append(open_source("O/A", of_split("test")).sha256)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: others)
-    digests.append(open_source("O/A", SECTION).sha256)
-    assert digests[0] == digests[1] and len(set(digests)) == 4
-
-
 def test_what_the_hub_cannot_give_is_one_sentence(datasets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(*_: Any, **__: Any) -> Any:
         raise datasets.exceptions.DatasetNotFoundError("Dataset 'ORG/NAME' doesn't exist\nand more lines")
@@ -146,15 +117,6 @@ def test_what_the_hub_cannot_give_is_one_sentence(datasets: Any, monkeypatch: py
         match=r"no file or folder ORG/NAME, and split 'dev' .* cannot be read: Dataset 'ORG/NAME' doesn't exist$",
     ):
         open_source("ORG/NAME", of_split("dev"))
-
-
-@pytest.mark.parametrize("name", ["none.jsonl", "data/none.parquet", "a/b/c", "./a/b"])
-def test_what_can_be_neither_file_nor_hub_id_is_not_looked_for_on_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=f"there is no data file {name}: give a .jsonl or .parquet file, a folder"):
-        open_source(name, SECTION)
 
 
 def conversation(fields: dict[str, Any], format: str, where: str) -> list[Any]:
@@ -168,13 +130,6 @@ def test_a_sharegpt_conversation_becomes_messages() -> None:
     messages = conversation(row, "sharegpt", "row")
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert messages[1] == {"role": "user", "content": "Why?"}
-
-
-def test_messages_in_sharegpts_field_are_taken_as_they_are() -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert conversation({"conversations": messages}, "sharegpt", "row") == messages
-    with pytest.raises(ValueError, match="row: a message is"):
-        conversation({"conversations": [*messages, {"from": "human", "value": "c"}]}, "sharegpt", "row")
 
 
 @pytest.mark.parametrize(

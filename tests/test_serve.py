@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from trainer import quickstart
 from trainer.export.companions import ServingPlan
 from trainer.export.serve import ServerCommand, Serving, commands_of
 from trainer.export.task import Artefact
@@ -124,16 +123,6 @@ def test_sglang_verifies_one_token_more_than_is_drafted(folder: Path) -> None:
     )  # fmt: skip
 
 
-def test_transformers_gets_a_program_that_a_shell_and_a_page_can_hold(folder: Path) -> None:
-    found = command(DRAFT, folder, "transformers", plan=PLAN)
-    assert found.program is not None and found.shell == f"python - <<'END'\n{found.program}END"
-    compile(found.program, "printed", "exec")
-    assert "num_assistant_tokens = 3\n" in found.program and f'from_pretrained("{TARGET}")' in found.program
-    commit = command(DRAFT, folder, "transformers", target=f"{TARGET}@{'0' * 40}").program
-    assert f'from_pretrained("{TARGET}", revision="{"0" * 40}")' in str(commit)
-    assert command(DRAFT, folder, target=f"{TARGET}@{'0' * 40}").argv[2:5] == (TARGET, "--revision", "0" * 40)
-
-
 def test_a_parallel_draft_drafts_in_one_forward_in_vllm_and_not_in_transformers(folder: Path) -> None:
     config = vllm_config(command(replace(PARALLEL, has_mask_row=True), folder))
     assert config["num_speculative_tokens"] == 4 and config["parallel_drafting"] is True
@@ -164,31 +153,3 @@ def test_a_draft_of_another_vocabulary_size_or_with_fewer_positions_is_configure
     assert "assistant_tokenizer=tokenizer" in str(command(DRAFT, folder, "transformers", target=other).program)
     for artefact, target in ((DRAFT, same), (HEADS, other)):
         assert "use_heterogeneous_vocab" not in command(artefact, folder, target=target).shell
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"headstart_output_tokens": "output_tokens.json"}, "writes with the whole lm_head"),
-        ({"model_type": "mistral", "sliding_window": 16}, "a window of 16 tokens"),
-        ({"model_type": "mistral", "sliding_window": None}, None),
-        ({"model_type": "qwen3", "sliding_window": 16}, None),  # off by default
-    ],
-)
-def test_what_servers_read_otherwise_in_a_draft_is_named(tmp_path: Path, changes: Any, told: str | None) -> None:
-    config = {"model_type": "llama", "vocab_size": 128, "max_position_embeddings": 64} | changes
-    found = commands_of(Serving(DRAFT, folder_of(tmp_path / "draft", **config), "DIR", TARGET))
-    assert len(found) == 3
-    assert all(warned(each, told or "whole lm_head") == (told is not None) for each in found)
-    assert all(warned(each, "a window of") == (told is not None and "window" in told) for each in found)
-
-
-def test_doubts_about_the_target_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quickstart, "folder", lambda: folder)
-    for target, doubt in (
-        (None, "does not name its target: give it by --target"),
-        ("gone", "the target gone is no folder here"),
-        (str(folder), "embedded one, which only the machine that made it has"),
-    ):
-        assert warned(command(HEADS, folder, target=target), doubt)
-    assert not warned(command(HEADS, folder), "target") and command(HEADS, folder, target=None).argv[2] == "TARGET"

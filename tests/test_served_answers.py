@@ -103,12 +103,6 @@ def test_reasoning_alone_is_an_answer_and_counted_as_such(tmp_path: Path) -> Non
     assert [line.split("│")[2].strip() for line in said.splitlines() if "with reasoning" in line] == ["1", "1"]
 
 
-def test_reasoning_that_was_cut_off_is_trained_without_an_end(tmp_path: Path) -> None:
-    with serve(lambda request: message(None, "length", reasoning_content="Hm\N{REPLACEMENT CHARACTER}")) as endpoint:
-        regenerate(options(tmp_path, endpoint.address))
-    assert trained(tmp_path) == ["<think>Hm"]
-
-
 def test_the_next_turn_is_asked_with_the_reasoning_before_it(tmp_path: Path) -> None:
     with serve(in_turn(message("A", reasoning_content="Hm"), chat("B"))) as endpoint:
         regenerate(options(tmp_path, endpoint.address, [["one", "two"]]))

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from torch import Tensor
 
 from trainer.data.batch import Batch, Example, batch_indices
 from trainer.data.source import Offline, PlacedExample
-from trainer.recipe.common import TrainingSection
-from trainer.run.loop import _my_positions
 
 DATA = toy_examples(5)
 
@@ -25,12 +22,6 @@ def test_a_fixed_set_gives_the_examples_of_its_order_with_their_places(batch_siz
         indices = batch_indices(step, batch_size, 5, 3)
         assert source.examples_at(step, range(batch_size)) == [PlacedExample(DATA[index], index) for index in indices]
         assert not source.writes_at(step)
-
-
-def test_the_positions_of_a_batch_are_dealt_out_to_the_processes_in_turn() -> None:
-    section = TrainingSection(steps=1, batch_size=6, micro_batch_size=1)
-    shares = [_my_positions(section, cast(Any, SimpleNamespace(process_index=i, num_processes=3))) for i in range(3)]
-    assert [list(share) for share in shares] == [[0, 3], [1, 4], [2, 5]]
 
 
 class Diary:

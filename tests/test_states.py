@@ -7,12 +7,11 @@ import pytest
 import torch
 from scripted_drafters import HostileDrafter, RandomPolicy
 from tiny_models import naive_greedy, positions_run, tiny_model
-from tiny_parallel import states_before, tiny_parallel_draft
+from tiny_parallel import states_before
 from torch import Tensor
 
-from decoding.drafters import Drafter, DraftModelDrafter, DraftSession, HybridDrafter, ParallelDrafter
+from decoding.drafters import Drafter, DraftSession
 from decoding.drafters.base import DraftRequest, TextStart
-from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
 from decoding.model.causal_lm import CausalLM
@@ -134,12 +133,3 @@ def test_states_outlive_the_outputs_of_a_target_with_static_shapes(monkeypatch: 
     drafter = Reading(hostile(target))
     texts = Engine(target, drafter, RandomPolicy(0)).decode(PROMPTS[:3], DecodingConfig(COUNT), batch_size=2)
     assert [text.tokens for text in texts] == [naive_greedy(target.model, prompt, COUNT) for prompt in PROMPTS[:3]]
-
-
-def test_states_are_kept_for_those_who_read_them_alone(tiny_llama: CausalLM, tiny_draft: CausalLM) -> None:
-    chain, lookup = DraftModelDrafter(tiny_draft, 2), PromptLookupDrafter(2)
-    reader = ParallelDrafter(tiny_parallel_draft(tiny_llama))
-    assert not any(drafter.reads_states for drafter in (chain, lookup, HybridDrafter(chain, lookup)))
-    assert not ParallelDrafter(tiny_parallel_draft(tiny_llama, reads_target=False)).reads_states
-    assert reader.reads_states and HybridDrafter(reader, lookup).reads_states
-    assert tiny_llama.prefill(PROMPTS, tiny_llama.new_cache(32, 6)).states == ()

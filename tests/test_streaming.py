@@ -14,11 +14,8 @@ from fake_hub import hub as hub
 from reference_data import reference_examples
 from test_token_cache import plain, tokenized
 from tiny_training import tiny_tokenizer, write_rows
-from typer.testing import CliRunner
 
-from trainer.cli import app
 from trainer.data.dataset import Dataset, load_dataset
-from trainer.data.token_cache import cache_folder
 from trainer.recipe.common import DataSection
 
 NAME, SHARDS, PER_SHARD = "zoe/chats", 4, 30
@@ -101,16 +98,6 @@ def test_the_sequences_are_those_of_a_file_with_the_same_rows_and_no_copy_of_the
     assert sorted(path.name for path in kept) == ["SHA256SUMS", "account.json", "sequences.arrow"]
 
 
-@pytest.mark.parametrize(("format", "processes"), [("jsonl", 1), ("parquet", 2)])
-def test_no_shard_is_asked_for_behind_the_last_of_max_rows(hub: FakeHub, format: str, processes: int) -> None:
-    publish(hub, shards(ROWS, format))
-    for most, read in ((PER_SHARD, 1), (PER_SHARD + 1, 2)):
-        hub.requests.clear()
-        dataset = loaded(max_rows=most, num_proc=processes)
-        assert dataset.account.num_rows == most
-        assert sorted(fetched(hub)) == sorted(f"train-{place:05d}-of-00004.{format}" for place in range(read))
-
-
 def test_a_named_commit_whose_tokens_are_cached_needs_no_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = publish(hub, shards(ROWS))
     first = loaded()
@@ -135,21 +122,6 @@ def test_a_set_that_changes_gives_its_new_rows_and_its_earlier_commit_the_old_on
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "other"))
     assert plain(loaded(f"{NAME}@{earlier}").examples) == plain(old.examples), "fetched again"
     assert loaded(f"{NAME}@{earlier}").sha256 == old.sha256 != loaded(f"{NAME}@main").sha256 == new.sha256
-
-
-def test_a_set_that_is_not_there_or_is_no_data_is_one_sentence(hub: FakeHub) -> None:
-    assert f"shows no {NAME}: check the name; if it is private" in refused(loaded)
-    publish(hub, {**shards(ROWS), **shards(ROWS, split="test")})
-    told = refused(lambda: loaded(split="train[:10]"))
-    assert "has no split 'train[:10]' but " in told and "data.max_rows" in told and not list(cache_folder().iterdir())
-    hub.repositories.clear()
-    publish(hub, {"README.md": b"# words"})
-    assert f"{NAME} cannot be streamed from the hub: " in refused(loaded)
-    assert f"{NAME} has no revision 'other': give a branch" in refused(lambda: loaded(f"{NAME}@other"))
-    hub.repositories[f"datasets/{NAME}"].gated = True
-    assert f"it is gated: accept its terms at {hub.address}/datasets/{NAME}, then run `hf auth login`" in refused(
-        loaded
-    )
 
 
 def test_without_the_hub_the_remedy_is_a_named_commit(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,11 +149,3 @@ def test_a_connection_that_breaks_is_tried_again_and_lost_ends_in_one_sentence(
     assert TOKEN not in caplog.text
     del hub.failures[third]
     assert loaded().account.num_rows == len(ROWS)
-
-
-def test_data_inspect_streams(hub: FakeHub, tmp_path: Path) -> None:
-    publish(hub, shards(ROWS))
-    tiny_tokenizer().save_pretrained(tmp_path / "target")
-    words = ["data", "inspect", NAME, "--target", str(tmp_path / "target"), "data.streaming=true", "data.max_rows=20"]
-    told = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert told.exit_code == 0 and f"{NAME}, row 3" in told.stdout and len(fetched(hub)) == 1

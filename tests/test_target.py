@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dynamic import TreeMasks
-from decoding.model.lm_head import capture_lm_head_input, last_position
 from decoding.rules.tree import TokenTree, TreeShape
 
 # Longer than the window of the families that have one, on both sides of a branch.
@@ -133,19 +132,6 @@ def test_each_row_runs_its_tree_in_parts_of_its_own(seed: int, lengths: list[int
             torch.testing.assert_close(logits[row, node - skipped], wanted, **FLOAT)
 
 
-def test_rows_that_are_alike_but_for_how_much_of_their_tree_has_run() -> None:
-    model = causal_lm("mistral")
-    cache = filled(model, [PREFIX, PREFIX])
-    first = [1, 3]
-    parts = [TokenTree(TREE.tokens[:count], TREE.shape.keep(range(count))) for count in first]
-    model.verify(parts, cache)
-    logits = model.verify([TREE, TREE], cache, first).logits
-    for row, skipped in enumerate(first):
-        for node in range(skipped, len(TREE)):
-            wanted = alone("mistral", (*PREFIX, *path_text(TREE, node)))
-            torch.testing.assert_close(logits[row, node - skipped], wanted, **FLOAT)
-
-
 # --- what stands beside a row ----------------------------------------------------------------------------------------
 
 
@@ -194,14 +180,6 @@ def test_mistral_gives_every_layer_its_window_whatever_its_config_says_of_types(
     for node in range(len(TREE)):
         wanted = full_forward(model.model, [*PREFIX, *path_text(TREE, node)])[-1]
         torch.testing.assert_close(logits[0, node], wanted, **FLOAT)
-
-
-@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
-def test_an_attention_that_takes_no_trees_mask_is_refused_by_name(attention: str) -> None:
-    model = tiny_model("llama")
-    model.config._attn_implementation = attention
-    with pytest.raises(ValueError, match=f"attends by '{attention}', .* attn_implementation='sdpa' or 'eager'"):
-        CausalLM(model)
 
 
 # --- masks by hand ---------------------------------------------------------------------------------------------------
@@ -271,14 +249,6 @@ def test_a_prefill_pays_for_the_logits_of_one_position_per_row(tiny_llama: Causa
     finally:
         handle.remove()
     assert widths == [1, 1, len(TREE)]
-
-
-def test_keeping_the_last_position_only_still_captures_the_whole(tiny_llama: CausalLM) -> None:
-    model = tiny_llama.model
-    with torch.inference_mode(), capture_lm_head_input(model, select=last_position) as captured:
-        logits = model(torch.tensor([PREFIX])).logits
-    assert captured[0].shape == (1, len(PREFIX), 16) and logits.shape == (1, 1, 16)
-    assert not model.get_output_embeddings()._forward_pre_hooks, "the hook is taken off again"
 
 
 def test_many_long_prompts_run_in_groups_and_give_what_they_give_together(

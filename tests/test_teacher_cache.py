@@ -1,7 +1,6 @@
 """A teacher cache: the target's own logits come back to the bit, its sample is fair, and no other cache is taken."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,11 @@ from decoding.model.fingerprint import fingerprint
 from trainer.data.batch import Batch, Example, collate
 from trainer.learning.fused import fused_loss
 from trainer.learning.losses import LossMix
-from trainer.processes import ALONE, Process
+from trainer.processes import Process
 from trainer.recipe.draft import TeacherSection
-from trainer.recipe.heads import FeaturesSection
 from trainer.target import teacher_cache
-from trainer.target.features import FeatureIdentity, FeatureWriter
-from trainer.target.loading import Target
 from trainer.target.store import ensure_store
-from trainer.target.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, ensure_teacher_cache, sample_tail
+from trainer.target.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens, some of them trained
 LABELLED = [int(collate([example]).labelled(1).sum()) for example in EXAMPLES]
@@ -155,20 +151,6 @@ def test_a_best_token_at_the_end_of_the_vocabulary_is_not_drawn_by_rounding(othe
     assert sample_tail(scores, torch.tensor([[others]]), last).tolist() == [[others - 1]]
 
 
-def test_a_best_token_is_not_drawn_where_sums_rise_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums = torch.tensor([[1e-16, 0.3, 1.0]], dtype=torch.float64)
-    monkeypatch.setattr(Tensor, "cumsum", lambda *args, **options: sums)
-    numbers = torch.tensor([[0.0, 0.2, 0.9]], dtype=torch.float64)
-    drawn = sample_tail(torch.tensor([[9.0, 0.0, 1.0]]), torch.tensor([[0]]), numbers)
-    assert drawn.tolist() == [[2, 1, 2]]  # for the first, the likeliest
-
-
-def test_where_the_best_are_all_that_is_possible_others_stand_for_nothing() -> None:
-    scores = torch.tensor([[0.0, -torch.inf, 1.0, -torch.inf]])
-    drawn = sample_tail(scores, torch.tensor([[0, 2]]), torch.tensor([[0.1, 0.9]], dtype=torch.float64))
-    assert drawn.tolist() == [[1, 3]]
-
-
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_a_fine_sample_gives_the_loss_and_the_gradient_of_the_whole_vocabulary(
     tiny_llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
@@ -227,39 +209,6 @@ def test_any_number_of_processes_and_a_run_broken_off_write_the_same_files(
 
 
 # Other caches
-
-
-@pytest.mark.parametrize("what", ["target", "top_k", "tail", "temperature"])
-def test_a_cache_made_with_something_else_is_refused_by_its_name(
-    tiny_llama: CausalLM, tmp_path: Path, what: str
-) -> None:
-    write(tiny_llama, tmp_path)
-    other = replace(identity_of(tiny_llama), **{what: "other" if what == "target" else 5})
-    was, now = getattr(identity_of(tiny_llama), what), getattr(other, what)
-    difference = f"other {what}" if what == "target" else f"{what} {was} and not {now}"
-    expected = rf"holds teacher logits made with {difference}: give draft\.teacher\.folder another folder"
-    with pytest.raises(ValueError, match=expected):
-        TeacherStore.open(tmp_path, other)
-    with pytest.raises(ValueError, match=expected):
-        ensure_store(TeacherWriter(tiny_llama, other), EXAMPLES, tmp_path, SHARD_ROWS)
-
-
-def test_a_target_with_rounded_weights_is_another_one(tiny_llama: CausalLM, tmp_path: Path) -> None:
-    section = TeacherSection(folder=str(tmp_path), top_k=3, tail=2)
-    exact = Target("tiny", torch.float32, "itself", tiny_tokenizer(), tiny_llama)
-    ensure_teacher_cache(exact, EXAMPLES, section, 1.0, ALONE)
-    with pytest.raises(ValueError, match="made with other target: "):
-        ensure_teacher_cache(replace(exact, rounding="int8"), EXAMPLES, section, 1.0, ALONE)
-
-
-def test_a_folder_of_features_is_no_teacher_cache(tiny_llama: CausalLM, tmp_path: Path) -> None:
-    section = FeaturesSection(folder="features")
-    features = FeatureIdentity.of(tiny_llama, fingerprint(tiny_llama.model), tiny_tokenizer(), EXAMPLES, section)
-    ensure_store(FeatureWriter(tiny_llama, features), EXAMPLES, tmp_path, 1000)
-    before = files_of(tmp_path)
-    with pytest.raises(ValueError, match=r"holds something else than teacher logits: give draft\.teacher\.folder"):
-        write(tiny_llama, tmp_path)
-    assert files_of(tmp_path) == before
 
 
 @pytest.mark.parametrize("top_k", [16, 48])

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from loss_references import KINDS, Anew, a_teacher, all_logits, divergence, gradients, inputs, one
+from loss_references import KINDS, a_teacher, all_logits, divergence, gradients, inputs, one
 from torch import Tensor
 
 from trainer.learning.fused import fused_loss
@@ -104,23 +104,3 @@ def test_a_sample_in_the_tails_own_proportions_is_the_whole_vocabulary(
     assert found.accepted.item() == pytest.approx(whole.accepted.item(), abs=1e-12)
     for ours, theirs in zip(*(gradients(part.loss, hidden, weight) for part in (found, whole)), strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", UNBIASED)
-def test_a_sampled_loss_has_the_gradient_of_its_value(kind: Divergence) -> None:
-    hidden = torch.randn(1, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
-    teacher = sampled(torch.randn(1, 6, dtype=torch.float64), 2, [5, 0, 5])
-    label = torch.tensor([0])
-
-    def loss_of(h: Tensor, w: Tensor) -> Tensor:
-        return fused_loss(h, w, label, one(kind), teacher).loss
-
-    assert torch.autograd.gradcheck(lambda *given: Anew.apply(loss_of, *given), (hidden, weight))
-
-
-def test_what_is_stored_at_one_temperature_is_refused_at_another_with_the_remedy() -> None:
-    hidden, weight, labels = inputs()
-    mix = LossMix({"jsd": 1.0}, temperature=2.0)
-    with pytest.raises(ValueError, match=r"temperature 2 but .* stored at 1\.5: set the temperature to 1\.5, or store"):
-        fused_loss(hidden[:1], weight, labels[:1], mix, sampled(torch.randn(1, 7), 2, [3], temperature=1.5))

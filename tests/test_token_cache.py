@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -153,20 +152,6 @@ def test_a_cached_file_is_found_again_only_for_what_gives_the_same_sequences(tmp
     assert len(set(found)) == len(found)
 
 
-def test_no_more_processes_are_started_than_there_are_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A spawned process has libraries of its own: thousands of them, asked for by mistake, would take the machine."""
-    asked_for = []
-
-    def pool(processes: int, context: Any, begin: Any, arguments: Any) -> ThreadPoolExecutor:
-        asked_for.append(processes)
-        return ThreadPoolExecutor(1, initializer=begin, initargs=arguments)
-
-    monkeypatch.setattr(encoding, "ProcessPoolExecutor", pool)
-    monkeypatch.setattr("os.cpu_count", lambda: 3)
-    path = write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"] * 300)
-    assert load_dataset(path, section(num_proc=9999), tiny_tokenizer()).account.num_rows == 300 and asked_for == [3]
-
-
 def test_a_stopped_start_leaves_nothing_that_a_later_one_takes(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [*["a b c d e f g h"] * 200, {"wrong": 1}])
     for processes in (1, 2):
@@ -220,16 +205,6 @@ def test_processes_that_start_at_once_tokenize_the_rows_once(tmp_path: Path) -> 
     assert [process.exitcode for process in processes] == [0, 0, 0]
     lines = seen.read_text().splitlines()
     assert len(lines) == 300 and len(set(lines)) == 1
-
-
-def test_a_cache_that_cannot_be_written_is_one_sentence_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "file"))
-    path = write_rows(tmp_path / "rows.jsonl", ["a b c d e f g h"])
-    with pytest.raises(ValueError, match=r"rows\.jsonl cannot be kept in .*file/tokens .*another folder in HEADSTART_"):
-        load_dataset(path, section(), tiny_tokenizer())
 
 
 def test_the_digest_changes_with_every_token_mark_document_and_prompt() -> None:

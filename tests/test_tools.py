@@ -1,19 +1,16 @@
 """Tools, tool calls and reasoning of rows: what training and a target in this process make of them."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from test_regenerate import contents, options, regenerate, rows
 from tiny_models import counting_model
 from tiny_tokenizer import TOOL_TEMPLATE, byte_tokenizer
 from tiny_training import CHAT_TEMPLATE, tiny_tokenizer, write_rows
 from transformers import PreTrainedTokenizerBase
 
-from trainer.commands.regenerate import run_regenerate
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset, load_dataset
 from trainer.recipe.common import DataSection
@@ -66,12 +63,6 @@ def test_the_tools_of_a_row_stand_in_its_prompt(
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("none", [None, "[]"])
-def test_a_row_may_have_no_tools(tmp_path: Path, none: Any) -> None:
-    (example,) = load(tmp_path, {"messages": ASKED, "tools": none}).examples
-    assert text(example) == "user:Hi;assistant:Yes;"
-
-
 @pytest.mark.parametrize("tools", ["a hammer", [3]])
 def test_tools_that_are_no_functions_are_refused_naming_the_row(tmp_path: Path, tools: Any) -> None:
     with pytest.raises(ValueError, match=r"line 1: the tools are .*remove the field"):
@@ -122,11 +113,6 @@ def test_behind_reasoning_that_was_cut_off_nothing_is_trained(
     assert trained(example) == kept
 
 
-def test_a_message_that_says_nothing_at_all_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"line 1: a message is .*, without a role and a content"):
-        load(tmp_path, answered(content=None, tool_calls=[]))
-
-
 # --- answers by a target in this process ------------------------------------------------------------------------------
 
 
@@ -150,11 +136,3 @@ def test_the_target_sees_the_tools_of_a_row_and_training_on_its_answer_does(tmp_
     examples = load_dataset(str(tmp_path / "answers.jsonl"), section, tokenizer).examples
     #                                                 h <user> j  h  i   j   k   l <unk> <eos>
     assert [each.tokens.tolist() for each in examples] == [[11, 2, 13, 11, 12, 13, 14, 15, 0, 1], [2, 13, 14, 15, 0, 1]]
-
-
-def test_tools_that_the_targets_template_leaves_out_are_told_once(tmp_path: Path) -> None:
-    counting_target(tmp_path, CHAT_TEMPLATE)
-    said = io.StringIO()
-    asked = [{"prompt": "j", "tools": [{"name": "h"}]}] * 2 + [{"prompt": "i"}]
-    run_regenerate(options(tmp_path, tmp_path / "target", asked), Console(file=said, width=1000))
-    assert said.getvalue().count("2 of 3 prompts have tools") == 1

@@ -49,16 +49,6 @@ def test_a_recipe_that_asks_without_a_key_runs_offline_in_silence(
     assert environment == {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 
 
-def test_a_login_and_a_mode_of_the_users_own_are_respected(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed(monkeypatch, logged_in=True)
-    assert tracker_of("wandb") == "wandb" and "WANDB_MODE" not in environment
-    installed(monkeypatch, logged_in=False)
-    environment["WANDB_MODE"] = "shared"
-    assert tracker_of("wandb") == "wandb" and environment["WANDB_MODE"] == "shared"
-
-
 def test_wandbs_own_login_is_found_without_asking_anybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the tracker is an optional extra")
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_SILENT", "NETRC"):

@@ -20,7 +20,6 @@ from whole_runs import (
     DIRECT,
     ROOT,
     SCRIPT,
-    TORCHRUN,
     losses,
     provenance,
     start,
@@ -162,11 +161,6 @@ def test_a_run_may_change_its_launcher_at_every_resume(last: str, launched: Call
     assert list(chained) == ["3", "4", "5", "6", "7", "8"]
     for step, figures in chained.items():
         assert figures == pytest.approx(alone[0][int(step)], abs=1e-4)
-
-
-def test_in_bf16_fsdp2_rounds_products_and_neither_losses_nor_sums_of_gradients(tmp_path: Path) -> None:
-    script = str(ROOT / "tests" / "system" / "launched_rounding.py")
-    run_program([*TORCHRUN, "--standalone", "--nproc_per_node", "2", script], tmp_path)
 
 
 def test_two_launchers_that_know_of_each_other_train_as_one(tmp_path: Path, alone: Any) -> None:

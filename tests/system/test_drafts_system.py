@@ -18,12 +18,8 @@ from whole_runs import (
     write_workshop,
 )
 
-from decoding.drafters import DraftModelDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
-from decoding.model.causal_lm import CausalLM
 from decoding.model.dtypes import parse_dtype
-from decoding.model.loading import load_draft, load_model, load_tokenizer
+from decoding.model.loading import load_model
 
 STEPS = 12
 POLICY = {"offline": 1, "draft": 1, "loop": 1, "max_new_tokens": 6, "every": 3}
@@ -63,16 +59,6 @@ def written(output: Path) -> list[Any]:
 def evaluated(output: Path) -> list[Any]:
     """The lines of all evaluations, but for the tokens trained so far."""
     return [{**line, "tokens": 0} for line in metrics(output) if "heldout/tokens_per_pass" in line]
-
-
-def test_its_batches_are_mixed_of_the_datas_rows_the_drafts_and_the_loops(alone: Path, workshop: Path) -> None:
-    kinds = {kind for _, _, kind, _ in written(alone)}
-    assert kinds == {"draft", "loop"} and len(written(alone)) >= STEPS * 8 // 2
-    target = CausalLM(load_model(str(workshop / "target"), parse_dtype("fp32")))
-    draft = load_draft(str(alone / "final"), target, load_tokenizer(str(workshop / "target")))
-    assert draft.output_tokens is not None and len(draft.output_tokens) == 10
-    steps = Engine(target, DraftModelDrafter(draft, 2)).decode([4, 5], DecodingConfig(max_new_tokens=9)).steps
-    assert [token for step in steps for token in step.tokens] == [6, 7, 8, 9, 10, 11, 12, 13, 14]
 
 
 def test_two_processes_write_and_learn_what_one_does(alone: Path, workshop: Path) -> None:

@@ -9,9 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from tiny_training import write_rows
 from whole_runs import (
     DEADLINE,
     DIRECT,
@@ -20,11 +17,9 @@ from whole_runs import (
     TWO_PROCESSES,
     checkpoint_steps,
     finish,
-    kill_group,
     losses,
     metrics,
     provenance,
-    repeated,
     run,
     running,
     steps_done,
@@ -48,24 +43,6 @@ def medusa_run(workshop: Path) -> Path:
     said = run([*ONE_PROCESS, write_recipe(workshop, "medusa", output)], workshop)
     assert f"finished: {output / 'final'}" in said
     return output
-
-
-def test_a_run_resumed_after_kill_9_equals_the_one_that_was_never_killed(workshop: Path, medusa_run: Path) -> None:
-    """The kill falls into an evaluation made slow for it, with steps done since the last checkpoint."""
-    output = workshop / "killed"
-    recipe = write_recipe(workshop, "medusa", output)
-    slow = ["evaluation.every=12", "evaluation.max_new_tokens=90", "evaluation.prompts=200"]
-    many = write_rows(workshop / "many.jsonl", [{"text": "a b c d e f g h"}] * 200)
-    overrides = [*slow, f"data.heldout={many}"]
-    with running([*ONE_PROCESS, recipe, *overrides], workshop) as process:
-        wait_until(lambda: steps_done(output) >= 12, process)
-        kill_group(process)
-    assert checkpoint_steps(output)[-1] == 10 and steps_done(output) == 12 and not (output / "final").exists()
-    run([*DIRECT, recipe, f"data.heldout={many}"], workshop)
-    assert losses(output) == losses(medusa_run)
-    heads, straight = (load_file(folder / "final" / "model.safetensors") for folder in (output, medusa_run))
-    assert all(torch.equal(heads[name], straight[name]) for name in straight)
-    assert [line["step"] for line in repeated(output) if "loss" in line] == [11, 12]  # they were done again
 
 
 @pytest.mark.parametrize(("stop", "code"), [(signal.SIGTERM, ExitCode.TERMINATED), (signal.SIGINT, ExitCode.STOPPED)])

@@ -125,11 +125,3 @@ def test_without_the_key_of_the_biases_fewer_tokens_are_accepted_and_nothing_is_
     row, whole = found["no biases", 1], found["biased", 1]
     assert row["equal"] == PROMPTS
     assert sum(row["theirs"]["accepted"]) < 0.8 * sum(whole["theirs"]["accepted"])
-
-
-def test_a_path_with_eagle3_is_taken_for_eagle_and_ends_vllm(found: Row) -> None:
-    assert "Eagle3MedusaModel" in found["eagle", None]["error"]
-
-
-def test_more_tokens_than_heads_end_vllm(found: Row) -> None:
-    assert f"not initialized from checkpoint: {{'blocks.{TOKENS}." in found["more than heads", None]["error"]

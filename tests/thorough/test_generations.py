@@ -62,11 +62,6 @@ def test_at_temperature_0_target_and_loop_write_what_the_target_writes_greedily(
         assert text.place == text.position and text.prompt_length == len(prompt)
 
 
-def test_at_temperature_0_the_draft_writes_what_it_writes_greedily() -> None:
-    for text in writer_of(policy_of(draft=1, temperature=0), ends=()).write(orders_of("draft"), draft()):
-        assert text.answer == naive_greedy(draft().model, PROMPTS[text.position], 12) and not text.rejected
-
-
 def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains of three: right, wrong, right · wrong at once · all right · of two, the second wrong · nothing.
 
@@ -88,12 +83,6 @@ def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: p
     places = [place for place, trained in enumerate(text.example("rejected").trained) if trained]
     assert places == [5, 6, 12]
     assert text.example("all") == Example((*PROMPTS[0], *t), (False,) * 3 + (True,) * 12, 3)
-
-
-def test_a_draft_that_is_the_target_is_never_rejected_and_trains_nothing() -> None:
-    for temperature in (0.0, 1.0):
-        for text in writer_of(policy_of(loop=1, temperature=temperature)).write(orders_of("loop"), target()):
-            assert not text.rejected and not any(text.example("rejected").trained)
 
 
 @pytest.mark.parametrize("kind", ["target", "draft", "loop"])
@@ -128,18 +117,3 @@ def test_texts_that_are_written_again_by_another_number_of_processes_stand_there
         files_in(tmp_path, process, 2).write(6, [TEXT._replace(step=6, position=process)])
     files_in(tmp_path).write(4, [TEXT])
     assert files_in(tmp_path).read(4) == [TEXT] and len(files_in(tmp_path).read(6)) == 2
-
-
-def test_texts_that_no_checkpoint_goes_back_to_are_removed(tmp_path: Path) -> None:
-    files = files_in(tmp_path, kept_steps=4)
-    for done in (0, 2, 4, 6):
-        files.write(done, [TEXT])
-    assert sorted(int(path.name.split("-")[1]) for path in tmp_path.iterdir()) == [2, 4, 6]
-
-
-@pytest.mark.parametrize("content", ['{"step": 1}\n', "[]\n", '{"step":', '{"tokens": 3}\n'])
-def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "after-00000004-process-0-of-1.jsonl"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=rf"{path.name} is damaged .*: remove the newer checkpoints"):
-        files_in(tmp_path).read(4)

@@ -88,12 +88,6 @@ def test_every_kind_of_row_is_what_it_is_called(tmp_path: Path) -> None:
     assert 0 < sum(sum(row.example.trained) for row in corrected) < sum(len(row.example.tokens) for row in corrected)
 
 
-def test_the_loops_rows_are_learnt_whole_if_that_is_asked_for(tmp_path: Path) -> None:
-    policy = policy_of(loop=1, loop_trains="all", temperature=0)
-    for row in batches(source_of(tmp_path, policy), [0])[0]:
-        assert all(row.example.trained[row.example.prompt_length :])
-
-
 def test_texts_are_written_for_several_steps_by_the_draft_as_it_is_at_the_first(tmp_path: Path) -> None:
     asked: list[int] = []
 
@@ -113,9 +107,6 @@ def test_texts_are_written_for_several_steps_by_the_draft_as_it_is_at_the_first(
             answer = tuple(row.example.tokens[row.example.prompt_length :].tolist())
             assert row == own or (answer == plain[: len(answer)] and (len(answer) == 12 or answer[-1] == 1))
     assert {text.step for text in written_in(tmp_path, 4)} == {4, 5}, "nothing is written for steps behind the last"
-
-
-# --- prompts --------------------------------------------------------------------------------------------------------
 
 
 # --- texts that collapsed -------------------------------------------------------------------------------------------

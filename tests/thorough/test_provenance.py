@@ -3,9 +3,7 @@
 import hashlib
 import io
 import json
-import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,11 @@ from rich.console import Console
 from tiny_training import recipe_content, write_corpus, write_target
 
 from decoding.model.fingerprint import stored_fingerprint
-from trainer.data.batch import Example
 from trainer.export import export
 from trainer.export.companions import target_of
-from trainer.job import shared_identity
 from trainer.processes import Process
 from trainer.recipe.reading import AnyRecipe, parse_recipe
 from trainer.run.assemble import assemble
-from trainer.run.checkpoint import compare
 from trainer.run.finish import FILE_NAME
 from trainer.run.train import run_recipe
 
@@ -61,22 +56,6 @@ def identity_of(folder: Path, **sections: Any) -> dict[str, Any]:
     return dict(assembled(recipe).identity)
 
 
-def refused(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The settings by which it is another run."""
-    return [change.name for change in compare(before, now).refused]
-
-
-def test_which_tokens_are_trained_is_part_of_the_training_data(run_folder: Path) -> None:
-    """A chat template may mark other tokens of the same text."""
-    recipe = parse_recipe(recipe_content(run_folder, "medusa"))
-    job = assembled(recipe)
-    first, *others = job.dataset.examples
-    untrained = Example(first.tokens, (False, *first.trained[1:]), first.prompt_length)
-    changed = replace(job.dataset, examples=(untrained, *others))
-    other = shared_identity(recipe, job.target, changed, job.heldout)
-    assert other["training data"] != job.identity["training data"]
-
-
 def test_a_finished_run_says_what_it_was_made_from(run_folder: Path) -> None:
     final, _ = run(run_folder, "medusa")
     written = json.loads((final / FILE_NAME).read_text())
@@ -109,16 +88,6 @@ def test_no_secret_of_the_environment_is_written_anywhere(
     assert {path.name for path in files} >= {FILE_NAME, "metrics.jsonl", "state.json", "weights.safetensors"}
     assert not [path for path in files if MARKER.encode() in path.read_bytes()]
     assert MARKER not in said
-
-
-def test_a_target_and_data_that_were_moved_are_the_same_run(run_folder: Path) -> None:
-    shutil.copytree(run_folder / "target", run_folder / "moved")
-    content = recipe_content(run_folder, "medusa")["data"]
-    shutil.copy(content["train"], run_folder / "moved.jsonl")
-    moved = identity_of(
-        run_folder, target=str(run_folder / "moved"), data={**content, "train": str(run_folder / "moved.jsonl")}
-    )
-    assert moved == identity_of(run_folder)
 
 
 def test_a_draft_is_known_by_the_weights_it_starts_from_wherever_they_lie(run_folder: Path) -> None:

@@ -184,11 +184,6 @@ def refused(options: RealignOptions) -> str:
     return str(error.value)
 
 
-def test_a_draft_of_another_tokenizer_is_refused_before_anything_is_generated(workshop: Path) -> None:
-    tiny_tokenizer(words=[*WORDS[:5], "c", "b", *WORDS[7:]]).save_pretrained(workshop / STALE)
-    assert "the draft's tokenizer is not the target's: token" in refused(options(workshop))
-
-
 def test_what_cannot_be_trained_is_refused_before_anything_is_generated(workshop: Path) -> None:
     assert "max_new_tokens is 90, which with 64 of a prompt" in refused(options(workshop, max_new_tokens=90))
     assert "training.steps: Input should be greater than" in refused(options(workshop, steps=0))
