@@ -16,8 +16,9 @@ PYTEST = $(BIN)/python -m pytest -n 2
 demo: .venv/.ready
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/demo.py
 
-# Everything: lint, import layers, all tests with all their examples, those that take long first, types among them.
+# Everything: lint, import layers, the project's size, all tests with all their examples, those that take long first, types among them.
 test: lint engines
+	$(BIN)/python scripts/sizes.py
 	$(PYTEST) --dist loadfile --no-loadscope-reorder --hypothesis-profile thorough \
 		tests/system tests/thorough tests/gpu tests/test_*.py
 

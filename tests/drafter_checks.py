@@ -86,10 +86,9 @@ def opened(
     prompt_length: int = 1,
     seed: int = 0,
     rows: int = 1,
-    max_length: int = ROOM,
 ) -> DraftSession:
     """Open a session with a text in every row."""
-    session = drafter.open(target, sampling or SamplingConfig(), rows, max_length)
+    session = drafter.open(target, sampling or SamplingConfig(), rows, ROOM)
     for slot in range(rows):
         session.admit(slot, TextStart(prompt_length, GeneratorSource.from_seed(seed + slot)))
     return session

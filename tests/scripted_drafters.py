@@ -116,13 +116,9 @@ class RandomPolicy:
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
-        self.chosen: list[Budget] = []
-        self.seen: list[tuple[Budget, int, list[StepCount]]] = []
-        """What came of each choice: the budget, the rows, and a count for each row."""
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
-        self.chosen.append(self._chance.choice([PLAIN, *budgets]))
-        return self.chosen[-1]
+        return self._chance.choice([PLAIN, *budgets])
 
     def observe(
         self,
@@ -134,4 +130,3 @@ class RandomPolicy:
         total_seconds: float,
     ) -> None:
         assert len(steps) == rows and 0 <= draft_seconds + verify_seconds <= total_seconds
-        self.seen.append((budget, rows, list(steps)))

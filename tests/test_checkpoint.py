@@ -99,12 +99,6 @@ def test_weights_optimizers_and_progress_come_back_bit_equal(tmp_path: Path) -> 
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(before, after, strict=True))
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    save_steps(tmp_path, 2, 4, 6, 8, keep=3)
-    assert names(tmp_path) == ["step-00000004", "step-00000006", "step-00000008"]
-    assert names(tmp_path / "step-00000008") == FILES
-
-
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     model, optimizers = trained_model(tie_word_embeddings=True)
     save(checkpoints(tmp_path), model, optimizers, Progress(1, 0))

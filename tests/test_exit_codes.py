@@ -139,7 +139,7 @@ def test_a_command_that_resumes_says_so() -> None:
 
 
 def test_the_page_and_the_help_list_every_code() -> None:
-    page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
     rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
     assert rows == [(str(code.value), code.short, code.meaning) for code in ExitCode]
     assert exit_code_line().startswith("0 done, 1 a check failed, 2 bad input, 70 ")

@@ -278,19 +278,6 @@ def test_a_sentencepiece_like_tokenizer_merges_by_scores_in_the_order_of_its_mer
     assert metadata["tokenizer.ggml.add_bos_token"] is True and metadata["tokenizer.ggml.add_eos_token"] is False
 
 
-def test_where_texts_end_is_written_and_what_differs_is_told() -> None:
-    tokenizer = sentencepiece_like([("a", "b")], "<eos>", "c1", "c2", "c3")
-    tokens = tokenizer.get_vocab()
-    ends = [2, tokens["c1"], tokens["c2"], tokens["c3"]]
-    metadata, remarks = vocabulary_of(tokenizer, len(tokenizer), ends)
-    named = [metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")]
-    assert named == ends[:3]
-    assert remarks == (
-        "llama.cpp also ends texts at <eos>, by that name",
-        "llama.cpp does not end texts at c3: a file names three such tokens",
-    )
-
-
 def test_the_chat_template_goes_with_the_file_and_the_export_prints_llama_cpps_command(
     draft: Path, tmp_path: Path
 ) -> None:

@@ -4,9 +4,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-import yaml
 from tiny_tokenizer import byte_tokenizer
-from tiny_training import CHAT_TEMPLATE, recipe_content, tiny_tokenizer, write_corpus, write_rows
+from tiny_training import CHAT_TEMPLATE, tiny_tokenizer, write_rows
 from typer.testing import CliRunner
 
 from trainer.cli import app
@@ -62,17 +61,6 @@ def test_a_row_that_is_cut_or_left_out_says_so(tmp_path: Path) -> None:
     assert "line 2: prompt_answer, 12 tokens, left out: no answer begins in the first 8" in text
     assert "line 3: text, left out: too short" in text
     assert lines_of_table(text)["sequences left out"] == "2"
-
-
-def test_a_recipe_says_what_to_read_and_overrides_stand_over_it(tmp_path: Path) -> None:
-    write_corpus(tmp_path, rows=2, length=20)
-    tokenizer_folder(tmp_path)
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_content(tmp_path, "medusa")))
-    text = inspected(tmp_path, str(recipe), target=None)
-    assert lines_of_table(text)["longest sequence"] == "20 tokens" and "train.jsonl, line 1" in text
-    text = inspected(tmp_path, str(recipe), target=None, heldout=True, overrides=["data.max_length=10"])
-    assert lines_of_table(text)["longest sequence"] == "10 tokens" and "heldout.jsonl, line 1" in text
 
 
 def test_the_command_reads_a_source_and_its_options(tmp_path: Path) -> None:

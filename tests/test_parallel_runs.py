@@ -93,12 +93,6 @@ def test_a_run_that_goes_on_trains_at_the_same_anchors_as_one_that_never_stopped
     assert first.losses | second.losses == whole.losses and second.losses.keys() == {3, 4, 5, 6}
 
 
-def test_texts_of_the_loop_are_written_with_the_parallel_draft(workshop: Path) -> None:
-    trained(workshop, draft={"policy": {"loop": 1, "max_new_tokens": 6}}, steps=2)
-    lines = figures_of(workshop / "run")
-    assert lines[0]["generated/texts"] == 8 and lines[0]["generated/tokens"] > 8
-
-
 def test_a_finished_draft_goes_on_in_a_second_stage(workshop: Path) -> None:
     first = trained(workshop)
     second = trained(

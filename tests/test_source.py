@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tiny_training import Recorder, ToyObjective, toy_examples, train_toy
-from torch import Tensor
 
-from trainer.data.batch import Batch, Example, batch_indices
+from trainer.data.batch import Example, batch_indices
 from trainer.data.source import Offline, PlacedExample
 
 DATA = toy_examples(5)
@@ -49,17 +47,6 @@ def test_the_loop_lets_a_source_write_before_the_steps_that_need_it_and_logs_its
     assert diary.asked == [("rows", 0, every), ("write", 1, every), ("rows", 1, every), ("rows", 2, every)]
     assert recorder.figures[2]["generated/texts"] == 3.0 and recorder.figures[2]["generated/seconds"] == 0.5
     assert not {"generated/texts", "generated/seconds"} & (recorder.figures[1].keys() | recorder.figures[3].keys())
-
-
-def test_micro_batches_are_cut_of_the_rows_in_their_order(tmp_path: Path) -> None:
-    class Noting(ToyObjective):
-        def inputs(self, batch: Batch, step: int, ahead: Any = None) -> tuple[Tensor, ...]:
-            seen.append((step, batch.tokens[:, 1].tolist(), batch.examples))
-            return super().inputs(batch, step)
-
-    seen: list[tuple[int, list[int], tuple[int, ...]]] = []
-    train_toy(tmp_path, Noting(), None, Diary(), steps=2, batch_size=4, micro_batch_size=2)
-    assert seen == [(step, rows, (-1, -1)) for step in (0, 1) for rows in ([0, 1], [2, 3])]
 
 
 def test_what_a_source_writes_with_is_not_what_dropout_draws_from(tmp_path: Path) -> None:

@@ -152,14 +152,6 @@ def test_a_cached_file_is_found_again_only_for_what_gives_the_same_sequences(tmp
     assert len(set(found)) == len(found)
 
 
-def test_a_stopped_start_leaves_nothing_that_a_later_one_takes(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [*["a b c d e f g h"] * 200, {"wrong": 1}])
-    for processes in (1, 2):
-        with pytest.raises(ValueError, match=r"line 201: the row has the fields \['wrong'\]"):
-            load_dataset(path, section(bad_rows="stop", num_proc=processes), tiny_tokenizer())
-        assert not list(cache_folder().iterdir())
-
-
 def test_a_file_that_is_cut_off_or_damaged_is_named_and_written_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -24,14 +24,6 @@ def installed(monkeypatch: pytest.MonkeyPatch, there: bool = True, logged_in: bo
     monkeypatch.setattr(log, "_is_logged_in", lambda: logged_in)
 
 
-def test_a_recipe_that_says_nothing_is_not_tracked(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed(monkeypatch, logged_in=True)
-    assert tracker_of(None) is None and tracker_of("none") is None
-    assert environment == {}
-
-
 def test_a_key_in_the_environment_asks_for_wandb_unless_the_recipe_says_none(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

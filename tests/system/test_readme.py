@@ -48,7 +48,7 @@ _TINY_RECIPE = (
 TINY = {  # what makes a command quick, behind its own words
     "headstart train": _TINY_RECIPE,
     "headstart plan": "--limit 2 --max-new-tokens 12 --batch-size 1",
-    "headstart realign": "--steps 2 --batch-size 2 --max-new-tokens 12",
+    "headstart realign": "--steps 2 --max-new-tokens 12 training.batch_size=2 training.micro_batch_size=2",
     "headstart regenerate": "--limit 2 --max-new-tokens 12 --batch-size 2",
     "accelerate launch": "training.steps=1 training.batch_size=2 training.micro_batch_size=2 evaluation.prompts=1 "
     "evaluation.max_new_tokens=4",

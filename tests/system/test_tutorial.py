@@ -109,7 +109,7 @@ def test_every_command_of_the_tutorial_runs_in_the_order_given(desk: Path, warm:
     install, *commands = blocks("sh")
     assert install == "pip install '.[gguf]'"
     assert [shlex.split(command)[1] for command in commands] == [
-        "generate", "prepare.py", "data", "regenerate", "regenerate", "data", "train", "train", "train",
+        "generate", "prepare.py", "data", "regenerate", "regenerate", "train", "train",
         "generate", "evaluate", "export", "export", "export", "verify",
     ]  # fmt: skip
     printed = {}

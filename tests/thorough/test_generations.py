@@ -1,6 +1,5 @@
 """Texts written during the training: whose they are, where they are learnt from, when they collapsed, their files."""
 
-import json
 from functools import cache
 from pathlib import Path
 
@@ -101,14 +100,6 @@ TEXT = GeneratedText(4, 2, 7, "loop", 2, (14, 15, 4, 5, 6), (3,), False)
 
 def files_in(folder: Path, process: int = 0, processes: int = 1, kept_steps: int = 100) -> WindowFiles:
     return WindowFiles(folder, tiny_tokenizer(), kept_steps, Process(process, processes))
-
-
-def test_texts_are_read_as_they_were_written_with_their_answers_to_look_at(tmp_path: Path) -> None:
-    files, other = files_in(tmp_path), TEXT._replace(position=3, kind="draft", rejected=(), collapsed=True)
-    files.write(4, [TEXT, other])
-    assert files.read(4) == [TEXT, other] and not files.read(3)
-    rows = [json.loads(line) for line in (tmp_path / "after-00000004-process-0-of-1.jsonl").read_text().splitlines()]
-    assert [row["text"] for row in rows] == ["a b c", "a b c"] and rows[1]["collapsed"]
 
 
 def test_texts_that_are_written_again_by_another_number_of_processes_stand_there_once(tmp_path: Path) -> None:

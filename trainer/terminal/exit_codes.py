@@ -1,4 +1,4 @@
-"""Exit codes of every command; docs/reference/exit-codes.md shows the same table."""
+"""Exit codes of every command; docs/reference/commands.md shows the same table."""
 
 from enum import IntEnum
 
