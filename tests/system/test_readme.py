@@ -117,7 +117,7 @@ def warm(environment: dict[str, str]) -> Iterator[WarmProgram]:
 
 
 def test_the_readme_names_its_commands() -> None:
-    assert len(COMMANDS) == 16
+    assert len(COMMANDS) == 15
     assert COMMANDS[:3] == ["pip install .", "make demo", "make test"]  # the last two are run by .ci/run itself
 
 
