@@ -49,7 +49,7 @@ class DiagnoseOptions(ModelOptions):
     metrics: Annotated[
         str | None,
         Option(
-            metavar="FILE|URL",
+            metavar="FILE_OR_URL",
             help="The server's metrics page; by default that of --endpoint.",
         ),
     ] = None
