@@ -272,7 +272,7 @@ def diagnose(options: DiagnoseOptions) -> None:
 @command(
     app,
     ExportOptions,
-    "headstart export runs/heads/final exported/heads --format vllm \\\n  --report runs/measured/report.json",
+    "headstart export runs/heads/final exported/heads --format headstart \\\n  --report runs/measured/report.json",
 )
 def export(options: ExportOptions) -> None:
     """Write heads or a draft in a format that servers load. A model card goes with it."""
