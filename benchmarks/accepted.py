@@ -31,13 +31,13 @@ from widen import widened_heads, widened_parallel, widened_to
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
+from decoding.dtypes import parse_dtype
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.methods import Method, our_method, transformers_method
 from decoding.measure.questions import read_prompts
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dtypes import parse_dtype
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import (
     eos_token_ids,
@@ -93,7 +93,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=100, help="prompts of each set")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=16, help="prompts decoded together, for acceptance")
-    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--dtype", default="fast")
     return parser.parse_args(arguments)
 
 

@@ -44,8 +44,8 @@ with stand_ins() as MISSING:
     from suite_measurements import METHODS, copy_bandwidth, measure_group, measure_training, profile_steps
     from suite_models import Models, Stages, read_models
 
+    from decoding.dtypes import parse_dtype
     from decoding.measure.machine import commit, hardware, versions
-    from decoding.model.dtypes import parse_dtype
 
 SCHEMA = "headstart-gpu-suite/2"
 SETTINGS = (("greedy", 0.0), ("T=1", 1.0))

@@ -24,6 +24,7 @@ from widen import widened_heads, widened_parallel, widened_to
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
+from decoding.dtypes import parse_dtype
 from decoding.measure.evaluate import evaluate
 from decoding.measure.figures import PLAIN, TRANSFORMERS
 from decoding.measure.machine import commit, hardware, versions
@@ -31,7 +32,6 @@ from decoding.measure.methods import EvaluationConfig, standard_methods
 from decoding.measure.questions import read_prompts
 from decoding.measure.report.tables import markdown_table
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dtypes import parse_dtype
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import (
     eos_token_ids,
@@ -137,7 +137,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="how often each method decodes each prompt")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--widen", type=float, default=150e6, help="parameters to widen to; 0 for not at all")
-    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--dtype", default="fast")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     return parser.parse_args(arguments)
 

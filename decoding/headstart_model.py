@@ -13,12 +13,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.dtypes import default_device
 from decoding.engine import Engine
 from decoding.errors import UserError
 from decoding.generate import DecodingConfig
 from decoding.model.architecture import check_static, static_of
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dtypes import default_device
 from decoding.model.hub import only_cached, with_revision
 from decoding.model.loading import load_model
 from decoding.policies import Policy, named_policy
@@ -52,7 +52,7 @@ class HeadstartModel:
         target: str | PreTrainedModel,
         drafter: str | None = None,
         *,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         trust_remote_code: bool = False,
         policy: Policy | str = "fixed",
@@ -71,8 +71,9 @@ class HeadstartModel:
         ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``); or the folder or Hub id of heads or of
         a draft alone; or None for plain decoding. ``draft_options`` are further options (``tokens=4``), those of
         `decoding.drafters.registry.REGISTRY`. A draft's tokenizer must match ``tokenizer``, by default the tokenizer of
-        a target given by name. ``dtype`` (or ``torch_dtype``) and ``device`` (default: the first GPU if there is one,
-        or all of them for weights that do not fit the first) apply to a target given by name; heads and drafts follow
+        a target given by name. ``dtype`` (or ``torch_dtype``; default: bf16 where the device multiplies it, else fp32)
+        and ``device`` (default: the first GPU if there is one, or all of them for weights that do not fit the first)
+        apply to a target given by name; heads and drafts follow
         their target.
 
         ``static`` runs the steps of target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"eager"``

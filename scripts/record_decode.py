@@ -24,12 +24,12 @@ spin_briefly()  # before torch is imported
 from decode_picture import picture
 from transformers import PreTrainedTokenizerBase
 
+from decoding.dtypes import parse_dtype
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Step
 from decoding.headstart_model import HeadstartModel
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.redact import published_name
-from decoding.model.dtypes import parse_dtype
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import encode_prompt
 from decoding.stream import Detokenizer, Tally
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--drafter", help="drafter, as for headstart generate")
     parser.add_argument("--prompt", help="text to answer, or to continue where there is no chat template")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="longest continuation, in tokens")
-    parser.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32")
+    parser.add_argument("--dtype", default="fast", help="fast, bf16, fp16 or fp32")
     parser.add_argument("--runs", type=int, default=5, help="runs over which medians are taken")
     parser.add_argument("--report", type=Path, required=True, help="JSON of the figures")
     parser.add_argument("--output", type=Path, required=True, help="the picture, .svg")

@@ -16,8 +16,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from decoding.drafters.registry import parse_drafter
+from decoding.dtypes import DTYPES
 from decoding.measure.methods import SETTINGS
-from decoding.model.dtypes import DTYPES
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.verify import RULES
 from trainer.cli import app

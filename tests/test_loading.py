@@ -7,6 +7,7 @@ import torch
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
+from decoding.dtypes import DTYPES, fast_dtype, parse_dtype
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import (
     check_same_tokenizer,
@@ -15,6 +16,8 @@ from decoding.model.loading import (
     load_model,
     load_tokenizer,
 )
+from trainer.commands.shared_options import LoadingOptions
+from trainer.recipe.common import TrainingSection
 
 
 def saved(folder: Path, vocab: int = 128, size: int = 128) -> Path:
@@ -97,3 +100,23 @@ def test_the_end_of_a_text_comes_from_the_generation_config_else_the_tokenizer()
     assert eos_token_ids(model, byte_tokenizer()) == (0,)
     model.generation_config.eos_token_id = [3, 4]
     assert eos_token_ids(model, byte_tokenizer()) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "fast"),
+    [
+        ({"avx2": True, "avx512_bf16": False}, "fp32"),
+        ({"avx512_bf16": True}, "bf16"),
+        ({"bf16": True}, "bf16"),
+        ({}, "fp32"),
+    ],
+)
+def test_the_fast_dtype_is_bf16_only_where_the_processor_multiplies_it(
+    capabilities: dict[str, bool], fast: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert fast_dtype() == fast and parse_dtype("fast") == DTYPES[fast]
+    assert TrainingSection(steps=1).mixed_precision == {"bf16": "bf16", "fp32": "no"}[fast]
+    assert TrainingSection(steps=1, mixed_precision="bf16").mixed_precision == "bf16"
+    assert LoadingOptions().dtype == "fast"

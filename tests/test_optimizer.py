@@ -1,9 +1,11 @@
 """Which optimizer steps which parameter."""
 
 import pytest
+import torch
 from tiny_models import tiny_model
 from torch import nn
 
+from trainer.learning.muon import Muon, orthogonal
 from trainer.recipe.common import TrainingSection
 from trainer.run.distributed import PREFIX, build_optimizers, set_learning_rates
 
@@ -53,3 +55,31 @@ def test_the_learning_rates_are_the_groups_factors_times_the_recipes() -> None:
         for group in optimizer.param_groups
     }
     assert rates == {("Muon", "model.layers."): 2.0, ("AdamW", "model.layers."): 2.0, ("AdamW", ""): 0.0}
+
+
+def test_muon_in_bf16_is_the_one_of_torch_to_the_bit() -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in ((8, 8), (5, 16), (16, 5))]
+    theirs = [nn.Parameter(each.detach().clone()) for each in ours]
+    optimizers = (
+        Muon(ours, lr=0.02, weight_decay=0.1, dtype=torch.bfloat16),
+        torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    )
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_newton_and_schulz_bring_singular_values_near_one_and_keep_the_directions() -> None:
+    torch.manual_seed(1)
+    matrix = torch.randn(12, 30) * torch.logspace(-1, 1, 12)[:, None]
+    found = orthogonal(matrix)
+    singular = torch.linalg.svdvals(found)
+    assert singular.min() > 0.5 and singular.max() < 1.5
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    shares = (left.T @ found @ right.T).abs()
+    assert torch.allclose(shares, shares.diagonal().diag(), atol=1e-3)

@@ -8,10 +8,10 @@ import torch
 from test_vocabulary import KEPT, PROMPTS, drafters
 from tiny_models import full_forward, naive_greedy, tiny_model
 
+from decoding.dtypes import quantised
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dtypes import quantised
 from decoding.model.vocabulary import trimmed_vocabulary
 
 TORCHAO = importlib.util.find_spec("torchao") is not None

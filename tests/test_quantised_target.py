@@ -13,7 +13,7 @@ from tiny_models import full_forward, tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 from torch import nn
 
-from decoding.model.dtypes import quantised
+from decoding.dtypes import quantised
 from decoding.model.fingerprint import stored_fingerprint
 from trainer.data.batch import collate
 from trainer.drafts.distill import DistillObjective

@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from decoding.dtypes import default_device, parse_dtype
 from decoding.errors import UserError
 from decoding.model.architecture import is_spread, places_of, why_not_static
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dtypes import default_device
 from decoding.model.folder import adapted_model, check_model_folder
 from decoding.model.heads import CONFIG_NAME, FORMAT, MedusaHeads, read_config
 from decoding.model.hub import local_folder
@@ -44,18 +44,20 @@ UNREADABLE = (
 
 def load_model(
     name: str,
-    dtype: torch.dtype | Literal["auto"] = torch.bfloat16,
+    dtype: torch.dtype | Literal["auto"] | None = None,
     device: torch.device | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a causal LM from a folder or ORG/NAME[@REVISION]. Every weight must be stored there, in safetensors files.
 
-    ``dtype="auto"`` keeps the stored dtype. Its config is compared with its weights before the model is built.
-    ``device`` None: the first GPU, or the CPU without one; weights that do not fit the first of several GPUs are spread
-    over all of them. ValueError for a model that cannot be read, lacks weights, or is too large for the GPUs together.
+    ``dtype="auto"`` keeps the stored dtype; None is `fast_dtype`'s. The config is compared with the weights before the
+    model is built. ``device`` None: the first GPU, or the CPU without one; weights that do not fit the first of several
+    GPUs are spread over all of them. ValueError for a model that cannot be read, lacks weights, or is too large for the
+    GPUs together.
     """
     folder = model_folder(name)
     check_model_folder(folder)
+    dtype = dtype or parse_dtype("fast")
     spread = device is None and exceeds_first_gpu(folder, dtype)
     if spread:
         _LOGGER.warning("%s does not fit the first GPU: it is spread over %d", name, torch.cuda.device_count())

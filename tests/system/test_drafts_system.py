@@ -18,7 +18,7 @@ from whole_runs import (
     write_workshop,
 )
 
-from decoding.model.dtypes import parse_dtype
+from decoding.dtypes import parse_dtype
 from decoding.model.loading import load_model
 
 STEPS = 12

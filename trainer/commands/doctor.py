@@ -4,10 +4,11 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from rich.console import Console
 
+from decoding.dtypes import parse_dtype
 from decoding.measure.proof.finding import Finding, all_pass, note
-from decoding.model.dtypes import DTYPES, parse_dtype
 from trainer import quickstart
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings
 from trainer.commands.proof_options import DoctorOptions
@@ -47,7 +48,7 @@ def _models(options: DoctorOptions, name: str) -> dict[str, list[Finding]]:
     specs = read_specs(options.drafter or ())
     if name == quickstart.NAME and not quickstart.is_built():
         return {f"target {name}": [note("files", "not built yet", _BUILD)]}
-    dtype, trusted = DTYPES[options.dtype], options.trust_remote_code
+    dtype, trusted = parse_dtype(options.dtype), options.trust_remote_code
     findings, target = models.read_skeleton(quickstart.resolve(name), dtype, trusted)
     sections = {f"target {name}": findings}
     if target is None:
@@ -61,7 +62,7 @@ def _models(options: DoctorOptions, name: str) -> dict[str, list[Finding]]:
     here = any(target.folder.glob("*.safetensors"))
     decode = options.decode if options.decode is not None else small and here
     if decode and all_pass([finding for each in sections.values() for finding in each]):
-        found = models.check_decoding(target.name, DTYPES["fp32"] if small else dtype, specs, trusted)
+        found = models.check_decoding(target.name, torch.float32 if small else dtype, specs, trusted)
         for section, finding in zip(sections.values(), found, strict=False):  # after a problem there are fewer
             section.append(finding)
     return sections

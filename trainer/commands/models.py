@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.drafters.spec import DrafterSpec
+from decoding.dtypes import default_device, parse_dtype
 from decoding.errors import UserError, check_once
 from decoding.measure.markdown import one_line
 from decoding.measure.redact import published_name, without_local_paths
 from decoding.model.architecture import check_static, static_of
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dtypes import default_device, parse_dtype
 from decoding.model.loading import load_model, load_tokenizer
 from trainer.commands.shared_options import LoadingOptions, ModelOptions
 from trainer.export.companions import read_provenance

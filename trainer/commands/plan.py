@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from decoding.drafters.registry import DrafterLoader
+from decoding.dtypes import parse_dtype
 from decoding.measure.figures import without_nan
 from decoding.measure.planning.check import check_plan, check_rows
 from decoding.measure.planning.plan_file import plan_fingerprints, read_plan, write_plan
@@ -14,7 +15,6 @@ from decoding.measure.planning.planner import PlanConfig, Planner
 from decoding.measure.planning.step_costs import LEAST_GAIN
 from decoding.measure.planning.views import basis, check_table, plan_table, write_picture
 from decoding.measure.questions import read_prompts
-from decoding.model.dtypes import parse_dtype
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
 from decoding.model.hub import revisions
 from decoding.model.loading import eos_token_ids, load_tokenizer

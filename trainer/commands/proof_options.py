@@ -122,8 +122,8 @@ class DoctorOptions:
     ] = None
     dtype: Annotated[
         str,
-        Option(metavar="TYPE", help="Type of the weights in later use; bf16, fp16 or fp32."),
-    ] = "bf16"
+        Option(metavar="TYPE", help="Type of the weights in later use; fast, bf16, fp16 or fp32."),
+    ] = "fast"
     decode: Annotated[
         bool | None,
         Option(

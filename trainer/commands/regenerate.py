@@ -132,5 +132,9 @@ def _target(
     config = replace(config, eos_token_ids=eos_token_ids(target.model, tokenizer))
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
     static = {} if target.static is None else {"static": target.static}  # other kernels may round otherwise
-    settings = {"dtype": options.dtype, **static, "target_fingerprint": stored_fingerprint(name, trusted)}
+    settings = {
+        "dtype": str(target.dtype).removeprefix("torch."),
+        **static,
+        "target_fingerprint": stored_fingerprint(name, trusted),
+    }
     return backend, {"chat": tokenizer.chat_template is not None, **settings}

@@ -64,12 +64,12 @@ Target = Annotated[
         help=f"{TARGET_HELP}; 'quickstart' is the embedded default.",
     ),
 ]
-DTYPE_HELP = "Type of the target's weights; bf16, fp16 or fp32."
+DTYPE_HELP = "Type of the target's weights; bf16, fp16, fp32, or fast: bf16 where the device multiplies it, else fp32."
 Dtype = Annotated[
     str,
     Option(
         metavar="TYPE",
-        help=f"{DTYPE_HELP} On a CPU with AVX512-BF16 or AMX, bf16 is the fast one.",
+        help=DTYPE_HELP,
         hidden=True,
     ),
 ]
@@ -89,7 +89,7 @@ Trusted = Annotated[bool, Option(help="Run code that comes with a hub model.", h
 class LoadingOptions:
     """Options that say how a target is loaded."""
 
-    dtype: Dtype = "bf16"
+    dtype: Dtype = "fast"
     trust_remote_code: Trusted = False
 
 

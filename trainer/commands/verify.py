@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader
 from decoding.drafters.spec import DrafterSpec
+from decoding.dtypes import parse_dtype
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.proof.finding import Finding, all_pass
@@ -75,7 +76,7 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
         models = {"target": resolve(options.target), **{str(spec): spec.path for spec in specs}}
         about = {
             "verdict": "PASS" if passed else "FAIL",
-            "dtype": options.dtype,
+            "dtype": str(parse_dtype(options.dtype)).removeprefix("torch."),
             "fingerprints": {"target": fingerprint, "prompts": prompts_fingerprint(given.prompts)},
             "revisions": revisions(models),
             "power": figures,

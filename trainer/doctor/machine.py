@@ -9,6 +9,7 @@ import torch
 from huggingface_hub import constants, get_token
 from packaging.requirements import Requirement
 
+from decoding.dtypes import fast_dtype
 from decoding.measure.machine import hardware
 from decoding.measure.proof.finding import Finding, note, ok, problem
 from decoding.model.hub import without_login
@@ -33,7 +34,7 @@ def machine_findings(environment: Mapping[str, str]) -> list[Finding]:
     cores, threads, gpus = int(about["cores"]), int(about["threads"]), _gpus()
     disks = (("HF_HOME", Path(constants.HF_HUB_CACHE)), ("HEADSTART_CACHE", cache_root()))
     return [
-        ok("processor", f"{about['processor']}, {cores} cores for this process"),
+        ok("processor", f"{about['processor']}, {cores} cores for this process; the fast dtype is {fast_dtype()}"),
         check_threads(threads, cores, bool(gpus)),
         check_memory(free_bytes()),
         *(gpus or [check_no_gpu(shutil.which("nvidia-smi") is not None, torch.version.cuda)]),

@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
+from decoding.dtypes import parse_dtype
 from decoding.measure.redact import basename, is_hub_id
-from decoding.model.dtypes import parse_dtype
 from decoding.model.folder import adapted_model
 from decoding.model.loading import load_model, load_tokenizer
 from decoding.model.stored import check_finite

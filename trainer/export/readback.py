@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.medusa import MedusaDrafter
+from decoding.dtypes import default_device
 from decoding.measure.proof.greedy import is_near_tie, margin_of
 from decoding.measure.redact import basename
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dtypes import default_device
 from decoding.model.heads import MedusaHeads
 from decoding.model.hub import only_cached
 from decoding.model.lm_head import lm_head_input

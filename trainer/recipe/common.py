@@ -52,6 +52,12 @@ class DataSection(Section):
     """Licence of the rows, for the model card, such as ``mit``; nothing else reads it."""
 
 
+def _fast_dtype() -> str:
+    from decoding.dtypes import fast_dtype  # torch: too slow to import for a recipe with a mistake
+
+    return fast_dtype()
+
+
 class TrainingSection(Section):
     """The training loop. ``batch_size`` counts sequences per optimizer step over all processes together."""
 
@@ -66,8 +72,9 @@ class TrainingSection(Section):
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    mixed_precision: Literal["no", "bf16"] = "bf16"
-    """``bf16``: products in bf16 on fp32 weights. ``no``: all in fp32 without TF32, slow on a GPU."""
+    mixed_precision: Annotated[Literal["fast", "no", "bf16"], Field(validate_default=True)] = "fast"
+    """``bf16``: products in bf16 on fp32 weights. ``no``: all in fp32 without TF32, slow on a GPU. ``fast`` is read as
+    ``bf16`` where the device multiplies it, else as ``no``."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
     @field_validator("mixed_precision", mode="before")
@@ -75,6 +82,11 @@ class TrainingSection(Section):
     def _a_bare_no_is_meant(cls, value: Any) -> Any:
         """Turn False into "no": YAML reads an unquoted ``no`` as false."""
         return "no" if value is False else value
+
+    @field_validator("mixed_precision")
+    @classmethod
+    def _fast_here(cls, value: str) -> str:
+        return value if value != "fast" else "bf16" if _fast_dtype() == "bf16" else "no"
 
 
 class EvaluationSection(Section):
@@ -219,9 +231,14 @@ class TargetRecipe(CommonRecipe):
 
     target: str
     """Hub id or folder of the target; ``quickstart`` is the embedded default."""
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """The target's dtype."""
+    dtype: Annotated[Literal["fast", "bf16", "fp16", "fp32"], Field(validate_default=True)] = "fast"
+    """The target's dtype; ``fast`` is read as ``bf16`` where the device multiplies it, else as ``fp32``."""
     trust_remote_code: bool = False
+
+    @field_validator("dtype")
+    @classmethod
+    def _fast_here(cls, value: str) -> str:
+        return _fast_dtype() if value == "fast" else value
 
     @property
     def target_name(self) -> str:

@@ -10,6 +10,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.learning.muon import Muon
 from trainer.processes import zero_stage
 from trainer.recipe.common import TrainingSection
 
@@ -192,7 +193,7 @@ PREFIX = "prefix"
 
 
 def build_optimizers(module: nn.Module, section: TrainingSection, prefixes: Collection[str] = ("",)) -> list[Optimizer]:
-    """Build AdamW for everything, or Muon (Jordan et al. 2024) for the network's inner matrices and AdamW for the rest.
+    """Build AdamW for everything, or Muon for the network's inner matrices and AdamW for the rest.
 
     A parameter belongs to the group of the longest of ``prefixes`` that its name begins with; frozen ones to none.
     Muon's step is scaled to AdamW's size, so one learning rate serves both. Embeddings and output layers, whose rows
@@ -204,12 +205,7 @@ def build_optimizers(module: nn.Module, section: TrainingSection, prefixes: Coll
     inside = {name for name, p in trained.items() if p.ndim == 2 and not _is_over_vocabulary(name)}
     matrices = {name: parameter for name, parameter in trained.items() if name in inside}
     others = {name: parameter for name, parameter in trained.items() if name not in inside}
-    muon = torch.optim.Muon(
-        _groups(matrices, prefixes),
-        lr=section.learning_rate,
-        weight_decay=section.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    muon = Muon(_groups(matrices, prefixes), section.learning_rate, section.weight_decay)
     return [muon, _adamw(_groups(others, prefixes), section)]
 
 

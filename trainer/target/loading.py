@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from decoding.dtypes import parse_dtype, quantised
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dtypes import parse_dtype, quantised
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import load_model, load_tokenizer
 from trainer.data.batch import check_documents_are_apart
