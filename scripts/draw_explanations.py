@@ -8,8 +8,8 @@ from pathlib import Path
 from explained import ROOT
 from explanation_pictures import PICTURES
 from explanation_tables import BLOCKS, MAKER
-from loop_picture import LIGHT, save
 from matplotlib import pyplot as plt
+from picture_card import LIGHT, save
 from publish_results import renewed
 
 FOLDER = ROOT / "docs" / "explanation"

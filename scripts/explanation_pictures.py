@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import explained
 from explained import EXAMPLES, TOKENS, P, Q
-from loop_picture import Pen, card, draw_tree, place_tree
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from picture_card import Pen, card, draw_tree, place_tree
 
 from decoding.generate import Step
 from decoding.metrics import expected_tokens

@@ -13,7 +13,7 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.reference import Reference
-from decoding.metrics import Estimate, StepCount, acceptance
+from decoding.metrics import StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.sampling import SamplingConfig
@@ -21,7 +21,6 @@ from trainer.export import vllm
 from trainer.export.task import ExportTask
 from trainer.servers.acceptance import (
     LoopAcceptance,
-    TuningLoss,
     compare_acceptance,
     compare_positions,
     compare_sampling,
@@ -307,28 +306,3 @@ def test_what_is_not_sampled_drafts_is_no_argmax_either_if_that_cannot_be_told()
     found = compare_sampling(replayed((0.8, 0.6)), replayed((0.3, 0.1)), counted((0.0, 0.0), drafts=30), 1.0)
     assert not found.passed and "not that of sampled drafts, and too few drafts to tell argmax drafts" in found.found
     assert found.remedy.startswith("give more prompts")
-
-
-# --- a tuned target ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("tuned", "base", "width", "texts", "status"),
-    [
-        (1.5, 2.25, 0.05, 50, "problem"),
-        (2.25, 2.28, 0.05, 50, "ok"),
-        (2.0, 2.2, 0.5, 50, "open"),  # a wide interval
-        (1.5, 2.25, 0.05, 7, "open"),  # few texts
-    ],
-)
-def test_a_real_gap_between_two_targets_is_a_problem_and_an_unclear_one_is_open(
-    tuned: float, base: float, width: float, texts: int, status: str
-) -> None:
-    now, before = (Estimate(value, value - width, value + width, texts) for value in (tuned, base))
-    finding = TuningLoss(before, now, "a chain", "headstart realign").finding()
-    assert finding.status == status and f"{base:.2f} tokens per pass before tuning, {tuned:.2f} now" in finding.found
-
-
-def test_the_gain_of_realigning_has_the_errors_of_both_targets() -> None:
-    around = (Estimate(value, value - 0.05, value + 0.05, 50) for value in (2.25, 1.5))
-    assert TuningLoss(*around, "", "").gain == pytest.approx((1.5, 1.44, 1.56, 50), abs=0.01)

@@ -20,7 +20,7 @@ explained, pictures = import_module("explained"), import_module("explanation_pic
 tables, drawn, loop = (
     import_module("explanation_tables"),
     import_module("draw_explanations"),
-    import_module("loop_picture"),
+    import_module("picture_card"),
 )
 
 P, Q = explained.P, explained.Q

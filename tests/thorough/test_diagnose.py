@@ -261,26 +261,6 @@ def test_a_server_that_tells_only_the_number_of_tokens_is_compared_by_it(desk: D
     assert not fine and "as one that lacks the generation prompt" in printed
 
 
-# --- a tuned target ---------------------------------------------------------------------------------------------------
-
-
-def stale(desk: Desk, tuned: Path) -> tuple[bool, str]:
-    return diagnosed(desk, exported=None, target=str(tuned), base=str(desk.folder / "target"))
-
-
-def test_a_draft_of_the_target_before_it_was_tuned_is_stale(desk: Desk, tmp_path: Path) -> None:
-    noisy(desk.target, 0.5, seed=3).save_pretrained(tmp_path / "tuned")
-    desk.tokenizer.save_pretrained(tmp_path / "tuned")
-    fine, printed = stale(desk, tmp_path / "tuned")
-    assert not fine and re.search(r"\d\.\d\d tokens per pass before tuning, \d\.\d\d now \(draft model", printed)
-    assert "headstart realign --target" in printed and f"--draft {desk.folder / 'final'}" in printed
-
-
-def test_a_draft_of_an_unchanged_target_still_fits(desk: Desk) -> None:
-    fine, printed = stale(desk, desk.folder / "target")
-    assert fine and "realigning could win up to 1.00×" in printed
-
-
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -306,7 +286,6 @@ def test_an_export_of_another_kind_is_refused_before_anything_is_compared(desk: 
     [
         ({"endpoint": "http://127.0.0.1:1/v1"}, "say which with --model"),
         ({"model": "tiny"}, "--model tiny names a model of an --endpoint"),
-        ({"base": "ORG/BASE"}, "not a server: leave out --exported"),
         ({"exported": Path("nowhere")}, "no folder that a server reads"),
         ({"speculator": "lookup"}, "no trained weights"),
         ({"metrics": "nowhere.txt"}, "no file and no address"),

@@ -1,6 +1,6 @@
-"""The command `headstart diagnose`: a speculator that does well here and badly in a server, or on a tuned target."""
+"""The command `headstart diagnose`: a speculator that does well here and badly in a server."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from http.client import HTTPException
 from pathlib import Path
@@ -12,10 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import measure_acceptance
 from decoding.measure.markdown import one_line
 from decoding.measure.proof.finding import Finding, all_pass
-from decoding.metrics import Estimate
 from decoding.model.causal_lm import CausalLM
 from decoding.model.hub import local_folder
 from decoding.model.loading import eos_token_ids, load_tokenizer
@@ -25,7 +23,6 @@ from trainer.commands.proof_options import DiagnoseOptions
 from trainer.data.conversations import read_conversations
 from trainer.quickstart import resolve
 from trainer.run.acceptance import read_heldout
-from trainer.servers.acceptance import TuningLoss
 from trainer.servers.configs import is_vllm_heads
 from trainer.servers.counters import parse_counts
 from trainer.servers.diagnosis import Replay, ServerCounts, diagnose
@@ -35,16 +32,13 @@ from trainer.terminal.console import say, standard_error, standard_output
 
 _PAGE_SECONDS = 10.0
 _NO_LIMIT = 1 << 30
-_BATCH = 8
-_OF_SERVERS = ("endpoint", "metrics", "exported")
-"""Options that describe a server."""
 
 
 def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bool:
-    """Compare and print; return True if nothing differs, or with --base if the speculator still fits."""
+    """Compare and print; return True if nothing differs."""
     console, watch = console or standard_output(), standard_error()
     named = _check(options)
-    findings = (_compare_targets if options.base is not None else _compare_server)(options, named, watch)
+    findings = _compare(options, named, watch)
     first = next((finding for finding in findings if not finding.passed), None)
     if options.json is not None:
         content = {str(options.speculator): findings}
@@ -61,9 +55,6 @@ def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bo
 def _check(options: DiagnoseOptions) -> SpeculatorName:
     """Reject what cannot be compared, before the target is read."""
     check_endpoint(options.endpoint, options.model)
-    of_servers = [f"--{name}" for name in _OF_SERVERS if getattr(options, name) is not None]
-    if options.base is not None and of_servers:
-        raise UserError("--base compares two targets, not a server", f"leave out {', '.join(of_servers)}")
     folder = options.exported
     if folder is not None and not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no folder that a server reads (no config.json)", "name an exported folder")
@@ -76,7 +67,7 @@ def _check(options: DiagnoseOptions) -> SpeculatorName:
             f"{named.kind}",
             "give the folder that was exported of it",
         )
-    if options.base is None and not of_servers and _read_by_servers(named) is None:
+    if (options.endpoint, options.metrics, folder, _read_by_servers(named)) == (None, None, None, None):
         raise UserError(
             f"there is nothing to compare {options.speculator} with",
             "give a server's --endpoint or --metrics, or --exported with the folder that it reads",
@@ -90,10 +81,7 @@ def _read_by_servers(named: SpeculatorName) -> Path | None:
     return None if named.kind == "heads" and not is_vllm_heads(folder) else folder
 
 
-# --- a server ---------------------------------------------------------------------------------------------------------
-
-
-def _compare_server(options: DiagnoseOptions, named: SpeculatorName, watch: Console) -> list[Finding]:
+def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) -> list[Finding]:
     page, given = None, []
     if options.metrics is not None:
         page = _reader(options.metrics)
@@ -157,34 +145,3 @@ def _reader(metrics: str) -> Callable[[], str]:
             raise UserError(f"--metrics cannot be read ({told})", "give the address of a metrics page") from None
 
     return read
-
-
-# --- a tuned target ---------------------------------------------------------------------------------------------------
-
-
-def _compare_targets(options: DiagnoseOptions, named: SpeculatorName, watch: Console) -> list[Finding]:
-    """Decode the prompts with the tuned target, then with the base target, whose texts the speculator was made for."""
-    tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
-    prompts: Sequence[tuple[int, ...]] = ()
-    label = ""
-
-    def tokens_per_pass(name: str) -> Estimate:
-        nonlocal prompts, label
-        say(watch, f"measuring {name} …", style="dim")
-        target = read_target(name, options)
-        speculator = load_speculator(named, target, tokenizer, options.trust_remote_code)
-        prompts = prompts or [each.ids for each in _heldout(options, speculator, target, tokenizer, watch)]
-        chain = speculator.chain(speculator.chain_length(named.tokens))
-        label = chain.label
-        config = DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(target.model, tokenizer))
-        found = measure_acceptance(target, chain, prompts, config, _BATCH)
-        if not found.passes:
-            raise UserError("every text ended with its first token", "give prompts to be answered")
-        return found.tokens_per_pass
-
-    tuned, base = tokens_per_pass(options.target), tokens_per_pass(str(options.base))
-    remedy = "train it again with the recipe it was trained by and target set to the tuned one"
-    if named.kind == "draft":
-        words = f"--target {options.target} --draft {named.path} --prompts {options.prompts} --output FOLDER"
-        remedy = f"headstart realign {words}"
-    return [TuningLoss(base, tuned, label, remedy).finding()]

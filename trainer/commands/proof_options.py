@@ -53,10 +53,6 @@ class DiagnoseOptions(ModelOptions):
             help="The server's metrics page; by default that of --endpoint.",
         ),
     ] = None
-    base: Annotated[
-        str | None,
-        Option(metavar="MODEL", help="Instead, measure what tuning cost: the target before it was tuned; no server."),
-    ] = None
     limit: Limit = 32
     max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 128
     temperature: Annotated[

@@ -73,15 +73,6 @@ Dtype = Annotated[
         hidden=True,
     ),
 ]
-Static = Annotated[
-    str,
-    Option(
-        metavar="MODE",
-        help="Steps of target and drafts in fixed shapes; graphs (CUDA), eager, or off. auto is graphs on a GPU, where "
-        "the target allows them, and else off. The texts are the same.",
-        hidden=True,
-    ),
-]
 Trusted = Annotated[bool, Option(help="Run code that comes with a hub model.", hidden=True)]
 
 
@@ -135,11 +126,8 @@ PromptField = Annotated[
     str | None,
     Option(metavar="NAME", help="Field of the prompt; found by name if not given.", hidden=True),
 ]
-PromptTokens = Annotated[int | None, Option(min=1, help="Take only the first tokens of each text.", hidden=True)]
-Chat = Annotated[bool, Option(help="Use the tokenizer's chat template, if it has one.", hidden=True)]
 Limit = Annotated[int, Option(min=1, help="Number of prompts.")]
 MaxNewTokens = Annotated[int, Option(min=1, help="Longest continuation, in tokens.")]
-BatchSize = Annotated[int, Option(min=1, help="Prompts decoded at a time; of a target in this process.", hidden=True)]
 Rounds = Annotated[int, Option(min=1, help="Times that each method decodes each prompt.", hidden=True)]
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

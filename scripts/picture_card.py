@@ -1,4 +1,4 @@
-"""The picture that `draw_loop.py` draws: a tree with its kept and dropped nodes, and a text growing pass by pass."""
+"""Cards of the pictures of docs/explanation, the pen that draws on them, and a tree with its kept and dropped nodes."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +28,8 @@ COLOURS = {  # role: in the light scheme, in the dark one
 }
 LIGHT, DARK = ({role: pair[scheme] for role, pair in COLOURS.items()} for scheme in (0, 1))
 # Lengths in points.
-WIDTH, EDGE = 760.0, 26.0
 GLYPH = 0.602  # width of a DejaVu Sans Mono character at size 1
-TREE_SIZE, STRIP_SIZE = 10.5, 10.5
+TREE_SIZE = 10.5
 LEAF, BOX = 25.0, 18.0
 GAPS = 26.0, 96.0  # least and most between two columns
 
@@ -140,71 +139,6 @@ def draw_tree(pen: Pen, nodes: Sequence[Placed], root: tuple[float, float]) -> N
         pen.token(node.x, node.y, node.text, node.role, TREE_SIZE)
 
 
-class Scene(NamedTuple):
-    """A recorded decode as texts.
-
-    ``names[i]`` are the tokens that step i wrote, ``drawn`` is the step of the tree, ``tree_names`` are the tokens of
-    that tree's nodes, and ``before`` is the end of the text in front of its root.
-    """
-
-    steps: Sequence[Step]
-    names: Sequence[Sequence[str]]
-    drawn: int
-    tree_names: Sequence[str]
-    before: str
-
-
-def draw_heads(pen: Pen, y: float, headings: Sequence[tuple[str, str]]) -> None:
-    """Draw numbered headings side by side: a word, and a sentence below it."""
-    width = (WIDTH - 2 * EDGE) / len(headings)
-    for place, (word, sentence) in enumerate(headings):
-        x = EDGE + place * width
-        pen.box(x, y, 20, 20, "ink", "ink", radius=10, linewidth=0)
-        pen.words(x + 10, y - 0.5, str(place + 1), 10.5, "card", ha="center", weight="bold")
-        pen.words(x + 28, y, word, 12.5, weight="bold")
-        pen.words(x + 28, y - 18, sentence, 9.5, "muted")
-
-
-def strip_lines(names: Sequence[Sequence[str]], width: float) -> list[list[int]]:
-    """Return the steps on each line of the strip, as many as ``width`` holds."""
-    lines: list[list[int]] = [[]]
-    used = 0.0
-    for place, texts in enumerate(names):
-        needed = sum(token_width(text, STRIP_SIZE) + 1 for text in texts) + 9
-        if lines[-1] and used + needed > width:
-            lines.append([])
-            used = 0.0
-        lines[-1].append(place)
-        used += needed
-    return lines
-
-
-def draw_strip(pen: Pen, scene: Scene, lines: Sequence[Sequence[int]], top: float) -> None:
-    """Draw the text, each pass's tokens side by side, with the number of the pass above them."""
-    for row, line in enumerate(lines):
-        x, y = EDGE, top - row * 36
-        for place in line:
-            start = x
-            for index, text in enumerate(scene.names[place]):
-                role = "kept" if index < scene.steps[place].accepted else "own"
-                x += pen.token(x, y, text, role, STRIP_SIZE, 17) + 1
-            named = place in (0, scene.drawn)
-            style = {"colour": "ink", "weight": "bold"} if place == scene.drawn else {"colour": "muted"}
-            pen.words((start + x) / 2, y + 14.5, f"{'pass ' * named}{place + 1}", 7.5, ha="center", **style)
-            x += 9
-
-
-def draw_legend(pen: Pen, y: float, right: float) -> None:
-    """Draw the three roles, right-aligned."""
-    for role, text in (("own", "written by the target"), ("dropped", "dropped"), ("kept", "drafted and kept")):
-        right -= 5.6 * len(text) * 0.95
-        pen.words(right, y, text, 9.5, "muted")
-        right -= 20
-        dashes = {"linestyle": (0, (3, 2))} if role == "dropped" else {}
-        pen.box(right, y, 14, 11, role, f"{role} edge", linewidth=1.1, radius=3, **dashes)
-        right -= 16
-
-
 def card(width: float, height: float, colours: Mapping[str, str]) -> tuple[Figure, Pen]:
     """Make an empty picture, a framed card of this size in points, and the pen that draws on it."""
     figure = plt.figure(figsize=(width / 72, height / 72), dpi=144, facecolor="none")
@@ -214,37 +148,6 @@ def card(width: float, height: float, colours: Mapping[str, str]) -> tuple[Figur
     pen = Pen(axes, colours)
     pen.box(1, height / 2, width - 2, height - 2, "card", "frame", radius=10, linewidth=1)
     return figure, pen
-
-
-def draw(scene: Scene, colours: Mapping[str, str]) -> Figure:
-    """Draw the whole picture in the colours of one scheme."""
-    step = scene.steps[scene.drawn]
-    root = f"{scene.before}{scene.tree_names[0]}"
-    root_end = EDGE + 14 + len(root) * GLYPH * TREE_SIZE + 5
-    texts = (*scene.tree_names, scene.names[scene.drawn][-1])
-    nodes = place_tree(scene.steps[scene.drawn], texts, root_end, WIDTH - EDGE - 14)
-    lines = strip_lines(scene.names, WIDTH - 2 * EDGE)
-    tree_height = -min(node.y for node in nodes)
-    height = tree_height + 36 * len(lines) + 190
-    figure, pen = card(WIDTH, height, colours)
-    headings = (
-        ("Propose", f"the drafter guesses {step.drafted} tokens, as a tree"),
-        ("Verify", f"one target pass reads all {step.drafted}"),
-        ("Commit", f"{step.accepted} kept + 1 of the target's = {len(step.tokens)} tokens"),
-    )
-    draw_heads(pen, height - EDGE - 6, headings)
-    top = height - 96
-    pen.box(EDGE, top - tree_height / 2, WIDTH - 2 * EDGE, tree_height + 46, "band", "frame", radius=8, linewidth=0.8)
-    placed = [node._replace(y=node.y + top) for node in nodes]
-    root_y = next(node.y for node in placed if node.parent < 0 and node.role != "dropped")
-    pen.words(EDGE + 14, root_y - 0.5, root, TREE_SIZE, family="monospace", weight="bold")
-    draw_tree(pen, placed, (root_end, root_y))
-    below = top - tree_height - 52
-    written = sum(map(len, scene.names))
-    pen.words(EDGE, below, f"{written} tokens in {len(scene.steps)} target passes", 12.5, weight="bold")
-    draw_legend(pen, below, WIDTH - EDGE)
-    draw_strip(pen, scene, lines, below - 40)
-    return figure
 
 
 def with_schemes(svg: str) -> str:
@@ -260,10 +163,7 @@ def with_schemes(svg: str) -> str:
 
 
 def save(figure: Figure, output: Path, source: str) -> None:
-    """Write the picture; an .svg of the light colours also gets the dark ones, and names its source."""
-    if output.suffix != ".svg":
-        figure.savefig(output)
-        return
+    """Write an .svg of the light colours; it gets the dark ones, too, and names its source."""
     plt.rcParams["svg.hashsalt"] = "loop"  # the same text, the same file
     figure.savefig(output, metadata={"Date": None, "Source": source})
     lines = with_schemes(output.read_text()).splitlines()
