@@ -15,7 +15,7 @@ from test_stream import Utf8
 from decoding.generate import Step
 from decoding.stream import Tally
 from trainer.terminal.console import say, standard_output, waiting
-from trainer.terminal.streaming import CtrlC, PlainSpeed, is_live, legend, live_line, show_steps, shows_styles, summary
+from trainer.terminal.streaming import CtrlC, PlainSpeed, legend, show_steps, shows_styles, summary
 
 SHOWN = "a\x1b[2J\x07\x7f\x9b1m می\u200cخواهم\u202e\u2066\u200f 👨\u200d👩\u200d👧"
 SGR = re.compile(r"\x1b\[[0-9;]*m")
@@ -64,72 +64,36 @@ def test_no_text_that_a_console_prints_has_a_control_character_and_all_else_stay
 # --- a growing text ---------------------------------------------------------------------------------------------------
 
 
-def streamed(console: Console, coloured: bool = True, status: str = "") -> None:
-    show_steps(console, STEPS, Utf8(), status=lambda: status, coloured=coloured)
+PLAIN = "abcde\nf[31mg\n"
 
 
 def test_in_a_pipe_the_text_is_written_as_it_is_with_one_line_end() -> None:
     heard = io.StringIO()
     console = standard_output(file=heard)
-    streamed(console, status="3 tokens per pass")
+    show_steps(console, STEPS, Utf8())
     assert heard.getvalue() == "abcde\nf\x1b[31mg\n"
     show_steps(console, [step(b"x\n")], Utf8())
     assert heard.getvalue() == "abcde\nf\x1b[31mg\nx\n"
 
 
-def test_on_a_terminal_tokens_are_coloured_by_origin_above_a_line_of_figures_that_is_gone_in_the_end() -> None:
+def test_on_a_terminal_tokens_are_coloured_by_origin_and_send_no_escape_of_their_own() -> None:
     screen = Screen()
-    streamed(console_on(screen), status="3 tokens per pass")
-    written = screen.getvalue()
-    assert "3 tokens per pass" in written
-    *_, last_lines = re.split(r"\x1b\[2K", written)
-    assert SGR.sub("", last_lines).endswith("f[31mg\n") and "3 tokens" not in last_lines
+    show_steps(console_on(screen), STEPS, Utf8())
     runs = ((1, "a"), (32, "b"), (32, "c"), (1, "d"), (32, "e"))
-    finished = "".join(f"\x1b[{style}m{letters}\x1b[0m" for style, letters in runs)
-    assert f"{finished}\n" in written, "target, draft, target, draft"
-    assert "\x1b[31mg" not in written
+    begin = "".join(f"\x1b[{style}m{letters}\x1b[0m" for style, letters in runs)
+    assert screen.getvalue().startswith(begin), "target, draft, target, draft"
+    assert SGR.sub("", screen.getvalue()) == PLAIN
 
 
-def test_a_text_without_a_drafter_has_no_styles() -> None:
-    screen = Screen()
-    streamed(console_on(screen), coloured=False)
-    assert "abcde\n" in screen.getvalue() and "\x1b[1m" not in screen.getvalue() and "\x1b[32m" not in screen.getvalue()
-
-
-def test_with_no_color_nothing_has_a_style(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    screen = Screen()
-    console = standard_output(file=screen, width=30)
-    assert is_live(console) and not shows_styles(console)
-    streamed(console, status="3 tokens per pass")
-    assert not SGR.findall(screen.getvalue()) and "abcde\n" in screen.getvalue()
-
-
-def test_a_dumb_terminal_gets_visible_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    screen = Screen()
-    console = standard_output(file=screen)
-    streamed(console, status="3 tokens per pass")
-    assert screen.getvalue() == "abcde\nf[31mg\n" and not shows_styles(console)
-
-
-def test_colours_forced_upon_a_pipe_leave_the_text_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    heard = io.StringIO()
-    streamed(console_on(heard), status="3 tokens per pass")
-    assert heard.getvalue() == "abcde\nf[31mg\n"
-
-
-def test_a_long_line_is_printed_whole_and_redrawn_in_what_the_screen_holds() -> None:
-    screen = Screen()
-    console = console_on(screen, height=5)
-    long = "0123456789" * 30
-    steps = [step(long[index : index + 100].encode(), 100) for index in range(0, 300, 100)]
-    show_steps(console, steps, Utf8(), status=lambda: "figures")
-    *_, end = re.split(r"\x1b\[2K", screen.getvalue())
-    assert SGR.sub("", end).endswith(f"{long}\n"), "in one line, for a copy of it"
-    drawn = screen.getvalue().partition("figures")[0]
-    assert SGR.sub("", drawn).count("\n") <= 4
+@pytest.mark.parametrize("without", ["a drafter", "colours", "a clever terminal", "a terminal"])
+def test_without_styles_the_visible_text_alone_is_written(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"colours": {"NO_COLOR": "1"}, "a clever terminal": {"TERM": "dumb"}, "a terminal": {"FORCE_COLOR": "1"}}
+    for name, value in changes.get(without, {}).items():
+        monkeypatch.setenv(name, value)
+    file = io.StringIO() if without == "a terminal" else Screen()
+    console = standard_output(file=file, width=30)
+    show_steps(console, STEPS, Utf8(), coloured=without != "a drafter")
+    assert file.getvalue() == PLAIN and shows_styles(console) == (without == "a drafter")
 
 
 def test_the_legend_names_each_style_in_that_style() -> None:
@@ -144,8 +108,6 @@ def test_the_legend_names_each_style_in_that_style() -> None:
 
 def test_the_figures_name_tokens_per_pass_speed_and_gain() -> None:
     tally = Tally.of([step(b"a", is_prefill=True), step(b"bcd", 2, 0.5), step(b"efgh", 3, 0.5)])
-    assert live_line(tally, None) == "3.50 tokens per pass, 7 tokens/s"
-    assert live_line(tally, PlainSpeed(2.0)) == "3.50 tokens per pass, 7 tokens/s, 3.50× plain decoding"
     assert summary(tally, PlainSpeed(2.0, ", over 24 tokens"), "draft (lossless)") == (
         "draft (lossless): 3.50 tokens per target pass (5 of 7 tokens drafted), 7 tokens/s, 3.50× plain decoding "
         "(2 tokens/s, over 24 tokens)"
@@ -154,10 +116,7 @@ def test_the_figures_name_tokens_per_pass_speed_and_gain() -> None:
 
 def test_before_the_first_pass_there_are_no_figures() -> None:
     tally = Tally.of([step(b"a", is_prefill=True)])
-    assert (
-        live_line(tally, PlainSpeed(2.0)) == ""
-        and summary(tally, None, "lookup") == "lookup: no token behind the prefill"
-    )
+    assert summary(tally, None, "lookup") == "lookup: no token behind the prefill"
 
 
 # --- Ctrl-C and waiting -----------------------------------------------------------------------------------------------

@@ -15,14 +15,14 @@ from trainer.commands.options import ChatOptions
 from trainer.terminal.console import say, say_error, standard_error, standard_output
 from trainer.terminal.streaming import CtrlC, PlainSpeed, summary
 
-PROMPT, CONTINUED = "> ", ". "
+PROMPT = "> "
 COMMANDS = """\
 /undo   take the last question and its answer back
 /reset  begin anew; the system message stays
 /help   show this list
 /exit   leave, as Ctrl-D does
-Ctrl-C stops an answer and keeps what was written of it. A line that ends in \\ goes on in the next one; one that
-begins with a space is a question, also where a / follows."""
+Ctrl-C stops an answer and keeps what was written of it. A line that begins with a space is a question, also where a /
+follows."""
 
 
 def run_chat(options: ChatOptions) -> bool:
@@ -67,21 +67,14 @@ class Chat:
         self.plain = first.plain_speed(prompt)
 
     def talk(self) -> None:
-        """Answer what is typed, until Ctrl-D, /exit, or Ctrl-C twice at the prompt."""
+        """Answer what is typed, until Ctrl-D or /exit; Ctrl-C at the prompt clears the line."""
         with suppress(ImportError):  # Windows has none
             import readline  # noqa: F401  # gives `input` line editing and a history
-        leaving = False
         while not self.left:
             try:
-                question = self._typed()
-                leaving = leaving and not question.strip()
-                self._take(question)
+                self._take(self._typed())
             except KeyboardInterrupt:
-                say(self.console, "")
-                if leaving:
-                    return
-                leaving = True
-                say(self.console, "Ctrl-C again, or Ctrl-D, leaves")
+                say(self.console, "", "Ctrl-D leaves")
             except EOFError:
                 say(self.console, "")
                 return
@@ -102,16 +95,9 @@ class Chat:
         return not self.stopped
 
     def _typed(self) -> str:
-        lines = [self._line(PROMPT)]
-        while lines[-1].endswith("\\"):
-            lines[-1] = lines[-1][:-1]
-            lines.append(self._line(CONTINUED))
-        return "\n".join(lines)
-
-    def _line(self, prompt: str) -> str:
         if sys.stdout.isatty():
-            return input(prompt)
-        sys.stderr.write(prompt)  # standard output holds answers alone
+            return input(PROMPT)
+        sys.stderr.write(PROMPT)  # standard output holds answers alone
         sys.stderr.flush()
         if not (line := sys.stdin.readline()):
             raise EOFError
@@ -144,7 +130,7 @@ class Chat:
         steps = self.conversation.ask(question)
         tally, tokens = Tally(), list[int]()
         with CtrlC() as ctrl_c:
-            self.decoder.show(_noted(ctrl_c.until_asked(steps), tokens), self.console, tally, self.plain)
+            self.decoder.show(_noted(ctrl_c.until_asked(steps), tokens), self.console, tally)
         self.stopped = ctrl_c.asked
         told = summary(tally, self.plain, self.decoder.label)
         if not tokens:

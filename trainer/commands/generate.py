@@ -19,7 +19,7 @@ from trainer.commands.plan import asked_or_planned
 from trainer.quickstart import resolve
 from trainer.run.train import ensure_built
 from trainer.terminal.console import say, standard_error, standard_output, waiting
-from trainer.terminal.streaming import CtrlC, PlainSpeed, legend, live_line, show_steps, shows_styles, summary
+from trainer.terminal.streaming import CtrlC, PlainSpeed, legend, show_steps, shows_styles, summary
 
 PLAIN_PASSES = 24
 PLAIN_SECONDS = 2.0
@@ -41,7 +41,7 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> bo
     tally = Tally()
     with CtrlC() as ctrl_c:
         steps = decoder.engine.steps(prompt, decoder.config)
-        decoder.show(ctrl_c.until_asked(steps), console, tally, plain)
+        decoder.show(ctrl_c.until_asked(steps), console, tally)
     say(standard_error(), summary(tally, plain, decoder.label), style="dim")
     return not ctrl_c.asked
 
@@ -85,10 +85,10 @@ class Decoder:
         if self.engine.drafter is not None and shows_styles(console):
             say(console, legend())
 
-    def show(self, steps: Iterable[Step], console: Console, tally: Tally, plain: PlainSpeed | None) -> None:
-        """Show the text of steps as soon as they are done, above a live line of figures; count them in the tally."""
-        hidden, coloured = self.config.eos_token_ids, self.engine.drafter is not None
-        show_steps(console, tally.watch(steps), self.tokenizer, hidden, lambda: live_line(tally, plain), coloured)
+    def show(self, steps: Iterable[Step], console: Console, tally: Tally) -> None:
+        """Show the text of steps as soon as they are done; count them in the tally."""
+        coloured = self.engine.drafter is not None
+        show_steps(console, tally.watch(steps), self.tokenizer, self.config.eos_token_ids, coloured)
 
 
 def read_decoder(options: DecodingOptions, context: int | None) -> Decoder:

@@ -1,41 +1,31 @@
-"""A text as it is decoded: plain in a pipe, coloured by origin above a live line of figures on a terminal.
+"""A text as it is decoded: plain in a pipe, coloured by origin on a terminal; and its figures.
 
 `CtrlC` ends the text, not the program.
 """
 
 import signal
 import threading
-import time
-from collections.abc import Callable, Container, Generator, Iterable
-from itertools import accumulate
+from collections.abc import Container, Generator, Iterable
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from rich.cells import chop_cells
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
+from rich.style import Style
 from rich.text import Text
 
 from decoding.generate import Step
 from decoding.measure.markdown import visible
-from decoding.stream import Piece, Tally, stream_pieces
+from decoding.stream import Tally, stream_pieces
 from decoding.text import TextDecoder
 
-DRAFTED = "green"
-OWN = "bold"
+DRAFTED, OWN = Style.parse("green"), Style.parse("bold")
 """Styles of accepted draft tokens and of the target's own; weight tells them apart if there are no colours."""
-REFRESH_SECONDS = 1 / 30
-"""Least time between two drawings of the live part."""
-
-
-def is_live(console: Console) -> bool:
-    """Return True if lines can be redrawn: on a terminal that is not dumb."""
-    return console.is_interactive and not console.is_dumb_terminal and console.file.isatty()
 
 
 def shows_styles(console: Console) -> bool:
     """Return True if tokens are coloured by origin: on a terminal that is not dumb, without NO_COLOR."""
-    return is_live(console) and console.color_system is not None
+    is_terminal = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
+    return is_terminal and console.color_system is not None
 
 
 def legend() -> Text:
@@ -44,66 +34,22 @@ def legend() -> Text:
 
 
 def show_steps(
-    console: Console,
-    steps: Iterable[Step],
-    tokenizer: TextDecoder,
-    hidden: Container[int] = (),
-    status: Callable[[], str] = str,
-    coloured: bool = True,
+    console: Console, steps: Iterable[Step], tokenizer: TextDecoder, hidden: Container[int] = (), coloured: bool = True
 ) -> None:
-    """Show the text of one text's steps, each as soon as it is done, and end its last line.
+    """Write the text of one text's steps, each as soon as it is done, and end its last line.
 
-    If lines can be redrawn, ``status`` returns the line below the text. Elsewhere the text alone is written: in a pipe
-    as the model wrote it, on a dumb terminal without its control characters. Tokens in ``hidden`` have no text.
+    In a pipe it is the text as the model wrote it, on a terminal it has no control characters. Tokens in ``hidden``
+    have no text.
     """
-    pieces = stream_pieces(steps, tokenizer, hidden)
-    if is_live(console):
-        _show_live(console, pieces, status, coloured and shows_styles(console))
-    else:
-        _write(console, pieces)
-
-
-def _write(console: Console, pieces: Iterable[Piece]) -> None:
-    last = "\n"
+    styled, last = coloured and shows_styles(console), "\n"
     try:
-        for last, _ in pieces:
-            console.file.write(visible(last) if console.is_terminal else last)
+        for last, drafted in stream_pieces(steps, tokenizer, hidden):
+            shown = visible(last) if console.is_terminal else last
+            console.file.write((DRAFTED if drafted else OWN).render(shown) if styled else shown)
             console.file.flush()
     finally:
         if not last.endswith("\n"):
             console.file.write("\n")
-
-
-def _show_live(console: Console, pieces: Iterable[Piece], status: Callable[[], str], coloured: bool) -> None:
-    """Print each finished line as one line, and redraw the text's last line with the status below it."""
-    line, next_drawing = Text(), 0.0
-    live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
-    try:
-        with live:
-            for text, drafted in pieces:
-                style = (DRAFTED if drafted else OWN) if coloured else ""
-                *ends, rest = Text(text, style).split("\n", allow_blank=True)
-                for end in ends:
-                    finished, line = line.append_text(end), Text()
-                    live.update(_region(console, line, status()))
-                    console.print(finished, soft_wrap=True)
-                line.append_text(rest)
-                if time.monotonic() >= next_drawing:
-                    live.update(_region(console, line, status()), refresh=True)
-                    next_drawing = time.monotonic() + REFRESH_SECONDS
-    finally:
-        if line:
-            console.print(line, soft_wrap=True)
-
-
-def _region(console: Console, line: Text, status: str) -> Group:
-    """Return the part that is redrawn: the end of the last line, as much as the screen holds, and the status."""
-    line = line.copy()
-    line.expand_tabs(8)
-    width, height = console.size
-    offsets = list(accumulate(map(len, chop_cells(line.plain, width))))[:-1]
-    rows = line.divide(offsets)[-max(1, height - 2) :]
-    return Group(*rows, Text(status[: width - 1], style="dim"))
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -116,14 +62,6 @@ class PlainSpeed(NamedTuple):
     origin: str = ""
 
 
-def live_line(tally: Tally, plain: PlainSpeed | None) -> str:
-    """Return the figures of a growing text; empty before its first pass."""
-    if not tally.passes:
-        return ""
-    line = f"{tally.tokens_per_pass:.2f} tokens per pass, {tally.tokens_per_second:.0f} tokens/s"
-    return line if plain is None else f"{line}, {_gain(tally, plain)}"
-
-
 def summary(tally: Tally, plain: PlainSpeed | None, name: str) -> str:
     """Return one line: tokens per target pass, tokens/s, speed-up; ``name`` is that of the drafter with its label."""
     if not tally.passes:
@@ -133,12 +71,9 @@ def summary(tally: Tally, plain: PlainSpeed | None, name: str) -> str:
         f"({tally.accepted} of {tally.tokens} tokens drafted), {tally.tokens_per_second:.0f} tokens/s"
     )
     if plain is not None:
-        line += f", {_gain(tally, plain)} ({plain.tokens_per_second:.0f} tokens/s{plain.origin})"
+        gain = tally.tokens_per_second / plain.tokens_per_second
+        line += f", {gain:.2f}× plain decoding ({plain.tokens_per_second:.0f} tokens/s{plain.origin})"
     return line
-
-
-def _gain(tally: Tally, plain: PlainSpeed) -> str:
-    return f"{tally.tokens_per_second / plain.tokens_per_second:.2f}× plain decoding"
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
