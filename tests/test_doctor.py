@@ -115,7 +115,7 @@ def test_a_headstart_that_is_not_installed_is_noted() -> None:
         (None, (), True, ["train", "doctor"]),
         ("my models/target", (), True, ["evaluate", "regenerate", "train", "train"]),
         ("quickstart", (), True, ["evaluate", "train", "train"]),
-        ("ORG/NAME", ("heads:a/b", "draft:c/d,tokens=4", "lookup"), True, ["evaluate", "plan", "export", "export"]),
+        ("ORG/NAME", ("heads:a/b", "draft:c/d,tokens=4", "lookup"), True, ["evaluate", "plan"]),
         ("ORG/NAME", ("heads:a/b",), False, ["doctor"]),
     ],
 )

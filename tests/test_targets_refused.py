@@ -29,7 +29,6 @@ COMMANDS = (
     "evaluate --target TARGET --prompts rows.jsonl --output out",
     "plan --target TARGET --prompts rows.jsonl --output out --drafter lookup",
     "verify --target TARGET --prompts rows.jsonl",
-    "verify --self-test --target TARGET --prompts rows.jsonl",
     f"{DIAGNOSE} --endpoint http://127.0.0.1:9/v1 --model m",
     "doctor --target TARGET",
     "export draft exported --format draft --target TARGET",

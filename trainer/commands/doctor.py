@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from rich.console import Console
@@ -80,7 +80,7 @@ def show(sections: Mapping[str, Sequence[Finding]], commands: Sequence[str], con
 
 
 def next_commands(target: str | None, drafters: Sequence[str], fits: bool) -> list[str]:
-    """Return the commands to run next, in order: repair, or train, or measure, plan and export."""
+    """Return the commands to run next, in order: repair, or train, or measure and plan."""
     if target is None:
         return ["headstart train recipes/quickstart/medusa1.yaml", "headstart doctor --target ORG/NAME"]
     given = [word for name in drafters for word in ("--drafter", name)]
@@ -93,7 +93,6 @@ def next_commands(target: str | None, drafters: Sequence[str], fits: bool) -> li
         return [
             shlex.join(["headstart", "evaluate", *measured, "runs/measured"]),
             shlex.join(["headstart", "plan", *measured, "runs/plan"]),
-            *_exports(target, drafters),
         ]
     if embedded:
         trained = [["headstart", "train", f"recipes/quickstart/{kind}.yaml"] for kind in ("medusa1", "draft")]
@@ -106,12 +105,3 @@ def next_commands(target: str | None, drafters: Sequence[str], fits: bool) -> li
             trained.append(["headstart", "train", f"recipes/any/{kind}.yaml", *own, *run])
     lookup = ["headstart", "evaluate", "--target", target, "--drafter", "lookup", "--prompts", *heldout]
     return [shlex.join([*lookup, "--output", "runs/lookup"]), *map(shlex.join, trained)]
-
-
-def _exports(target: str, drafters: Sequence[str]) -> Iterator[str]:
-    """Yield a command for the weights of each drafter, into a folder of its own."""
-    given = dict.fromkeys((name, path.partition(",")[0]) for name, _, path in (d.partition(":") for d in drafters))
-    for number, (name, path) in enumerate((name, path) for name, path in given if path):
-        format = "headstart" if name == "heads" else "draft"
-        words = ["headstart", "export", path, f"exported/{number + 1}", "--format", format, "--target", target]
-        yield shlex.join(words)

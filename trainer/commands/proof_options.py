@@ -82,7 +82,7 @@ class VerifyOptions(LoadingOptions):
     model: ServedName = None
     self_test: Annotated[
         bool,
-        Option("--self-test", help="Plant faults and see each caught; in a tiny model or in --target."),
+        Option("--self-test", help="Plant faults in engines of a tiny model, and see each caught."),
     ] = False
     prompt_field: PromptField = None
     limit: Limit = 20

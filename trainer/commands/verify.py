@@ -57,7 +57,7 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
 
         return run_self_test(options, console, watch)
     specs = _check(options)
-    given = read_input(options, max(1, len(specs)))
+    given = _read_input(options, max(1, len(specs)))
     sentences, figures = power(given.reference, given.prompts, given.effort)
     say(console, *(f"power: {sentence}" for sentence in sentences))
     engines: dict[str, list[Finding]] = {}
@@ -99,7 +99,7 @@ def _check(options: VerifyOptions) -> list[DrafterSpec]:
     return read_specs(options.drafter or ())
 
 
-def read_input(options: VerifyOptions, engines: int) -> ProofInput:
+def _read_input(options: VerifyOptions, engines: int) -> ProofInput:
     """Read target and prompts; ValueError for a prompt that the target cannot continue for so long."""
     assert options.target is not None and options.prompts is not None
     sampling = SamplingConfig(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)

@@ -13,7 +13,6 @@ from decoding.measure.proof.reference import Reference
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.findings import report, say_findings, summary, write_findings
 from trainer.commands.proof_options import VerifyOptions
-from trainer.commands.verify import read_input
 from trainer.terminal.console import say
 from trainer.terminal.progress import ProgressBar
 
@@ -42,18 +41,11 @@ def _read(options: VerifyOptions) -> tuple[Reference, list[tuple[int, ...]], Eff
     sampling = SamplingConfig(temperature=options.temperature)
     if sampling.greedy:
         raise ValueError("--self-test plants faults of sampling: give a --temperature above 0")
-    if options.endpoint or options.model or options.drafter or options.rule or options.top_k or options.top_p != 1:
-        raise ValueError("--self-test brings engines of its own: give --target and --prompts, or neither")
-    if options.target is None:
-        target, prompts = tiny_target(), tiny_prompts()
-        effort = Effort(max_new_tokens=24, draws=300, rounds=3, seed=options.seed)
-    else:
-        if options.prompts is None:
-            raise ValueError(f"--self-test on the target {options.target} needs --prompts: give a .jsonl file")
-        given = read_input(options, 1)
-        target, prompts, effort = given.reference.target, given.prompts, given.effort
-    end = usual_end(target, sampling, prompts, effort.max_new_tokens)
-    return Reference(target, sampling, (end,)), prompts, effort
+    if any((options.target, options.prompts, options.endpoint, options.model, options.drafter, options.rule)):
+        raise ValueError("--self-test brings a target and engines of its own: give it alone")
+    target, prompts = tiny_target(), tiny_prompts()
+    effort = Effort(max_new_tokens=24, draws=300, rounds=3, seed=options.seed)
+    return Reference(target, sampling, (usual_end(target, sampling, prompts, effort.max_new_tokens),)), prompts, effort
 
 
 def _engines(reference: Reference, prompts: list[tuple[int, ...]], effort: Effort) -> Iterator[Finding]:

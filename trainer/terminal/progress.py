@@ -1,6 +1,5 @@
 """Progress of long work: a bar on a terminal; anywhere else a line every 15 seconds."""
 
-import threading
 import time
 from collections.abc import Callable
 
@@ -35,7 +34,6 @@ class ProgressBar:
         self.completed, self._total, self._note = completed, total, ""
         self._before = completed
         self._lines = active and not console.is_terminal
-        self._ended, self._saying = threading.Event(), threading.Lock()
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -51,18 +49,10 @@ class ProgressBar:
     def __enter__(self) -> "ProgressBar":
         self._bar.start()
         self.begin(self.completed)
-        if self._lines:
-            threading.Thread(target=self._keep_saying, daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._ended.set()
         self._bar.stop()
-
-    def _keep_saying(self) -> None:
-        """Print lines also while one piece of the work takes longer than `LINE_SECONDS`."""
-        while not self._ended.wait(max(1.0, LINE_SECONDS)):
-            self._say_if_due()
 
     @property
     def seconds(self) -> float:
@@ -85,14 +75,9 @@ class ProgressBar:
         self._total = self._total if total is None else total
         self._note = self._note if note is None else note
         self._bar.update(self._task, completed=self.completed, total=self._total, note=self._note)
-        if self._lines:
-            self._say_if_due()
-
-    def _say_if_due(self) -> None:
-        with self._saying:
-            if self._clock() - self._last_line >= LINE_SECONDS:
-                self._last_line = self._clock()
-                say(self._console, self._line())
+        if self._lines and self._clock() - self._last_line >= LINE_SECONDS:
+            self._last_line = self._clock()
+            say(self._console, self._line())
 
     def _line(self) -> str:
         done = f"{self.completed:,}" if self._total is None else f"{self.completed:,}/{self._total:,}"
