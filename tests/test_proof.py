@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from planted_faults import Planted, planted, tiny_prompts, tiny_target
 from tiny_models import full_forward, naive_greedy
 
 from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
@@ -14,7 +15,6 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.measure.evaluate import measure_acceptance
 from decoding.measure.proof.distribution import counts_after, likely_beginnings, open_beginnings
-from decoding.measure.proof.faults import Planted, planted, tiny_prompts, tiny_target
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
 from decoding.measure.proof.loop import EngineWriter, cache_consistency

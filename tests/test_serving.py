@@ -8,10 +8,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from planted_faults import tiny_target
 from scripted_endpoint import Reply, Request, ScriptedEndpoint, serve
 from tiny_tokenizer import byte_tokenizer
 
-from decoding.measure.proof.faults import tiny_target
 from decoding.measure.proof.reference import Reference
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig

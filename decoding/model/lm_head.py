@@ -14,8 +14,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from decoding.model.attention import attention_in_bands
-
 Result = TypeVar("Result")
 
 
@@ -100,9 +98,9 @@ def last_position(hidden: Float[Tensor, "batch positions hidden"]) -> Float[Tens
 def lm_head_input(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, "batch positions hidden"]:
     """Run ``model(**inputs)`` without a cache; return the input of its lm_head, on the lm_head's device.
 
-    The lm_head computes the logits of the last position alone, and windows are attended to in bands.
+    The lm_head computes the logits of the last position alone.
     """
-    with capture_lm_head_input(model, last_position) as captured, attention_in_bands(model):
+    with capture_lm_head_input(model, last_position) as captured:
         model(**inputs, use_cache=False)
     return captured[0]
 

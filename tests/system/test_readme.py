@@ -200,11 +200,10 @@ def test_every_command_of_the_page_on_plans_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     found = commands(PLAN)
-    assert len(found) == 5
+    assert len(found) == 4
     for command in found:  # with the heads that the README trains
         run(command, desk, environment, warm)
-    assert (desk / "runs" / "plan" / "plan.svg").is_file()
-    assert "check" in json.loads((desk / "runs" / "checked" / "plan.json").read_text())
+    assert (desk / "runs" / "plan" / "plan.json").is_file()
 
 
 def test_every_command_that_shows_decoding_in_a_terminal_runs_in_the_order_given(
@@ -321,16 +320,11 @@ def test_every_command_of_the_page_on_the_demo_serves_it_until_ctrl_c(desk: Path
 def test_every_command_of_the_page_on_verifying_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
-    found = commands(VERIFY)[:3]
-    assert len(commands(VERIFY)) == 7 and "--self-test" in found[0]
+    found = commands(VERIFY)[:2]
+    assert len(commands(VERIFY)) == 5
     for command in found:
         run(command, desk, environment, warm)
     assert json.loads((desk / "runs" / "verified.json").read_text())["verdict"] == "PASS"
-    caught = json.loads((desk / "runs" / "self-test.json").read_text())
-    assert (
-        caught["verdict"] == "PASS"
-        and sum(bool(each["figures"]["caught_by"]) for each in caught["findings"]["planted faults"]) == 7
-    )
 
 
 def run(command: str, desk: Path, environment: dict[str, str], warm: WarmProgram | None = None) -> str:

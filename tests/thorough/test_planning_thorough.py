@@ -11,9 +11,6 @@ from tiny_parallel import tiny_parallel_draft
 from decoding.drafters import Drafter
 from decoding.drafters.registry import LoadedWeights, named_drafter
 from decoding.drafters.spec import DrafterSpec
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
-from decoding.measure.planning.check import measure_in_turns
 from decoding.measure.planning.forms import Family, family_of, first_tree
 from decoding.measure.planning.planner import PlanConfig, Planner
 from decoding.metrics import tokens_per_pass
@@ -35,29 +32,6 @@ def load(tiny_llama: CausalLM, tiny_draft: CausalLM) -> Callable[[DrafterSpec], 
         "parallel": tiny_parallel_draft(tiny_llama),
     }
     return lambda spec: named_drafter(spec.name, None if spec.path is None else weights[spec.path], **spec.options)
-
-
-@pytest.mark.parametrize(("batch_size", "timed"), [(1, 12), (2, 8), (3, 12)])
-def test_a_check_times_the_passes_with_all_rows_of_the_batch(tiny_llama: CausalLM, batch_size: int, timed: int) -> None:
-    """Three texts of four passes each: in batches of two the third decodes beside an empty row."""
-    found = measure_in_turns(tiny_llama, {"plain": None}, PROMPTS[:3], DecodingConfig(5), batch_size)
-    ((tokens, seconds, passes),) = found["plain"]
-    assert passes == tokens == timed and seconds > 0
-
-
-def test_a_check_counts_the_tokens_of_all_passes(tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter]) -> None:
-    """What a draft brings in the tails of slow texts, beside rows of ended ones, belongs to its tokens per pass."""
-    drafter, config = load(DrafterSpec("draft", "other", {"tokens": 2})), DecodingConfig(24)
-    ((tokens, _, passes),) = measure_in_turns(tiny_llama, {"draft": drafter}, PROMPTS, config, 2)["draft"]
-    texts = Engine(tiny_llama, drafter).decode(PROMPTS, config, batch_size=2)
-    every = [step for text in texts for step in text.steps[1:]]
-    assert tokens / passes == pytest.approx(sum(len(step.tokens) for step in every) / len(every))
-    assert 0 < passes < len(every) and passes % 2 == 0
-
-
-def test_a_check_without_one_full_pass_is_refused(tiny_llama: CausalLM) -> None:
-    with pytest.raises(ValueError, match="no pass of the check had all 3 rows: give more prompts"):
-        measure_in_turns(tiny_llama, {"plain": None}, PROMPTS[:2], DecodingConfig(5), 3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from loopback import NAME, served
+from planted_faults import Disturbed, planted, tiny_prompts, tiny_target, usual_end
 from test_cli import (
     models,  # noqa: F401  # fixtures
     run,
@@ -24,7 +25,6 @@ from tiny_tokenizer import byte_tokenizer
 from decoding.drafters.registry import REGISTRY, DrafterLoader, parse_drafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.proof.faults import Disturbed, planted, tiny_prompts, tiny_target, usual_end
 from decoding.measure.proof.loop import EngineWriter, cache_consistency
 from decoding.measure.proof.prove import Effort, prove
 from decoding.measure.proof.reference import Reference
@@ -124,7 +124,6 @@ def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_on
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["verify"], "give --target and --prompts, or --self-test"),
         (["verify", "--target", "t", "--prompts", "p", "--model", "m"], "--model m names a model of an --endpoint"),
         (["verify", "--target", "t", "--prompts", "p", "--endpoint", "http://x/v1"], "say which with --model"),
         (
@@ -133,8 +132,6 @@ def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_on
         ),
         (["verify", "--target", "t", "--prompts", "p", "--temperature", "0", "--rule", "token"], "is of sampling"),
         (["verify", "--target", "t", "--prompts", "p", "--rule", "none-such"], "no rule is called 'none-such'"),
-        (["verify", "--self-test", "--temperature", "0"], "give a --temperature above 0"),
-        (["verify", "--self-test", "--drafter", "lookup"], "engines of its own"),
     ],
 )
 def test_bad_input_is_one_sentence_and_code_two(words: list[str], sentence: str) -> None:

@@ -148,13 +148,13 @@ class PlanOptions(ModelOptions):
         str,
         Option(metavar="FILE", help=f"{QUESTIONS_HELP} Best held out, and like those that the target gets in use."),
     ]
-    output: Annotated[Path, Option(metavar="FOLDER", help="Folder for plan.json and plan.svg.")]
+    output: Annotated[Path, Option(metavar="FOLDER", help="Folder for plan.json.")]
     drafter: Annotated[
         list[str],
         Option(metavar=SPEC, help=f"Drafter to plan with, any number; {DRAFTERS}."),
     ]
     prompt_field: PromptField = None
-    limit: Annotated[int, Option(min=1, help="Number of prompts; --check takes as many more.")] = 24
+    limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 24
     max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 96
     temperature: Annotated[float, Option(min=0, help="Sampling temperature of later use; 0 is greedy.")] = 0.0
     batch_size: Annotated[
@@ -169,13 +169,6 @@ class PlanOptions(ModelOptions):
             help="Tokens before the new ones, besides the prompts' own lengths. Those that do not fit are left out.",
         ),
     ] = ()
-    check: Annotated[
-        bool,
-        Option(
-            "--check",
-            help="Measure the choices beside plain decoding; print predicted against measured.",
-        ),
-    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

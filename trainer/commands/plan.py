@@ -9,11 +9,10 @@ from rich.console import Console
 from decoding.drafters.registry import DrafterLoader
 from decoding.dtypes import parse_dtype
 from decoding.measure.figures import without_nan
-from decoding.measure.planning.check import check_plan, check_rows
 from decoding.measure.planning.plan_file import plan_fingerprints, read_plan, write_plan
 from decoding.measure.planning.planner import PlanConfig, Planner
 from decoding.measure.planning.step_costs import LEAST_GAIN
-from decoding.measure.planning.views import basis, check_table, plan_table, write_picture
+from decoding.measure.planning.views import basis, plan_table
 from decoding.measure.questions import read_prompts
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
 from decoding.model.hub import revisions
@@ -28,7 +27,7 @@ from trainer.terminal.progress import ProgressBar
 
 
 def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, Any]:
-    """Measure, choose, print the tables, write plan.json and plan.svg; returns the plan."""
+    """Measure, choose, print the table and write plan.json; returns the plan."""
     watched, console = console or standard_error(), console or standard_output()
     specs, folder = read_specs(options.drafter), resolve(options.target)
     target = read_target(options.target, options)
@@ -40,13 +39,9 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
         max_new_tokens=options.max_new_tokens,
         eos_token_ids=eos_token_ids(target.model, tokenizer),
     )
-    limit = options.limit * (2 if options.check else 1)
-    read = read_prompts(resolve(options.prompts), tokenizer, limit, options.prompt_field)
+    read = read_prompts(resolve(options.prompts), tokenizer, options.limit, options.prompt_field)
     loader = DrafterLoader(target, tokenizer, options.trust_remote_code)
-    planner = Planner(target, loader.load, specs, read[: options.limit], config)
-    checked = planner.fitting(read[options.limit :]) or planner.prompts
-    if options.check:
-        check_rows(checked, config.batch_sizes)
+    planner = Planner(target, loader.load, specs, read, config)
     fingerprints = {
         **plan_fingerprints(folder, specs, options.trust_remote_code),
         "tokenizer": tokenizer_fingerprint(tokenizer),
@@ -58,34 +53,25 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
         "revisions": revisions({"target": folder, **{str(spec): spec.path for spec in specs}}),
         "dtype": str(target.dtype).removeprefix("torch."),
         "static": target.static or "off",
-        "prompts_left_out": len(read[: options.limit]) - len(planner.prompts),
+        "prompts_left_out": len(read) - len(planner.prompts),
     }
     with ProgressBar(watched, "planning", planner.steps) as bar:
         planner.advance = bar.advance
         plan: dict[str, Any] = without_nan({**about, **planner.run()})
     write_plan(plan, options.output / "plan.json")
-    write_picture(plan, options.output / "plan.svg")
-    if options.check:
-        if checked is planner.prompts:
-            say(console, f"note: {options.prompts} has no prompts behind those of the plan: it is checked on the same")
-        with ProgressBar(watched, "checking", len(config.batch_sizes)) as bar:
-            plan["check"] = without_nan(check_plan(target, loader.load, plan, checked, config.decoding, bar.advance))
-        write_plan(plan, options.output / "plan.json")
     _print(plan, wide(console))
-    say(console, f"written: {options.output / 'plan.json'}, {options.output / 'plan.svg'}")
+    say(console, f"written: {options.output / 'plan.json'}")
     return plan
 
 
 def _print(plan: dict[str, Any], console: Console) -> None:
-    """Print the tables, and what was left out."""
+    """Print the table, and what was left out."""
     console.print(plan_table(plan))
     say(console, basis(plan))
     if plan["prompts_left_out"]:
         say(console, f"left out, as target and drafters cannot hold them: {plan['prompts_left_out']} prompts")
     if left_out := plan["contexts_left_out"]:
         say(console, f"left out, as target and drafters cannot hold them: contexts of {', '.join(map(str, left_out))}")
-    if "check" in plan:
-        console.print(check_table(plan["check"]))
 
 
 # --- a plan for another command ---------------------------------------------------------------------------------------

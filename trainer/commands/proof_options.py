@@ -15,7 +15,6 @@ from trainer.commands.shared_options import (
     TARGET_HELP,
     JsonFile,
     Limit,
-    LoadingOptions,
     MaxNewTokens,
     ModelOptions,
     PromptField,
@@ -63,14 +62,10 @@ class DiagnoseOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(LoadingOptions):
-    """Options of `headstart verify`."""
+class VerifyOptions(ModelOptions):
+    """Options of `headstart verify`. The target is loaded here and scores every token."""
 
-    target: Annotated[
-        str | None,
-        Option(metavar="MODEL", help=f"{TARGET_HELP}; it is loaded here and scores every token."),
-    ] = None
-    prompts: Annotated[str | None, Option(metavar="FILE", help=QUESTIONS_HELP)] = None
+    prompts: Annotated[str, Option(metavar="FILE", help=QUESTIONS_HELP)]
     drafter: Annotated[
         list[str] | None,
         Option(metavar=SPEC, help=f"Drafter to prove in this process, any number; {DRAFTERS}."),
@@ -80,10 +75,6 @@ class VerifyOptions(LoadingOptions):
         Option(metavar="URL", help="Instead, an OpenAI-compatible server to prove; such as http://localhost:8000/v1."),
     ] = None
     model: ServedName = None
-    self_test: Annotated[
-        bool,
-        Option("--self-test", help="Plant faults in engines of a tiny model, and see each caught."),
-    ] = False
     prompt_field: PromptField = None
     limit: Limit = 20
     max_new_tokens: MaxNewTokens = 64

@@ -1,4 +1,4 @@
-"""The command `headstart verify`: PASS or FAIL of an engine in this process, of a server, or of the tests."""
+"""The command `headstart verify`: PASS or FAIL of an engine in this process or of a server."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,10 +52,6 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     """Prove, print each finding, write --json; return True for PASS."""
     watch = console or standard_error()
     console = watch if options.json == PRINTED else console or standard_output()
-    if options.self_test:
-        from trainer.commands.verify_self_test import run_self_test
-
-        return run_self_test(options, console, watch)
     specs = _check(options)
     given = _read_input(options, max(1, len(specs)))
     sentences, figures = power(given.reference, given.prompts, given.effort)
@@ -71,7 +67,6 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     passed = all_pass(every)
     say(console, summary(every))
     if options.json is not None:
-        assert options.target is not None
         fingerprint = stored_fingerprint(resolve(options.target), options.trust_remote_code)
         models = {"target": resolve(options.target), **{str(spec): spec.path for spec in specs}}
         about = {
@@ -87,8 +82,6 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
 
 def _check(options: VerifyOptions) -> list[DrafterSpec]:
     """Reject options that do not go together, before anything is loaded; return the drafters to prove."""
-    if options.target is None or options.prompts is None:
-        raise ValueError("give --target and --prompts, or --self-test for a test of the tests")
     check_endpoint(options.endpoint, options.model)
     if options.endpoint is not None and (options.drafter or options.rule):
         raise ValueError("--drafter and --rule are of this process; an --endpoint decodes as it likes")
@@ -101,7 +94,6 @@ def _check(options: VerifyOptions) -> list[DrafterSpec]:
 
 def _read_input(options: VerifyOptions, engines: int) -> ProofInput:
     """Read target and prompts; ValueError for a prompt that the target cannot continue for so long."""
-    assert options.target is not None and options.prompts is not None
     sampling = SamplingConfig(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     effort = Effort(options.max_new_tokens, options.draws, seed=options.seed, engines=engines)
     tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)

@@ -15,7 +15,6 @@ from jaxtyping import Float, Int8
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from decoding.model.attention import attention_in_bands
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input, last_position
 from trainer.data.batch import Batch, Example
@@ -92,7 +91,7 @@ class FeatureWriter:
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
         """Return the rows of all tokens, without padding."""
         model, inputs = self.target.model, batch.to(self.target.device).model_inputs()
-        with capture_lm_head_input(model, last_position) as captured, attention_in_bands(model):
+        with capture_lm_head_input(model, last_position) as captured:
             model(**inputs, use_cache=False)
         mask = batch.attention_mask.bool()
         found = {"hidden": captured[0][mask.to(captured[0].device)]}

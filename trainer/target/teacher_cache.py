@@ -20,7 +20,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decoding.model.attention import attention_in_bands
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Batch, Example
@@ -109,7 +108,7 @@ class TeacherWriter:
         """Return the rows of the labelled positions; no other position's logits are computed."""
         identity, labelled, model = self.identity, batch.labelled(1), self.target.model
         of_labels = capture_lm_head_input(model, lambda hidden: hidden[labelled.to(hidden.device)][None])
-        with of_labels, attention_in_bands(model):
+        with of_labels:
             inputs = batch.to(self.target.device).model_inputs()
             logits: Tensor = model(**inputs, use_cache=False).logits[0]
         counts = labelled.sum(1).tolist()
