@@ -152,11 +152,6 @@ class DraftSection(Section):
             raise ValueError(
                 "draft.loss learns the data's tokens alone, for which no teacher is asked: set draft.teacher=null"
             )
-        if self.teacher is not None and self.loss.reverse_kl:
-            raise ValueError(
-                "draft.loss.reverse_kl cannot be learnt from draft.teacher: by a sample of the target's tail its "
-                "gradient is more noise than signal; set one of them to 0 or null"
-            )
         return self
 
     @model_validator(mode="after")
