@@ -25,24 +25,20 @@ from trainer.target.teacher_cache import ensure_teacher_cache
 def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, check_costs: bool = False) -> Job:
     """Load and check everything that the recipe names, and write what is missing of the teacher cache.
 
-    Every process calls this. The draft is made of the target before that is rounded to teach. With ``check_costs``,
-    ValueError for a draft that by the costs measured here could not pay, unless the recipe asks for no such check.
+    Every process calls this. With ``check_costs``, ValueError for a draft that by the costs measured here could not
+    pay, unless the recipe asks for no such check.
     """
-    # A target to be rounded goes to the CPU first, where it fits whole.
-    target = load_target(recipe, device if recipe.quantise is None else torch.device("cpu"))
+    target = load_target(recipe, device)
     dataset, heldout = load_splits(recipe.data, target.tokenizer)
     torch.manual_seed(recipe.training.seed)  # for weights that start at random
     trusted, longest = recipe.trust_remote_code, _longest(recipe, target.model)
     initial = initial_draft(target.model, target.tokenizer, recipe.draft, dataset.examples, trusted, longest)
     identity = _identity(recipe, target, dataset, heldout, initial)
-    # Nothing is measured of a target that is quantised to teach: it is slower than the one to be sped up.
-    if check_costs and recipe.draft.check_costs and recipe.quantise is None:
+    if check_costs and recipe.draft.check_costs:
         _check_costs(target, initial, process)
     if initial.output_tokens is not None and process.is_first:
         share = coverage(dataset.examples, initial.output_tokens)
         process.say(f"the draft writes {len(initial.output_tokens):,} tokens, {share:.1%} of those trained")
-    if recipe.quantise is not None:
-        target = target.rounded(recipe.quantise, device)
     given = target.model, _teacher(recipe, target, dataset, process), target.tokenizer, initial, recipe.draft
     parallel = recipe.draft.parallel is not None
     objective = ParallelObjective(*given, recipe.training.seed) if parallel else DistillObjective(*given)

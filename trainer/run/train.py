@@ -72,7 +72,6 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
         if (page := wandb_page(accelerator)) is not None:
             say(process.console, f"figures also go to {page}")
         watch = Watch(job, log, checkpoints, accelerator)
-        on_first(watch.check)
         progress = _train(job, accelerator, log, watch, checkpoints, process)
         with whole_parameters(accelerator, job.objective.module):
             finished = watch.choose_weights(progress)
@@ -84,7 +83,7 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
 
 def _check_one_job(job: Job) -> None:
     """Check that all processes read the same rows and weights: each has opened its own files, or asked the hub."""
-    mine = bound(job.identity, finished=True)
+    mine = bound(job.identity)
     if any_process(from_first(lambda: mine) != mine):
         raise ValueError(
             "the processes do not read the same recipe, rows and target: give all machines the same files, and name "
@@ -108,7 +107,6 @@ def _train(
             if progress.step == recipe.training.steps:
                 checkpoints.check_finished()
             log.begun(progress, checkpoints)
-            watch.begun(progress)
 
         def on_step(progress: Progress, figures: dict[str, float]) -> None:
             log.step(progress, figures, stopwatch.step())
