@@ -15,7 +15,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs, _Passes, measure_costs
 from trainer.drafts import costs as costs_module
 from trainer.drafts import job as job_module
-from trainer.drafts.costs import DEEPEST, check_pays, payoff
+from trainer.drafts.job import DEEPEST, check_pays, payoff
 from trainer.recipe.reading import parse_recipe
 from trainer.run.train import run_recipe
 

@@ -15,7 +15,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer import quickstart
-from trainer.data.answers import AnswerFile
+from trainer.data.answers import AnswerFile, answer
 from trainer.data.conversations import read_conversations
 from trainer.data.dataset import not_held_out
 from trainer.files.folders import sha256_of
@@ -24,7 +24,6 @@ from trainer.job import Job
 from trainer.learning.spans import Stopwatch
 from trainer.processes import Process, agreed, any_process, build_accelerator, describe, from_first, on_first
 from trainer.recipe.reading import AnyRecipe
-from trainer.run.answering import answer
 from trainer.run.assemble import assemble, check_folders
 from trainer.run.checkpoint import Checkpoints, Progress, bound
 from trainer.run.distributed import whole_parameters
