@@ -17,6 +17,7 @@ from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStar
 from decoding.metrics import StepCount
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
+from decoding.model.forward import ModelOutput
 from decoding.model.static import nodes_at
 from decoding.policies import PLAIN, Budget, Policy
 from decoding.rules.decide import decide
@@ -132,7 +133,7 @@ class DecodingBatch:
         self.waiting = deque(zip(range(len(prompts)), prompts, seeds, strict=True))
         self.texts: list[Text] = []
         self.rows = rows
-        self.keeps_states = drafter is not None and drafter.reads_states
+        self.taps = () if drafter is None else drafter.taps
         self.longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
         self.last_step = time.monotonic()
         self.serves_calls = cache is not None
@@ -162,7 +163,7 @@ class DecodingBatch:
             while self.waiting or self.texts:
                 with self._turn(lease):
                     steps = self._refill()
-                    self.target.prepare(self.cache, len(self.texts), [self._nodes], self.longest)
+                    self.target.prepare(self.cache, len(self.texts), [self._nodes], self.longest, self.taps)
                 yield from steps
                 while self.texts and not any(text.finished for text in self.texts):
                     with self._turn(lease):
@@ -188,7 +189,7 @@ class DecodingBatch:
         proposals = self._propose(budget)
         clock.mark()
         starts = self.cache.lengths[: len(self.texts)]
-        output = self.target.verify([proposal.tree for proposal in proposals], self.cache)
+        output = self.target.verify([proposal.tree for proposal in proposals], self.cache, taps=self.taps)
         clock.mark()
         verdicts = self._decide(self.texts, proposals, output.logits)
         if self.session and budget != PLAIN:
@@ -200,8 +201,7 @@ class DecodingBatch:
         for text, hidden in zip(self.texts, nodes_at(last.to(self.target.device), output.hidden)[:, 0], strict=True):
             text.hidden = hidden
         steps = [
-            self._commit(row, proposals[row].tree, verdict, starts[row], output.hidden[row], output.logits[row])
-            for row, verdict in enumerate(verdicts)
+            self._commit(row, proposals[row].tree, verdict, starts[row], output) for row, verdict in enumerate(verdicts)
         ]
         seconds = draft_seconds, verify_seconds, clock.total()
         if self.drafter:
@@ -237,7 +237,7 @@ class DecodingBatch:
             )
         return decide(proposals, logits, config.sampling, config.rule, history, [text.source for text in texts])
 
-    def _commit(self, row: int, tree: TokenTree, verdict: Verdict, start: int, hidden: Tensor, logits: Tensor) -> Step:
+    def _commit(self, row: int, tree: TokenTree, verdict: Verdict, start: int, output: ModelOutput) -> Step:
         """Keep the keys of the accepted path, drop the others, and append the new tokens to the text."""
         text = self.texts[row]
         path, room = verdict.path, text.draft_room
@@ -246,12 +246,12 @@ class DecodingBatch:
         tokens = (*(tree.token_list[node] for node in path), verdict.token)
         if self.serves_calls:  # the root's keys are cached too
             self.cache.text += (text.tokens[-1], *tokens[:-1])
-        if self.keeps_states:
-            states = _nodes(hidden, kept)
+        if self.taps:
+            states = _nodes(output.states[row], kept)
             # The next step of a static target overwrites its outputs, and may come before the next draft. A cache that
             # serves several calls keeps the states for long: not as views, which hold those of all nodes.
             self._keep_states(text, states.clone() if self.target.is_static or self.serves_calls else states)
-        logprobs = self._logprobs(tree, verdict, logits)
+        logprobs = self._logprobs(tree, verdict, output.logits[row])
         emitted = text.emit(tokens, self.stop)
         # Tokens after the end of a text count neither as offered nor as accepted.
         cut = len(emitted) <= len(path)
@@ -297,13 +297,13 @@ class DecodingBatch:
         """Run the prompts of these rows and emit their first tokens."""
         clock = PhaseClock(self.target.device)
         prompts = [self.texts[row].tokens for row in rows]
-        reused = self.cache.rewind(prompts[0], self.keeps_states) if self.serves_calls else 0
+        reused = self.cache.rewind(prompts[0], bool(self.taps)) if self.serves_calls else 0
         if reused:
-            output = self.target.append([prompts[0][reused:]], self.cache, self.keeps_states)
+            output = self.target.append([prompts[0][reused:]], self.cache, self.taps)
         else:
             for row in rows:
                 self.cache.truncate(row, 0)
-            output = self.target.prefill(prompts, self.cache, rows, keep_states=self.keeps_states)
+            output = self.target.prefill(prompts, self.cache, rows, taps=self.taps)
         clock.mark()
         texts = [self.texts[row] for row in rows]
         proposals = [Proposal.root_only(text.tokens[-1], self.target.device) for text in texts]
@@ -313,12 +313,11 @@ class DecodingBatch:
         steps = []
         for index, (text, verdict) in enumerate(zip(texts, verdicts, strict=True)):
             text.hidden = output.hidden[index]
-            if self.keeps_states:
-                for states in (torch.zeros_like(text.hidden)[None], *self.cache.states):
-                    text.keep_states(states)  # the first token was written from none
             if self.serves_calls:
                 self.cache.text = list(text.tokens)
-            if self.keeps_states:
+            if self.taps:
+                for states in self.cache.states:
+                    text.keep_states(states)
                 self._keep_states(text, output.states[index])
             logprobs = self._logprobs(proposals[index].tree, verdict, output.logits[index, None])
             emitted = text.emit((verdict.token,), self.stop)

@@ -72,11 +72,11 @@ class Text:
         """Depth of the deepest draft that fits as a whole, with one more token by the target."""
         return self._longest - len(self.tokens) - 1
 
-    def keep_states(self, states: Float[Tensor, "tokens hidden"]) -> None:
-        """Keep the states from which the target wrote further tokens, for a drafter that reads them."""
+    def keep_states(self, states: Float[Tensor, "tokens taps"]) -> None:
+        """Keep the target's states at further tokens of the text, for a drafter that reads them."""
         self._states.append(states)
 
-    def hand_over_states(self) -> Float[Tensor, "tokens hidden"] | None:
+    def hand_over_states(self) -> Float[Tensor, "tokens taps"] | None:
         """Return the states kept since the last call, and forget them; None if there are none."""
         states, self._states = self._states, []
         return torch.cat(states) if states else None

@@ -25,9 +25,8 @@ class DraftRequest:
     target's lm_head from which that token was written. ``max_depth`` bounds the drafted tokens of a path, and is 0 if
     the row has no room for any. ``max_nodes`` counts the root.
 
-    ``states``, for a drafter that reads them: the inputs of the target's lm_head from which the text's tokens were
-    written, a row for each token since the row's last request, the prompt's tokens included. The text's first token was
-    written from none: its row is zero.
+    ``states``, for a drafter with `Drafter.taps`: the target's states behind these layers, side by side, at the text's
+    tokens since the row's last request, the prompt's tokens included. The newest token has not been run, and has none.
 
     Between two requests a row's text only grows.
     """
@@ -36,7 +35,7 @@ class DraftRequest:
     hidden: Float[Tensor, " hidden"]
     max_depth: int
     max_nodes: int
-    states: Float[Tensor, "tokens hidden"] | None = None
+    states: Float[Tensor, "tokens taps"] | None = None
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,8 @@ class Drafter(ABC):
 
     max_positions: int | None = None
     """Length of the longest text that it can draft for, in tokens; None if its own models set no limit."""
-    reads_states = False
-    """True if its requests must hold ``states``, which the loop else does not keep."""
+    taps: tuple[int, ...] = ()
+    """The target's layers (from 0, increasing) behind which it reads the target's states."""
     budgets: tuple[Budget, ...]
     """Sizes of the trees that it can draft, by increasing cost; the last one is the default."""
     label_with_size = ""

@@ -80,46 +80,22 @@ class DraftState:
         self.cache.check(self._lease)
         for slot, text in enumerate(texts):
             self._keep_accepted(slot, text)
-        self._prefill_fresh(texts, None)
+        self._prefill_fresh(texts)
         logits = self.draft.append(self._take_new(texts), self.cache).logits
         return self.over_target_vocabulary(logits)
 
-    def look_ahead(
-        self,
-        texts: Sequence[Sequence[int]],
-        masks: Sequence[int],
-        added: Sequence[Float[Tensor, "tokens width"]] | None,
-    ) -> Float[Tensor, "rows positions outputs"]:
-        """Run the new tokens of each text and then the tokens ``masks``, of which the cache keeps nothing.
-
-        Returns the draft's own logits after each text's last token and after each mask, 1 + masks positions.
-        ``added``: additions to the embeddings of the text's tokens since the last call, masks excluded.
-        """
-        self.cache.check(self._lease)
-        fresh = self._prefill_fresh(texts, added)
-        if added is not None:
-            added = [of_row[-1:] if slot in fresh else of_row for slot, of_row in enumerate(added)]
-        return self.draft.look_ahead(self._take_new(texts), masks, self.cache, added).logits
-
-    def _prefill_fresh(self, texts: Sequence[Sequence[int]], added: Sequence[Tensor] | None) -> list[int]:
-        """Run new rows' prompts without their last tokens: with the other rows they would pad these to their length.
-
-        Returns these rows.
-        """
+    def _prefill_fresh(self, texts: Sequence[Sequence[int]]) -> None:
+        """Run new rows' prompts without their last tokens: with the other rows they would pad these to their length."""
         fresh = [slot for slot, text in enumerate(texts) if self._committed[slot] == 0 and len(text) > 1]
         if fresh:
             unseen = [max(0, len(texts[slot]) - 1 - self._reach()) for slot in fresh]
             for slot, dropped in zip(fresh, unseen, strict=True):
                 self.cache.clear(slot, dropped)
             prompts = [self._known(texts[slot][dropped:-1]) for slot, dropped in zip(fresh, unseen, strict=True)]
-            own = None
-            if added is not None:
-                own = [added[slot][dropped:-1] for slot, dropped in zip(fresh, unseen, strict=True)]
-            self.draft.prefill(prompts, self.cache, fresh, own)
+            self.draft.prefill(prompts, self.cache, fresh)
             for slot in fresh:
                 self._committed[slot] = len(texts[slot]) - 1
             self.draft.prepare(self.cache, len(texts), (), self._longest)
-        return fresh
 
     def _reach(self) -> int:
         """Return the number of tokens before the next one on which its logits depend."""

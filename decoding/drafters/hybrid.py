@@ -59,7 +59,7 @@ class HybridDrafter(Drafter):
         self.label_with_size = f"{first.label}, with {lookup.label}"
         limits = [drafter.max_positions for drafter in (first, lookup)]
         self.max_positions = min((limit for limit in limits if limit is not None), default=None)
-        self.reads_states = first.reads_states or lookup.reads_states
+        self.taps = first.taps or lookup.taps
         longer = max(len(first.budgets), len(lookup.budgets))
         self._pairs = [
             (first.budgets[min(k, len(first.budgets) - 1)], lookup.budgets[min(k, len(lookup.budgets) - 1)])

@@ -14,28 +14,28 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
+from decoding.drafters.dspark import DSparkDrafter
 from decoding.drafters.experimental.cascade import CascadeDrafter
 from decoding.drafters.experimental.lookahead import LookaheadDrafter
 from decoding.drafters.experimental.other_tokenizer import OtherTokenizerDrafter
 from decoding.drafters.hybrid import HybridDrafter
 from decoding.drafters.medusa import MedusaDrafter
-from decoding.drafters.parallel import ParallelDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafters.spec import DrafterSpec, Option, one_of, options_of, read_options, split_spec
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSparkDraft
 from decoding.model.heads import MedusaHeads
 from decoding.model.hub import local_folder
 from decoding.model.loading import (
+    dspark_folder,
     is_heads_folder,
     load_draft,
+    load_dspark,
     load_heads,
-    load_parallel_draft,
     load_tokenizer,
-    parallel_folder,
 )
-from decoding.model.parallel import ParallelDraft
 
-Weights = Literal["heads", "draft", "parallel draft", "heads or draft", "draft and tokenizer"]
+Weights = Literal["heads", "draft", "dspark draft", "heads or draft", "draft and tokenizer"]
 
 
 class ForeignDraft(NamedTuple):
@@ -46,7 +46,7 @@ class ForeignDraft(NamedTuple):
     target_tokenizer: PreTrainedTokenizerBase
 
 
-LoadedWeights = MedusaHeads | CausalLM | ParallelDraft | ForeignDraft | None
+LoadedWeights = MedusaHeads | CausalLM | DSparkDraft | ForeignDraft | None
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _hybrid(first: Entry | None = None) -> Entry:
         return HybridDrafter(first.make(weights, own), lookup, **rest)
 
     options = {"of": one_of(*_FIRSTS), **joined, **(first.options if first else {})}
-    summary = "heads, draft, draft-tree or parallel (of=NAME, with its options) and a lookup in one tree"
+    summary = "heads, draft, draft-tree or dspark (of=NAME, with its options) and a lookup in one tree"
     return _with_lookup(summary, first.weights or "draft" if first else "heads or draft", options, make)
 
 
@@ -111,8 +111,8 @@ _FIRSTS = {
     "draft-tree": _entry(
         "such a small model's best-first tree, which grows where the model is surest", "draft", DraftTreeDrafter
     ),
-    "parallel": _entry(
-        "a small model that drafts all its tokens in one pass: a chain, or a tree", "parallel draft", ParallelDrafter
+    "dspark": _entry(
+        "a block of tokens in one pass, from the target's own states: a chain, or a tree", "dspark draft", DSparkDrafter
     ),
 }
 REGISTRY: Mapping[str, Entry] = {
@@ -145,7 +145,7 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
 
     ValueError, in one sentence, for an item that is misspelt, missing or out of range. The weights are not read, but a
     PATH without a name is looked up, on the Hub if it is no folder: it means a ``hybrid`` of ``heads`` if it holds
-    heads, ``parallel`` if it holds a parallel draft, else ``draft-tree`` if an option is one of the tree's, else
+    heads, ``dspark`` if it holds a DSpark draft, else ``draft-tree`` if an option is one of the tree's, else
     ``draft``.
     """
     name, path, given = split_spec(text, tuple(REGISTRY))
@@ -183,8 +183,8 @@ def _recognised(path: str | None, options: Mapping[str, Any]) -> str:
     folder = local_folder(path, weights=False)
     if is_heads_folder(folder):
         return "heads"
-    if parallel_folder(folder) is not None:
-        return "parallel"
+    if dspark_folder(folder) is not None:
+        return "dspark"
     return "draft-tree" if options.keys() & _FIRSTS["draft-tree"].options.keys() else "draft"
 
 
@@ -215,12 +215,12 @@ class DrafterLoader:
     def _read(self, weights: Weights, path: str) -> LoadedWeights:
         if weights == "heads":
             return load_heads(path, self._target)
+        if weights == "dspark draft":
+            return load_dspark(path, self._target)
         if isinstance(self._tokenizer, str):
             self._tokenizer = load_tokenizer(self._tokenizer, self._trusted)
         if weights == "draft":
             return load_draft(path, self._target, self._tokenizer, self._trusted)
-        if weights == "parallel draft":
-            return load_parallel_draft(path, self._target, self._tokenizer, self._trusted)
         if self._tokenizer is None:
             raise ValueError(f"{path} drafts by text, which needs the target's tokenizer: give it as tokenizer")
         draft = load_draft(path, self._target, None, self._trusted, other_tokenizer=True)

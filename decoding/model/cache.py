@@ -109,8 +109,8 @@ class PreallocatedCache(Cache):
     Sliding-window layers keep all positions here, so that rejected tokens can always be dropped; the window is in the
     mask. A draft whose layers all have windows drops what lies before them (`drop_first`). ``lengths[slot]`` is the
     number of positions that a row holds, ``dropped[slot]`` the number of its text's positions before these. ``text``
-    holds the tokens of row 0 whose keys are cached for certain, ``states`` the inputs of the lm_head at the first of
-    them, as far as they were kept; the decoding loop updates both in caches that serve several calls.
+    holds the tokens of row 0 whose keys are cached for certain, ``states`` the states behind a drafter's taps at the
+    first of them, as far as they were kept; the decoding loop updates both in caches that serve several calls.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class PreallocatedCache(Cache):
         self.lease = 0
         self.text: list[int] = []
         self.states: list[Tensor] = []
-        """Blocks of states, each (tokens, hidden)."""
+        """Blocks of states, each (tokens, taps)."""
         self._held: tuple[_Buffers, ...] = ()
         """Buffers of each device; empty before the first block."""
         self._handed_out: tuple[_Buffers, ...] = self._held

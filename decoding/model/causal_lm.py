@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,9 +20,8 @@ from decoding.model.architecture import (
 )
 from decoding.model.attention import leave_out_cudnn
 from decoding.model.cache import PreallocatedCache
-from decoding.model.dynamic import DynamicSteps, TreeMasks, last_of, stacked
+from decoding.model.dynamic import DynamicSteps, TreeMasks, last_of
 from decoding.model.forward import ModelOutput, run_model
-from decoding.model.lm_head import added_to_embeddings
 from decoding.model.static import StaticSteps, row_bucket
 from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
@@ -128,8 +127,7 @@ class CausalLM:
         texts: Sequence[Sequence[int]],
         cache: PreallocatedCache,
         slots: Sequence[int] | None = None,
-        added: Sequence[Float[Tensor, "tokens width"]] | None = None,
-        keep_states: bool = False,
+        taps: Sequence[int] = (),
     ) -> ModelOutput:
         """Run whole texts, or what follows the positions that a row dropped, into empty ``slots`` of the cache.
 
@@ -137,9 +135,8 @@ class CausalLM:
         padded on the right, where none of their tokens attends. Texts run in groups of up to `_PREFILL_TOKENS` tokens,
         which bounds the memory of a pass.
 
-        ``slots`` None: the first ones. ``added``: additions to the embeddings of each text's tokens. With
-        ``keep_states`` the states of all positions are returned too. They outlive the pass: 8 KiB a token for an 8B
-        model in bf16, so 2 GiB for 32 texts of 8k tokens.
+        ``slots`` None: the first ones. ``taps``: the layers (from 0) behind which the states of all positions are
+        returned too. They outlive the pass: 8 KiB a token and layer for an 8B model in bf16.
         """
         slots = range(len(texts)) if slots is None else slots
         assert not any(cache.lengths[slot] for slot in slots), "these rows are not empty"
@@ -147,8 +144,7 @@ class CausalLM:
         outputs = []
         for begin in range(0, len(texts), rows):
             group = slice(begin, begin + rows)
-            own = None if added is None else added[group]
-            outputs.append(self._prefill_group(texts[group], cache, slots[group], own, keep_states))
+            outputs.append(self._prefill_group(texts[group], cache, slots[group], taps))
         return outputs[0] if len(outputs) == 1 else ModelOutput.cat(outputs)
 
     def _prefill_group(
@@ -156,8 +152,7 @@ class CausalLM:
         texts: Sequence[Sequence[int]],
         cache: PreallocatedCache,
         slots: Sequence[int],
-        added: Sequence[Tensor] | None,
-        keep_states: bool,
+        taps: Sequence[int],
     ) -> ModelOutput:
         lengths = [len(text) for text in texts]
         longest = max(lengths)
@@ -166,29 +161,30 @@ class CausalLM:
         positions = torch.arange(longest, device=self.device)[None]
         if any(dropped := [cache.dropped[slot] for slot in slots]):
             positions = positions + torch.tensor(dropped, device=self.device)[:, None]
-        with added_to_embeddings(self.model, None if added is None else stacked(added, longest, self.device)):
-            select = last_of(lengths, 1, self.device)
-            output = run_model(self.model, tokens, positions, cache, None, select, keep_states)
+        select = last_of(lengths, 1, self.device)
+        output = run_model(self.model, tokens, positions, cache, None, select, taps)
         cache.end(lengths)
-        states = tuple(row[:length] for row, length in zip(output.states, lengths, strict=True)) if keep_states else ()
+        states = tuple(row[:length] for row, length in zip(output.states, lengths, strict=bool(taps)))
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0], states)
 
     @torch.inference_mode()
     def append(
-        self, blocks: Sequence[Sequence[int]], cache: PreallocatedCache, keep_states: bool = False
+        self, blocks: Sequence[Sequence[int]], cache: PreallocatedCache, taps: Sequence[int] = ()
     ) -> ModelOutput:
         """Run a chain of tokens after each row.
 
-        Returns hidden state and logits of each row's last token, (rows, hidden) and (rows, vocab). With
-        ``keep_states``, which runs in dynamic shapes, the states of all these tokens are returned too.
+        Returns hidden state and logits of each row's last token, (rows, hidden) and (rows, vocab), and the states of
+        all these tokens behind the layers ``taps``.
         """
         if not any(cache.lengths[: len(blocks)]):
-            return self.prefill(blocks, cache, keep_states=keep_states)
+            return self.prefill(blocks, cache, taps=taps)
         trees = [TokenTree.chain(block) for block in blocks]
-        if self._static is not None and self._static.fits(trees) and not keep_states:
-            output = self._run(trees, cache, None, last_of(list(map(len, blocks)), 1, self.device))
+        if self._static is not None and self._static.fits(trees):
+            output = self._run(trees, cache, None, last_of(list(map(len, blocks)), 1, self.device), taps)
+            own = zip(output.states, blocks, strict=bool(taps))
+            output = output._replace(states=tuple(states[: len(block)] for states, block in own))
         else:
-            output = self._dynamic.append(blocks, cache, keep_states)
+            output = self._dynamic.append(blocks, cache, taps)
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0], output.states)
 
     @torch.inference_mode()
@@ -202,44 +198,27 @@ class CausalLM:
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
 
     @torch.inference_mode()
-    def look_ahead(
-        self,
-        blocks: Sequence[Sequence[int]],
-        masks: Sequence[int],
-        cache: PreallocatedCache,
-        added: Sequence[Float[Tensor, "tokens width"]] | None = None,
-    ) -> ModelOutput:
-        """Run a chain of tokens after each row, and the tokens ``masks`` after it, which leave no trace in the cache.
-
-        Returns hidden states and logits of each block's last token and of the masks, (rows, 1 + masks, hidden) and
-        (rows, 1 + masks, vocab). ``added``: additions to the embeddings of each block's tokens; masks get none.
-        """
-        lengths = list(map(len, blocks))
-        trees = [TokenTree.chain([*block, *masks]) for block in blocks]
-        select = last_of([len(tree) for tree in trees], 1 + len(masks), self.device)
-        addition = None if added is None else stacked(added, max(lengths) + len(masks), self.device)
-        return self._run(trees, cache, None, select, lengths, addition)
-
-    @torch.inference_mode()
     def verify(
         self,
         trees: Sequence[TokenTree],
         cache: PreallocatedCache,
         first: Sequence[int] | None = None,
         read: int | None = None,
+        taps: Sequence[int] = (),
     ) -> ModelOutput:
         """Run a tree after each row, each node attending to its row's prefix and its own path.
 
         The nodes of row i before ``first[i]`` are in the cache already (a tree drafted level by level); the others run.
         Returns (rows, nodes, hidden) and (rows, nodes, vocab); rows with fewer nodes than others are padded. With
-        ``read`` each row's last ``read`` nodes alone, and dynamic shapes spare the lm_head the others.
+        ``read`` each row's last ``read`` nodes alone, and dynamic shapes spare the lm_head the others. ``taps``: the
+        layers behind which the states of all nodes are returned too.
         """
         select = None
         if read is not None:
             skipped = first or [0] * len(trees)
             counts = [len(tree) - before for tree, before in zip(trees, skipped, strict=True)]
             select = last_of(counts, read, self.device)
-        return self._run(trees, cache, first, select)
+        return self._run(trees, cache, first, select, taps)
 
     def _run(
         self,
@@ -247,21 +226,23 @@ class CausalLM:
         cache: PreallocatedCache,
         first: Sequence[int] | None,
         select: Callable[[Tensor], Tensor] | None,
-        kept: Sequence[int] | None = None,
-        added: Tensor | None = None,
+        taps: Sequence[int] = (),
     ) -> ModelOutput:
         """Run trees in fixed shapes, if the model has them and the trees fit, or as they come."""
         if self._static is not None and cache.device is not None and self._static.fits(trees):
-            output = self._static.run(trees, cache, first, kept, added)
-            return output if select is None else ModelOutput(select(output.hidden), select(output.logits))
-        with added_to_embeddings(self.model, added):
-            return self._dynamic.run(trees, cache, first or [0] * len(trees), select, kept)
+            output = self._static.run(trees, cache, first, taps)
+            if select is None:
+                return output
+            return output._replace(hidden=select(output.hidden), logits=select(output.logits))
+        return self._dynamic.run(trees, cache, first or [0] * len(trees), select, taps=taps)
 
-    def prepare(self, cache: PreallocatedCache, rows: int, nodes: Sequence[int], longest: int) -> None:
+    def prepare(
+        self, cache: PreallocatedCache, rows: int, nodes: Sequence[int], longest: int, taps: Sequence[int] = ()
+    ) -> None:
         """Record the CUDA graphs that the texts in the first ``rows`` will need soon, before their steps are timed.
 
-        ``nodes``: sizes of the trees to come; ``longest``: positions of the longest text in the end. Does nothing
-        without graphs.
+        ``nodes``: sizes of the trees to come; ``longest``: positions of the longest text in the end; ``taps``: layers
+        behind which their states will be read. Does nothing without graphs.
         """
         if self._static is not None:
-            self._static.prepare(cache, rows, nodes, longest)
+            self._static.prepare(cache, rows, nodes, longest, taps)

@@ -11,6 +11,7 @@ from itertools import accumulate
 import torch
 
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSpark, TextKeys
 from decoding.rules.tree import TokenTree
 
 
@@ -56,6 +57,30 @@ def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
     return low + slope * (at - left) if at <= right else high + max(0.0, slope) * (at - right)
 
 
+class _Blocks:
+    """Blocks of a DSpark draft behind ``prefix`` tokens of ``rows`` texts, ready to be timed."""
+
+    def __init__(self, dspark: DSpark, prefix: int, rows: int) -> None:
+        self._dspark, device = dspark, dspark.target.device
+        self._keys = TextKeys(dspark.draft, rows, prefix + 1)
+        states = dspark.draft.fc.weight.new_ones(prefix, dspark.draft.fc.in_features)
+        self._keys.append([states] * rows)
+        self._newest = torch.arange(rows, device=device)
+        self._state = states[:1]
+
+    def seconds(self, size: int) -> float:
+        """Time a step of the draft, in which each text is one token longer; ``size`` is always its block's."""
+        lengths = list(self._keys.lengths)
+        begin = time.perf_counter()
+        self._keys.append([self._state] * len(lengths))
+        self._dspark.logits(self._keys.run(self._dspark.embed(self._newest)))
+        if self._newest.is_cuda:
+            torch.cuda.synchronize(self._newest.device)
+        passed = time.perf_counter() - begin
+        self._keys.lengths = lengths
+        return passed
+
+
 class _Passes:
     """Passes over new tokens of ``rows`` texts behind ``prefix`` cached tokens each, ready to be timed."""
 
@@ -85,8 +110,7 @@ class _Passes:
 def measure_costs(
     target: CausalLM,
     sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
-    draft: CausalLM | None = None,
-    at_once: int = 1,
+    draft: CausalLM | DSpark | None = None,
     prefix: int = 128,
     rows: int = 1,
     repeats: int = 15,
@@ -94,21 +118,26 @@ def measure_costs(
 ) -> Costs:
     """Measure the median seconds of a target pass over n new tokens behind ``prefix`` cached ones, for n in ``sizes``.
 
-    Each of ``rows`` texts has n new tokens. A ``draft`` model's forward is measured too; ``at_once``: the tokens that a
-    parallel draft drafts in one. All passes take turns, so that what else the machine does hits all alike. After
+    Each of ``rows`` texts has n new tokens. A ``draft`` model's forward is measured too, or a DSpark draft's block.
+    All passes take turns, so that what else the machine does hits all alike. After
     ``seconds`` no further round begins; at least three are measured. A target pass that looks cheaper than one over
     fewer tokens is noise, and is taken to cost as much as that one.
     """
     passes = _Passes(target, sizes, prefix, rows)
-    timed = [(passes, size) for size in sizes]
-    if draft is not None:
-        timed.append((_Passes(draft, (at_once,), prefix, rows), at_once))
+    timed: list[tuple[_Passes | _Blocks, int]] = [(passes, size) for size in sizes]
+    at_once = draft.config.block_size if isinstance(draft, DSpark) else 1
+    if isinstance(draft, DSpark):
+        with torch.inference_mode():
+            timed.append((_Blocks(draft, prefix, rows), at_once))
+    elif draft is not None:
+        timed.append((_Passes(draft, (1,), prefix, rows), 1))
     warm_up, began = 2, time.perf_counter()
     rounds: list[list[float]] = []
     for repeat in range(warm_up + repeats):
         if repeat >= warm_up + 3 and time.perf_counter() - began > seconds:
             break
-        rounds.append([each.seconds(size) for each, size in timed])
+        with torch.inference_mode():
+            rounds.append([each.seconds(size) for each, size in timed])
     medians = [statistics.median(times) for times in zip(*rounds[warm_up:], strict=True)]
     curve = dict(zip(sizes, accumulate(medians[: len(sizes)], max), strict=True))
     return Costs(curve, {} if draft is None else dict.fromkeys((1, at_once), medians[-1]))

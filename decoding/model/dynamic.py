@@ -130,12 +130,12 @@ class DynamicSteps:
         return device
 
     def append(
-        self, blocks: Sequence[Sequence[int]], cache: PreallocatedCache, keep_states: bool = False
+        self, blocks: Sequence[Sequence[int]], cache: PreallocatedCache, taps: Sequence[int] = ()
     ) -> ModelOutput:
         """Run a chain of tokens after each row, in pieces of up to `_APPENDED_TOKENS` tokens.
 
         Returns hidden state and logits of each row's last token, (rows, 1, hidden) and (rows, 1, vocab); with
-        ``keep_states`` also the states of all tokens of each row.
+        ``taps`` also the states of all tokens of each row.
         """
         longest, size = max(map(len, blocks)), max(1, _APPENDED_TOKENS // len(blocks))
         last: ModelOutput | None = None
@@ -146,8 +146,8 @@ class DynamicSteps:
             trees = [TokenTree.chain(piece or [0]) for piece in pieces]
             select = last_of([len(tree) for tree in trees], 1, self._device)
             kept = None if all(pieces) else [len(piece) for piece in pieces]
-            output = self.run(trees, cache, [0] * len(trees), select, kept, keep_states)
-            for row, piece, of_piece in zip(states, pieces, output.states, strict=keep_states):
+            output = self.run(trees, cache, [0] * len(trees), select, kept, taps)
+            for row, piece, of_piece in zip(states, pieces, output.states, strict=bool(taps)):
                 row.append(of_piece[: len(piece)])
             if last is None or kept is None:
                 last = output
@@ -156,9 +156,9 @@ class DynamicSteps:
             hidden = torch.where(runs, output.hidden, last.hidden)
             last = ModelOutput(hidden, torch.where(runs, output.logits, last.logits))
         assert last is not None, "there is no token to append"
-        return last._replace(states=tuple(map(torch.cat, states)) if keep_states else ())
+        return last._replace(states=tuple(map(torch.cat, states)) if taps else ())
 
-    def step(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache) -> ModelOutput:
+    def step(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache, taps: Sequence[int] = ()) -> ModelOutput:
         """Run one token after each row, a tree of a root alone; return (rows, 1, hidden) and (rows, 1, vocab)."""
         rows, starts = len(tokens), cache.lengths[: len(tokens)]
         masks = None  # `transformers` builds the masks of its layers
@@ -166,7 +166,7 @@ class DynamicSteps:
             masks = self._masks.of_trees([TreeShape.chain(0)] * rows, starts, [0] * rows, 1)
         positions = self._positions(starts, cache, 0)
         cache.begin(range(rows), 1, self._device)
-        output = run_model(self._model, tokens[:, None], positions, cache, masks)
+        output = run_model(self._model, tokens[:, None], positions, cache, masks, None, taps)
         cache.end([1] * rows)
         return output
 
@@ -177,20 +177,19 @@ class DynamicSteps:
         first: Sequence[int],
         select: Callable[[Tensor], Tensor] | None,
         kept: Sequence[int] | None = None,
-        keep_states: bool = False,
+        taps: Sequence[int] = (),
     ) -> ModelOutput:
         """Run the nodes of each tree from ``first`` on; the cache keeps the first ``kept`` of them (None: all).
 
         Returns (rows, nodes, hidden) and (rows, nodes, vocab), of the positions alone that ``select`` picks; with
-        ``keep_states`` also each row's states of all nodes, padding included.
+        ``taps`` also each row's states of all nodes, padding included.
         """
         counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]
         size = max(counts)
         fresh = [tree.tokens[skipped:] for tree, skipped in zip(trees, first, strict=True)]
         tokens = stacked(fresh, size, self._device)
         if size == 1 and kept is None and not any(first):
-            output = self.step(tokens[:, 0], cache)
-            return output._replace(states=tuple(output.hidden)) if keep_states else output
+            return self.step(tokens[:, 0], cache, taps)
         shapes = [tree.shape for tree in trees]
         if len(set(shapes)) == len(set(first)) == 1:
             depths = shapes[0].depth_tensor[first[0] :].to(self._device)
@@ -202,7 +201,7 @@ class DynamicSteps:
         masks = self._masks.of_trees(shapes, starts, first, size)
         keys = cache.begin(range(len(trees)), size, self._device, counts)
         mask = _narrowed(masks, keys)
-        output = run_model(self._model, tokens, positions, cache, mask, select, keep_states)
+        output = run_model(self._model, tokens, positions, cache, mask, select, taps)
         cache.end(counts if kept is None else kept)
         return output
 

@@ -18,8 +18,6 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.model.hub import local_folder
 from decoding.model.loading import TOKENIZER_PROBE, is_heads_folder, reason
-from decoding.model.parallel import CONFIG_NAME as PARALLEL_CONFIG
-from decoding.model.parallel import WEIGHTS_NAME as PARALLEL_WEIGHTS
 from decoding.model.stored import read_header, weight_files
 from decoding.model.vocabulary import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
 
@@ -103,8 +101,6 @@ def _described(folder: Path, trust_remote_code: bool) -> Any:
         return {"adapters": own, "base": stored_fingerprint(config["base_model_name_or_path"], trust_remote_code)}
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code).to_dict()
     behaviour = _behaviour(config)
-    if (parts := folder / PARALLEL_CONFIG).is_file():
-        behaviour[PARALLEL_CONFIG] = json.loads(parts.read_text())
     if OUTPUT_TOKENS_KEY in config and (listed := folder / OUTPUT_TOKENS_NAME).is_file():
         behaviour[OUTPUT_TOKENS_KEY] = json.loads(listed.read_text())
     return behaviour
@@ -125,17 +121,14 @@ def _sorted(value: Any) -> Any:
 
 
 def files_of_tensors(folder: Path) -> dict[str, Path]:
-    """Return the file of every tensor stored in a folder: those that transformers would load, and a parallel draft's.
+    """Return the file of every tensor stored in a folder: those that transformers would load.
 
     ValueError for a folder without weights, and for a file that is cut off.
     """
     remedy = "fetch or write it again"
-    files = [path for path in (folder / PARALLEL_WEIGHTS,) if path.is_file()]
-    if (adapters := folder / _ADAPTER_WEIGHTS).is_file():
-        files.append(adapters)
-    elif weights := weight_files(folder, remedy):
-        files += weights
-    else:
+    adapters = folder / _ADAPTER_WEIGHTS
+    files = [adapters] if adapters.is_file() else weight_files(folder, remedy)
+    if not files:
         raise ValueError(f"{folder} holds no weights: no .safetensors file is there (pickled weights are not loaded)")
     return {name: path for path in files for name in read_header(path, remedy)}
 

@@ -12,17 +12,18 @@ from transformers import PreTrainedModel
 from decoding.model.attention import copy_free_attention
 from decoding.model.cache import PreallocatedCache
 from decoding.model.lm_head import capture_lm_head_input
+from decoding.model.taps import capture_taps
 
 
 class ModelOutput(NamedTuple):
     """Outputs of a pass. ``hidden``: the input of the lm_head. ``logits``: its output.
 
-    ``states``: the inputs of the lm_head at all positions of each text, where the pass was asked for them.
+    ``states``: for each row, the states of its positions behind the layers that the pass was asked for, side by side.
     """
 
     hidden: Float[Tensor, "*positions hidden"]
     logits: Float[Tensor, "*positions vocab"]
-    states: tuple[Float[Tensor, "tokens hidden"], ...] = ()
+    states: tuple[Float[Tensor, "positions taps"], ...] = ()
 
     @staticmethod
     def cat(parts: Sequence["ModelOutput"]) -> "ModelOutput":
@@ -59,23 +60,24 @@ def run_model(
     cache: PreallocatedCache,
     mask: Any,
     select: Callable[[Tensor], Tensor] | None = None,
-    keep_states: bool = False,
+    taps: Sequence[int] = (),
 ) -> ModelOutput:
     """Run ``tokens`` at ``positions``, both (rows, size), into the block that the cache has begun.
 
     ``mask`` is an additive mask (rows, 1, size, keys), or a dict of them by layer type, or None where `transformers`
     builds its own. ``select`` picks the positions, (rows, some, hidden), that the lm_head reads and that come back: all
-    of them without it. ``keep_states`` returns the whole input of the lm_head too. Outputs come to the device of the
-    tokens.
+    of them without it. ``taps``: the layers whose outputs come back as ``states``, at all positions (`capture_taps`).
+    Outputs come to the device of the tokens.
     """
     with (
         in_eval_mode(model),
         capture_lm_head_input(model, select) as captured,
         copy_free_attention(model),
+        capture_taps(model, len(cache.layers), taps) as tapped,
     ):
         output = model(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )
     hidden = captured[0] if select is None else select(captured[0])
-    states = tuple(captured[0].to(tokens.device)) if keep_states else ()
+    states = tuple(tapped[0].to(tokens.device)) if taps else ()
     return ModelOutput(hidden.to(tokens.device), output.logits.to(tokens.device), states)

@@ -30,7 +30,7 @@ from decoding.model.stored import WEIGHT_FILES, named_files
 
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md")
 """Config, tokenizer, template, card and what stands beside them; code comes too, and is run only if it is trusted."""
-_WEIGHTS = (*WEIGHT_FILES, "adapter_model.safetensors", "parallel.safetensors")
+_WEIGHTS = (*WEIGHT_FILES, "adapter_model.safetensors")
 """Weights that are read here: not a second copy of them in another program's layout."""
 _FOLDERS = ("*/*",)
 _REVISION = re.compile(r"(?!.*(?:\.\.|//))[^\s\\~^:?*\[\x00-\x1f\x7f/,-][^\s\\~^:?*\[\x00-\x1f\x7f,]*")

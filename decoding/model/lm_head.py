@@ -41,24 +41,6 @@ def _lm_head(model: nn.Module) -> nn.Linear:
 
 
 @contextmanager
-def added_to_embeddings(model: nn.Module, addition: Float[Tensor, "batch positions width"] | None) -> Iterator[None]:
-    """Add ``addition`` (None: nothing) to the input embeddings in this thread's forwards of the model in the context.
-
-    The sum is in the embeddings' dtype, on their device. Gradients flow to the addition.
-    """
-    if addition is None:
-        yield
-        return
-    thread = get_ident()
-
-    def hook(module: nn.Module, args: tuple[Any, ...], embedded: Tensor) -> Tensor:
-        return embedded + addition.to(embedded) if get_ident() == thread else embedded
-
-    with _hooked(input_embeddings(model).register_forward_hook, hook):
-        yield
-
-
-@contextmanager
 def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
     """Collect the lm_head's input, (batch, positions, hidden), of this thread's forwards of the model in the context.
 
@@ -74,12 +56,12 @@ def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] |
         captured.append(args[0])
         return (select(args[0]), *args[1:]) if select else None
 
-    with _hooked(_lm_head(model).register_forward_pre_hook, hook):
+    with hooked(_lm_head(model).register_forward_pre_hook, hook):
         yield captured
 
 
 @contextmanager
-def _hooked(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Iterator[None]:
+def hooked(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Iterator[None]:
     """Register a hook inside the context. One that an interrupt left behind would spoil every later forward."""
     handle = None
     try:

@@ -19,12 +19,11 @@ from decoding.dtypes import default_device, parse_dtype
 from decoding.errors import UserError
 from decoding.model.architecture import is_spread, places_of, why_not_static
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSparkDraft, is_dspark_folder
+from decoding.model.dspark import read_config as read_dspark_config
 from decoding.model.folder import adapted_model, check_model_folder
 from decoding.model.heads import CONFIG_NAME, FORMAT, MedusaHeads, read_config
 from decoding.model.hub import local_folder
-from decoding.model.parallel import CONFIG_NAME as PARALLEL_CONFIG
-from decoding.model.parallel import ParallelDraft, ParallelParts, is_parallel_folder
-from decoding.model.parallel import read_config as read_parallel_config
 from decoding.model.stored import check_finite, read_header, read_object, weight_files
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary
 
@@ -216,47 +215,10 @@ def load_draft(
 
     Its tokenizer must match the target's ``tokenizer``, if that is given and ``other_tokenizer`` is False: an
     `OtherTokenizerDrafter` takes any. A folder marked by `vocabulary.write_output_tokens` gives a draft with a trimmed
-    vocabulary. A parallel draft works as an ordinary one only if it was trained without a bias and without states.
+    vocabulary.
     """
-    folder = parallel_folder(name)
-    if folder is not None and any(read_parallel_config(folder).shapes()):
-        raise ValueError(
-            f"{name} is a parallel draft with a bias or a reader of the target, which an ordinary draft would leave "
-            f"out, so that fewer tokens were accepted: give it as parallel:{name}"
-        )
-    return _load_draft_model(name, target, tokenizer, trust_remote_code, other_tokenizer)
-
-
-def parallel_folder(name: str | Path) -> Path | None:
-    """Return the folder of a parallel draft, its config fetched if the name is a hub id; None for any other model."""
-    folder = local_folder(name, weights=False)
-    return folder if is_parallel_folder(folder) else None
-
-
-def load_parallel_draft(
-    name: str, target: CausalLM, tokenizer: PreTrainedTokenizerBase | None, trust_remote_code: bool = False
-) -> ParallelDraft:
-    """Load a parallel draft from a folder or a hub id, its parts and its model, as `load_draft` loads a draft.
-
-    ValueError, before the model is built, for parts that are missing or that do not fit the target.
-    """
-    folder = model_folder(name)
-    if not is_parallel_folder(folder):
-        raise ValueError(
-            f"{name} holds no parallel draft ({PARALLEL_CONFIG} is missing): give draft:{name} if it is an ordinary one"
-        )
-    read_parallel_config(folder).check_fits(target.hidden_size)
-    parts = ParallelParts.from_pretrained(folder, target.dtype, target.device)
-    return ParallelDraft(_load_draft_model(name, target, tokenizer, trust_remote_code), parts)
-
-
-def _load_draft_model(
-    name: str,
-    target: CausalLM,
-    tokenizer: PreTrainedTokenizerBase | None,
-    trust_remote_code: bool,
-    other_tokenizer: bool = False,
-) -> CausalLM:
+    if dspark_folder(name) is not None:
+        raise ValueError(f"{name} is a DSpark draft, which reads the target's states: give it as dspark:{name}")
     draft = load_model(name, target.dtype, target.device, trust_remote_code)
     wider = "a dtype of a wider range, such as bf16, or " if target.dtype == torch.float16 else ""
     parameters, remedy = dict(draft.named_parameters()), f"give {wider}an earlier checkpoint of it"
@@ -274,6 +236,21 @@ def _load_draft_model(
         check_trimmed(name, output_tokens, target.vocab_size)
     loaded = CausalLM(draft) if output_tokens is None else trimmed_vocabulary(draft, output_tokens)
     return loaded if why_not_static(draft) else loaded.with_static(target.static)
+
+
+def dspark_folder(name: str | Path) -> Path | None:
+    """Return the folder of a DSpark draft, its config fetched if the name is a hub id; None for any other model."""
+    folder = local_folder(name, weights=False)
+    return folder if is_dspark_folder(folder) else None
+
+
+def load_dspark(name: str | Path, target: CausalLM) -> DSparkDraft:
+    """Load a DSpark or DFlash draft in the target's dtype, on its device; its sizes are checked before its weights."""
+    folder = local_folder(name)
+    if not is_dspark_folder(folder):
+        raise ValueError(f"{name} holds no DSpark draft: give draft:{name} if it is an ordinary one")
+    read_dspark_config(folder).check_fits(target)
+    return DSparkDraft.from_pretrained(folder, target.dtype, target.device)
 
 
 def check_trimmed(name: str, output_tokens: Sequence[int], vocab_size: int) -> None:

@@ -1,6 +1,6 @@
 """A low-rank bias on logits by the token before: what makes distributions that were predicted at once conditional.
 
-Heads and parallel drafts predict several tokens from one state, each as if the tokens between were unknown. Drafting
+Heads and DSpark drafts predict several tokens from one state, each as if the tokens between were unknown. Drafting
 knows them: the token before is the parent in the tree. The bias W2 W1[token before] is added to the logits, so that
 each child has a distribution given its parent, at the price of one small product per distinct parent (DSpark's Markov
 head). It is shared by all positions ahead.

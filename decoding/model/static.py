@@ -19,7 +19,6 @@ from decoding.model.architecture import STATIC_MODES, why_not_static
 from decoding.model.cache import PreallocatedCache
 from decoding.model.dynamic import TreeMasks, blocked_keys, stacked
 from decoding.model.forward import ModelOutput, run_model
-from decoding.model.lm_head import added_to_embeddings
 from decoding.rules.tree import TokenTree, TreeShape
 
 NODE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -40,8 +39,8 @@ class Size(NamedTuple):
     nodes: int
     span: int
     keys: int
-    added: int = 0
-    """Width of the additions to the nodes' embeddings; 0 for none."""
+    taps: tuple[int, ...] = ()
+    """Layers behind which the states are returned."""
 
 
 def row_bucket(rows: int) -> int:
@@ -89,25 +88,16 @@ class StaticInputs:
     ``tokens`` (rows, nodes) · ``starts`` (rows,): place of each row's root in its slot · ``dropped`` (rows,): number of
     its text's positions before that slot's first · ``firsts`` (rows,): number of cached nodes · ``depths`` (rows,
     nodes): depths of the nodes that run · ``key_depths`` (rows, span): depths of all nodes · ``hidden_from`` (rows,
-    nodes, span): true where a node must not attend to another · ``added`` (rows, nodes, width): additions to the nodes'
-    embeddings, or None.
+    nodes, span): true where a node must not attend to another.
     """
 
-    def __init__(self, size: Size, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        rows, nodes, span = size[:3]
+    def __init__(self, rows: int, nodes: int, span: int, device: torch.device) -> None:
         self._step_shapes: Shapes = ((rows,), (rows,), (rows, nodes))
         self._tree_shapes: Shapes = ((rows,), (rows, nodes), (rows, span))
         self._step, (self.starts, self.dropped, self.tokens) = _side_by_side(self._step_shapes, device)
         self._tree, (self.firsts, self.depths, self.key_depths) = _side_by_side(self._tree_shapes, device)
         self.hidden_from = torch.zeros(rows, nodes, span, dtype=torch.bool, device=device)
-        self.added = torch.zeros(rows, nodes, size.added, dtype=dtype, device=device) if size.added else None
         self._layout: TreeLayout | None = None
-
-    def add(self, added: Tensor) -> None:
-        """Copy the additions of a step in, (rows, nodes, width) of those that run; those of the others are zero."""
-        assert self.added is not None
-        self.added.zero_()
-        self.added[: added.shape[0], : added.shape[1]].copy_(added)
 
     def fill(
         self,
@@ -198,24 +188,22 @@ class StaticSteps:
         trees: Sequence[TokenTree],
         cache: PreallocatedCache,
         first: Sequence[int] | None = None,
-        kept: Sequence[int] | None = None,
-        added: Tensor | None = None,
+        taps: Sequence[int] = (),
     ) -> ModelOutput:
         """Run a tree after each of the first rows; return (rows, nodes, hidden) and (rows, nodes, vocab), with padding.
 
-        The nodes of row i from ``first[i]`` on run, the others are cached. The cache keeps the first ``kept[i]`` nodes
-        of those that run (None: all). ``added`` (rows, nodes, width) is added to their embeddings. The next step of
-        this model overwrites the results.
+        The nodes of row i from ``first[i]`` on run, the others are cached. ``taps``: the layers behind which the states
+        of these nodes are returned too. The next step of this model overwrites the results.
         """
         layout = TreeLayout(tuple(tree.shape for tree in trees), tuple(first or [0] * len(trees)))
         if all(tree.on_host for tree in trees):
             lists = [tree.token_list[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
-            return self._run(layout, lists, cache, kept, added)
+            return self._run(layout, lists, cache, taps)
         # The tokens stay on the device: a draft's tokens are verified before the host has read them.
         device = next(tree.tokens.device for tree in trees if not tree.on_host)
         parts = [tree.tokens[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
         tokens = stacked(parts, max(layout.counts), device)
-        return self._run(layout, tokens, cache, kept, added)
+        return self._run(layout, tokens, cache, taps)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, cache: PreallocatedCache) -> ModelOutput:
@@ -231,8 +219,7 @@ class StaticSteps:
         layout: TreeLayout,
         tokens: Tensor | Sequence[Sequence[int]],
         cache: PreallocatedCache,
-        kept: Sequence[int] | None = None,
-        added: Tensor | None = None,
+        taps: Sequence[int] = (),
     ) -> ModelOutput:
         asked, counts = len(layout.shapes), layout.counts
         starts = [held - first for held, first in zip(cache.lengths, layout.firsts, strict=False)]
@@ -242,26 +229,28 @@ class StaticSteps:
         needed = max(cache.lengths[:asked]) + nodes
         cache.reserve(needed)
         keys = min(cache.capacity, key_bucket(needed))
-        width = 0 if added is None else added.shape[-1]
-        bucket = self._bucket(Size(rows, nodes, span, keys, width), cache)
+        bucket = self._bucket(Size(rows, nodes, span, keys, tuple(taps)), cache)
         bucket.inputs.fill(layout, starts, cache.dropped[:asked], tokens)
-        if added is not None:
-            bucket.inputs.add(added)
-        hidden, logits = bucket.run()
-        cache.advance(range(asked), counts if kept is None else kept)
-        return ModelOutput(hidden[:asked, : max(counts)], logits[:asked, : max(counts)])
+        hidden, logits, states = bucket.run()
+        cache.advance(range(asked), counts)
+        widest = max(counts)
+        return ModelOutput(
+            hidden[:asked, :widest], logits[:asked, :widest], tuple(row[:widest] for row in states[:asked])
+        )
 
     def _bucket(self, size: Size, cache: PreallocatedCache) -> "_Bucket":
         if cache.buffers != self._buffers:
             # Graphs recorded on replaced buffers are invalid, and free their pool.
             self._steps, self._buffers, self.pool = {}, cache.buffers, None
         if size not in self._steps:
-            self._steps[size] = _Bucket(self, cache, size, self._model.dtype)
+            self._steps[size] = _Bucket(self, cache, size)
         return self._steps[size]
 
     @torch.inference_mode()
-    def prepare(self, cache: PreallocatedCache, asked: int, nodes: Sequence[int], longest: int) -> None:
-        """Record the graphs of the next steps: of all kinds met so far, and of trees of ``nodes``.
+    def prepare(
+        self, cache: PreallocatedCache, asked: int, nodes: Sequence[int], longest: int, taps: Sequence[int] = ()
+    ) -> None:
+        """Record the graphs of the next steps: of all kinds met so far, and of trees of ``nodes`` with ``taps``.
 
         Recorded for the first `_AHEAD` buckets of keys that the texts of the first ``asked`` rows will come to, while
         they grow to ``longest`` positions. What recording writes into the cache lies behind the texts.
@@ -269,20 +258,20 @@ class StaticSteps:
         if not (self.captures and asked and cache.device):
             return
         rows, lengths = min(cache.rows, row_bucket(asked)), cache.lengths[:asked]
-        kinds = {(size.nodes, size.span, size.added) for size in self._steps if size.rows == rows}
-        kinds |= {(bucket, bucket, 0) for bucket in (node_bucket(rows, count) for count in nodes)}
+        kinds = {(size.nodes, size.span, size.taps) for size in self._steps if size.rows == rows}
+        kinds |= {(bucket, bucket, tuple(taps)) for bucket in (node_bucket(rows, count) for count in nodes)}
         layout = TreeLayout((TreeShape.chain(0),) * asked, (0,) * asked)
-        for own, span, width in sorted(kinds):
+        for own, span, tapped in sorted(kinds):
             cache.reserve(max(lengths) + own)
             keys, most = key_bucket(max(lengths) + own), min(cache.capacity, key_bucket(longest + own))
             for _ in range(_AHEAD):
-                bucket = self._bucket(Size(rows, own, span, min(keys, most), width), cache)
+                bucket = self._bucket(Size(rows, own, span, min(keys, most), tapped), cache)
                 if not bucket.has_run:
                     bucket.inputs.fill(layout, lengths, cache.dropped[:asked], [[0]] * asked)
                     bucket.run()
                 keys = key_bucket(min(keys, most) + 1)
 
-    def compute(self, inputs: StaticInputs, cache: PreallocatedCache, size: Size) -> tuple[Tensor, Tensor]:
+    def compute(self, inputs: StaticInputs, cache: PreallocatedCache, size: Size) -> ModelOutput:
         """Compute a step: the same kernels in the same order for every step of a bucket."""
         node_index = torch.arange(size.nodes, device=inputs.tokens.device)
         positions = inputs.depths + (inputs.starts + inputs.dropped)[:, None]
@@ -294,9 +283,7 @@ class StaticSteps:
             lambda window: self._masks.additive(blocked_keys(begin, *trees, size.keys, window))
         )
         try:
-            with added_to_embeddings(self._model, inputs.added):
-                output = run_model(self._model, inputs.tokens, positions, cache, masks)
-            return output.hidden, output.logits
+            return run_model(self._model, inputs.tokens, positions, cache, masks, None, size.taps)
         finally:
             cache.block = None
 
@@ -309,17 +296,17 @@ def nodes_at(index: Tensor, values: Tensor) -> Tensor:
 class _Bucket:
     """The steps of one shape: their inputs, and their CUDA graph once it is recorded."""
 
-    def __init__(self, owner: StaticSteps, cache: PreallocatedCache, size: Size, dtype: torch.dtype) -> None:
+    def __init__(self, owner: StaticSteps, cache: PreallocatedCache, size: Size) -> None:
         assert cache.device is not None, "a prefill comes before the first step"
-        self.inputs = StaticInputs(size, cache.device, dtype)
+        self.inputs = StaticInputs(size.rows, size.nodes, size.span, cache.device)
         self.has_run = False
         self._owner = owner
         self._device = cache.device
         self._compute = partial(owner.compute, self.inputs, cache, size)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._outputs: tuple[Tensor, Tensor] | None = None
+        self._outputs: ModelOutput | None = None
 
-    def run(self) -> tuple[Tensor, Tensor]:
+    def run(self) -> ModelOutput:
         self.has_run = True
         if not self._owner.captures or self._device.type != "cuda":
             return self._compute()
@@ -330,7 +317,7 @@ class _Bucket:
             self._graph.replay()
         return self._outputs
 
-    def _capture(self) -> tuple[Tensor, Tensor]:
+    def _capture(self) -> ModelOutput:
         """Record the step as a CUDA graph.
 
         The warm-up runs the step whose inputs are already filled in. That is harmless: every run of it, the replay

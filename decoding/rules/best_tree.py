@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Sequence
 
 FITTED_RANKS = 10
-"""Number of best tokens of a head, or of a parallel draft's position, whose accuracies `best_tree` is given."""
+"""Number of best tokens of a head, or of a DSpark draft's slot, whose accuracies `best_tree` is given."""
 
 Paths = tuple[tuple[int, ...], ...]
 """A tree as paths of child ranks, shorter paths first."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from decoding.model.parallel import read_config as read_parallel_config
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -32,7 +33,6 @@ from decoding.model.loading import (
     load_tokenizer,
     reason,
 )
-from decoding.model.parallel import read_config as read_parallel_config
 from decoding.model.stored import check_tensors, weights_header
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig

@@ -10,11 +10,12 @@ import torch
 from decoding.metrics import break_even
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs, measure_costs
+from decoding.model.dspark import DSpark, DSparkDraft
 from decoding.model.fingerprint import fingerprint
 from trainer.data.dataset import Dataset, load_splits
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
+from trainer.drafts.dspark import DSparkObjective, initial_dspark
 from trainer.drafts.on_policy import policy_source
-from trainer.drafts.parallel import ParallelObjective
 from trainer.drafts.start import InitialDraft, coverage, initial_draft
 from trainer.job import Job, shared_identity
 from trainer.processes import Process, from_first
@@ -33,20 +34,32 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
     dataset, heldout = load_splits(recipe.data, target.tokenizer)
     torch.manual_seed(recipe.training.seed)  # for weights that start at random
     trusted, longest = recipe.trust_remote_code, _longest(recipe, target.model)
-    initial = initial_draft(target.model, target.tokenizer, recipe.draft, dataset.examples, trusted, longest)
+    section, examples = recipe.draft, dataset.examples
+    initial: InitialDraft | DSparkDraft
+    objective: DistillObjective | DSparkObjective
+    if section.dspark is not None:
+        initial = initial_dspark(target.model, target.tokenizer, section, examples)
+        mask = target.tokenizer.convert_ids_to_tokens(initial.config.mask_token_id)
+        process.say(
+            f"the draft reads layers {', '.join(map(str, initial.config.target_layer_ids))}; its mask is {mask}"
+        )
+    else:
+        initial = initial_draft(target.model, target.tokenizer, section, examples, trusted, longest)
     identity = _identity(recipe, target, dataset, heldout, initial)
-    if check_costs and recipe.draft.check_costs:
+    if check_costs and section.check_costs:
         _check_costs(target, initial, process)
-    if initial.output_tokens is not None and process.is_first:
-        share = coverage(dataset.examples, initial.output_tokens)
-        process.say(f"the draft writes {len(initial.output_tokens):,} tokens, {share:.1%} of those trained")
-    given = target.model, _teacher(recipe, target, dataset, process), target.tokenizer, initial, recipe.draft
-    parallel = recipe.draft.parallel is not None
-    objective = ParallelObjective(*given, recipe.training.seed) if parallel else DistillObjective(*given)
+    if isinstance(initial, DSparkDraft):
+        objective = DSparkObjective(target.model, target.tokenizer, initial, section, recipe.training.seed)
+    else:
+        if initial.output_tokens is not None and process.is_first:
+            share = coverage(examples, initial.output_tokens)
+            process.say(f"the draft writes {len(initial.output_tokens):,} tokens, {share:.1%} of those trained")
+        teacher = _teacher(recipe, target, dataset, process)
+        objective = DistillObjective(target.model, teacher, target.tokenizer, initial, section)
     source = None
     if recipe.draft.policy.generates:
         draft = objective.writing_draft
-        source = partial(policy_source, recipe, dataset.examples, target.model, target.tokenizer, draft)
+        source = partial(policy_source, recipe, examples, target.model, target.tokenizer, draft)
     return Job(recipe, target.tokenizer, dataset, heldout, target, objective, identity, source)
 
 
@@ -59,14 +72,13 @@ def _teacher(recipe: DraftRecipe, target: Target, dataset: Dataset, process: Pro
 
 
 def _identity(
-    recipe: DraftRecipe, target: Target, dataset: Dataset, heldout: Dataset, initial: InitialDraft
+    recipe: DraftRecipe, target: Target, dataset: Dataset, heldout: Dataset, initial: InitialDraft | DSparkDraft
 ) -> dict[str, Any]:
     """See `trainer.job.Job.identity`; a draft that training starts from is known by its weights."""
     section, content = recipe.draft, shared_identity(recipe, target, dataset, heldout)
     if section.init.from_model is not None:
-        content["draft"]["init"]["from_model"] = fingerprint(initial.model)
-        if initial.parts is not None:
-            content["draft"]["init"]["from_model's parts"] = fingerprint(initial.parts)
+        draft = initial.model if isinstance(initial, InitialDraft) else initial
+        content["draft"]["init"]["from_model"] = fingerprint(draft)
     if section.teacher is not None:
         content["draft"]["teacher"] = {"top_k": section.teacher.top_k, "tail": section.teacher.tail}
     return content
@@ -79,16 +91,17 @@ def _longest(recipe: DraftRecipe, target: CausalLM) -> int:
     return min(recipe.data.max_length + max(answers), target.max_positions or 1 << 30)
 
 
-def _check_costs(target: Target, initial: InitialDraft, process: Process) -> None:
+def _check_costs(target: Target, initial: InitialDraft | DSparkDraft, process: Process) -> None:
     """Refuse a draft that could not pay, on every process by the costs that the first one measures.
 
     The draft is measured in the dtype that it will decode in.
     """
 
     def measure() -> Costs:
+        if isinstance(initial, DSparkDraft):
+            return best_costs(target.model, DSpark(copy.deepcopy(initial).to(target.dtype).eval(), target.model))
         draft: Any = copy.deepcopy(initial.model)
-        at_once = 1 if initial.parts is None else initial.parts.config.tokens
-        return best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens), at_once)
+        return best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens))
 
     process.say(check_pays(from_first(measure)))
 
@@ -109,17 +122,14 @@ class Payoff(NamedTuple):
     largest_speedup: float
 
 
-def best_costs(target: CausalLM, draft: CausalLM, at_once: int = 1) -> Costs:
-    """Measure costs; if nothing could gain by them, as on a machine that is busy just then, the best of three.
-
-    ``at_once``: the tokens that a parallel draft drafts in one forward, and the most that it drafts at a time.
-    """
-    sizes = range(1, (DEEPEST if at_once == 1 else at_once) + 2)
-    found = measure_costs(target, sizes, draft, at_once, repeats=7)
+def best_costs(target: CausalLM, draft: CausalLM | DSpark) -> Costs:
+    """Measure costs; if nothing could gain by them, as on a machine that is busy just then, the best of three."""
+    sizes = range(1, (draft.config.block_size if isinstance(draft, DSpark) else DEEPEST) + 2)
+    found = measure_costs(target, sizes, draft, repeats=7)
     for _ in range(2):
         if payoff(found).least_acceptance is not None:
             break
-        found = min(found, measure_costs(target, sizes, draft, at_once, repeats=7), key=lambda costs: costs.draft_step)
+        found = min(found, measure_costs(target, sizes, draft, repeats=7), key=lambda costs: costs.draft_step)
     return found
 
 

@@ -20,7 +20,6 @@ from transformers import (
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, reason
-from decoding.model.parallel import ParallelParts
 from decoding.model.stored import check_finite
 from decoding.model.vocabulary import (
     most_frequent_tokens,
@@ -31,7 +30,6 @@ from decoding.model.vocabulary import (
 )
 from decoding.model.windowed import with_window
 from trainer.data.batch import Example
-from trainer.drafts.mask_token import add_mask_token, new_parts, trained_parts
 from trainer.files.transformers4 import write_model
 from trainer.recipe.draft import DraftSection, InitSection
 
@@ -42,8 +40,6 @@ class InitialDraft(NamedTuple):
     model: PreTrainedModel
     output_tokens: Int[Tensor, " outputs"] | None
     """The token that each row of the lm_head writes, in increasing order; None: row i writes token i."""
-    parts: ParallelParts | None = None
-    """A parallel draft's parts beside its model."""
 
 
 def initial_draft(
@@ -76,14 +72,10 @@ def initial_draft(
                 f"{len(written)} tokens already: leave draft.vocabulary out to train on with those"
             )
         written = _most_frequent(section.vocabulary, known, target, tokenizer, examples)
-    parts = None if init.from_model is None else trained_parts(init.from_model, section.parallel, draft, target)
-    mask_token = None if section.parallel is None or parts is not None else add_mask_token(model, tokenizer)
     if written is not None:
         draft = trimmed_vocabulary(model, [token for token in written if token < known])
-    if section.parallel is not None and mask_token is not None:
-        parts = new_parts(draft.model, section.parallel, mask_token, target.hidden_size)
     draft.model.requires_grad_(True)
-    return InitialDraft(draft.model, draft.output_tokens, parts)
+    return InitialDraft(draft.model, draft.output_tokens)
 
 
 def _started(

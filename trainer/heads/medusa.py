@@ -82,7 +82,7 @@ class MedusaTraining(nn.Module):
         """Return the sums of every head; ``embedded`` and ``weight`` are the bias's, for heads with one."""
         bias = None if embedded is None or weight is None else Bias(embedded, weight)
         sums = [self._head(k, inputs, bias) for k in range(len(self.heads.heads))]
-        hits = [found.accepted if self.hit_name == "acceptance" else found.correct for found in sums]
+        hits = [found.accepted.sum() if self.hit_name == "acceptance" else found.correct for found in sums]
         return TermSums(torch.stack([found.loss for found in sums]), torch.stack(hits))
 
     def _head(self, k: int, inputs: HeadInputs, bias: Bias | None) -> FusedLoss:

@@ -96,7 +96,7 @@ class JointTraining(nn.Module):
         own = fused_loss(flat_rows(hidden, at) * self._scale, lm_head, labels, mix, was)
         own_hits = own.correct
         if self.heads.hit_name == "acceptance":  # of the target by itself there is none
-            own_hits = torch.full_like(own.accepted, torch.nan) if was is None else own.accepted
+            own_hits = torch.full_like(own.loss, torch.nan) if was is None else own.accepted.sum()
         return TermSums(torch.cat([losses, own.loss[None]]), torch.cat([hits, own_hits[None]]))
 
 

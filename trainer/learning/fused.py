@@ -24,13 +24,14 @@ class Bias(NamedTuple):
 
 
 class FusedLoss(NamedTuple):
-    """Sums over the tokens."""
+    """Sums over the tokens, and what is known of each."""
 
     loss: Float[Tensor, ""]
     correct: Int[Tensor, ""]
     """Tokens whose argmax is the label."""
-    accepted: Float[Tensor, ""]
-    """Σ min(p, q) at the mix's temperature, which token rejection would accept; 0 without a teacher. No gradient."""
+    accepted: Float[Tensor, " tokens"]
+    """Each token's Σ min(p, q) at the mix's temperature, which token rejection would accept; 0 without a teacher. No
+    gradient."""
 
 
 def fused_loss(
@@ -86,8 +87,9 @@ class _FusedLoss(torch.autograd.Function):
         chunk: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype, width = product_dtype(hidden), 0 if teacher is None else teacher.width
-        kinds = (wide_dtype(dtype), torch.long, wide_dtype(dtype))
-        sums = FusedLoss(*(torch.zeros((), dtype=kind, device=hidden.device) for kind in kinds))
+        wide, device = wide_dtype(dtype), hidden.device
+        loss, correct = torch.zeros((), dtype=wide, device=device), torch.zeros((), dtype=torch.long, device=device)
+        accepted = torch.zeros(len(hidden), dtype=wide, device=device)
         pairs = [Product(hidden, weight, dtype, *ctx.needs_input_grad[:2])]
         if bias_hidden is not None and bias_weight is not None:
             pairs.append(Product(bias_hidden, bias_weight, dtype, *ctx.needs_input_grad[2:4]))
@@ -97,13 +99,14 @@ class _FusedLoss(torch.autograd.Function):
                 if teacher is not None:
                     target = teacher.known_logits(rows.start, rows.stop, mix.temperature).to(hidden.device)
                 found = _turn_into_gradient(logits, labels[rows], mix, target, layer)
-                for total, part in zip(sums, found, strict=True):
-                    total += part
+                loss += found.loss
+                correct += found.correct
+                accepted[rows] = found.accepted
                 for pair in pairs:
                     pair.take(rows, logits)
         ctx.save_for_backward(*(gradient for pair in pairs for gradient in pair.gradients()))
-        ctx.mark_non_differentiable(sums.correct, sums.accepted)
-        return sums.loss, sums.correct, sums.accepted
+        ctx.mark_non_differentiable(correct, accepted)
+        return loss, correct, accepted
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -120,7 +123,8 @@ def _turn_into_gradient(
     layer: "_Outputs",
 ) -> FusedLoss:
     """Overwrite a linear layer's products with the loss's gradient with respect to these products; return the loss."""
-    loss, accepted = (torch.zeros((), dtype=wide_dtype(logits.dtype), device=logits.device) for _ in range(2))
+    loss = torch.zeros((), dtype=wide_dtype(logits.dtype), device=logits.device)
+    accepted = torch.zeros(len(logits), dtype=loss.dtype, device=logits.device)
     correct = torch.zeros((), dtype=torch.long, device=logits.device)
     written = layer.outputs_of(labels)
     for block in blocks(logits, 0 if target is None else target.logits.shape[1]):
@@ -130,7 +134,7 @@ def _turn_into_gradient(
         block_loss, block_accepted, gradient = _mixed(scores, right, mix, known, layer)
         logits[block] = layer.through_cap(gradient, scores)
         loss += block_loss
-        accepted += block_accepted
+        accepted[block] = block_accepted
     return FusedLoss(loss, correct, accepted)
 
 
@@ -140,15 +144,15 @@ def _mixed(
     mix: LossMix,
     target: KnownLogits | None,
     layer: "_Outputs",
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, "rows outputs"]]:
-    """Return the loss of wide logits, Σ min(p, q), and the loss's gradient with respect to the logits."""
-    accepted, gradient, log_q, q = scores.new_zeros(()), None, None, None
+) -> tuple[Float[Tensor, ""], Float[Tensor, " rows"], Float[Tensor, "rows outputs"]]:
+    """Return the loss of wide logits, each row's Σ min(p, q), and the loss's gradient with respect to the logits."""
+    accepted, gradient, log_q, q = scores.new_zeros(len(scores)), None, None, None
     losses = scores.new_zeros(len(scores))
     if target is not None:
         log_q = (scores if mix.temperature == 1 else scores / mix.temperature).log_softmax(-1)
         q = log_q.exp()
         sides, to_logits = layer.compare(target, log_q, q, mix.temperature)
-        accepted = sides.overlap.sum()
+        accepted = sides.overlap
         if mix.soft:
             losses, pull = _divergences(sides, mix)
             gradient = to_logits(pull)

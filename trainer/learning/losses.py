@@ -5,9 +5,10 @@ mathematics that `trainer.learning.fused` needs. The tests compare it with reada
 
 - ``forward_kl``: KL(p‖q) of the target's p and the draft's q.
 - ``acceptance``: -log Σ min(p, q) (LK losses, 2602.23881).
+- ``total_variation``: 1 - Σ min(p, q), half of DSpark's L1 distance (2607.05147).
 
 Terms are not scaled by temperature squared. If the draft writes only a set S of the tokens, p is not renormalised and
-sums go over S: ``forward_kl`` is p(S) KL(p_S‖q) with p_S the target's distribution on S, and ``acceptance`` counts
+sums go over S: ``forward_kl`` is p(S) KL(p_S‖q) with p_S the target's distribution on S, and the other terms count
 the rest of p as lost.
 """
 
@@ -76,7 +77,11 @@ class TokenDivergences:
 
     def term(self, kind: Divergence) -> Pulled:
         """Return the term ``kind`` of each token with its pulls."""
-        return self._forward_kl() if kind == "forward_kl" else self._acceptance()
+        if kind == "forward_kl":
+            return self._forward_kl()
+        if kind == "acceptance":
+            return self._acceptance()
+        return Pulled(1 - self.overlap, self._weighted(torch.minimum(self.p, self.q)) * self._lacking)
 
     def _weighted(self, per_outcome: Tensor) -> Tensor:
         return per_outcome if self.weights is None else per_outcome * self.weights
@@ -105,9 +110,12 @@ class TokenDivergences:
         log_overlap = smaller.logsumexp(-1, keepdim=True)
         # A sample without a token that the draft writes tells nothing of the overlap.
         log_overlap.masked_fill_(log_overlap.isneginf(), 0.0)
-        # The slope of min(p, q) in q: 1 for q < p, 0 for q > p, 1/2 for equal ones. Booleans are slower on a CPU.
-        lacking = self._difference.sign().add_(1).div_(2)
-        return Pulled(-log_overlap[:, 0], (smaller - log_overlap).exp_().mul_(lacking))
+        return Pulled(-log_overlap[:, 0], (smaller - log_overlap).exp_().mul_(self._lacking))
+
+    @property
+    def _lacking(self) -> Float[Tensor, "rows outcomes"]:
+        """The slope of min(p, q) in q: 1 for q < p, 0 for q > p, 1/2 for equal ones. Booleans are slower on a CPU."""
+        return self._difference.sign().add_(1).div_(2)
 
 
 # --- teachers ---------------------------------------------------------------------------------------------------------

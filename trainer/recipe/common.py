@@ -119,7 +119,7 @@ class CheckpointSection(Section):
     keep: Annotated[int, Field(ge=1)] = 2
 
 
-Divergence = Literal["forward_kl", "acceptance"]
+Divergence = Literal["forward_kl", "acceptance", "total_variation"]
 """Terms that compare the logits with the target's."""
 Term = Literal["cross_entropy", Divergence]
 """Terms on the logits."""
@@ -138,6 +138,8 @@ class LossSection(Section):
     """KL(p‖q)."""
     acceptance: Weight = 0.0
     """−log Σ min(p, q), where Σ min(p, q) is the acceptance rate of token rejection."""
+    total_variation: Weight = 0.0
+    """1 − Σ min(p, q). DSpark's paper has cross_entropy 0.1 and total_variation 1.8."""
     cross_entropy: Weight = 0.0
     """Cross entropy on the data's tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0

@@ -56,7 +56,7 @@ class PolicySection(Section):
     loop: Weight = 0.0
     loop_trains: LoopTrains = "rejected"
     """``rejected``: the places at which the target replaced a drafted token · ``all``: the whole answer, which suits a
-    parallel draft, because its masks predict trained tokens in a row."""
+    DSpark draft, because its block predicts trained tokens in a row."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature of the generated texts."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 128
@@ -97,25 +97,35 @@ class TeacherSection(Section):
     shard_tokens: Annotated[int, Field(ge=1024)] = 1_048_576
 
 
-class ParallelSection(Section):
-    """A draft that proposes K tokens in one forward, from the text and K - 1 mask tokens behind it (PARD, 2504.18583).
+class DSparkSection(Section):
+    """A DSpark draft (2607.05147): K tokens in one forward, from the target's states behind several of its layers.
 
-    It starts from ``draft.init`` like any draft; one that starts from a parallel draft goes on training that one.
+    It uses the target's embedding and lm_head, and its widths where none are given. ``draft.init.from_model`` goes on
+    training another one.
     """
 
-    tokens: Annotated[int, Field(ge=2)] = 6
+    layers: Annotated[int, Field(ge=1)] = 2
+    tokens: Annotated[int, Field(ge=1)] = 6
     """K, the tokens drafted in one forward."""
+    taps: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Layers of the target (from 0) whose states are read; None: three, of large targets five, evenly spaced."""
+    intermediate_size: Annotated[int, Field(ge=1)] | None = None
+    """Width of the feed-forward layers; None: the target's."""
     markov_rank: Annotated[int, Field(ge=0)] = 256
-    """Rank of a bias on the logits by the token before, which makes the K distributions conditional; 0: no bias."""
-    reads_target: bool = True
-    """Add to each token's embedding the target's last hidden state that the token was written from."""
+    """Rank of a bias on the logits by the token before, which makes the K distributions conditional; 0: DFlash."""
+    confidence: bool = True
+    """Train a head that predicts each token's acceptance; it does not change what is drafted."""
+    sample_from_anchor: bool = True
+    """The newest token's slot predicts the next token; false: masks predict their own places, in one slot more."""
+    mask_token: str | None = None
+    """A token that no text holds; None: the padding token, or another that the tokenizer leaves unused."""
     anchors: Annotated[int, Field(ge=1)] = 24
-    """Positions in the answers of a sequence, drawn anew at every step, behind which masks are trained."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of the mean loss at the masks; the mean loss at the text's own positions weighs 1."""
+    """Positions in the answers of a sequence, drawn anew at every step, behind which blocks are trained."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Weight of each token's loss relative to that of the token before; the paper's is exp(-1/4) = 0.78."""
     tree_nodes: Annotated[int, Field(ge=0)] = 16
     """Drafted nodes of the tree that is fitted to the finished draft, on the target's own greedy texts; 0 keeps a chain
-    of ``tokens``. Evaluations on the way draft a chain."""
+    of ``tokens``. Evaluations on the way draft a chain. Servers draft chains."""
 
 
 class DraftSection(Section):
@@ -133,10 +143,10 @@ class DraftSection(Section):
     policy: PolicySection = PolicySection()
     teacher: TeacherSection | None = None
     """None: the target runs at every step."""
-    parallel: ParallelSection | None = None
+    dspark: DSparkSection | None = None
     """None: an ordinary draft, which takes one forward for each token."""
     num_draft_tokens: Annotated[int, Field(ge=1)] = 4
-    """Draft length of the evaluations and of the ``loop`` policy; a parallel draft has at most its own ``tokens``."""
+    """Draft length of the evaluations and of the ``loop`` policy; a DSpark draft has at most its own ``tokens``."""
     check_costs: bool = True
     """Refuse a draft whose measured cost is too high to gain at any acceptance rate."""
 
@@ -154,19 +164,23 @@ class DraftSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_parallel_draft_is_trained_as_it_drafts(self) -> "DraftSection":
-        parallel = self.parallel
-        if parallel is None:
+    def _a_dspark_draft_has_its_own_shape(self) -> "DraftSection":
+        if self.dspark is None:
             return self
-        if parallel.reads_target and self.teacher is not None:
+        if self.dspark.markov_rank == 0 and self.dspark.sample_from_anchor:
             raise ValueError(
-                "draft.parallel.reads_target needs the target's hidden states, which draft.teacher does not hold: set "
-                "draft.teacher=null or draft.parallel.reads_target=false"
+                "draft.dspark.markov_rank=0 makes a DFlash draft, whose masks predict their own places: set "
+                "draft.dspark.sample_from_anchor=false"
+            )
+        others = {"teacher": self.teacher, "vocabulary": self.vocabulary, "window": self.window}
+        others["init.from_config"] = self.init.from_config
+        if given := [name for name, value in others.items() if value is not None]:
+            raise ValueError(
+                f"draft.{given[0]} is for an ordinary draft: set it to null, and give sizes in draft.dspark"
             )
         if self.policy.draft:
             raise ValueError(
-                "draft.policy.draft lets the draft answer alone, token by token, which a parallel draft is not trained "
-                "for: set draft.policy.draft=0, and use target or loop"
+                "draft.policy.draft lets the draft answer alone, which a DSpark draft cannot: use target or loop"
             )
         return self
 

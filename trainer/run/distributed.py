@@ -184,9 +184,10 @@ def _remove_hooks(offload: Any) -> None:
 
 _OVER_VOCABULARY = {
     *("embed_tokens", "embed_in", "embed_out", "embedding", "word_embeddings", "wte", "wpe", "lm_head"),
-    "markov",
+    *("markov", "confidence"),
 }
-"""Names of embeddings and output layers in the families of transformers, and of the bias by the token before."""
+"""Names of embeddings and output layers in the families of transformers, and of what drafts have of their own: the bias
+by the token before, and the confidence, whose only row has no directions to make orthogonal."""
 
 PREFIX = "prefix"
 """The key of a parameter group that holds the common beginning of its parameters' names."""

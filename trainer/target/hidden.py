@@ -4,7 +4,7 @@
 families that the trainer knows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input, lm_head_input
+from decoding.model.taps import capture_taps
 from trainer.data.batch import Batch
 from trainer.learning.spans import span
 
@@ -42,7 +43,7 @@ class OnlineTarget:
 
     def __init__(self, target: CausalLM) -> None:
         check_logits(target.model)
-        self._model = target.model.requires_grad_(False)
+        self._model, self._layers = target.model.requires_grad_(False), target.num_layers
         self.transform = logit_transform(target.model.config.get_text_config(decoder=True))
 
     @property
@@ -53,11 +54,19 @@ class OnlineTarget:
     def read(self, batch: Batch) -> None:
         """Return None: nothing is on a disk."""
 
-    @torch.no_grad()
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
-        with span("target"):
+        return self.tapped(batch, ())[0]
+
+    @torch.no_grad()
+    def tapped(self, batch: Batch, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return what the lm_head reads, and the states behind the layers ``taps``, by one run of the target.
+
+        (batch, positions, hidden) and (batch, positions, taps) on the batch's device; the latter empty without taps.
+        """
+        with span("target"), capture_taps(self._model, self._layers, taps) as tapped:
             hidden = lm_head_input(self._model, batch.model_inputs())
-        return hidden.to(batch.tokens.device)  # a target spread over devices ends on another
+        device = batch.tokens.device  # a target spread over devices ends on another
+        return hidden.to(device), (tapped[0] if tapped else hidden[..., :0]).to(device)
 
 
 # --- from products to logits ----------------------------------------------------------------------------------------

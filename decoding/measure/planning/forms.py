@@ -7,8 +7,8 @@ from typing import Literal
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
+from decoding.drafters.dspark import DSparkDrafter
 from decoding.drafters.medusa import MedusaDrafter
-from decoding.drafters.parallel import ParallelDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.rules.best_tree import FITTED_RANKS, Paths, best_tree
@@ -59,16 +59,16 @@ def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -
 
     ``most_depth`` bounds the chains of a draft model whose length is not given.
 
-    Heads and parallel drafts are free in their trees unless the spec gives a tree or tokens; draft models, lookups and
+    Heads and DSpark drafts are free in their trees unless the spec gives a tree or tokens; draft models, lookups and
     the other drafters of one chain are free in its length, up to the tokens that are given. A hybrid, and any
     tree that is given, is measured with its own size only.
     """
     drafter, given = load(spec), set(spec.options)
-    if isinstance(drafter, MedusaDrafter | ParallelDrafter) and not given & {"tree", "tokens"}:
+    if isinstance(drafter, MedusaDrafter | DSparkDrafter) and not given & {"tree", "tokens"}:
         if isinstance(drafter, MedusaDrafter):
             depth, vocab = drafter.heads.config.num_heads, drafter.heads.config.vocab_size
         else:
-            depth, vocab = drafter.draft.tokens, drafter.draft.parts.config.outputs
+            depth, vocab = drafter.draft.config.block_size, drafter.draft.config.vocab_size
         paths = first_tree(depth, min(FITTED_RANKS, vocab), most_nodes - 1)
         measured = replace(spec, options={**spec.options, "tree": paths})
         return Family(spec, "tree", load(measured))

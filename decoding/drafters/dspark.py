@@ -1,0 +1,100 @@
+"""A DSpark draft as a drafter: one small forward over a block of masks drafts all tokens of a step (2607.05147)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decoding.drafters.base import Drafter, DraftRequest, RowsSession, TextRows, TextStart
+from decoding.drafters.growth import ConditionalLogits, Growth, StaticTree
+from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSpark, DSparkDraft, TextKeys
+from decoding.model.markov import DecodingBias
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import SamplingConfig
+
+
+class DSparkDrafter(Drafter):
+    """Drafter of a chain or a tree by a DSpark draft.
+
+    ``tree``: paths of ranks among the best tokens after each node. ``tokens``: the length of a chain. With neither it
+    drafts the tree in the draft's config, or a chain of all K tokens if that has none.
+
+    ``sampled``: above temperature 0 the tokens are drawn, each from q given the token before it, the children of a node
+    without replacement; False takes the likeliest, as at temperature 0.
+    """
+
+    name = "dspark"
+    artefact = "draft"
+
+    def __init__(
+        self,
+        draft: DSparkDraft,
+        tokens: int | None = None,
+        tree: Sequence[Sequence[int]] | None = None,
+        sampled: bool = True,
+    ) -> None:
+        config = draft.config
+        if tokens is not None and not 1 <= tokens <= config.block_size:
+            raise ValueError(f"tokens is {tokens}, but the draft has 1 to {config.block_size}: give one of these")
+        if tree is not None and tokens is not None:
+            raise ValueError("tree and tokens are both given: a tree of fixed shape has its own size")
+        if tree is None and tokens is None:
+            tree = config.tree or None
+        shape = StaticTree.chain(tokens or config.block_size) if tree is None else StaticTree(tree)
+        if shape.max_depth > config.block_size:
+            raise ValueError(
+                f"the tree is {shape.max_depth} deep but the draft has {config.block_size} tokens: shorten its paths"
+            )
+        self.draft = draft
+        self.name = "dspark" if config.markov_rank else "dflash"
+        self.bias = None if draft.markov is None else DecodingBias(draft.markov)
+        self.growth = Growth(shape, sampled)
+        self.budgets = shape.budgets
+        self.taps = config.target_layer_ids
+        size = f"{shape.max_depth} {'tokens' if sampled else 'likeliest tokens'}"
+        if tree is not None:
+            size = f"{'' if sampled else 'deterministic '}tree of {self.max_nodes - 1}"
+        self.label_with_size = f"{self.name}, {size}"
+
+    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
+        return frozenset({self.growth.kind(sampling)})
+
+    def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DSparkSession":
+        texts = TextRows(sampling, target.vocab_size, target.device)
+        return DSparkSession(self, DSpark(self.draft, target), TextKeys(self.draft, rows, max_length), texts)
+
+
+class DSparkSession(RowsSession):
+    """A session of the draft on a batch: one forward a step. Its keys are of the texts alone, never of a draft."""
+
+    def __init__(self, drafter: DSparkDrafter, draft: DSpark, keys: TextKeys, texts: TextRows) -> None:
+        super().__init__(texts)
+        self._drafter, self._draft, self._keys, self._texts = drafter, draft, keys, texts
+        self._unread: dict[int, list[Tensor]] = {}
+        """The target's states at each row's tokens that the draft has yet to read."""
+
+    def admit(self, slot: int, start: TextStart) -> None:
+        super().admit(slot, start)
+        self._keys.clear(slot)
+        self._unread[slot] = []
+
+    def move(self, slot: int, to: int) -> None:
+        super().move(slot, to)
+        self._keys.move(slot, to)
+        self._unread[to] = self._unread.pop(slot)
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        for slot, request in enumerate(requests):
+            if request.states is not None:
+                self._unread[slot].append(request.states)
+        growth, texts = self._drafter.growth, self._texts
+        if not any(growth.tree.cut(request)[0].max_depth for request in requests):
+            return [Proposal.root_only(request.tokens[-1], texts.device) for request in requests]
+        self._keys.append([torch.cat(self._unread[slot]) for slot in range(len(requests))])
+        self._unread.update({slot: [] for slot in range(len(requests))})
+        newest = torch.tensor([request.tokens[-1] for request in requests]).to(texts.device, non_blocking=True)
+        base = self._draft.logits(self._keys.run(self._draft.embed(newest)))
+        nodes = ConditionalLogits(base.transpose(0, 1), self._drafter.bias)
+        return growth.propose(requests, nodes, texts)

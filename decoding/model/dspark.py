@@ -1,0 +1,419 @@
+"""DSpark drafts (2607.05147): a block of tokens in one forward, from the target's own states behind several layers.
+
+The text enters as keys and values alone, made of the target's states at its tokens (`decoding.model.taps`). The newest
+token and K - 1 masks run in one block, attend to these keys and to one another, and predict the next K tokens. A
+`MarkovBias` makes the K distributions conditional. Embedding and lm_head are the target's. Without a bias this is
+DFlash (2602.06036). A folder is what vLLM, SGLang and, as GGUF, llama.cpp load: DeepSpec's flat form.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rotate_half
+
+from decoding.model.causal_lm import CausalLM
+from decoding.model.lm_head import input_embeddings
+from decoding.model.markov import MarkovBias
+from decoding.model.stored import (
+    WEIGHTS_NAME,
+    check_finite,
+    check_tensors,
+    check_whole,
+    read_header,
+    read_object,
+    write_weights,
+)
+from decoding.rules.tree import MOST_NODES, checked_paths
+
+CONFIG_NAME = "config.json"
+ARCHITECTURE, WITHOUT_BIAS = "Qwen3DSparkModel", "DFlashDraftModel"
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of an attention head for which servers have kernels."""
+_SPREAD = 0.02
+_REMEDY = "give a DSpark draft as headstart or DeepSpec wrote it"
+_OF_FILES = {
+    "markov.embedding.weight": "markov_head.markov_w1.weight",
+    "markov.output.weight": "markov_head.markov_w2.weight",
+    "confidence.weight": "confidence_head.proj.weight",
+    "confidence.bias": "confidence_head.proj.bias",
+}
+"""Our names of tensors whose names in files are others."""
+
+
+@dataclass(frozen=True)
+class DSparkConfig:
+    """Sizes of a draft, by the names of its ``config.json``; ValueError for what no server loads.
+
+    ``hidden_size`` and ``vocab_size``: the target's. ``target_layer_ids``: the layers (from 0) behind which its states
+    are read. ``block_size``: K, the tokens drafted in one forward. ``mask_token_id``: a token that no text holds.
+    ``sample_from_anchor``: slot j predicts token j behind the newest one; False: each mask predicts its own place, in a
+    block of one more token. ``markov_rank`` 0: no bias. ``tree``: the paths of ranks that it drafts unless told
+    otherwise; empty for a chain.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    markov_rank: int = 0
+    enable_confidence_head: bool = False
+    sample_from_anchor: bool = True
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    max_position_embeddings: int = 2048
+    tree: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type is int:
+                check_whole(field.name, getattr(self, field.name), field.name not in ("mask_token_id", "markov_rank"))
+        taps = tuple(self.target_layer_ids)
+        for tap in taps:
+            check_whole("an entry of target_layer_ids", tap, 0)
+        highest = self.num_target_layers - 2
+        if not taps or list(taps) != sorted(set(taps)) or taps[-1] > highest:
+            raise ValueError(
+                f"target_layer_ids is {list(taps)}: give increasing layers from 0 to {highest}; no server reads the "
+                "states behind the last layer"
+            )
+        if self.mask_token_id >= self.vocab_size:
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id}: give one of the target's {self.vocab_size} tokens"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) is no multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})"
+            )
+        if self.head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim is {self.head_dim}: servers take {', '.join(map(str, HEAD_DIMS))}")
+        if self.block_size >= MOST_NODES:
+            raise ValueError(f"block_size is {self.block_size}: give at most {MOST_NODES - 1}")
+        paths = checked_paths(self.tree, self.vocab_size)
+        deepest = max((len(path) for path in paths), default=0)
+        if deepest > self.block_size:
+            raise ValueError(
+                f"the tree is {deepest} deep but a forward drafts {self.block_size} tokens: shorten its paths"
+            )
+        object.__setattr__(self, "target_layer_ids", taps)
+        object.__setattr__(self, "tree", paths)
+
+    @property
+    def slots(self) -> int:
+        """Tokens of a block: the newest one, and masks."""
+        return self.block_size + (not self.sample_from_anchor)
+
+    def check_fits(self, target: CausalLM) -> None:
+        """Raise ValueError for a target of other sizes."""
+        found = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        for name, size in {**found, "num_target_layers": target.num_layers}.items():
+            if getattr(self, name) != size:
+                raise ValueError(
+                    f"this DSpark draft is for a target whose {name} is {getattr(self, name)}, and the target's is "
+                    f"{size}: give a draft that was trained on this target"
+                )
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name in files and the shape of every tensor."""
+        with torch.device("meta"):
+            for name, tensor in DSparkDraft(self).state_dict().items():
+                yield _OF_FILES.get(name, name), tuple(tensor.shape)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object of ``config.json``, as vLLM, SGLang and llama.cpp's converter read it."""
+        own = asdict(self)
+        tree = own.pop("tree")
+        theta = own.pop("rope_theta")
+        if not self.markov_rank:
+            own["block_size"] = self.slots
+            own["dflash_config"] = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layer_ids}
+        return {
+            "architectures": [ARCHITECTURE if self.markov_rank else WITHOUT_BIAS],
+            "model_type": "qwen3",
+            **own,
+            "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention"] * self.num_hidden_layers,
+            "markov_head_type": "vanilla",
+            "confidence_head_with_markov": True,
+            "headstart": {"tree": tree},
+        }
+
+
+class _Attention(nn.Module):
+    """Attention of a block's tokens to the text and to one another; the text's keys come from the target's states."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        width, self.dim, self.groups = config.hidden_size, config.head_dim, config.num_key_value_heads
+        self.q_proj = nn.Linear(width, config.num_attention_heads * self.dim, bias=False)
+        self.k_proj = nn.Linear(width, self.groups * self.dim, bias=False)
+        self.v_proj = nn.Linear(width, self.groups * self.dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.dim, width, bias=False)
+        self.q_norm = Qwen3RMSNorm(self.dim, config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.dim, config.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return keys and values of (batch, positions, hidden): (batch, key heads, positions, dim) each."""
+        shape = (*x.shape[:-1], self.groups, self.dim)
+        keys = _rotated(self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2), rotary)
+        return keys, self.v_proj(x).view(shape).transpose(1, 2)
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        batch, slots = x.shape[:2]
+        queries = _rotated(self.q_norm(self.q_proj(x).view(batch, slots, -1, self.dim)).transpose(1, 2), rotary)
+        out = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=queries.shape[1] != keys.shape[1])
+        attended: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, slots, -1))
+        return attended
+
+
+def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn (batch, heads, positions, dim) by their positions' angles."""
+    cosine, sine = rotary
+    turned: Tensor = x * cosine[:, None] + rotate_half(x) * sine[:, None]  # type: ignore[no-untyped-call]
+    return turned
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Qwen3MLP(_MLPSizes(config.hidden_size, config.intermediate_size))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class _MLPSizes:
+    hidden_size: int
+    intermediate_size: int
+    hidden_act: str = "silu"
+
+
+Held = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Function from a layer's index and the keys and values of its block to all keys and values that the block sees."""
+
+
+class DSparkDraft(nn.Module):
+    """The draft's own weights; the target's embedding and lm_head are given where they are needed."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.hidden_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(width, config.rms_norm_eps)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(width, config.rms_norm_eps)
+        size, rank = config.vocab_size, config.markov_rank
+        self.markov = MarkovBias(size, size, rank) if rank else None
+        self.confidence = nn.Linear(width + rank, 1) if config.enable_confidence_head else None
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and (self.markov is None or module is not self.markov.output):
+                nn.init.normal_(module.weight, std=_SPREAD)
+
+    def rotary(self, positions: Int[Tensor, "batch positions"]) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of each position's angles, (batch, positions, dim) each, in the draft's dtype."""
+        dim = self.config.head_dim
+        frequencies = self.config.rope_theta ** -(torch.arange(0, dim, 2, device=positions.device).float() / dim)
+        angles = positions[..., None].float() * frequencies
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos().to(self.fc.weight.dtype), angles.sin().to(self.fc.weight.dtype)
+
+    def text_keys(
+        self, states: Float[Tensor, "batch positions taps"], positions: Int[Tensor, "batch positions"]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return each layer's keys and values of the text, made of the target's states at its positions."""
+        read, rotary = self.hidden_norm(self.fc(states.to(self.fc.weight))), self.rotary(positions)
+        return [layer.self_attn.keys_values(read, rotary) for layer in self.layers]  # type: ignore[union-attr, operator]
+
+    def forward(
+        self,
+        embedded: Float[Tensor, "batch slots hidden"],
+        positions: Int[Tensor, "batch slots"],
+        held: Held,
+        mask: Tensor | None = None,
+    ) -> Float[Tensor, "batch slots hidden"]:
+        """Run blocks of tokens; return what the target's lm_head reads. ``mask`` is additive; None: all is seen."""
+        x, rotary = embedded.to(self.fc.weight), self.rotary(positions)
+        for index, layer in enumerate(self.layers):
+            normed = layer.input_layernorm(x)  # type: ignore[operator]
+            attention: Any = layer.self_attn
+            keys, values = held(index, *attention.keys_values(normed, rotary))
+            x = x + attention(normed, rotary, keys, values, mask)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))  # type: ignore[operator]
+        normed_last: Tensor = self.norm(x)
+        return normed_last
+
+    def sure(self, hidden: Float[Tensor, "*slots hidden"], before: Int[Tensor, " *slots"]) -> Float[Tensor, " *slots"]:
+        """Return the logit of each slot's acceptance, given that the token before it was accepted."""
+        assert self.confidence is not None, "this draft has no confidence head"
+        if self.markov is not None:
+            hidden = torch.cat((hidden, self.markov.embedding(before).to(hidden)), -1)
+        logits: Tensor = self.confidence(hidden)[..., 0]
+        return logits
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write ``config.json`` and the weights."""
+        folder.mkdir(parents=True, exist_ok=True)
+        dtype = str(self.fc.weight.dtype).removeprefix("torch.")
+        (folder / CONFIG_NAME).write_text(json.dumps({**self.config.to_json(), "dtype": dtype}, indent=2) + "\n")
+        write_weights(folder, {_OF_FILES.get(name, name): tensor for name, tensor in self.state_dict().items()})
+
+    @staticmethod
+    def from_pretrained(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> "DSparkDraft":
+        """Read a draft, ready to decode, in ``dtype``.
+
+        ValueError, before anything is built, for a tensor that the config does not describe or that is missing;
+        ValueError for a weight that is not finite in the dtype.
+        """
+        config, path = read_config(folder), folder / WEIGHTS_NAME
+        check_tensors(path, read_header(path, _REMEDY), config.shapes(), _REMEDY)
+        draft, weights = DSparkDraft(config), load_file(path)
+        draft.load_state_dict({name: weights[_OF_FILES.get(name, name)] for name in draft.state_dict()})
+        draft.to(dtype)
+        check_finite(draft.state_dict(), f"{folder} in {dtype}", "give an earlier checkpoint, or train the draft again")
+        return draft.to(device).requires_grad_(False).eval()
+
+
+class TextKeys:
+    """Keys and values of the texts of a batch, and of the block behind each: (layers, rows, key heads, room, dim).
+
+    They are the target's states at tokens that are certain: nothing is ever rejected here but whole blocks.
+    """
+
+    def __init__(self, draft: DSparkDraft, rows: int, longest: int) -> None:
+        """``longest``: positions of the longest text in the end."""
+        config, weight = draft.config, draft.fc.weight
+        room = longest + config.slots
+        shape = (config.num_hidden_layers, rows, config.num_key_value_heads, room, config.head_dim)
+        self._draft = draft
+        self._keys, self._values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        self.lengths = [0] * rows
+
+    def clear(self, slot: int) -> None:
+        """Empty a row."""
+        self.lengths[slot] = 0
+
+    def move(self, slot: int, to: int) -> None:
+        """Move the row in ``slot`` to ``to``."""
+        length = self.lengths[to] = self.lengths[slot]
+        for buffer in (self._keys, self._values):
+            buffer[:, to, :, :length] = buffer[:, slot, :, :length]
+
+    def append(self, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
+        """Take in the target's states at the next tokens of each of the first rows, all in one product."""
+        counts = list(map(len, states))
+        if not any(counts):
+            return
+        begins, device = self.lengths[: len(counts)], self._keys.device
+        index = [(row, begin + i) for row, (begin, n) in enumerate(zip(begins, counts, strict=True)) for i in range(n)]
+        rows, positions = torch.tensor(index).to(device, non_blocking=True).T
+        for layer, both in enumerate(self._draft.text_keys(torch.cat(list(states))[None], positions[None])):
+            for buffer, fresh in zip((self._keys, self._values), both, strict=True):
+                buffer[layer][rows, :, positions] = fresh[0].transpose(0, 1)
+        self.lengths[: len(counts)] = [begin + n for begin, n in zip(begins, counts, strict=True)]
+
+    def run(self, embedded: Float[Tensor, "rows slots hidden"]) -> Float[Tensor, "rows slots hidden"]:
+        """Run a block behind each of the first rows; return what the target's lm_head reads. Nothing is kept of it."""
+        (rows, slots), device = embedded.shape[:2], embedded.device
+        begins = self.lengths[:rows]
+        keys, mask = max(begins) + slots, None
+        starts = torch.tensor(begins).to(device, non_blocking=True)[:, None]
+        positions = starts + torch.arange(slots, device=device)
+        if len(set(begins)) > 1:
+            seen = torch.arange(keys, device=device) < starts + slots
+            mask = torch.zeros(seen.shape, dtype=self._keys.dtype, device=device)
+            mask = mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)[:, None, None]
+        index = torch.arange(rows, device=device)[:, None]
+
+        def held(layer: int, *fresh: Tensor) -> tuple[Tensor, Tensor]:
+            for buffer, block in zip((self._keys, self._values), fresh, strict=True):
+                buffer[layer][index, :, positions] = block.transpose(1, 2)
+            return self._keys[layer, :rows, :, :keys], self._values[layer, :rows, :, :keys]
+
+        hidden: Tensor = self._draft(embedded, positions, held, mask)
+        return hidden
+
+
+@dataclass(frozen=True)
+class DSpark:
+    """A draft with the ends of its target. ValueError for a target of other sizes."""
+
+    draft: DSparkDraft
+    target: CausalLM
+
+    def __post_init__(self) -> None:
+        self.draft.config.check_fits(self.target)
+
+    @property
+    def config(self) -> DSparkConfig:
+        return self.draft.config
+
+    def embed(self, newest: Int[Tensor, " rows"]) -> Float[Tensor, "rows slots hidden"]:
+        """Return the embeddings of a block behind each row: its newest token, then masks; unscaled, as in servers."""
+        masks = newest.new_full((len(newest), self.config.slots - 1), self.config.mask_token_id)
+        block = torch.cat((newest[:, None], masks), 1)
+        return F.embedding(block, input_embeddings(self.target.model).weight)
+
+    def logits(self, hidden: Float[Tensor, "rows slots hidden"]) -> Float[Tensor, "rows block vocab"]:
+        """Return the logits of the next K tokens without the bias, by the target's lm_head, as servers compute them."""
+        return F.linear(hidden[:, -self.config.block_size :].to(self._lm_head), self._lm_head)
+
+    @cached_property
+    def _lm_head(self) -> Tensor:
+        weight: Tensor = self.target.model.get_output_embeddings().weight
+        return weight
+
+
+def is_dspark_folder(folder: Path) -> bool:
+    """Return True if a folder's config is that of a DSpark or DFlash draft."""
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        return False
+    names = read_object(path, _REMEDY).get("architectures")
+    return isinstance(names, list) and names[:1] in ([ARCHITECTURE], [WITHOUT_BIAS])
+
+
+def read_config(folder: Path) -> DSparkConfig:
+    """Read a draft's ``config.json`` in DeepSpec's flat form. ValueError for one that lacks a size or names another."""
+    path = folder / CONFIG_NAME
+    stored = read_object(path, _REMEDY)
+    own = stored.get("headstart") or {}
+    rope = stored.get("rope_parameters") or {}
+    given = {
+        **{field.name: stored[field.name] for field in fields(DSparkConfig) if field.name in stored},
+        "rope_theta": rope.get("rope_theta", stored.get("rope_theta", 10_000.0)),
+        "tree": own.get("tree", ()),
+    }
+    try:
+        if (names := stored.get("architectures")) not in ([ARCHITECTURE], [WITHOUT_BIAS]):
+            raise ValueError(f"architectures is {names}")
+        if rope.get("rope_type", "default") != "default":
+            raise ValueError(f"rope_type is {rope['rope_type']}, and this draft's is default")
+        if names == [WITHOUT_BIAS]:
+            given |= {"markov_rank": 0, "sample_from_anchor": False, **(stored.get("dflash_config") or {})}
+        config = DSparkConfig(**given)
+        return replace(config, block_size=config.block_size - 1) if names == [WITHOUT_BIAS] else config
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not describe a DSpark draft ({error}): {_REMEDY}") from error

@@ -1,0 +1,53 @@
+"""Taps: the residual stream behind some of a model's layers, before any norm, without the states of the others."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from decoding.model.lm_head import hooked
+
+
+def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
+    """Return the list of a model's ``count`` layers, whatever its family calls it. ValueError if it has none."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if not lists:
+        raise ValueError(f"{type(model).__name__} keeps its {count} layers in no list: give another target")
+    return lists[0]  # lists inside a layer, such as experts, come behind the list of the layers
+
+
+@contextmanager
+def capture_taps(
+    model: nn.Module, count: int, taps: Sequence[int]
+) -> Iterator[list[Float[Tensor, "batch positions taps"]]]:
+    """Collect the outputs of the layers ``taps`` (increasing, from 0) of ``count``, in this thread's forwards.
+
+    They equal transformers' ``hidden_states[tap + 1]`` (but for the last layer, whose entry there is behind the final
+    norm). Each forward in the context adds one tensor, in which a position's states lie side by side. Nothing is
+    collected without taps.
+    """
+    found: list[Tensor] = []
+    parts: dict[int, Tensor] = {}
+    thread = get_ident()
+
+    def hook_of(tap: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if get_ident() != thread:  # somebody else's forward of the same model
+                return
+            parts[tap] = output if isinstance(output, Tensor) else output[0]
+            if tap == taps[-1]:
+                place = parts[tap].device  # layers may be on several devices
+                found.append(torch.cat([parts[each].to(place) for each in taps], -1))
+                parts.clear()
+
+        return hook
+
+    with ExitStack() as hooks:
+        layers = layers_of(model, count) if taps else ()
+        for tap in taps:
+            hooks.enter_context(hooked(layers[tap].register_forward_hook, hook_of(tap)))
+        yield found

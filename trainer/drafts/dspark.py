@@ -1,0 +1,306 @@
+"""The objective of a DSpark draft: the target's distribution at the next K tokens behind positions of its answers.
+
+Each slot of a block is trained like the text's position that predicts the same token: by the target's distribution
+there, which read the text's true tokens. The draft knows them up to the anchor, and by the bias the last one.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+
+from decoding.drafters import Drafter
+from decoding.drafters.registry import named_drafter
+from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSpark, DSparkConfig, DSparkDraft
+from decoding.model.lm_head import input_embeddings
+from decoding.model.loading import load_dspark
+from decoding.rules.best_tree import FITTED_RANKS, best_tree
+from trainer.data.batch import Batch, Example, collate, flat_rows
+from trainer.drafts.blocks import BlockInputs, Blocks, Labels, block_inputs, blocks_at, labels_of, sample_blocks
+from trainer.learning.fused import Bias, fused_loss
+from trainer.learning.losses import HiddenTeacher, LossMix
+from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
+from trainer.recipe.draft import DraftSection, DSparkSection
+from trainer.target.hidden import OnlineTarget
+
+CONFIDENCE = "confidence"
+
+
+def initial_dspark(
+    target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DraftSection, examples: Sequence[Example]
+) -> DSparkDraft:
+    """Make the untrained draft of a recipe, in fp32 on the target's device, by torch's global seed.
+
+    One that starts from another DSpark draft goes on training that one. ValueError for sizes that no server loads, and
+    for a mask token that the examples hold.
+    """
+    assert section.dspark is not None, "the recipe asks for a DSpark draft"
+    config = dspark_config(target, tokenizer, section.dspark)
+    if any((example.tokens == config.mask_token_id).any() for example in examples):
+        raise ValueError(
+            f"token {config.mask_token_id} would be the draft's mask, but the training data holds it: give "
+            "draft.dspark.mask_token, a token that no text holds"
+        )
+    if section.init.from_model is None:
+        return DSparkDraft(config).to(target.device)
+    draft = load_dspark(section.init.from_model, target).float().requires_grad_(True).train()
+    wanted, found = replace(config, tree=()), replace(draft.config, tree=())
+    if differing := [name for name in vars(wanted) if getattr(wanted, name) != getattr(found, name)]:
+        raise ValueError(
+            f"draft.init.from_model, {section.init.from_model}, has {getattr(found, differing[0])} as {differing[0]}, "
+            f"and not {getattr(wanted, differing[0])}: set draft.dspark to fit, or give another draft"
+        )
+    draft.config = wanted  # its tree is fitted anew
+    return draft
+
+
+def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DSparkSection) -> DSparkConfig:
+    """Return the sizes of a recipe's draft: those of the target's layers, unless the recipe gives others."""
+    config = target.model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    return DSparkConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=section.intermediate_size or config.intermediate_size,
+        num_hidden_layers=section.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or target.hidden_size // heads,
+        vocab_size=target.vocab_size,
+        block_size=section.tokens,
+        mask_token_id=mask_token(tokenizer, target.vocab_size, section.mask_token),
+        target_layer_ids=section.taps or spread_taps(target.num_layers),
+        num_target_layers=target.num_layers,
+        markov_rank=section.markov_rank,
+        enable_confidence_head=section.confidence,
+        sample_from_anchor=section.sample_from_anchor,
+        max_position_embeddings=target.max_positions or 1 << 20,
+    )
+
+
+def spread_taps(layers: int) -> tuple[int, ...]:
+    """Return three layers, from 24 on five, evenly spaced from the second to the last but one of ``layers``."""
+    count, highest = (5 if layers >= 24 else 3), layers - 2
+    lowest = min(1, highest)
+    return tuple(sorted({lowest + index * (highest - lowest) // (count - 1) for index in range(count)}))
+
+
+def mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | None = None) -> int:
+    """Return the id of a token that no text holds: ``name``, the padding, a reserved token, or an id without a token.
+
+    ValueError for a ``name`` that is no token of the target, and where none is free.
+    """
+    known = tokenizer.get_vocab()
+    if name is not None:
+        if known.get(name, vocab_size) >= vocab_size:
+            raise ValueError(
+                f"draft.dspark.mask_token is {name!r}, which is no token of the target: give one of its own"
+            )
+        return known[name]
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    template = str(tokenizer.chat_template or "")
+    padding = tokenizer.pad_token_id
+    if padding is not None and padding not in used and padding < vocab_size:
+        return int(padding)
+    words = ("mask", "reserved", "unused", "fim_pad", "extra")
+    for token, index in sorted(tokenizer.get_added_vocab().items(), key=lambda item: item[1]):
+        if index < vocab_size and token not in template and any(word in token.lower() for word in words):
+            return index
+    if (free := max(known.values(), default=-1) + 1) < vocab_size:
+        return free
+    raise ValueError(
+        "the target's tokenizer has no token that texts never hold: name one in draft.dspark.mask_token, such as one "
+        "that your data lacks"
+    )
+
+
+class DSparkInputs(NamedTuple):
+    """Inputs of a step: those of the draft's forward, and the labels of each depth with the target's distribution."""
+
+    states: Float[Tensor, "batch positions taps"]
+    embedded: Float[Tensor, "batch slots hidden"]
+    blocks: BlockInputs
+    labels: tuple[Labels, ...]
+    teachers: tuple[HiddenTeacher, ...]
+    lm_head: Float[Tensor, "vocab hidden"]
+
+
+def run_blocks(
+    draft: DSparkDraft,
+    states: Float[Tensor, "batch positions taps"],
+    embedded: Float[Tensor, "batch slots hidden"],
+    blocks: BlockInputs,
+) -> Float[Tensor, "batch slots hidden"]:
+    """Run all blocks of a batch behind its texts; return what the target's lm_head reads."""
+    text = draft.text_keys(states, blocks.text_positions)
+
+    def held(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.cat((text[layer][0], keys), 2), torch.cat((text[layer][1], values), 2)
+
+    hidden: Tensor = draft(embedded, blocks.positions, held, blocks.mask.to(text[0][0].dtype))
+    return hidden
+
+
+class DSparkTraining(nn.Module):
+    """The draft with its losses: a term for each depth, and one for its confidence."""
+
+    def __init__(self, draft: DSparkDraft, mix: LossMix) -> None:
+        super().__init__()
+        self.draft = draft.train()
+        self._mix = mix
+
+    def forward(self, inputs: DSparkInputs) -> TermSums:
+        """Return losses and hits, (terms,) each.
+
+        Hits of soft terms are Σ min(p, q), the acceptance of token rejection; of cross entropy alone, correct argmaxes.
+        """
+        hidden = run_blocks(self.draft, inputs.states, inputs.embedded, inputs.blocks)
+        if self.draft.markov is None:
+            return self._compared(inputs, hidden, None, None)
+        embedded = self.draft.markov.embedding(torch.cat([labels.before for labels in inputs.labels]))
+        sums: TermSums = self.draft.markov.output(embedded, partial(self._compared, inputs, hidden))
+        return sums
+
+    def _compared(
+        self, inputs: DSparkInputs, hidden: Tensor, embedded: Tensor | None, output: Tensor | None
+    ) -> TermSums:
+        """Return the sums; ``embedded`` and ``output`` are the two sides of the bias, inside its layer's forward."""
+        counts = [len(labels.labels) for labels in inputs.labels]
+        parts = [None] * len(counts) if embedded is None else embedded.split(counts)
+        losses, hits, unsure = [], [], hidden.new_zeros((), dtype=torch.float32)
+        for labels, teacher, part in zip(inputs.labels, inputs.teachers, parts, strict=True):
+            rows = flat_rows(hidden, labels.slots)
+            bias = None if part is None or output is None else Bias(part, output)
+            found = fused_loss(rows, inputs.lm_head, labels.labels, self._mix, teacher, bias=bias)
+            losses.append(found.loss)
+            hits.append(found.accepted.sum() if self._mix.soft else found.correct.to(found.loss.dtype))
+            if self.draft.confidence is not None:
+                unsure = unsure + self._unsure(rows, labels, found.accepted)
+        if self.draft.confidence is not None:
+            losses.append(unsure)
+            hits.append(torch.full_like(hits[0], torch.nan))
+        return TermSums(torch.stack(losses), torch.stack(hits).detach())
+
+    def _unsure(self, rows: Tensor, labels: Labels, accepted: Tensor) -> Tensor:
+        """Return the cross entropy of the confidence and the acceptance. The draft itself is not trained by it."""
+        logits = self.draft.sure(rows.detach(), labels.before)
+        loss: Tensor = F.binary_cross_entropy_with_logits(logits.float(), accepted.float().clamp(0, 1), reduction="sum")
+        return loss
+
+
+class DSparkObjective:
+    """A DSpark draft, its target, and the losses between them."""
+
+    def __init__(
+        self,
+        target: CausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        draft: DSparkDraft,
+        section: DraftSection,
+        seed: int,
+    ) -> None:
+        """The finished draft has the target's dtype. ``seed``: the run's, which draws the anchors."""
+        assert section.dspark is not None, "the recipe asks for a DSpark draft"
+        self._target, self._tokenizer, self._online, self._seed = target, tokenizer, OnlineTarget(target), seed
+        self._section: DSparkSection = section.dspark
+        self._num_draft_tokens, mix = section.num_draft_tokens, LossMix.of(section.loss)
+        self.module: DSparkTraining = DSparkTraining(draft, mix)
+        self.hit_name = "acceptance" if mix.soft else "top1"
+        depths = tuple(f"token_{depth}" for depth in range(1, draft.config.block_size + 1))
+        self.terms = (*depths, *([CONFIDENCE] if draft.confidence is not None else []))
+
+    @property
+    def _config(self) -> DSparkConfig:
+        return self.module.draft.config
+
+    def weights(self, step: int) -> tuple[float, ...]:
+        falling = [self._section.decay**depth for depth in range(self._config.block_size)]
+        shares = [each / sum(falling) for each in falling]
+        return (*shares, *([1.0] if CONFIDENCE in self.terms else []))
+
+    def rates(self, step: int) -> Mapping[str, float]:
+        return EVERYWHERE_THE_SAME
+
+    def _counts(self, blocks: Blocks) -> list[int]:
+        counts = list(map(len, blocks.labelled))
+        return [*counts, *([sum(counts)] if CONFIDENCE in self.terms else [])]
+
+    def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
+        return torch.tensor(self._counts(self.ahead(batch, step)), dtype=torch.float32)
+
+    def ahead(self, batch: Batch, step: int) -> Blocks:
+        return sample_blocks(batch, self._section.anchors, self._config.block_size, self._seed, step)
+
+    def inputs(self, batch: Batch, step: int, ahead: Blocks | None = None) -> tuple[Any, ...]:
+        self.module.train()  # an evaluation or a generation leaves it as it decodes
+        blocks, config = ahead or self.ahead(batch, step), self._config
+        hidden, states = self._online.tapped(batch, config.target_layer_ids)
+        given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
+        labels = tuple(labels_of(batch, blocks, depth, config.slots) for depth in range(config.block_size))
+        lm_head = self._online.lm_head
+        teachers = tuple(
+            HiddenTeacher(flat_rows(hidden, of_depth.text), lm_head, self._online.transform) for of_depth in labels
+        )
+        embedded = F.embedding(given.tokens, input_embeddings(self._target.model).weight)
+        return (DSparkInputs(states, embedded, given, labels, teachers, lm_head),)
+
+    def writing_draft(self) -> DSparkDraft:
+        """Return a copy of the draft by its present weights, in the target's dtype."""
+        return copy.deepcopy(self.module.draft).to(self._target.dtype).requires_grad_(False).eval()
+
+    def drafter(self) -> Drafter:
+        """Return a drafter of the tree, once there is one; until then of a chain."""
+        if self._config.tree:
+            return named_drafter("dspark", self.writing_draft())
+        return named_drafter(
+            "dspark", self.writing_draft(), tokens=min(self._num_draft_tokens, self._config.block_size)
+        )
+
+    def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
+        """Fit the tree to the draft: the paths that are right most often on the target's own greedy texts."""
+        if self._section.tree_nodes:
+            accuracies = rank_accuracies(DSpark(self.writing_draft(), target), texts())
+            self.module.draft.config = replace(self._config, tree=best_tree(accuracies, self._section.tree_nodes))
+
+    def save(self, folder: Path) -> None:
+        self.writing_draft().save_pretrained(folder)
+
+
+@torch.inference_mode()
+def rank_accuracies(dspark: DSpark, texts: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
+    """Return at ``[d][r]`` the share of labels that are the draft's rank-r token d + 1 tokens behind a root (from 0).
+
+    Every new token of ``texts``, pairs of tokens and prompt length, is a root once, as in decoding. The bias reads the
+    text's own token before each label.
+    """
+    draft, config, online = dspark.draft, dspark.config, OnlineTarget(dspark.target)
+    ranks = min(FITTED_RANKS, config.vocab_size)
+    counts, totals = torch.zeros(config.block_size, ranks), torch.zeros(config.block_size, 1)
+    for tokens, prompt_length in texts:
+        batch = collate([Example(tokens, [True] * len(tokens), prompt_length)]).to(dspark.target.device)
+        anchors = torch.arange(prompt_length, len(tokens) - 1, device=batch.tokens.device)[None]
+        if not anchors.numel():
+            continue
+        blocks = blocks_at(batch, anchors, torch.ones_like(anchors, dtype=torch.bool), config.block_size)
+        _, states = online.tapped(batch, config.target_layer_ids)
+        given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
+        embedded = F.embedding(given.tokens, input_embeddings(dspark.target.model).weight)
+        hidden = run_blocks(draft, states, embedded, given)
+        for depth in range(config.block_size):
+            labels = labels_of(batch, blocks, depth, config.slots)
+            logits = F.linear(flat_rows(hidden, labels.slots).to(online.lm_head), online.lm_head)
+            if draft.markov is not None:
+                logits = draft.markov.added_to(logits, labels.before)
+            hits = logits.topk(ranks).indices == labels.labels[:, None]
+            counts[depth] += hits.sum(0).cpu()
+            totals[depth] += len(labels.labels)
+    shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()
+    return shares
