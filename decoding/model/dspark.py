@@ -190,7 +190,7 @@ class _Attention(nn.Module):
 def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Turn (batch, heads, positions, dim) by their positions' angles."""
     cosine, sine = rotary
-    turned: Tensor = x * cosine[:, None] + rotate_half(x) * sine[:, None]  # type: ignore[no-untyped-call]
+    turned: Tensor = x * cosine[:, None] + rotate_half(x) * sine[:, None]
     return turned
 
 
@@ -200,7 +200,7 @@ class _Layer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = _Attention(config)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Qwen3MLP(_MLPSizes(config.hidden_size, config.intermediate_size))  # type: ignore[no-untyped-call]
+        self.mlp = Qwen3MLP(_MLPSizes(config.hidden_size, config.intermediate_size))
 
 
 @dataclass(frozen=True)

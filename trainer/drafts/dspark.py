@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafters import Drafter
-from decoding.drafters.registry import named_drafter
+from decoding.drafters import Drafter, DSparkDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkConfig, DSparkDraft
 from decoding.model.lm_head import input_embeddings
@@ -101,10 +100,8 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | 
     known = tokenizer.get_vocab()
     if name is not None:
         if known.get(name, vocab_size) >= vocab_size:
-            raise ValueError(
-                f"draft.dspark.mask_token is {name!r}, which is no token of the target: give one of its own"
-            )
-        return known[name]
+            raise ValueError(f"draft.dspark.mask_token is {name!r}: give a token that the target knows")
+        return int(known[name])
     used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
     template = str(tokenizer.chat_template or "")
     padding = tokenizer.pad_token_id
@@ -113,7 +110,7 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | 
     words = ("mask", "reserved", "unused", "fim_pad", "extra")
     for token, index in sorted(tokenizer.get_added_vocab().items(), key=lambda item: item[1]):
         if index < vocab_size and token not in template and any(word in token.lower() for word in words):
-            return index
+            return int(index)
     if (free := max(known.values(), default=-1) + 1) < vocab_size:
         return free
     raise ValueError(
@@ -258,11 +255,8 @@ class DSparkObjective:
 
     def drafter(self) -> Drafter:
         """Return a drafter of the tree, once there is one; until then of a chain."""
-        if self._config.tree:
-            return named_drafter("dspark", self.writing_draft())
-        return named_drafter(
-            "dspark", self.writing_draft(), tokens=min(self._num_draft_tokens, self._config.block_size)
-        )
+        tokens = None if self._config.tree else min(self._num_draft_tokens, self._config.block_size)
+        return DSparkDrafter(self.writing_draft(), tokens)
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree to the draft: the paths that are right most often on the target's own greedy texts."""

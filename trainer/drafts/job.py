@@ -39,10 +39,9 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
     objective: DistillObjective | DSparkObjective
     if section.dspark is not None:
         initial = initial_dspark(target.model, target.tokenizer, section, examples)
+        taps = ", ".join(map(str, initial.config.target_layer_ids))
         mask = target.tokenizer.convert_ids_to_tokens(initial.config.mask_token_id)
-        process.say(
-            f"the draft reads layers {', '.join(map(str, initial.config.target_layer_ids))}; its mask is {mask}"
-        )
+        process.say(f"the draft reads the target's layers {taps}; its mask is {mask}")
     else:
         initial = initial_draft(target.model, target.tokenizer, section, examples, trusted, longest)
     identity = _identity(recipe, target, dataset, heldout, initial)

@@ -172,7 +172,7 @@ class DraftSection(Section):
                 "draft.dspark.markov_rank=0 makes a DFlash draft, whose masks predict their own places: set "
                 "draft.dspark.sample_from_anchor=false"
             )
-        others = {"teacher": self.teacher, "vocabulary": self.vocabulary, "window": self.window}
+        others: dict[str, Any] = {"teacher": self.teacher, "vocabulary": self.vocabulary, "window": self.window}
         others["init.from_config"] = self.init.from_config
         if given := [name for name, value in others.items() if value is not None]:
             raise ValueError(
