@@ -42,15 +42,14 @@ def tiny_dflash(target: CausalLM, tokens: int = 4, **changes: Any) -> DSparkDraf
 
 def states_at(target: CausalLM, text: Sequence[int], taps: Sequence[int]) -> Tensor:
     """Return the target's states behind the layers ``taps`` at a text's tokens, (tokens, taps x hidden)."""
-    with torch.inference_mode():
+    with torch.no_grad():
         output = target.model(input_ids=torch.tensor([list(text)]), use_cache=False, output_hidden_states=True)
     return torch.cat([output.hidden_states[tap + 1][0] for tap in taps], -1)
 
 
-@torch.inference_mode()
 def block_logits(draft: DSparkDraft, target: CausalLM, text: Sequence[int]) -> Tensor:
     """Return the logits of the K tokens behind a text, (K, vocab), without bias: all recomputed from the weights."""
-    config, weights = draft.config, {name: weight.float() for name, weight in draft.state_dict().items()}
+    config, weights = draft.config, dict(draft.named_parameters())
     context, slots = len(text) - 1, config.block_size + (not config.sample_from_anchor)
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -69,7 +68,7 @@ def block_logits(draft: DSparkDraft, target: CausalLM, text: Sequence[int]) -> T
     read = states_at(target, text[:-1], config.target_layer_ids) if context else torch.zeros(0, draft.fc.in_features)
     read = norm(read @ weights["fc.weight"].T, "hidden_norm")
     block = torch.tensor([text[-1], *[config.mask_token_id] * (slots - 1)])
-    x = target.model.get_input_embeddings().weight[block]
+    x = target.model.get_input_embeddings().weight.detach()[block]
     for layer in (f"layers.{index}" for index in range(config.num_hidden_layers)):
         own, mine = norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn"
         queries = rotated(norm(heads(own, f"{mine}.q_proj"), f"{mine}.q_norm"), context)
@@ -82,7 +81,7 @@ def block_logits(draft: DSparkDraft, target: CausalLM, text: Sequence[int]) -> T
         own, mine = norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp"
         gate, up = (own @ weights[f"{mine}.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (nn.functional.silu(gate) * up) @ weights[f"{mine}.down_proj.weight"].T
-    logits: Tensor = norm(x, "norm")[-config.block_size :] @ target.model.get_output_embeddings().weight.T
+    logits: Tensor = norm(x, "norm")[-config.block_size :] @ target.model.get_output_embeddings().weight.detach().T
     return logits
 
 
