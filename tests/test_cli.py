@@ -248,7 +248,7 @@ ERRORS = {
     ),
     "an unknown drafter": (
         ["generate", "--target", "TARGET", "--drafter", "lokup", "--prompt", "a"],
-        "no drafter is called 'lokup': choose one of heads, draft, draft-tree, parallel, lookup",
+        "no drafter is called 'lokup': choose one of heads, draft, draft-tree, dspark, lookup",
     ),
     "an unknown option of a drafter": (
         ["generate", "--target", "TARGET", "--drafter", "draft-tree:x,deep=3", "--prompt", "a"],

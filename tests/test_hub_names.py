@@ -8,12 +8,12 @@ import torch
 from fake_hub import TOKEN, FakeHub, folder_on
 from fake_hub import hub as hub
 from safetensors.torch import load_file, save_file
+from tiny_dspark import tiny_dspark
 from tiny_models import tiny_model
-from tiny_parallel import tiny_parallel_draft
 from tiny_tokenizer import byte_tokenizer
 
 from decoding import HeadstartModel
-from decoding.drafters import DraftModelDrafter, HybridDrafter, MedusaDrafter, ParallelDrafter
+from decoding.drafters import DraftModelDrafter, DSparkDrafter, HybridDrafter, MedusaDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -36,7 +36,7 @@ MODEL = "zoe/model"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of a target, heads, a trimmed draft and a parallel draft, none larger than 100 KB."""
+    """Folders of a target, heads, a trimmed draft and a DSpark draft, none larger than 100 KB."""
     root = tmp_path_factory.mktemp("made")
     target = tiny_model("llama", vocab=128)
     tokenizer = byte_tokenizer()
@@ -46,10 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
     write_output_tokens(root / "draft", range(100))
-    parallel = tiny_parallel_draft(CausalLM(target))
-    parallel.model.model.save_pretrained(root / "parallel")
-    tokenizer.save_pretrained(root / "parallel")
-    parallel.parts.save_pretrained(root / "parallel")
+    tiny_dspark(CausalLM(target)).save_pretrained(root / "dspark")
     return root
 
 
@@ -110,7 +107,7 @@ def test_each_revision_has_its_own_weights_and_a_moved_branch_changes_no_pinned_
 
 
 def test_target_heads_and_drafts_come_by_revision_with_all_that_belongs_to_them(hub: FakeHub, folders: Path) -> None:
-    for kind in ("target", "heads", "draft", "parallel"):
+    for kind in ("target", "heads", "draft", "dspark"):
         folder_on(hub, f"zoe/{kind}", folders / kind, branch="v1")
         folder_on(hub, f"zoe/{kind}", folders, branch="main")  # another layout, in which nothing is found
 
@@ -119,11 +116,11 @@ def test_target_heads_and_drafts_come_by_revision_with_all_that_belongs_to_them(
         return made.drafter
 
     assert isinstance(drafter("heads:zoe/heads@v1"), MedusaDrafter)
-    assert isinstance(drafter("parallel:zoe/parallel@v1"), ParallelDrafter)
+    assert isinstance(drafter("dspark:zoe/dspark@v1"), DSparkDrafter)
     trimmed = drafter("draft:zoe/draft@v1,tokens=2")
     assert isinstance(trimmed, DraftModelDrafter) and trimmed.draft.output_tokens is not None
     assert trimmed.draft.output_tokens.tolist() == list(range(100)), "output_tokens.json is of the revision too"
-    kinds = {"heads": MedusaDrafter, "draft": DraftModelDrafter, "parallel": ParallelDrafter}
+    kinds = {"heads": MedusaDrafter, "draft": DraftModelDrafter, "dspark": DSparkDrafter}
     for name, kind in kinds.items():
         joined = drafter(f"zoe/{name}@v1")
         assert isinstance(joined, HybridDrafter) and type(joined.first) is kind, "known by what it is"

@@ -128,6 +128,11 @@ class DSparkConfig:
                     f"this DSpark draft is for a target whose {name} is {getattr(self, name)}, and the target's is "
                     f"{size}: give a draft that was trained on this target"
                 )
+        if (width := target.model.config.get_text_config(decoder=True).hidden_size) != self.hidden_size:
+            raise ValueError(
+                f"the target's embedding and lm_head are {self.hidden_size} wide but its layers {width}, and a DSpark "
+                "draft is as wide as both: give another target"
+            )
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name in files and the shape of every tensor."""
