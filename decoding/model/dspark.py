@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rotate_half
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.lm_head import input_embeddings
+from decoding.model.lm_head import unscaled_embeddings
 from decoding.model.markov import MarkovBias
 from decoding.model.stored import (
     WEIGHTS_NAME,
@@ -378,8 +378,7 @@ class DSpark:
     def embed(self, newest: Int[Tensor, " rows"]) -> Float[Tensor, "rows slots hidden"]:
         """Return the embeddings of a block behind each row: its newest token, then masks; unscaled, as in servers."""
         masks = newest.new_full((len(newest), self.config.slots - 1), self.config.mask_token_id)
-        block = torch.cat((newest[:, None], masks), 1)
-        return F.embedding(block, input_embeddings(self.target.model).weight)
+        return unscaled_embeddings(self.target.model, torch.cat((newest[:, None], masks), 1))
 
     def logits(self, hidden: Float[Tensor, "rows slots hidden"]) -> Float[Tensor, "rows block vocab"]:
         """Return the logits of the next K tokens without the bias, by the target's lm_head, as servers compute them."""
