@@ -47,6 +47,13 @@ _OF_FILES = {
     "confidence.bias": "confidence_head.proj.bias",
 }
 """Our names of tensors whose names in files are others."""
+_FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "markov_head_type": "vanilla",
+    "confidence_head_with_markov": True,
+}
+"""Entries of a config that are the same for every draft here."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +144,9 @@ class DSparkConfig:
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name in files and the shape of every tensor."""
         with torch.device("meta"):
-            for name, tensor in DSparkDraft(self).state_dict().items():
-                yield _OF_FILES.get(name, name), tuple(tensor.shape)
+            tensors = DSparkDraft(self).state_dict()
+        for name, tensor in tensors.items():
+            yield _OF_FILES.get(name, name), tuple(tensor.shape)
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of ``config.json``, as vLLM, SGLang and llama.cpp's converter read it."""
@@ -153,12 +161,9 @@ class DSparkConfig:
             "model_type": "qwen3",
             **own,
             "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
-            "hidden_act": "silu",
-            "attention_bias": False,
+            **_FIXED,
             "tie_word_embeddings": False,
             "layer_types": ["full_attention"] * self.num_hidden_layers,
-            "markov_head_type": "vanilla",
-            "confidence_head_with_markov": True,
             "headstart": {"tree": tree},
         }
 
@@ -413,8 +418,12 @@ def read_config(folder: Path) -> DSparkConfig:
     try:
         if (names := stored.get("architectures")) not in ([ARCHITECTURE], [WITHOUT_BIAS]):
             raise ValueError(f"architectures is {names}")
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"rope_type is {rope['rope_type']}, and this draft's is default")
+        full = ["full_attention"] * len(stored.get("layer_types") or ())
+        only = {**_FIXED, "rope_type": "default", "is_causal": False, "layer_types": full}
+        only["draft_vocab_size"] = stored.get("vocab_size")
+        for name, value in {**stored, **rope}.items():
+            if name in only and value is not None and value != only[name]:
+                raise ValueError(f"{name} is {value}, and a draft here has {only[name]}")
         if names == [WITHOUT_BIAS]:
             given |= {"markov_rank": 0, "sample_from_anchor": False, **(stored.get("dflash_config") or {})}
         config = DSparkConfig(**given)
