@@ -19,8 +19,9 @@ from decoding.dtypes import default_device, parse_dtype
 from decoding.errors import UserError
 from decoding.model.architecture import is_spread, places_of, why_not_static
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft, is_dspark_folder
-from decoding.model.dspark import read_config as read_dspark_config
+from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark_config import is_dspark_folder
+from decoding.model.dspark_config import read_config as read_dspark_config
 from decoding.model.folder import adapted_model, check_model_folder
 from decoding.model.heads import CONFIG_NAME, FORMAT, MedusaHeads, read_config
 from decoding.model.hub import local_folder
