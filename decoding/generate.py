@@ -297,7 +297,7 @@ class DecodingBatch:
         """Run the prompts of these rows and emit their first tokens."""
         clock = PhaseClock(self.target.device)
         prompts = [self.texts[row].tokens for row in rows]
-        reused = self.cache.rewind(prompts[0], bool(self.taps)) if self.serves_calls else 0
+        reused = self.cache.rewind(prompts[0], self.taps) if self.serves_calls else 0
         if reused:
             output = self.target.append([prompts[0][reused:]], self.cache, self.taps)
         else:

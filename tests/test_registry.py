@@ -33,7 +33,6 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
     "draft:PATH/draft,tokens=3,sampled=false": (DraftModelDrafter, {"tokens": 3}, "draft model, 3 likeliest tokens"),
     "draft-tree:PATH/draft,depth=3,width=2,nodes=7": (
         DraftTreeDrafter,
-        DSparkDrafter,
         {"depth": 3, "width": 2, "max_nodes": 7},
         "draft model, tree of 6",
     ),
