@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from decoding.drafters.registry import named_drafter
-from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
 from decoding.measure.evaluate import measure_acceptance
@@ -82,10 +81,8 @@ def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, wat
     found = "; ".join(f"{name}: {estimate(each['tokens_per_pass'])}" for name, each in before.figures.items())
     say(console, f"the stale draft, tokens per pass: {found}")
     recipe = recipe_of(options, before.positions)
-    # The stale draft speculates, which saves time and changes no answer.
-    spec = DrafterSpec("draft", options.draft, {"tokens": recipe.draft.num_draft_tokens})
     for name in (_PROMPTS, _CHOOSING):
-        run_regenerate(_questions(options, recipe, name), console, spec)
+        run_regenerate(_questions(options, recipe, name), console)
     final = run_recipe(recipe, watched)
     after = _measure(options, recipe, str(final), watched)
     report = {
@@ -134,6 +131,7 @@ def _questions(options: RealignOptions, recipe: DraftRecipe, name: str) -> Regen
         prompts=str(options.output / name),
         output=answers_to(options.output / name),
         target=options.target,
+        drafter=f"draft:{options.draft},tokens={recipe.draft.num_draft_tokens}",  # saves time, changes no answer
         prompt_field=recipe.data.prompt_field,
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,

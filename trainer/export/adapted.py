@@ -66,7 +66,7 @@ def _write_merged(task: ExportTask, source: Path, folder: Path) -> str:
     model = PeftModel.from_pretrained(base, str(source))
     merged = merged_weights(model)
     check_finite(merged, f"the target merged from {source}", "give an earlier checkpoint, or train the heads again")
-    write_model(base_of(model), load_tokenizer(str(source), task.trust_remote_code), folder, merged, task.shard_bytes)
+    write_model(base_of(model), load_tokenizer(str(source), task.trust_remote_code), folder, merged)
     names = {tensor.data_ptr(): name for name, tensor in merged.items()}
     own = {name: tensor for name, tensor in merged.items() if names[tensor.data_ptr()] == name}  # tied ones go once
     check_stored(own, folder)

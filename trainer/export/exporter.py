@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decoding.measure.redact import without_local_paths
-from decoding.model.stored import SHARD_BYTES
 from trainer import quickstart
 from trainer.export.adapted import form_of, write_target
 from trainer.export.card import (
@@ -64,7 +63,6 @@ def export(
     merge: bool = False,
     license: str | None = None,
     trust_remote_code: bool = False,
-    shard_bytes: int = SHARD_BYTES,
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
@@ -73,8 +71,8 @@ def export(
     only after the written files were read back and found equal to the bit. ``report``: a ``report.json`` whose figures
     go on the card. ``plan``: a ``plan.json`` whose tree the format headstart stores, and whose depths by batch size the
     servers' commands have. ``target``: the model that the artefact drafts for, if it is not the recorded one. ``type``:
-    one of the format's types of numbers. ``license``: the Hub's identifier of the weights' licence. ``shard_bytes``:
-    the greatest size of a file of weights. Provenance, report and plan go with the weights, without local paths.
+    one of the format's types of numbers. ``license``: the Hub's identifier of the weights' licence. Provenance and
+    report go with the weights, without local paths.
 
     The target decodes prompts with the trained weights and with the files, if it is on this machine: prompts of the
     .jsonl file ``prompts``, by default those that the training run held out; `NO_PROMPTS` decodes none.
@@ -96,14 +94,13 @@ def export(
             form_of(source, format, merge),
             measured,
             None if measured is None else card_figures(measured, chains=format != "headstart"),
-            plan,
             None if plan is None else read_serving_plan(Path(plan), source),
             license,
             target,
             prompts,
         )
         tree, model = request.planned.tree if request.planned else (), target or target_of(source)
-        task = ExportTask(source, destination, format, model, tree, type, trust_remote_code, shard_bytes)
+        task = ExportTask(source, destination, format, model, tree, type, trust_remote_code)
         results: list[tuple[Artefact, tuple[str, ...]]] = []
         write_folder(destination, lambda folder: results.append(_write(replace(task, folder=folder), request)))
     artefact, compared = results[0]
@@ -130,7 +127,6 @@ class _Request(NamedTuple):
     """Form of the adapted target beside heads; None if there is none."""
     report: dict[str, Any] | None
     figures: CardFigures | None
-    plan: Path | None
     planned: ServingPlan | None
     license: str | None
     target: str | None
@@ -144,9 +140,9 @@ def _write(task: ExportTask, request: _Request) -> tuple[Artefact, tuple[str, ..
     compared = [*request.made, *sentences]
     if request.form is not None:
         compared.append(write_target(task, request.form))
-    write_companions(task.folder, task.source, request.report, request.plan)
+    write_companions(task.folder, task.source, request.report)
     if request.prompts != NO_PROMPTS:
-        compared.extend(check_drafts(task, request.target, request.prompts))
+        compared.extend(check_drafts(task, request.target, request.prompts, artefact.rounded))
     provenance = read_provenance(task.source)
     argument = target_argument(provenance, request.form)
     card = render_card(
