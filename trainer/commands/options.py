@@ -220,10 +220,6 @@ class ExportOptions:
             hidden=True,
         ),
     ] = None
-    merge: Annotated[
-        bool,
-        Option("--merge", help="Merge adapters into the target beside the heads, into a whole model.", hidden=True),
-    ] = False
     license: Annotated[
         str | None,
         Option(metavar="NAME", help="Licence of the weights for their card, such as apache-2.0.", hidden=True),

@@ -3,7 +3,9 @@
 The published form holds no path of this machine and no secret.
 """
 
+import filecmp
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ UNKNOWN_TARGET = "TARGET"
 """The target's name in commands if no folder and no id of the Hub is known."""
 USUAL_DRAFT_TOKENS = 4
 """Depth of a draft's chain if neither its training nor a plan records one."""
+_COPIED = (".safetensors", ".json", ".jinja", ".txt", ".model")
+"""Suffixes of a model's files, code not among them."""
 _OBJECTS = ("recipe", "target", "revisions", "versions", "hardware", "data")
 
 Provenance = dict[str, Any]
@@ -142,6 +146,22 @@ def read_serving_plan(path: Path, source: Path) -> ServingPlan:
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def copy_target(source: Path, folder: Path) -> str:
+    """Copy the adapted target beside the heads in ``source``, read it back and compare; return a sentence.
+
+    ValueError for files that read back differently.
+    """
+    source, folder = source / TARGET_FOLDER, folder / TARGET_FOLDER
+    folder.mkdir()
+    names = sorted(path.name for path in source.iterdir() if path.is_file() and path.suffix in _COPIED)
+    for name in names:
+        shutil.copyfile(source / name, folder / name)
+    _, mismatched, unreadable = filecmp.cmpfiles(source, folder, names, shallow=False)
+    if wrong := [*mismatched, *unreadable]:
+        raise ValueError(f"{folder / wrong[0]} reads back with other bytes than were written: export again")
+    return f"the adapted target beside them: {len(names)} files equal to the bit"
 
 
 def write_companions(folder: Path, source: Path, report: dict[str, Any] | None) -> None:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from decoding.measure.redact import without_local_paths
 from trainer import quickstart
-from trainer.export.adapted import form_of, write_target
 from trainer.export.card import (
     FOLDER_NAME,
     CardFigures,
@@ -16,7 +15,14 @@ from trainer.export.card import (
     target_argument,
     target_license,
 )
-from trainer.export.companions import ServingPlan, read_provenance, read_serving_plan, target_of, write_companions
+from trainer.export.companions import (
+    ServingPlan,
+    copy_target,
+    read_provenance,
+    read_serving_plan,
+    target_of,
+    write_companions,
+)
 from trainer.export.readback import check_drafts
 from trainer.export.serve import ServerCommand, Serving, commands_of
 from trainer.export.task import FORMATS, Artefact, ExportTask, artefact_folder, check_format, opened
@@ -60,7 +66,6 @@ def export(
     target: str | None = None,
     type: str | None = None,
     prompts: Path | None = None,
-    merge: bool = False,
     license: str | None = None,
     trust_remote_code: bool = False,
 ) -> ExportSummary:
@@ -77,8 +82,7 @@ def export(
     The target decodes prompts with the trained weights and with the files, if it is on this machine: prompts of the
     .jsonl file ``prompts``, by default those that the training run held out; `NO_PROMPTS` decodes none.
 
-    Heads that were trained jointly with adapters get the adapted target beside them, in ``target``: as trained in our
-    own format unless ``merge``, and merged in others.
+    Heads that were trained jointly with adapters get the adapted target beside them, in ``target``.
 
     `ValueError` for a format that does not fit the artefact, a source without weights, a destination that is not empty,
     a report or a plan that is malformed or of other weights, and files that read back differently.
@@ -91,7 +95,6 @@ def export(
         measured = None if report is None else read_own_report(Path(report), source)
         request = _Request(
             made,
-            form_of(source, format, merge),
             measured,
             None if measured is None else card_figures(measured, chains=format != "headstart"),
             None if plan is None else read_serving_plan(Path(plan), source),
@@ -106,7 +109,7 @@ def export(
     artefact, compared = results[0]
     paths = (path for path in sorted(destination.rglob("*")) if path.is_file())
     files = {path.relative_to(destination).as_posix(): path.stat().st_size for path in paths}
-    served = str(destination / TARGET_FOLDER) if request.form is not None else model
+    served = str(destination / TARGET_FOLDER) if (destination / TARGET_FOLDER).is_dir() else model
     commands = commands_of(Serving(artefact, destination, str(destination), served, plan=request.planned))
     return ExportSummary(format, destination, files, compared, commands)
 
@@ -123,8 +126,6 @@ class _Request(NamedTuple):
 
     made: tuple[str, ...]
     """Sentences on how the source was made."""
-    form: str | None
-    """Form of the adapted target beside heads; None if there is none."""
     report: dict[str, Any] | None
     figures: CardFigures | None
     planned: ServingPlan | None
@@ -138,20 +139,20 @@ def _write(task: ExportTask, request: _Request) -> tuple[Artefact, tuple[str, ..
     """Fill the task's folder; return the artefact in numbers, and sentences on what was read back."""
     artefact, sentences = task.module.write(task)
     compared = [*request.made, *sentences]
-    if request.form is not None:
-        compared.append(write_target(task, request.form))
+    if adapted := (task.source / TARGET_FOLDER).is_dir():
+        compared.append(copy_target(task.source, task.folder))
     write_companions(task.folder, task.source, request.report)
     if request.prompts != NO_PROMPTS:
         compared.extend(check_drafts(task, request.target, request.prompts, artefact.rounded))
     provenance = read_provenance(task.source)
-    argument = target_argument(provenance, request.form)
+    argument = target_argument(provenance, adapted)
     card = render_card(
         artefact,
         provenance,
         request.figures,
         commands=commands_of(Serving(artefact, task.folder, FOLDER_NAME, task.target, argument, request.planned)),
         compared=without_local_paths(compared),
-        adapted=request.form,
+        adapted=adapted,
         license=request.license,
         target_license=target_license(task.target),
     )

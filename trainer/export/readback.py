@@ -33,7 +33,7 @@ from trainer.data.conversations import read_heldout
 from trainer.data.dataset import heldout_prompts, load_heldout_data
 from trainer.export.companions import read_provenance
 from trainer.export.decoded import Decoded, decode_greedily
-from trainer.export.task import ExportTask, form_beside
+from trainer.export.task import ExportTask
 from trainer.heads.medusa2 import TARGET_FOLDER
 from trainer.quickstart import resolve
 from trainer.recipe.reading import parse_recipe
@@ -185,11 +185,9 @@ def _compared(
     asked = _read_prompts(task.source, prompts, tokenizer, longest)
     ours = _read_with(model, tokenizer, drafter, asked)
     del drafter  # before the next one is loaded
-    beside = form_beside(task.folder)
-    if beside is not None and own_target:
+    if own_target and (task.folder / TARGET_FOLDER).is_dir():
         model, tokenizer = _read_target(str(task.folder / TARGET_FOLDER), True, task.trust_remote_code)
     theirs = _read_with(model, tokenizer, exported(), asked)
-    rounded |= beside != form_beside(task.source)  # merging rounds weights with their adapters
     if not rounded:
         _check_equal(task.folder, asked, ours, theirs)
     count, plain = len(asked.tokens), _equal(theirs.decoded, theirs.plain)

@@ -7,17 +7,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from decoding.model.folder import adapted_model
 from decoding.model.loading import is_heads_folder
 from decoding.model.parallel import is_parallel_folder
 from decoding.model.stored import read_object
 from decoding.rules.best_tree import Paths
 from trainer import quickstart
 from trainer.files.folders import check_links, scratch_beside
-from trainer.heads.medusa2 import TARGET_FOLDER
 
 HEADS, DRAFT, PARALLEL = "heads", "a draft model", "a parallel draft"
-MERGED, ADAPTER = "merged", "adapter"
 
 
 @dataclass(frozen=True)
@@ -99,14 +96,6 @@ def kind_held_in(source: Path) -> str:
     if is_heads_folder(source):
         return HEADS
     return PARALLEL if is_parallel_folder(source) else DRAFT
-
-
-def form_beside(heads: Path) -> str | None:
-    """Return `MERGED` or `ADAPTER`, the form of the adapted target in a folder of heads; None if it holds none."""
-    target = heads / TARGET_FOLDER
-    if not target.is_dir():
-        return None
-    return MERGED if adapted_model(target) is None else ADAPTER
 
 
 def check_format(source: Path, format: str, type: str | None = None) -> None:
