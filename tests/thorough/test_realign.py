@@ -28,7 +28,7 @@ from trainer.recipe.draft import DraftRecipe
 
 NOBODY = Console(file=io.StringIO())
 """Listens."""
-STALE = "lr=1e-3,of yesterday"
+STALE = "lr=1e-3 of yesterday"
 """The draft's folder: a path with characters at which the text of a drafter is split."""
 
 
