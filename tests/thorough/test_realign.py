@@ -22,8 +22,8 @@ from decoding.measure.figures import told
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer
 from trainer.commands import realign
+from trainer.commands.options import RealignOptions
 from trainer.commands.realign import recipe_of, run_realign, split_prompts
-from trainer.commands.training_options import RealignOptions
 from trainer.recipe.draft import DraftRecipe
 
 NOBODY = Console(file=io.StringIO())

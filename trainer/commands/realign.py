@@ -24,9 +24,9 @@ from decoding.measure.machine import commit, hardware, versions
 from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_draft, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import read_target
+from trainer.commands.options import RealignOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.shared_options import ModelOptions
-from trainer.commands.training_options import RealignOptions, RegenerateOptions
 from trainer.data.conversations import read_heldout
 from trainer.data.dataset import not_held_out
 from trainer.files.folders import check_can_be_folder, sha256_of

@@ -19,7 +19,7 @@ from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import check_endpoint, read_target
-from trainer.commands.training_options import RegenerateOptions
+from trainer.commands.options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend, Summary, answer
 from trainer.data.conversations import OpenConversation, read_conversations
 from trainer.files.folders import sha256_of
