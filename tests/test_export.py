@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.stored import write_weights
-from trainer.export import export
+from trainer.export.exporter import export
 from trainer.export.vllm import read_vllm_heads
 
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=12, num_heads=2, num_layers=2, tree=((0,), (1,), (0, 0), (0, 2)))

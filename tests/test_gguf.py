@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_model
 from decoding.model.vocabulary import write_output_tokens
-from trainer.export import export
 from trainer.export.decoded import Decoded, decode_greedily
+from trainer.export.exporter import export
 from trainer.export.gguf import readers
 from trainer.export.gguf_vocabulary import vocabulary_of
 from trainer.export.task import ExportTask

@@ -11,7 +11,7 @@ from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import is_heads_folder
 from decoding.model.stored import non_finite, weight_files
-from trainer.export import export
+from trainer.export.exporter import export
 from trainer.export.vllm import read_vllm_heads
 
 SHARDS = ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"]
