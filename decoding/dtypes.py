@@ -32,18 +32,15 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def quantised(model: Model, lm_head: bool = True) -> Model:
+def quantised(model: Model) -> Model:
     """Round the weights of a transformers model's linear layers to int8, row by row; in place.
 
-    ``lm_head=False`` leaves the lm_head in its dtype, for losses that read its weight. The weights are widened to the
-    model's dtype at every call: the model is smaller, but slower. ValueError without torchao.
+    The weights are widened to the model's dtype at every call: the model is smaller, but slower. ValueError without
+    torchao.
     """
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError as error:
         raise ValueError("int8 weights need torchao: pip install 'headstart[quantise]'") from error
-    left_out = None if lm_head else model.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
-    quantize_(
-        model, Int8WeightOnlyConfig(), lambda module, name: isinstance(module, nn.Linear) and module is not left_out
-    )
+    quantize_(model, Int8WeightOnlyConfig(), lambda module, name: isinstance(module, nn.Linear))
     return model

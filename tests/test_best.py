@@ -13,64 +13,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny_models import counting_model
 from tiny_training import recipe_content, tiny_tokenizer, write_corpus
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.learning.objective import Objective
 from trainer.recipe.reading import parse_recipe
-from trainer.run.checkpoint import Progress
-from trainer.run.heldout import Best, Evaluator
+from trainer.run.heldout import Evaluator
 from trainer.run.log import Evaluation
 from trainer.run.train import run_recipe
-
-
-def best_in(folder: Path, checkpoints: list[int] | None = None) -> Best:
-    return Best(folder, "a run", lambda: checkpoints or [])
-
-
-def module_of(value: float) -> nn.Module:
-    """One weight and a buffer, both of this value."""
-    module = nn.Linear(1, 1, bias=False)
-    module.register_buffer("seen", torch.tensor(value))
-    nn.init.constant_(module.weight, value)
-    return module
-
-
-def offer(best: Best, step: int, figure: float) -> bool:
-    """An evaluation whose weights are all of the step's number."""
-    return best.offer(Progress(step, 10 * step), figure, module_of(step))
-
-
-def restored(best: Best) -> float:
-    module = module_of(-1.0)
-    latest = best.latest()
-    assert latest is not None
-    best.restore(module, latest.progress.step)
-    assert module.seen == module.weight.item()
-    return module.weight.item()
-
-
-def steps_kept(folder: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in sorted(folder.glob("step-*"))]
-
-
-def test_the_weights_of_the_highest_figure_are_kept_and_come_back(tmp_path: Path) -> None:
-    best = best_in(tmp_path)
-    assert [offer(best, step, figure) for step, figure in ((2, 1.5), (4, 2.5), (6, 2.0))] == [True, True, False]
-    latest = best.latest()
-    assert latest is not None and (latest.progress, latest.figure) == (Progress(4, 40), 2.5)
-    assert restored(best) == 4
-    written = json.loads((tmp_path / "step-00000004" / "evaluation.json").read_text())
-    assert (written["step"], written["tokens_per_pass"]) == (4, 2.5)
-
-
-@pytest.mark.parametrize("damage", ["evaluation.json", "weights.safetensors"])
-def test_a_best_that_is_not_whole_stops_the_run_and_stays(tmp_path: Path, damage: str) -> None:
-    """Without it the run would finish other weights than the best, and nobody would know."""
-    offer(best_in(tmp_path), 2, 9.0)
-    (tmp_path / "step-00000002" / damage).unlink()
-    with pytest.raises(ValueError, match=r"step-00000002, the best weights up to its step, cannot be read \(.*remove"):
-        best_in(tmp_path).check()
-    assert steps_kept(tmp_path) == [2]
 
 
 def workshop(folder: Path, kind: str, **evaluation: Any) -> dict[str, Any]:

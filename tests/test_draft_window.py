@@ -63,8 +63,8 @@ def test_each_q_is_that_of_a_band_over_the_whole_text(family: str, static: str |
     texts = [[chance.randrange(16) for _ in range(chance.choice([1, 4, 30, 150]))] for _ in range(3)]
     for slot in range(3):
         session.admit(slot, TextStart(1, GeneratorSource.from_seed(seed + slot)))
-    for step in range(12):
-        if step == 8:
+    for step in range(8):
+        if step == 5:
             session.move(2, 0)
             texts = [texts[2], texts[1]]
         for text, proposal in zip(texts, session.propose([request(text) for text in texts]), strict=True):

@@ -17,7 +17,7 @@ from tiny_training import write_rows
 from trainer.commands.guarded import guarded
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.training_options import RegenerateOptions
-from trainer.run.answering import Summary
+from trainer.data.answers import Summary
 from trainer.servers import connection as connection_module
 from trainer.servers import endpoint as endpoint_module
 from trainer.terminal.exit_codes import ExitCode

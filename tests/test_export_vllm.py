@@ -11,8 +11,7 @@ from tiny_models import tiny_model
 
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.export import export
-from trainer.export.vllm import read_vllm_heads
-from trainer.target.stored_lm_head import read_lm_head
+from trainer.export.vllm import read_lm_head, read_vllm_heads
 
 CHAIN = ((0,), (0, 0))
 

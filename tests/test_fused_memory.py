@@ -59,7 +59,7 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(kind: str, term: Term) -
     assert watched.numbers == tokens * vocab  # the plain way is seen
 
 
-@pytest.mark.parametrize("weights", [{"cross_entropy": 1.0}, {"cross_entropy": 0.5, "forward_kl": 0.5, "jsd": 0.5}])
+@pytest.mark.parametrize("weights", [{"cross_entropy": 1.0}, {"cross_entropy": 0.5, "forward_kl": 1.0}])
 def test_under_autocast_products_run_in_bf16_and_come_out_close_to_fp32(weights: dict[Term, float]) -> None:
     hidden, weight, labels = inputs(torch.float32)
     teacher, _ = a_teacher(torch.float32)

@@ -19,12 +19,11 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.training_options import RegenerateOptions
-from trainer.data.answers import AnsweredConversation, AnswerFile
+from trainer.data.answers import AnsweredConversation, AnswerFile, Summary
 from trainer.data.conversations import AnswerKey, OpenConversation, answer_message, read_conversations
 from trainer.data.dataset import load_dataset
 from trainer.files.lock import hold_file
 from trainer.recipe.common import DataSection
-from trainer.run.answering import Summary
 
 
 @pytest.fixture(scope="module")

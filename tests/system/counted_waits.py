@@ -52,7 +52,7 @@ def joint(model: PreTrainedModel) -> Objective:
 
 
 KINDS: dict[str, Callable[[PreTrainedModel], Objective]] = {
-    "heads": heads(shared_lm_head=True, loss={"jsd": 1.0}, markov_rank=3),
+    "heads": heads(shared_lm_head=True, loss={"acceptance": 1.0}, markov_rank=3),
     "Medusa-2": joint,
     "draft": lambda model: distilling.objective_for(model, loss={"forward_kl": 1.0}),
     "parallel draft": lambda model: parallel_training.objective_for(model),

@@ -42,7 +42,7 @@ SECTION = TrainingSection(steps=STEPS, **SETTINGS)
 SECTION_OF_HEADS = HeadsSection(
     num_heads=3,
     markov_rank=5,
-    loss=LossSection(cross_entropy=1, jsd=1),
+    loss=LossSection(cross_entropy=1, forward_kl=1),
 )
 EXAMPLES = toy_examples(12, vocab=15)  # an odd vocabulary: no tensor of the heads divides into equal parts by luck
 

@@ -270,8 +270,7 @@ def test_every_command_of_the_page_on_evaluating_runs_in_the_order_given(
 def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
-    train, export, *diagnoses = commands(VERIFY)[3:]
-    assert len(diagnoses) == 2
+    train, export, diagnose = commands(VERIFY)[3:]
     for command in (train, export):
         run(command, desk, environment, warm)
     target, draft = (
@@ -280,8 +279,7 @@ def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(
     tokenizer = byte_tokenizer()
     server = SpeculatingServer(target, tokenizer, DraftModelDrafter(draft, 3), lambda messages: ())
     with scripted_endpoint.serve(server) as endpoint:
-        for command in diagnoses:
-            run(command.replace("http://localhost:8000", endpoint.address.removesuffix("/v1")), desk, environment, warm)
+        run(diagnose.replace("http://localhost:8000", endpoint.address.removesuffix("/v1")), desk, environment, warm)
     assert len(endpoint.requests) > 10
 
 

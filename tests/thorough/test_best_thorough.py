@@ -4,69 +4,65 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_training import Recorder, ToyObjective, train_toy
+from test_best import finished, run, workshop
 
 from trainer.files import folders
-from trainer.run.checkpoint import Checkpoints, Progress
-from trainer.run.heldout import Best
+from trainer.learning.objective import Objective
+from trainer.run import loop
+from trainer.run.heldout import Evaluator, Watch
+from trainer.run.log import Evaluation
 
 
 class Killed(Exception):  # not an error
     """In place of a SIGKILL: nothing is saved."""
 
 
-class Watched(Recorder):
-    """A run that is best at steps 2, 6 and 8, and that dies where it is told to."""
+@pytest.fixture(autouse=True)
+def figures_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation finds digits of the weights' sum: a figure that differs by step, and is the same once more."""
 
-    def __init__(self, folder: Path, objective: ToyObjective, dies_at: tuple[str, int] | None = None) -> None:
-        super().__init__()
-        self.checkpoints = Checkpoints(folder / "checkpoints", 2, {"seed": 0})
-        self.best = Best(folder / "best", "toy", self.checkpoints.steps)
-        self.module, self.dies_at = objective.module, dies_at
+    def found(self: Evaluator, objective: Objective) -> Evaluation:
+        weights = sum(parameter.double().sum().item() for parameter in objective.module.parameters())
+        return Evaluation({"tokens_per_pass": weights * 1e4 % 1}, "scripted")
 
-    def _die(self, place: str, step: int) -> None:
-        if self.dies_at == (place, step):
-            raise Killed
-
-    def _evaluate(self, progress: Progress) -> None:
-        super()._evaluate(progress)
-        self._die("checkpoint", progress.step)
-        figure = {2: 0.3, 4: 0.1, 6: 0.5, 8: 0.6}.get(progress.step, 0.2)
-        self.best.offer(progress, figure, self.module)
-        self._die("evaluation", progress.step)
-
-    def _on_step(self, progress: Progress, figures: dict[str, float]) -> None:
-        super()._on_step(progress, figures)
-        self._die("step", progress.step)
-
-
-def watched_run(folder: Path, dies_at: tuple[str, int] | None = None) -> tuple[Progress, Watched]:
-    objective = ToyObjective(dropout=0.3)
-    watched = Watched(folder, objective, dies_at)
-    settings = {"steps": 12, "learning_rate": 3e-2, "checkpoint_every": 3, "evaluate_every": 2}
-    return train_toy(folder / "checkpoints", objective, watched, **settings), watched
-
-
-def outcome(progress: Progress, watched: Watched) -> tuple[Progress, Any, list[float]]:
-    """Where it ended, what was best, and the weights that are finished."""
-    latest = watched.best.latest()
-    assert latest is not None
-    watched.best.restore(watched.module, latest.progress.step)
-    return progress, latest, [parameter.sum().item() for parameter in watched.module.parameters()]
-
-
-def test_a_run_killed_anywhere_ends_at_the_same_step_with_the_same_best_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After every step, after every evaluation, and between the two where there is a checkpoint."""
+    monkeypatch.setattr(Evaluator, "evaluate", found)
     monkeypatch.setattr(folders, "flush_to_disk", lambda path: None)  # slow, and for worse than a kill
-    straight = outcome(*watched_run(tmp_path / "straight"))
-    assert straight[1].progress.step == 8
-    places = [("step", step) for step in range(1, 13)] + [("evaluation", step) for step in range(2, 11, 2)]
-    places += [("checkpoint", 6)]
-    for number, place in enumerate(places):
-        folder = tmp_path / str(number)
+
+
+def begin(folder: Path) -> dict[str, Any]:
+    folder.mkdir()
+    return {**workshop(folder, "medusa"), "checkpoint": {"every": 3, "keep": 2}}
+
+
+def killed(content: dict[str, Any], owner: Any, name: str, step: int) -> None:
+    """A run that dies where this function is called with the progress of this step."""
+    whole = getattr(owner, name)
+
+    def dying(*args: Any) -> Any:
+        if any(getattr(arg, "step", None) == step for arg in args):
+            raise Killed
+        return whole(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, dying)
         with pytest.raises(Killed):
-            watched_run(folder, place)
-        assert outcome(*watched_run(folder)) == straight, place
-        assert outcome(*watched_run(folder)) == straight, f"{place}, and started once more"
+            run(content)
+
+
+def test_a_run_killed_anywhere_finishes_the_same_best_weights(tmp_path: Path) -> None:
+    """Before a step, before an evaluation, and before its weights are judged."""
+    straight = begin(tmp_path / "straight")
+    run(straight)
+    provenance, _ = finished(straight)
+    assert 2 <= provenance["steps"] < 10, "the last step would be finished without a choice"
+    places = [(loop, "_step", step) for step in (4, 5, 7, 9)]
+    places += [(Watch, name, step) for name in ("evaluate", "_judge") for step in (6, 8, 10)]
+    for number, place in enumerate(places):
+        content = begin(tmp_path / str(number))
+        killed(content, *place)
+        for _ in range(2):  # and started once more
+            run(content)
+            again, _ = finished(content)
+            assert again["steps"] == provenance["steps"], place
+            weights = [Path(c["output"]) / "final" / "model.safetensors" for c in (straight, content)]
+            assert weights[0].read_bytes() == weights[1].read_bytes(), place

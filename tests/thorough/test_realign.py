@@ -83,8 +83,8 @@ def options(workshop: Path, **changes: Any) -> RealignOptions:
         "prompts": str(workshop / "prompts.jsonl"),
         "output": workshop / "run",
         "max_new_tokens": 12,
-        "steps": 20,
-        "overrides": ["training.learning_rate=0.1", "dtype=fp32"],
+        "steps": 30,
+        "overrides": ["training.learning_rate=0.1", "training.mixed_precision=no", "dtype=fp32"],
     }
     return RealignOptions(**{**given, **changes})
 

@@ -47,7 +47,7 @@ def test_a_run_that_was_killed_is_gone_on_with_to_the_same_bytes(
         ({"prompt_field": "prompt"}, "prompt_field None, not 'prompt'"),
         ({"keep_truncated": False}, "keep_truncated True, not False"),
         ({"target": "random"}, "target_fingerprint"),
-        ({"dtype": "fp32"}, "dtype 'bf16', not 'fp32'"),
+        ({"dtype": "bf16"}, "dtype 'float32', not 'bfloat16'"),
         ({"rows": ["a", "c"]}, "prompts_sha256"),
     ],
     ids=lambda value: str(value),
@@ -55,9 +55,9 @@ def test_a_run_that_was_killed_is_gone_on_with_to_the_same_bytes(
 def test_other_settings_than_it_was_begun_with_are_refused(
     models: Path, tmp_path: Path, change: dict[str, Any], complaint: str
 ) -> None:
-    regenerate(options(tmp_path, models / "plain", ["a", "b"]))
+    regenerate(options(tmp_path, models / "plain", ["a", "b"], dtype="fp32"))
     before = (tmp_path / "answers.jsonl").read_bytes()
     target = models / change.pop("target", "plain")
     with pytest.raises(ValueError, match=f"was begun with {complaint}.*or another output"):
-        regenerate(options(tmp_path, target, change.pop("rows", ["a", "b"]), **change))
+        regenerate(options(tmp_path, target, change.pop("rows", ["a", "b"]), **{"dtype": "fp32", **change}))
     assert (tmp_path / "answers.jsonl").read_bytes() == before

@@ -28,6 +28,7 @@ from trainer.commands.models import read_target
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.shared_options import ModelOptions
 from trainer.commands.training_options import RealignOptions, RegenerateOptions
+from trainer.data.conversations import read_heldout
 from trainer.data.dataset import not_held_out
 from trainer.files.folders import check_can_be_folder, sha256_of
 from trainer.files.lock import hold
@@ -35,7 +36,6 @@ from trainer.files.shards import write_text
 from trainer.quickstart import resolve
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.reading import overridden, parse_recipe
-from trainer.run.acceptance import read_heldout
 from trainer.run.train import FINAL, ensure_built, run_recipe
 from trainer.terminal.console import say, standard_error, standard_output
 from trainer.terminal.progress import ProgressBar

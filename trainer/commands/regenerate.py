@@ -21,11 +21,10 @@ from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import check_endpoint, read_target
 from trainer.commands.training_options import RegenerateOptions
-from trainer.data.answers import AnswerFile, Backend
+from trainer.data.answers import AnswerFile, Backend, Summary, answer
 from trainer.data.conversations import OpenConversation, read_conversations
 from trainer.files.folders import sha256_of
 from trainer.quickstart import resolve
-from trainer.run.answering import Summary, answer
 from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output
 

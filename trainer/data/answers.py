@@ -1,4 +1,4 @@
-"""Answers that a target writes to conversations, and the files that keep them through a kill.
+"""Answers that a target writes to conversations, the files that keep them through a kill, and a run that writes them.
 
 Beside the answers (``NAME.jsonl``) stand ``NAME.jsonl.meta.json`` with the settings that made them, and
 ``NAME.jsonl.failed.jsonl`` with the conversations that were set aside, each with its reason.
@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+from rich.console import Console
 
 from decoding.errors import UserError
 from decoding.jsonl import parse_row
@@ -29,6 +31,7 @@ from trainer.data.rows import SET_ASIDE, Row
 from trainer.files.lock import hold_file
 from trainer.files.shards import write_text
 from trainer.recipe.common import DataSection
+from trainer.terminal.progress import ProgressBar
 
 _KEYS = frozenset({"row", "sample"})
 Problem = Literal["empty", "truncated", "failed"]
@@ -248,3 +251,78 @@ def _writing(path: Path) -> Iterator[None]:
             f"{path} cannot be written ({error.strerror or error}): make room there, then start the same command "
             "again; what was answered before is kept"
         ) from error
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Summary:
+    """Counts of one run.
+
+    ``reasoned``: answers with reasoning; ``reasoned_only``: those with nothing else. ``other_models``: conversations
+    that ask for another model than the one that answered.
+    """
+
+    rows: int
+    before: int
+    answered: int = 0
+    answers: int = 0
+    tokens: int = 0
+    truncated: int = 0
+    unasked: int = 0
+    reasoned: int = 0
+    reasoned_only: int = 0
+    other_models: int = 0
+    dropped: int = 0
+    empty: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+
+    def count(self, outcome: Outcome) -> None:
+        if isinstance(outcome, FailedConversation):
+            self.empty += outcome.problem == "empty"
+            self.dropped += outcome.problem == "truncated"
+            self.failed += outcome.problem == "failed"
+            return
+        self.answered += 1
+        self.answers += len(outcome.answers)
+        self.tokens += outcome.tokens
+        self.truncated += outcome.truncated
+        self.unasked += len(outcome.conversation.turns) - len(outcome.answers)
+        reasoned = [answer for answer in outcome.answers if "reasoning_content" in answer]
+        self.reasoned += len(reasoned)
+        self.reasoned_only += sum(not answer["content"].strip() and "tool_calls" not in answer for answer in reasoned)
+        asked, answered_by = outcome.conversation.model, outcome.model
+        self.other_models += None not in (asked, answered_by) and asked != answered_by
+
+    @property
+    def set_aside(self) -> int:
+        """Conversations without an answer to train on."""
+        return self.dropped + self.empty + self.failed
+
+
+def answer(
+    backend: Backend, conversations: Sequence[OpenConversation], answers: AnswerFile, console: Console
+) -> Summary:
+    """Answer the conversations that the file lacks, and write each outcome as it comes; returns the counts."""
+    wanted = {conversation.key for conversation in conversations}
+    summary = Summary(len(conversations), len(wanted & answers.done))
+    tokens = 0
+    with ProgressBar(console, "answering", len(conversations), summary.before) as bar:
+
+        def note() -> str:
+            return f"{summary.answered / bar.seconds:,.1f} answers/s, {tokens / bar.seconds:,.0f} tokens/s"
+
+        def on_tokens(count: int) -> None:
+            nonlocal tokens
+            tokens += count
+            bar.update(note=note())
+
+        for outcomes in backend.outcomes(conversations, answers.done, on_tokens):
+            for outcome in answers.add(outcomes):
+                summary.count(outcome)
+                bar.advance()
+        summary.seconds = bar.seconds
+    answers.finish()
+    return summary

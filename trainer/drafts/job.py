@@ -1,16 +1,17 @@
 """Drafts: from a recipe to a draft to be distilled from its target or a teacher cache."""
 
 import copy
+import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from decoding.metrics import break_even
 from decoding.model.causal_lm import CausalLM
-from decoding.model.cost_curve import Costs
+from decoding.model.cost_curve import Costs, measure_costs
 from decoding.model.fingerprint import fingerprint
 from trainer.data.dataset import Dataset, load_splits
-from trainer.drafts.costs import best_costs, check_pays
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
 from trainer.drafts.on_policy import policy_source
 from trainer.drafts.parallel import ParallelObjective
@@ -25,24 +26,20 @@ from trainer.target.teacher_cache import ensure_teacher_cache
 def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, check_costs: bool = False) -> Job:
     """Load and check everything that the recipe names, and write what is missing of the teacher cache.
 
-    Every process calls this. The draft is made of the target before that is rounded to teach. With ``check_costs``,
-    ValueError for a draft that by the costs measured here could not pay, unless the recipe asks for no such check.
+    Every process calls this. With ``check_costs``, ValueError for a draft that by the costs measured here could not
+    pay, unless the recipe asks for no such check.
     """
-    # A target to be rounded goes to the CPU first, where it fits whole.
-    target = load_target(recipe, device if recipe.quantise is None else torch.device("cpu"))
+    target = load_target(recipe, device)
     dataset, heldout = load_splits(recipe.data, target.tokenizer)
     torch.manual_seed(recipe.training.seed)  # for weights that start at random
     trusted, longest = recipe.trust_remote_code, _longest(recipe, target.model)
     initial = initial_draft(target.model, target.tokenizer, recipe.draft, dataset.examples, trusted, longest)
     identity = _identity(recipe, target, dataset, heldout, initial)
-    # Nothing is measured of a target that is quantised to teach: it is slower than the one to be sped up.
-    if check_costs and recipe.draft.check_costs and recipe.quantise is None:
+    if check_costs and recipe.draft.check_costs:
         _check_costs(target, initial, process)
     if initial.output_tokens is not None and process.is_first:
         share = coverage(dataset.examples, initial.output_tokens)
         process.say(f"the draft writes {len(initial.output_tokens):,} tokens, {share:.1%} of those trained")
-    if recipe.quantise is not None:
-        target = target.rounded(recipe.quantise, device)
     given = target.model, _teacher(recipe, target, dataset, process), target.tokenizer, initial, recipe.draft
     parallel = recipe.draft.parallel is not None
     objective = ParallelObjective(*given, recipe.training.seed) if parallel else DistillObjective(*given)
@@ -94,3 +91,62 @@ def _check_costs(target: Target, initial: InitialDraft, process: Process) -> Non
         return best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens), at_once)
 
     process.say(check_pays(from_first(measure)))
+
+
+# --- the cost check ---------------------------------------------------------------------------------------------------
+
+DEEPEST = 16
+"""Tokens drafted at a time, at most, of the lengths that are looked at."""
+
+
+class Payoff(NamedTuple):
+    """The gain that costs allow for: at most ``largest_speedup``, and any from ``least_acceptance`` on, in hundredths.
+
+    ``least_acceptance`` is None where no draft length gains, even if every token is accepted.
+    """
+
+    least_acceptance: float | None
+    largest_speedup: float
+
+
+def best_costs(target: CausalLM, draft: CausalLM, at_once: int = 1) -> Costs:
+    """Measure costs; if nothing could gain by them, as on a machine that is busy just then, the best of three.
+
+    ``at_once``: the tokens that a parallel draft drafts in one forward, and the most that it drafts at a time.
+    """
+    sizes = range(1, (DEEPEST if at_once == 1 else at_once) + 2)
+    found = measure_costs(target, sizes, draft, at_once, repeats=7)
+    for _ in range(2):
+        if payoff(found).least_acceptance is not None:
+            break
+        found = min(found, measure_costs(target, sizes, draft, at_once, repeats=7), key=lambda costs: costs.draft_step)
+    return found
+
+
+def payoff(costs: Costs) -> Payoff:
+    """Return the gain that these costs allow for, by any draft length whose target pass was measured.
+
+    S = E / (cK + v(K+1)) (Leviathan et al., 2211.17192, theorem 3.8, with v and without overhead).
+    """
+    plain = costs.pass_over(1)
+    chains = {depth: costs.step(depth, depth + 1) / plain for depth in range(1, max(costs.target_pass))}
+    least = break_even(chains)
+    largest = max((depth + 1) / cost for depth, cost in chains.items())
+    return Payoff(None if least is None else math.ceil(100 * least) / 100, largest)
+
+
+def check_pays(costs: Costs) -> str:
+    """Say in a sentence what a draft of these costs could gain; ValueError where it could not gain anything."""
+    (least, most), at_once = payoff(costs), max(costs.draft)
+    step = "step" if at_once == 1 else f"forward for {at_once} tokens"
+    if least is None:
+        raise ValueError(
+            f"this draft cannot pay: a {step} of it takes {costs.draft_step:.2f} of a target pass here, so that with "
+            f"every token accepted decoding would run at {most:.2f} times the speed of plain decoding; give it fewer "
+            "layers (draft.init), or less width (draft.init.from_config), or set draft.check_costs=false (on a busy "
+            "machine start again: three measurements may all have been spoilt)"
+        )
+    return (
+        f"costs here: a draft {step} takes {costs.draft_step:.2f} of a target pass; "
+        f"it pays from an acceptance of {least:.2f}, at most {most:.1f}x"
+    )

@@ -30,6 +30,7 @@ from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
 from decoding.model.stored import stored_weights
 from decoding.rules.tree import common_length
+from trainer.data.conversations import read_heldout
 from trainer.data.dataset import heldout_prompts, load_heldout_data
 from trainer.export.companions import read_provenance
 from trainer.export.decoded import Decoded, decode_greedily
@@ -37,7 +38,6 @@ from trainer.export.task import ExportTask, form_beside
 from trainer.heads.medusa2 import TARGET_FOLDER
 from trainer.quickstart import resolve
 from trainer.recipe.reading import parse_recipe
-from trainer.run.acceptance import read_heldout
 
 Readers = list[tuple[Callable[[], Drafter], Callable[[], Drafter]]]
 

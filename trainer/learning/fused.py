@@ -193,7 +193,7 @@ def _divergences(
     losses, pull = torch.zeros_like(sides.overlap), None
     for kind, factor in mix.weights.items():
         if kind != "cross_entropy":
-            value, part = sides.term(kind, mix)
+            value, part = sides.term(kind)
             losses = losses + factor * value
             # Not in place: other terms may read the same pull.
             pull = (part if factor == 1 else part * factor) if pull is None else pull.add(part, alpha=factor)

@@ -4,16 +4,13 @@
 mathematics that `trainer.learning.fused` needs. The tests compare it with readable formulas.
 
 - ``forward_kl``: KL(p‖q) of the target's p and the draft's q.
-- ``reverse_kl``: KL(q‖p), infinite where the target excludes a token that the draft does not.
-- ``jsd``: β KL(p‖m) + (1-β) KL(q‖m) with m = β p + (1-β) q (GKD, 2306.13649).
 - ``acceptance``: -log Σ min(p, q) (LK losses, 2602.23881).
 
 Terms are not scaled by temperature squared. If the draft writes only a set S of the tokens, p is not renormalised and
-sums go over S: ``forward_kl`` is p(S) KL(p_S‖q) with p_S the target's distribution on S, ``acceptance`` counts
-the rest of p as lost, and ``jsd`` is the one over all tokens.
+sums go over S: ``forward_kl`` is p(S) KL(p_S‖q) with p_S the target's distribution on S, and ``acceptance`` counts
+the rest of p as lost.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,13 +30,11 @@ class LossMix:
     weights: Mapping[Term, float]
     temperature: float = 1.0
     """Divides both sides' logits in the divergences, but not in the cross entropy."""
-    beta: float = 0.5
-    """Weight of the target in ``jsd``'s mixture, between 0 and 1."""
 
     @staticmethod
     def of(section: LossSection) -> "LossMix":
         """Return the mix of a recipe's terms."""
-        return LossMix(section.mix, section.temperature, section.jsd_beta)
+        return LossMix(section.mix, section.temperature)
 
     @property
     def soft(self) -> bool:
@@ -63,8 +58,8 @@ class TokenDivergences:
 
     Without ``weights`` the outcomes are all tokens that the draft writes. With ``weights`` they are a sample of these
     tokens, repeats included, whose weighted sums are unbiased estimates of the sums over all tokens. Unbiased are then
-    ``forward_kl`` (but for the constant in p(S)), ``reverse_kl``, ``jsd`` and all their gradients;
-    ``acceptance``, a function of such a sum, comes close as the sample grows.
+    ``forward_kl`` (but for the constant in p(S)) and its gradient. ``acceptance``, a function of such a sum, comes
+    close as the sample grows.
     """
 
     def __init__(
@@ -79,17 +74,9 @@ class TokenDivergences:
         self.log_p, self.log_q, self.p, self.q = log_p, log_q, log_p.exp(), q
         self.weights, self.whole = weights, whole
 
-    def term(self, kind: Divergence, mix: LossMix) -> Pulled:
+    def term(self, kind: Divergence) -> Pulled:
         """Return the term ``kind`` of each token with its pulls."""
-        match kind:
-            case "forward_kl":
-                return self._forward_kl()
-            case "reverse_kl":
-                return self._reverse_kl()
-            case "jsd":
-                return self._jsd(mix.beta)
-            case "acceptance":
-                return self._acceptance()
+        return self._forward_kl() if kind == "forward_kl" else self._acceptance()
 
     def _weighted(self, per_outcome: Tensor) -> Tensor:
         return per_outcome if self.weights is None else per_outcome * self.weights
@@ -103,11 +90,6 @@ class TokenDivergences:
     def _difference(self) -> Float[Tensor, "rows outcomes"]:
         return self.log_p - self.log_q
 
-    @cached_property
-    def _lacking(self) -> Float[Tensor, "rows outcomes"]:
-        """Slope of min(p, q) in q: 1 where q < p, 0 where q > p, 1/2 where they are equal."""
-        return self._difference.sign().add_(1).div_(2)  # on a CPU far faster than a comparison's booleans
-
     def _forward_kl(self) -> Pulled:
         pull = self._weighted(self.p)
         value = (pull * self._difference).sum(-1)
@@ -116,23 +98,6 @@ class TokenDivergences:
             value -= torch.special.xlogy(covered, covered)
         return Pulled(value, pull)
 
-    def _reverse_kl(self) -> Pulled:
-        pull = self._weighted(self.q * self._difference)
-        value = -pull.sum(-1)
-        if self.weights is not None:
-            # q (log q/p - 1) + Σ q with Σ q = 1: the value does not depend on the part of q that the sample covers.
-            value += 1 - self._weighted(self.q).sum(-1)
-        return Pulled(value, pull)
-
-    def _jsd(self, beta: float) -> Pulled:
-        """Compute it as the entropy of β less two sums in which an outcome of one side alone contributes 0."""
-        log_p, log_q = self.log_p + math.log(beta), self.log_q + math.log(1 - beta)
-        log_middle = torch.logaddexp(log_p, log_q)
-        pull = self._weighted((log_middle - log_q).mul_(self.q).mul_(1 - beta))
-        from_target = self._weighted((log_middle - log_p).mul_(self.p))
-        entropy = -beta * math.log(beta) - (1 - beta) * math.log(1 - beta)
-        return Pulled(entropy - beta * from_target.sum(-1) - pull.sum(-1), pull)
-
     def _acceptance(self) -> Pulled:
         smaller = torch.minimum(self.log_p, self.log_q)  # in logs, where no overlap underflows
         if self.weights is not None:
@@ -140,7 +105,9 @@ class TokenDivergences:
         log_overlap = smaller.logsumexp(-1, keepdim=True)
         # A sample without a token that the draft writes tells nothing of the overlap.
         log_overlap.masked_fill_(log_overlap.isneginf(), 0.0)
-        return Pulled(-log_overlap[:, 0], (smaller - log_overlap).exp_().mul_(self._lacking))
+        # The slope of min(p, q) in q: 1 for q < p, 0 for q > p, 1/2 for equal ones. Booleans are slower on a CPU.
+        lacking = self._difference.sign().add_(1).div_(2)
+        return Pulled(-log_overlap[:, 0], (smaller - log_overlap).exp_().mul_(lacking))
 
 
 # --- teachers ---------------------------------------------------------------------------------------------------------
@@ -240,12 +207,10 @@ class SampledTailTeacher(NamedTuple):
 
     The k best tokens are exact. From the others, the tail, n tokens were drawn with replacement with the target's
     probabilities. A drawn token of probability p stands for P / (n p) tokens, where P is the tail's whole probability.
-    So every sum over the vocabulary is estimated without bias: ``forward_kl`` (its gradient is q - p' with Σ p' = 1),
-    ``reverse_kl``, ``jsd`` and all their gradients. ``acceptance`` is a function of such a sum, and
-    comes close as P falls or n grows; so does the value of ``forward_kl``, though not its gradient, where the draft
-    writes only some of the tokens. For ``reverse_kl`` the estimate is useless all the same: a token that the draft
-    favours and the target does not weighs q / p, which has no bound. The bias of top-k alone, and this remedy, are in
-    Sparse Logit Sampling, 2503.16870.
+    So every sum over the vocabulary is estimated without bias: ``forward_kl`` and its gradient, which is q - p' with
+    Σ p' = 1. ``acceptance`` is a function of such a sum, and comes close as P falls or n grows; so does the value of
+    ``forward_kl``, though not its gradient, if the draft writes only some of the tokens. The bias of top-k alone, and
+    this remedy, are in Sparse Logit Sampling, 2503.16870.
 
     Logits are divided by ``temperature`` already, which must equal the loss's; ``log_total`` is the logsumexp over all
     of them. Only a k of the whole vocabulary needs no sample.

@@ -119,7 +119,7 @@ class CheckpointSection(Section):
     keep: Annotated[int, Field(ge=1)] = 2
 
 
-Divergence = Literal["forward_kl", "reverse_kl", "jsd", "acceptance"]
+Divergence = Literal["forward_kl", "acceptance"]
 """Terms that compare the logits with the target's."""
 Term = Literal["cross_entropy", Divergence]
 """Terms on the logits."""
@@ -136,17 +136,12 @@ class LossSection(Section):
 
     forward_kl: Weight = 0.0
     """KL(p‖q)."""
-    reverse_kl: Weight = 0.0
-    """KL(q‖p)."""
-    jsd: Weight = 0.0
-    """Jensen-Shannon divergence with the mixture ``jsd_beta`` p + (1 − ``jsd_beta``) q."""
     acceptance: Weight = 0.0
     """−log Σ min(p, q), where Σ min(p, q) is the acceptance rate of token rejection."""
     cross_entropy: Weight = 0.0
     """Cross entropy on the data's tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divides the logits of both sides in every term but ``cross_entropy``."""
-    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
 
     @property
     def mix(self) -> dict[Term, float]:

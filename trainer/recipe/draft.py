@@ -138,8 +138,7 @@ class DraftSection(Section):
     num_draft_tokens: Annotated[int, Field(ge=1)] = 4
     """Draft length of the evaluations and of the ``loop`` policy; a parallel draft has at most its own ``tokens``."""
     check_costs: bool = True
-    """Refuse a draft whose measured cost is too high to gain at any acceptance rate. Skipped with ``quantise``: the
-    quantised target is slower than the one that will be sped up."""
+    """Refuse a draft whose measured cost is too high to gain at any acceptance rate."""
 
     @model_validator(mode="after")
     def _the_cache_suffices(self) -> "DraftSection":
@@ -151,11 +150,6 @@ class DraftSection(Section):
         if self.teacher is not None and set(self.loss.mix) == {"cross_entropy"}:
             raise ValueError(
                 "draft.loss learns the data's tokens alone, for which no teacher is asked: set draft.teacher=null"
-            )
-        if self.teacher is not None and self.loss.reverse_kl:
-            raise ValueError(
-                "draft.loss.reverse_kl cannot be learnt from draft.teacher: by a sample of the target's tail its "
-                "gradient is more noise than signal; set one of them to 0 or null"
             )
         return self
 
@@ -181,8 +175,6 @@ class DraftRecipe(TargetRecipe):
     """A small draft distilled from the target."""
 
     kind: Literal["draft"]
-    quantise: Literal["int8"] | None = None
-    """Round the weights of the target's layers by torchao while it teaches, where it would not fit otherwise."""
     draft: DraftSection = DraftSection()
 
     @property

@@ -26,7 +26,7 @@ from decoding.model.stored import non_finite
 from trainer.files.folders import check_seal, write_folder
 from trainer.run.state import Tensors
 
-_STATE, _WEIGHTS, _OPTIMIZER = "state.json", "weights.safetensors", "optimizer.safetensors"
+_STATE, _WEIGHTS, _OPTIMIZER, _BEST = "state.json", "weights.safetensors", "optimizer.safetensors", "best.safetensors"
 _NAME = re.compile(r"step-\d{8,}")
 _ASIDE = "unreadable-"
 """Prefix for the folder of a checkpoint that could not be read, once the run has gone on without it."""
@@ -43,7 +43,7 @@ _ALWAYS = (
 _WHILE_TRAINING = ("training.learning_rate", "training.mixed_precision")
 """Settings that may differ while there are steps to come; the provenance keeps the steps of each value."""
 _CHOOSING = ("evaluation", "held-out data")
-"""Settings that bind a finished run whose evaluations have chosen its weights or its end."""
+"""Settings that bind a run whose evaluations choose its weights."""
 
 
 class Change(NamedTuple):
@@ -71,18 +71,18 @@ def compare(recorded: Mapping[str, Any], now: Mapping[str, Any], finished: bool 
 
     ``finished``: no step is left to train.
     """
-    decides = any(_decides(settings.get("evaluation") or {}) for settings in (recorded, now))
+    decides = any((settings.get("evaluation") or {}).get("keep") == "best" for settings in (recorded, now))
     found = list(_differing(recorded, now))
     refused = [change for change in found if _binds(change.name, finished, decides)]
     return Changes(refused, [change for change in found if change not in refused])
 
 
-def bound(settings: Mapping[str, Any], finished: bool = False, section: str = "") -> dict[str, Any]:
-    """Return the settings that may not differ; of a finished run those that may not if its evaluations decide."""
+def bound(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Return the settings that may not differ in a finished run whose evaluations choose its weights."""
     return {
-        name: bound(value, finished, f"{section}{name}.") if isinstance(value, dict) else value
+        name: bound(value, f"{section}{name}.") if isinstance(value, dict) else value
         for name, value in settings.items()
-        if _binds(f"{section}{name}", finished, decides=True)
+        if not _is_in(_ALWAYS, f"{section}{name}")
     }
 
 
@@ -91,16 +91,12 @@ def _binds(name: str, finished: bool, decides: bool) -> bool:
         return False
     if _is_in(_WHILE_TRAINING, name):
         return finished
-    return finished and decides if _is_in(_CHOOSING, name) else True
+    return decides or not _is_in(_CHOOSING, name)
 
 
 def _is_in(names: tuple[str, ...], name: str) -> bool:
     """Return True for a name of the list, and for a setting of a section in it."""
     return any(name == each or name.startswith(f"{each}.") for each in names)
-
-
-def _decides(evaluation: Mapping[str, Any]) -> bool:
-    return evaluation.get("keep") == "best"
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> Iterator[Change]:
@@ -125,6 +121,14 @@ class Progress:
 
     step: int
     tokens: int
+
+
+class Best(NamedTuple):
+    """The weights with the highest held-out figure so far, of all evaluations in one order."""
+
+    progress: Progress
+    figure: float
+    weights: Tensors
 
 
 class Saved(NamedTuple):
@@ -165,6 +169,8 @@ class Checkpoints:
         """The checkpoints that `latest` passed over, newest first, with the reasons."""
         self.changes: list[Change] = []
         """The settings that are not those of the checkpoint that `latest` returned, and need not be."""
+        self.best: Best | None = None
+        """The best weights so far, a part of the state: `latest` and `read` set it, and `save` writes it."""
         self._recorded = self._identity
 
     def _all(self) -> list[Path]:
@@ -193,6 +199,9 @@ class Checkpoints:
             save_file(saved.weights, folder / _WEIGHTS)
             save_file(saved.moments, folder / _OPTIMIZER)
             state = {"step": progress.step, "tokens": progress.tokens, "identity": self._identity, **self._made_by}
+            if self.best is not None:
+                save_file(self.best.weights, folder / _BEST)
+                state["best"] = {**vars(self.best.progress), "figure": self.best.figure}
             (folder / _STATE).write_text(json.dumps({**state, "stretches": self.stretches}, indent=2))
 
         try:
@@ -217,7 +226,10 @@ class Checkpoints:
 
     def read(self, step: int) -> Saved:
         """Return the checkpoint of a step that another process has verified."""
-        return _read(self._folder / f"step-{step:08d}", verify=False)[1]
+        folder = self._folder / f"step-{step:08d}"
+        state, saved = _read(folder, verify=False)
+        self.best = _read_best(folder, state)
+        return saved
 
     def latest(self) -> Saved | None:
         """Return the newest readable checkpoint; None if there is none. Those that cannot be read go to `unreadable`.
@@ -228,6 +240,7 @@ class Checkpoints:
         for folder in reversed(self._all()):
             try:
                 state, saved = _read(folder)
+                self.best = _read_best(folder, state)
             except (OSError, ValueError, SafetensorError) as error:
                 self.unreadable[folder] = " ".join(str(error).split()) or type(error).__name__
                 continue
@@ -293,6 +306,11 @@ def _read(folder: Path, verify: bool = True, moments: bool = True) -> tuple[dict
     if verify and (broken := saved.non_finite()):
         raise ValueError(f"{broken[0]} holds values that are not finite")
     return state, saved
+
+
+def _read_best(folder: Path, state: Mapping[str, Any]) -> Best | None:
+    best = state.get("best")
+    return best and Best(Progress(best["step"], best["tokens"]), best["figure"], load_file(folder / _BEST))
 
 
 def _continued(stretches: list[dict[str, Any]], step: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:

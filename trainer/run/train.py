@@ -15,7 +15,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer import quickstart
-from trainer.data.answers import AnswerFile
+from trainer.data.answers import AnswerFile, answer
 from trainer.data.conversations import read_conversations
 from trainer.data.dataset import not_held_out
 from trainer.files.folders import sha256_of
@@ -24,7 +24,6 @@ from trainer.job import Job
 from trainer.learning.spans import Stopwatch
 from trainer.processes import Process, agreed, any_process, build_accelerator, describe, from_first, on_first
 from trainer.recipe.reading import AnyRecipe
-from trainer.run.answering import answer
 from trainer.run.assemble import assemble, check_folders
 from trainer.run.checkpoint import Checkpoints, Progress, bound
 from trainer.run.distributed import whole_parameters
@@ -72,7 +71,6 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
         if (page := wandb_page(accelerator)) is not None:
             say(process.console, f"figures also go to {page}")
         watch = Watch(job, log, checkpoints, accelerator)
-        on_first(watch.check)
         progress = _train(job, accelerator, log, watch, checkpoints, process)
         with whole_parameters(accelerator, job.objective.module):
             finished = watch.choose_weights(progress)
@@ -84,7 +82,7 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
 
 def _check_one_job(job: Job) -> None:
     """Check that all processes read the same rows and weights: each has opened its own files, or asked the hub."""
-    mine = bound(job.identity, finished=True)
+    mine = bound(job.identity)
     if any_process(from_first(lambda: mine) != mine):
         raise ValueError(
             "the processes do not read the same recipe, rows and target: give all machines the same files, and name "
@@ -108,7 +106,6 @@ def _train(
             if progress.step == recipe.training.steps:
                 checkpoints.check_finished()
             log.begun(progress, checkpoints)
-            watch.begun(progress)
 
         def on_step(progress: Progress, figures: dict[str, float]) -> None:
             log.step(progress, figures, stopwatch.step())

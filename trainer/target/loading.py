@@ -1,13 +1,12 @@
 """A recipe's target: loaded, or on disk once it was let go."""
 
 import os
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from decoding.dtypes import parse_dtype, quantised
+from decoding.dtypes import parse_dtype
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import load_model, load_tokenizer
@@ -40,22 +39,10 @@ class Target(StoredTarget):
     """A target with its model loaded."""
 
     model: CausalLM
-    rounding: str | None = None
-    """Rounding of the loaded weights, such as ``int8``; None: the weights are those on disk."""
-
-    @property
-    def weights(self) -> str:
-        """The fingerprint of the weights that run: that of the stored ones, with their rounding behind it."""
-        return self.fingerprint if self.rounding is None else f"{self.fingerprint} {self.rounding}"
 
     def let_go(self) -> StoredTarget:
         """Return the same target without its model."""
         return StoredTarget(self.name, self.dtype, self.fingerprint, self.tokenizer)
-
-    def rounded(self, rounding: str, device: torch.device | None) -> "Target":
-        """Round the model's weights in place and move it to ``device``; None: leave it where it is spread."""
-        model: Any = quantised(self.model.model, lm_head=False)
-        return replace(self, model=CausalLM(model if device is None else model.to(device)), rounding=rounding)
 
 
 def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> Target:

@@ -188,7 +188,7 @@ def ensure_teacher_cache(
 
     Every process calls this, and waits for the others at the end.
     """
-    identity = TeacherIdentity.of(target.model, target.weights, target.tokenizer, examples, section, temperature)
+    identity = TeacherIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section, temperature)
     folder = Path(section.folder)
     ensure_store(TeacherWriter(target.model, identity), examples, folder, section.shard_tokens, process)
     return TeacherStore.open(folder, identity, verify=False)  # each process has verified its share
