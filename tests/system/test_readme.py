@@ -270,7 +270,7 @@ def test_every_command_of_the_page_on_evaluating_runs_in_the_order_given(
 def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
-    train, export, diagnose = commands(VERIFY)[3:]
+    train, export, diagnose = commands(VERIFY)[2:]
     for command in (train, export):
         run(command, desk, environment, warm)
     target, draft = (
