@@ -92,7 +92,7 @@ _POLICIES: Mapping[str, Callable[[], Policy]] = {"fixed": FixedPolicy, "heuristi
 
 
 def named_policy(name: str) -> Policy:
-    """Make a new policy by its name on the command line; ValueError for a name that is none of them."""
+    """Make a new policy, ``fixed`` or ``heuristic``; ValueError for a name that is none of them."""
     if name not in _POLICIES:
         raise ValueError(f"no policy is called {name!r}: choose one of {', '.join(_POLICIES)}")
     return _POLICIES[name]()

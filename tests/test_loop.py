@@ -227,7 +227,7 @@ def test_processes_that_read_other_rows_are_stopped_before_the_first_step(monkey
         return SimpleNamespace(identity={"output": "here", "training data": "3f", "held-out data": "12", **identity})
 
     def check_beside(first: Any) -> None:
-        monkeypatch.setattr(train, "from_first", lambda work: bound(first.identity, finished=True))
+        monkeypatch.setattr(train, "from_first", lambda work: bound(first.identity))
         _check_one_job(job())
 
     check_beside(job())

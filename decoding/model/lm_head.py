@@ -86,8 +86,12 @@ def _hooked(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Iterato
         handle = register(hook)
         yield
     finally:
-        if handle is not None:
-            handle.remove()
+        try:
+            if handle is not None:
+                handle.remove()
+        finally:  # an interrupt may have come before it was removed
+            if handle is not None:
+                handle.remove()
 
 
 def last_position(hidden: Float[Tensor, "batch positions hidden"]) -> Float[Tensor, "batch 1 hidden"]:

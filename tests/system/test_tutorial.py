@@ -107,7 +107,7 @@ def test_every_command_of_the_tutorial_runs_in_the_order_given(desk: Path, warm:
     (program,) = re.findall(r"```python\n(.*?)```", TUTORIAL, flags=re.DOTALL)
     (desk / "prepare.py").write_text(program)
     install, *commands = blocks("sh")
-    assert install == "pip install '.[gguf]'"
+    assert install == "pip install '.[gguf,endpoint]'"
     assert [shlex.split(command)[1] for command in commands] == [
         "generate", "prepare.py", "data", "regenerate", "regenerate", "train", "train",
         "generate", "evaluate", "export", "export", "export", "verify",

@@ -15,6 +15,14 @@ from trainer.cli import app
 CASES: dict[str, dict[str, Any]] = {
     "medusa": {"features": {"folder": "features"}},
     "draft": {"draft": {"check_costs": False, "policy": {"loop": 1, "max_new_tokens": 8, "every": 2}}},
+    "parallel": {
+        "kind": "draft",
+        "draft": {
+            "check_costs": False,
+            "policy": {"loop": 1, "max_new_tokens": 8, "every": 2},
+            "parallel": {"tokens": 3},
+        },
+    },
 }
 
 
@@ -33,7 +41,7 @@ def test_a_dry_run_says_what_a_run_takes_and_leaves_an_untrained_artefact(
     monkeypatch.chdir(tmp_path)
     write_target(tmp_path / "target")
     write_corpus(tmp_path)
-    content = {**recipe_content(tmp_path, kind, steps=12), **CASES[kind]}
+    content = {**recipe_content(tmp_path, "medusa" if kind == "medusa" else "draft", steps=12), **CASES[kind]}
     (tmp_path / "recipe.yaml").write_text(json.dumps(content))
     result = CliRunner().invoke(app, ["train", "recipe.yaml", "--dry-run"])
     assert result.exit_code == 0, result.output

@@ -109,11 +109,11 @@ def _write_artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scrat
     finish(job, made, Progress(0, 0), [], describe(accelerator))
     if (folder / "provenance.json").is_file():  # of an earlier dry run
         shutil.rmtree(folder)
-    for format in {"medusa": ("vllm", "headstart"), "draft": ("draft",)}.get(recipe.kind, ()):
+    for format in {"medusa": ("vllm", "headstart"), "draft": ("draft", "headstart")}.get(recipe.kind, ()):
         try:
             say(console, str(export(made, folder, format, prompts=NO_PROMPTS)))
             break
-        except ValueError as error:  # not every head fits a server
+        except ValueError as error:  # no server takes every head or draft
             say(console, f"the untrained artefact is not written as {format}: {error}")
 
 

@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.drafters.spec import DrafterSpec
-from decoding.dtypes import default_device, parse_dtype
+from decoding.dtypes import parse_dtype
 from decoding.errors import UserError, check_once
 from decoding.measure.markdown import one_line
 from decoding.measure.redact import published_name, without_local_paths
-from decoding.model.architecture import check_static, static_of
+from decoding.model.architecture import static_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_model, load_tokenizer
 from trainer.commands.shared_options import LoadingOptions, ModelOptions
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from trainer.servers.client import ServedModel
 
 
-def read_target(name: str, options: LoadingOptions, static: str = "auto") -> CausalLM:
+def read_target(name: str, options: LoadingOptions) -> CausalLM:
     """Read the target of this name; the embedded default is trained first if it is not there yet."""
-    check_static(static, default_device())
     dtype, trusted = parse_dtype(options.dtype), options.trust_remote_code
     model = load_model(prepare_target(name), dtype, trust_remote_code=trusted)
-    return CausalLM(model, static=static_of(static, model))
+    return CausalLM(model, static=static_of("auto", model))
 
 
 def read_specs(texts: Sequence[str]) -> list[DrafterSpec]:

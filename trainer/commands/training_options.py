@@ -62,7 +62,7 @@ class RegenerateOptions(LoadingOptions):
         Option(
             metavar="URL",
             help="Instead, an OpenAI-compatible server; such as http://localhost:8000/v1. Several of one model, by "
-            "commas or repeated, are asked at once.",
+            "commas or repeated, are asked in turns.",
         ),
     ] = None
     model: ServedName = None

@@ -93,7 +93,10 @@ def fingerprint(source: RowSource, section: DataSection, tokenizer: PreTrainedTo
 @cache
 def _digest_of_code() -> str:
     """Return a digest of the code that makes sequences of rows, so that no change of it is forgotten here."""
-    names = [*(("trainer.data", name) for name in _CODE), *(("decoding", name) for name in ("fields", "jsonl"))]
+    names = [
+        *(("trainer.data", name) for name in _CODE),
+        *(("decoding", name) for name in ("fields", "jsonl", "prompts")),
+    ]
     return digest_of([resources.files(package).joinpath(f"{name}.py").read_text() for package, name in names])
 
 

@@ -86,10 +86,7 @@ def export(
     a report or a plan that is malformed or of other weights, and files that read back differently.
     """
     source, destination, target = Path(source), Path(destination), target and quickstart.resolve(target)
-    if format not in FORMATS:
-        raise ValueError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
-    if prompts not in (None, NO_PROMPTS) and not Path(prompts).is_file():
-        raise ValueError(f"there is no file {prompts}: give a .jsonl file of prompts, one a line, as --prompts")
+    _check_given(format, prompts)
     _check_destination(artefact_folder(source), destination)
     with opened(source, destination) as (source, made):
         check_format(source, format, type)
@@ -115,6 +112,13 @@ def export(
     served = str(destination / TARGET_FOLDER) if request.form is not None else model
     commands = commands_of(Serving(artefact, destination, str(destination), served, plan=request.planned))
     return ExportSummary(format, destination, files, compared, commands)
+
+
+def _check_given(format: str, prompts: Path | None) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
+    if prompts not in (None, NO_PROMPTS) and not Path(prompts).is_file():
+        raise ValueError(f"there is no file {prompts}: give a .jsonl file of prompts, one a line, as --prompts")
 
 
 class _Request(NamedTuple):

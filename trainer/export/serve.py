@@ -133,6 +133,7 @@ def _vllm(serving: Serving) -> ServerCommand:
             "num_speculative_tokens": plan.deepest,
             "num_speculative_tokens_per_batch_size": [list(row) for row in plan.schedule],
         }
+        notes = [f"at most {plan.deepest} tokens at a time: the plan's deepest chain, by the costs {_of_loop(plan)}"]
         notes.append("the table lists (first, last, depth) by batch size; its last depth holds for larger batches")
     else:
         notes += _one_depth(serving, "--max-num-seqs")
@@ -234,12 +235,18 @@ _SERVERS_OF: Mapping[tuple[str, bool], tuple[Callable[[Serving], ServerCommand],
 def _depth(serving: Serving) -> str:
     """Say how many tokens are drafted at a time, and why."""
     if serving.plan is not None and serving.plan.deepest:
-        why = f"the plan's best chain at batch size 1, by the costs of headstart's own loop on {serving.plan.machine}"
+        pays = serving.plan.schedule[0][2] > 0
+        which = "best chain at batch size 1" if pays else "deepest chain, which does not pay at batch size 1"
+        why = f"the plan's {which}, by the costs {_of_loop(serving.plan)}"
     else:
         most = serving.artefact.heads or serving.artefact.at_once
         why = "as many as it drafts at once" if most else "as it was trained, or a usual depth"
         why += "; 'headstart plan' finds the best depth"
     return f"{serving.tokens} tokens at a time: {why}"
+
+
+def _of_loop(plan: ServingPlan) -> str:
+    return f"of headstart's own loop on {plan.machine}"
 
 
 def _one_depth(serving: Serving, option: str) -> Iterator[str]:

@@ -28,7 +28,7 @@ _KEY = "OPENAI_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """A served model and how it is reached. The key is that of the environment variable OPENAI_API_KEY, if it is set"""
+    """A served model and how it is reached. The key is that of the environment variable OPENAI_API_KEY, if set."""
 
     address: str
     """The server's base address, which mostly ends in /v1."""
