@@ -103,6 +103,11 @@ class Generation:
     def of(steps: Sequence[Step]) -> "Generation":
         return Generation(tuple(token for step in steps for token in step.tokens), tuple(steps))
 
+    @property
+    def counts(self) -> tuple[StepCount, ...]:
+        """Counts of its steps for the acceptance figures, without the prefill."""
+        return tuple(step.counts for step in self.steps if not step.is_prefill)
+
 
 class DecodingBatch:
     """The texts being decoded, row i being ``texts[i]``, and the prompts that wait for a row."""
@@ -202,14 +207,14 @@ class DecodingBatch:
         ]
         seconds = draft_seconds, verify_seconds, clock.total()
         if self.drafter:
-            self.policy.observe(budget, len(steps), [step.counts for step in steps], *seconds)
+            self.policy.observe(budget, [step.counts for step in steps], *seconds)
         return [step.timed(*(second / len(steps) for second in seconds)) for step in steps]
 
     def _budget(self) -> Budget:
         """Return the policy's choice; if no text has room for a draft, plain decoding without asking the policy."""
         if self.drafter is None or not any(text.draft_room for text in self.texts):
             return PLAIN
-        return self.policy.choose(self.drafter.budgets, len(self.texts))
+        return self.policy.choose(self.drafter.budgets)
 
     def _propose(self, budget: Budget) -> list[Proposal]:
         """Draft a tree for each row; the root alone if there is no drafter or no room."""

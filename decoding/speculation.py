@@ -39,9 +39,7 @@ class SpeculativeOutput:
     @property
     def acceptance(self) -> Acceptance:
         """Acceptance figures over all texts, without the prefills."""
-        return acceptance(
-            [[step.counts for step in generation.steps if not step.is_prefill] for generation in self.generations]
-        )
+        return acceptance([generation.counts for generation in self.generations])
 
     @property
     def tokens_per_pass(self) -> float:

@@ -147,26 +147,6 @@ def test_a_setting_out_of_range_is_refused_with_its_value(settings: dict[str, An
         SamplingConfig(**settings)
 
 
-# --- the nucleus of a large vocabulary ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sharpness", [0.0, 0.5, 3.0, 20.0])
-@pytest.mark.parametrize("top_k", [0, 40, 700])
-def test_the_nucleus_of_a_large_vocabulary_is_that_of_a_sort_of_all(sharpness: float, top_k: int) -> None:
-    torch.manual_seed(1)
-    # Rounded as bf16 logits are, so that many tokens are equals.
-    logits = (sharpness * torch.randn(4, 3000)).bfloat16().float()
-    text = torch.zeros(4, 1, dtype=torch.long)
-    for top_p in (0.3, 0.9, 0.999):
-        sampling = SamplingConfig(1.0, top_k=top_k, top_p=top_p)
-        expected = transformers_probabilities(logits, sampling, text)
-        found = probabilities(logits, sampling)
-        torch.testing.assert_close(found.sum(-1), torch.ones(4))
-        # Sums of thousands of shares differ in the last bits, by which one equal more or less may be kept.
-        assert bool(((found > 0).sum(-1) - (expected > 0).sum(-1)).abs().le(1).all())
-        torch.testing.assert_close(found.sort().values, expected.sort().values, rtol=0.05, atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_the_best_of_tied_tokens_is_the_one_with_the_lowest_id_however_wide_the_vocabulary(dtype: torch.dtype) -> None:
     for vocab in (3, 17, 4096):

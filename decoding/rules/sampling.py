@@ -265,38 +265,10 @@ def probabilities(
     return logits.softmax(-1)
 
 
-_NUCLEUS_CANDIDATES = 512
-"""Number of best tokens that `_nucleus` sorts on the CPU; they hold the nucleus except in very flat distributions."""
-
-
 def _nucleus(logits: Float[Tensor, "rows vocab"], top_p: float) -> Float[Tensor, "rows vocab"]:
-    """Keep the smallest set of most probable tokens whose mass reaches ``top_p`` (always at least one).
-
-    Sorting a large vocabulary on the CPU costs more than all other controls together. There, only the best
-    `_NUCLEUS_CANDIDATES` tokens are sorted; rows in which these hold less than ``top_p`` are sorted as a whole.
-    """
-    if not logits.is_cpu or logits.shape[-1] <= _NUCLEUS_CANDIDATES:
-        return _without_tail(logits, 0.0, top_p)
-    # In vocabulary order, so that ties fall as in a sort of the whole row.
-    best = logits.topk(_NUCLEUS_CANDIDATES).indices.sort().values
-    candidates = logits.gather(-1, best)
-    others = 1 - (candidates.logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)).exp()
-    kept = torch.full_like(logits, -torch.inf).scatter_(-1, best, _without_tail(candidates, others, top_p))
-    flat = (others > 1 - top_p).squeeze(-1)
-    if bool(flat.any()):
-        kept[flat] = _without_tail(logits[flat], 0.0, top_p)
-    return kept
-
-
-def _without_tail(
-    logits: Float[Tensor, "rows vocab"], others: float | Float[Tensor, "rows 1"], top_p: float
-) -> Float[Tensor, "rows vocab"]:
-    """Drop the least probable tokens as long as the mass of the rest is at least ``top_p``.
-
-    ``others`` is the mass of the tokens outside ``logits``, which are dropped before any in it.
-    """
+    """Keep the smallest set of most probable tokens whose mass reaches ``top_p`` (always at least one)."""
     ascending, order = logits.sort(descending=False)
-    dropped = others + (1 - others) * ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+    dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
     dropped[..., -1] = False
     return logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
 

@@ -15,7 +15,7 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.proof.finding import Finding, all_pass
 from decoding.measure.proof.loop import EngineWriter, cache_consistency
-from decoding.measure.proof.prove import Effort, power, prove
+from decoding.measure.proof.prove import Effort, prove
 from decoding.measure.proof.reference import Reference
 from decoding.measure.questions import read_prompts
 from decoding.measure.redact import published_name
@@ -54,8 +54,6 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     console = watch if options.json == PRINTED else console or standard_output()
     specs = _check(options)
     given = _read_input(options, max(1, len(specs)))
-    sentences, figures = power(given.reference, given.prompts, given.effort)
-    say(console, *(f"power: {sentence}" for sentence in sentences))
     engines: dict[str, list[Finding]] = {}
     served = options.endpoint is not None
     for name, finding in _served(options, given, watch) if served else _in_process(options, given, specs, watch):
@@ -74,7 +72,6 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
             "dtype": str(parse_dtype(options.dtype)).removeprefix("torch."),
             "fingerprints": {"target": fingerprint, "prompts": prompts_fingerprint(given.prompts)},
             "revisions": revisions(models),
-            "power": figures,
         }
         write_findings(options.json, report(engines, **about))
     return passed

@@ -73,17 +73,16 @@ class StepSurvey:
             return True
         return all(len(self._found[budget]) >= (self._samples if in_time else 1) for budget in self._wanted)
 
-    def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
+    def choose(self, budgets: Sequence[Budget]) -> Budget:
         self._left -= 1
         return next(self._turns)
 
-    def observe(self, budget: Budget, rows: int, steps: Sequence[StepCount], *seconds: float) -> None:
+    def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float) -> None:
         """Keep a step's seconds unless it is the first of its budget, lacks rows, or a text had no room for it."""
         first, self._last = budget != self._last, budget
-        if first or rows < self._rows or budget not in self._wanted or any(step.room < budget.depth for step in steps):
-            return
-        draft, verify, total = seconds
-        self._found[budget].append(StepSeconds(draft, verify, total - draft - verify))
+        no_room = any(step.room < budget.depth for step in steps)
+        if not (first or no_room or len(steps) < self._rows or budget not in self._wanted):
+            self._found[budget].append(StepSeconds(draft, verify, total - draft - verify))
 
     def seconds(self) -> dict[Budget, StepSeconds]:
         """Return the usual seconds of each budget's steps."""
