@@ -96,7 +96,7 @@ def test_rows_in_another_container_are_refused_with_the_one_that_is_read(tmp_pat
     with pytest.raises(ValueError, match=r"is a folder: prompts are read from a \.jsonl file, one JSON object a line"):
         list(read_rows(tmp_path))
     with pytest.raises(ValueError, match=r"rows\.parquet is not a readable Parquet file"):
-        read_prompts(tmp_path, tiny_tokenizer(), 5)
+        read_prompts(tmp_path / "rows.parquet", tiny_tokenizer(), 5)
     for name, message in (
         ("rows.csv", r"rows\.csv is a table of text, but rows are read from a \.jsonl file"),
         ("rows.txt", r"line 1: not JSON \(.*\): a \.jsonl file has one JSON object a line"),

@@ -27,7 +27,7 @@ follows."""
 
 def run_chat(options: ChatOptions) -> bool:
     """Answer questions until their end; return False if Ctrl-C stopped the answer to a question from a pipe."""
-    decoder = read_decoder(options, None)
+    decoder = read_decoder(options)
     conversation = Conversation(decoder.engine, decoder.tokenizer, decoder.config, options.system)
     chat = Chat(decoder, conversation, standard_output())
     chat.begin()

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Step
-from decoding.model.loading import eos_token_ids, load_tokenizer
+from decoding.model.loading import eos_token_ids
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
@@ -16,7 +16,6 @@ from decoding.stream import Tally
 from trainer.commands.models import load_models
 from trainer.commands.options import DecodingOptions, GenerateOptions
 from trainer.commands.plan import asked_or_planned
-from trainer.quickstart import resolve
 from trainer.run.train import ensure_built
 from trainer.terminal.console import say, standard_error, standard_output, waiting
 from trainer.terminal.streaming import CtrlC, legend, show_steps, shows_styles, summary
@@ -25,11 +24,7 @@ from trainer.terminal.streaming import CtrlC, legend, show_steps, shows_styles, 
 def run_generate(options: GenerateOptions, console: Console | None = None) -> bool:
     """Stream the text on the console, and print its figures on standard error; return False if Ctrl-C stopped it."""
     console = console or standard_output()
-    context = None
-    if options.plan is not None:  # the plan's choice depends on the prompt's length
-        tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
-        context = len(encode_prompt(options.prompt, tokenizer, chat=True))
-    decoder = read_decoder(options, context)
+    decoder = read_decoder(options)
     prompt = encode_prompt(options.prompt, decoder.tokenizer, chat=True)
     steps = decoder.engine.steps(prompt, decoder.config)
     decoder.show_legend(console)
@@ -65,12 +60,10 @@ class Decoder:
         show_steps(console, tally.watch(steps), self.tokenizer, self.config.eos_token_ids, coloured)
 
 
-def read_decoder(options: DecodingOptions, context: int | None) -> Decoder:
-    """Read target and drafter as asked, else as planned for a prompt of ``context`` tokens (None: any)."""
+def read_decoder(options: DecodingOptions) -> Decoder:
+    """Read target and drafter as asked, else as planned."""
     given = [] if options.drafter is None else [options.drafter]
-    drafters = asked_or_planned(
-        given, options.plan, options, (options.temperature,), (1,), (context,), standard_error()
-    )
+    drafters = asked_or_planned(given, options.plan, options, (options.temperature,), (1,), standard_error())
     ensure_built(options.target)
     with waiting(f"loading {options.target}"):
         models = load_models(options, drafters)

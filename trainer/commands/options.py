@@ -161,14 +161,6 @@ class PlanOptions(ModelOptions):
         Sequence[int],
         Option(metavar="N,...", parser=whole_numbers, help="Texts decoded at a time."),
     ] = (1, 8)
-    context: Annotated[
-        Sequence[int],
-        Option(
-            metavar="N,...",
-            parser=whole_numbers,
-            help="Tokens before the new ones, besides the prompts' own lengths. Those that do not fit are left out.",
-        ),
-    ] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
