@@ -56,12 +56,6 @@ def test_each_line_of_a_pipe_is_a_question_and_standard_output_holds_the_answers
     assert all("; cut off at 20 tokens" in line for line in told)
 
 
-def test_a_question_without_a_line_end_and_no_question_at_all_are_taken(target: Path) -> None:
-    assert ask(target, "One?").stdout == f"{ANSWER}\n"
-    nothing = ask(target, "")
-    assert (nothing.exit_code, nothing.stdout) == (0, "")
-
-
 def test_commands_come_through_a_pipe_too_and_behind_exit_nothing_is_asked(target: Path) -> None:
     result = ask(target, "One?\n/undo\n/undo\n/reset\n/help\nTwo?\n/exit\nThree?\n")
     assert result.exit_code == 0 and result.stdout == f"{ANSWER}\n\n{ANSWER}\n"
@@ -92,11 +86,6 @@ def test_a_system_message_that_the_template_refuses_is_found_before_any_question
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}user: "
     refused = ask(write_alphabet(tmp_path, template), "One?\n", "--system", "Be brief.")
     assert refused.exit_code == ExitCode.BAD_INPUT and "cannot hold this prompt: no system role" in refused.stderr
-
-
-def test_a_target_without_a_chat_template_is_told(tmp_path: Path) -> None:
-    result = ask(write_alphabet(tmp_path, None), "One?\n")
-    assert result.exit_code == 0 and "note: the target has no chat template" in result.stderr
 
 
 def test_a_lossy_rule_is_labelled(target: Path) -> None:

@@ -17,8 +17,8 @@ from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
 
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
+from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
-from trainer.commands.training_options import RegenerateOptions
 from trainer.data.answers import AnsweredConversation, AnswerFile, Summary
 from trainer.data.conversations import AnswerKey, OpenConversation, answer_message, read_conversations
 from trainer.data.dataset import load_dataset

@@ -15,7 +15,7 @@ from test_stream import Utf8
 from decoding.generate import Step
 from decoding.stream import Tally
 from trainer.terminal.console import say, standard_output, waiting
-from trainer.terminal.streaming import CtrlC, legend, show_steps, shows_styles, summary
+from trainer.terminal.streaming import CtrlC, show_steps, shows_styles, summary
 
 SHOWN = "a\x1b[2J\x07\x7f\x9b1m می\u200cخواهم\u202e\u2066\u200f 👨\u200d👩\u200d👧"
 SGR = re.compile(r"\x1b\[[0-9;]*m")
@@ -96,13 +96,6 @@ def test_without_styles_the_visible_text_alone_is_written(without: str, monkeypa
     assert file.getvalue() == PLAIN and shows_styles(console) == (without == "a drafter")
 
 
-def test_the_legend_names_each_style_in_that_style() -> None:
-    screen = Screen()
-    console_on(screen, width=100).print(legend())
-    assert "\x1b[32mgreen\x1b[0m: accepted draft tokens" in screen.getvalue()
-    assert "\x1b[1mbold\x1b[0m: the target's own tokens" in screen.getvalue()
-
-
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
@@ -161,16 +154,6 @@ def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
         assert not ctrl_c.asked and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_an_error_inside_is_not_swallowed() -> None:
-    def fail() -> None:
-        with CtrlC():
-            press()
-            raise ValueError("x")
-
-    with pytest.raises(ValueError, match="x"):
-        fail()
 
 
 def test_work_is_shown_while_it_lasts_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

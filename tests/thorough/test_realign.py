@@ -23,13 +23,13 @@ from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer
 from trainer.commands import realign
+from trainer.commands.options import RealignOptions
 from trainer.commands.realign import recipe_of, run_realign, split_prompts
-from trainer.commands.training_options import RealignOptions
 from trainer.recipe.draft import DraftRecipe
 
 NOBODY = Console(file=io.StringIO())
 """Listens."""
-STALE = "lr=1e-3,of yesterday"
+STALE = "lr=1e-3 of yesterday"
 """The draft's folder: a path with characters at which the text of a drafter is split."""
 
 

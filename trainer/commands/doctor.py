@@ -11,7 +11,7 @@ from decoding.dtypes import parse_dtype
 from decoding.measure.proof.finding import Finding, all_pass, note
 from trainer import quickstart
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings
-from trainer.commands.proof_options import DoctorOptions
+from trainer.commands.options import DoctorOptions
 from trainer.doctor.machine import free_bytes, installed_packages, machine_findings
 from trainer.terminal.console import say, standard_error, standard_output
 

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from decoding.drafters.registry import named_drafter
-from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
 from decoding.measure.evaluate import count_steps
@@ -26,9 +25,9 @@ from decoding.metrics import acceptance
 from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_draft, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import read_target
+from trainer.commands.options import RealignOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.shared_options import ModelOptions
-from trainer.commands.training_options import RealignOptions, RegenerateOptions
 from trainer.data.conversations import read_heldout
 from trainer.data.dataset import not_held_out
 from trainer.files.folders import check_can_be_folder, sha256_of
@@ -83,10 +82,8 @@ def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, wat
     found = "; ".join(f"{name}: {estimate(each['tokens_per_pass'])}" for name, each in before.figures.items())
     say(console, f"the stale draft, tokens per pass: {found}")
     recipe = recipe_of(options, before.positions)
-    # The stale draft speculates, which saves time and changes no answer.
-    spec = DrafterSpec("draft", options.draft, {"tokens": recipe.draft.num_draft_tokens})
     for name in (_PROMPTS, _CHOOSING):
-        run_regenerate(_questions(options, recipe, name), console, spec)
+        run_regenerate(_questions(options, recipe, name), console)
     final = run_recipe(recipe, watched)
     after = _measure(options, recipe, str(final), watched)
     report = {
@@ -135,6 +132,7 @@ def _questions(options: RealignOptions, recipe: DraftRecipe, name: str) -> Regen
         prompts=str(options.output / name),
         output=answers_to(options.output / name),
         target=options.target,
+        drafter=f"draft:{options.draft},tokens={recipe.draft.num_draft_tokens}",  # saves time, changes no answer
         prompt_field=recipe.data.prompt_field,
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,

@@ -26,7 +26,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings
 from trainer.commands.models import check_endpoint, connect, read_specs, read_target
-from trainer.commands.proof_options import VerifyOptions
+from trainer.commands.options import VerifyOptions
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, standard_error, standard_output
 from trainer.terminal.progress import ProgressBar

@@ -2,8 +2,7 @@
 
 Each format's module has ``readers(task, target)``: pairs of functions that load the trained weights and the exported
 files, the latter from the files alone, as drafters of the same chain or tree. One drafter is in memory at a time.
-``rounds(task)``, if the module has it, is True for files that hold other numbers by design: then the texts alone must
-be equal, and the acceptance of both is reported.
+Of files that hold rounded weights by design the texts alone must be equal, and the acceptance of both is reported.
 
 The target runs in fp32: there a text does not depend on the number of tokens in a pass, and weights with equal bits
 draft equal tokens.
@@ -36,7 +35,7 @@ from decoding.rules.tree import common_length
 from trainer.data.conversations import read_heldout
 from trainer.data.dataset import heldout_prompts, load_heldout_data
 from trainer.export.companions import read_provenance
-from trainer.export.task import ExportTask, form_beside
+from trainer.export.task import ExportTask
 from trainer.heads.medusa2 import TARGET_FOLDER
 from trainer.quickstart import resolve
 from trainer.recipe.reading import parse_recipe
@@ -145,17 +144,17 @@ def _read_prompts(
 # --- decoding with both -----------------------------------------------------------------------------------------------
 
 
-def check_drafts(task: ExportTask, target: str | None, prompts: Path | None) -> tuple[str, ...]:
+def check_drafts(task: ExportTask, target: str | None, prompts: Path | None, rounded: bool = False) -> tuple[str, ...]:
     """Decode prompts with the trained weights and with the written files; return a sentence on each comparison.
 
     ``target`` and ``prompts``: the user's; None takes those of the training run. ValueError, naming prompt and token,
     if they differ, or if a text is not the target's own. If target or prompts are not on this machine the sentence
-    says so.
+    says so. ``rounded``: the files hold rounded weights by design.
     """
     try:
         model, tokenizer = _read_target(target or task.target, target is not None, task.trust_remote_code)
         return tuple(
-            _compared(task, model, tokenizer, trained, exported, prompts, target is None)
+            _compared(task, model, tokenizer, trained, exported, prompts, target is None, rounded)
             for trained, exported in task.module.readers(task, model)
         )
     except _NotHere as reason:
@@ -180,6 +179,7 @@ def _compared(
     exported: Callable[[], Drafter],
     prompts: Path | None,
     own_target: bool,
+    rounded: bool,
 ) -> str:
     """Return the sentence on a pair. ValueError if they differ."""
     drafter = trained()
@@ -187,12 +187,9 @@ def _compared(
     asked = _read_prompts(task.source, prompts, tokenizer, longest)
     ours = _read_with(model, tokenizer, drafter, asked)
     del drafter  # before the next one is loaded
-    beside = form_beside(task.folder)
-    if beside is not None and own_target:
+    if own_target and (task.folder / TARGET_FOLDER).is_dir():
         model, tokenizer = _read_target(str(task.folder / TARGET_FOLDER), True, task.trust_remote_code)
     theirs = _read_with(model, tokenizer, exported(), asked)
-    # merging rounds weights with their adapters
-    rounded = getattr(task.module, "rounds", lambda task: False)(task) or beside != form_beside(task.source)
     if not rounded:
         _check_equal(task.folder, asked, ours, theirs)
     count, plain = len(asked.tokens), _equal(theirs.decoded, theirs.plain)
