@@ -17,8 +17,7 @@ from decoding.measure.evaluate import count_steps
 from decoding.measure.proof.distribution import counts_after, likely_beginnings
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
-from decoding.measure.proof.loop import EngineWriter, cache_consistency
-from decoding.measure.proof.prove import Effort, prove
+from decoding.measure.proof.prove import Effort, EngineWriter, prove
 from decoding.measure.proof.reference import EngineText, Reference
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
@@ -190,14 +189,8 @@ def test_tokens_behind_the_end_are_caught() -> None:
     assert first_failure(faults()["the EOS is overrun"]).check == "ends of texts"
 
 
-def test_a_stale_cache_entry_is_caught_in_the_cache_and_in_the_greedy_texts() -> None:
-    stale = faults()["a stale cache entry"]
-    assert first_failure(stale).check == "greedy identity"
-    config = DecodingConfig(16, SAMPLED)
-    finding = cache_consistency(stale.writer.engine, PROMPTS[:3], config)
-    assert not finding.passed and finding.figures["largest_difference"] > 0.5
-    right = cache_consistency(replace(stale.writer.engine, target=target()), PROMPTS[:3], config)
-    assert right.passed and right.figures["largest_difference"] < 1e-4 and right.figures["logit_gap"] < 1e-4
+def test_a_stale_cache_entry_is_caught_in_the_greedy_texts() -> None:
+    assert first_failure(faults()["a stale cache entry"]).check == "greedy identity"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
