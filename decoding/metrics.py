@@ -56,14 +56,12 @@ def proportion(successes: int, trials: int) -> Estimate:
     return Estimate(share, min(max(0.0, centre - half), share), max(min(1.0, centre + half), share), trials)
 
 
-def ratio_of_sums(pairs: Sequence[tuple[float, float]], resamples: int = 1000) -> Estimate:
+def ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> Estimate:
     """Estimate the sum of first entries over the sum of second entries, with a bootstrap interval over pairs.
 
     A pair belongs to one text: its steps are correlated, so whole texts are resampled, with a fixed seed.
     """
-    return _resampled(
-        torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2), lambda sums: sums[0] / sums[1], resamples
-    )
+    return _resampled(torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2), lambda sums: sums[0] / sums[1])
 
 
 def ratio_of_rates(texts: Sequence[tuple[float, float, float, float]], resamples: int = 1000) -> Estimate:
@@ -78,7 +76,7 @@ def ratio_of_rates(texts: Sequence[tuple[float, float, float, float]], resamples
     return _resampled(values, lambda sums: sums[0] * sums[3] / (sums[1] * sums[2]), resamples)
 
 
-def _resampled(values: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int) -> Estimate:
+def _resampled(values: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int = 1000) -> Estimate:
     """Estimate ``ratio`` of the column sums of ``values`` (texts, columns), with a 95% bootstrap interval over rows."""
     texts = len(values)
     total = ratio(values.sum(0)) if texts else torch.tensor(math.nan)

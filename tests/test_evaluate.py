@@ -179,15 +179,6 @@ def test_transformers_is_timed_from_its_first_tokens_alone_and_in_batches(tiny_l
     assert (alone.tokens, alone.decode_tokens) == (texts[0].tokens, 7)
 
 
-@pytest.mark.parametrize("tokens", [3, None])
-def test_assisted_generation_with_the_target_as_its_own_assistant_gives_the_same_text(
-    tiny_llama: CausalLM, tokens: int | None
-) -> None:
-    (text,) = transformers_generate(tiny_llama, PROMPTS[:1], DecodingConfig(9), tiny_llama, tokens)
-    assert text.tokens == Engine(tiny_llama).decode(PROMPTS[0], DecodingConfig(9)).tokens
-    assert text.decode_tokens < 8
-
-
 def test_a_peer_takes_our_controls_and_none_from_the_models_own_generation_config(tiny_llama: CausalLM) -> None:
     plain = Engine(tiny_llama).decode(PROMPTS[0], DecodingConfig(8)).tokens
     own = tiny_llama.model.generation_config

@@ -213,15 +213,6 @@ def test_each_text_has_a_seed_of_its_own_and_the_same_in_every_run() -> None:
     assert texts == writer.write(asked, 8, False, 3) and len(set(texts)) > 3
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("draws", 0), ("max_new_tokens", 2), ("alpha", 0.0), ("alpha", 1.0), ("rounds", 0), ("draw_prompts", 0)],
-)
-def test_samples_that_prove_nothing_are_refused_with_their_value(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{name} is {value}: give"):
-        replace(EFFORT, **{name: value})
-
-
 def test_no_draw_reaches_further_than_the_texts_before_it() -> None:
     """Else a prompt that just fits the target's context would fit no longer, an hour into the proof."""
     right = faults()["none: plain decoding"].writer
@@ -238,14 +229,3 @@ def test_no_draw_reaches_further_than_the_texts_before_it() -> None:
     for tokens in (3, 5, 16):
         list(prove(reference(), Spy(), prompts, Effort(max_new_tokens=tokens, draws=20)))
     assert len(reached) == 9 and reached[2] <= 3 + 3 and reached[5] <= 3 + 5 and reached[8] <= 3 + 16
-
-
-def test_an_engine_that_writes_nothing_ends_early_and_breaks_no_test() -> None:
-    class Silent:
-        def write(
-            self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
-        ) -> list[EngineText]:
-            return [EngineText(prompt, ()) for prompt in prompts]
-
-    findings = list(prove(reference(END), Silent(), PROMPTS, EFFORT))
-    assert [finding.check for finding in findings if not finding.passed] == ["ends of texts", "ends of sampled texts"]

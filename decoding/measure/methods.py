@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from decoding.drafters.base import Drafter
@@ -20,7 +20,7 @@ from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import in_eval_mode
 from decoding.rules.proposal import ProposalKind
-from decoding.rules.sampling import ForPromptLength, SamplingConfig
+from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import Rule, lossless_rule_for, typical_acceptance
 
 _ASSISTED = "transformers assisted"
@@ -295,7 +295,6 @@ def transformers_generate(
             input_ids,
             attention_mask=attention_mask,
             generation_config=generation_config,
-            logits_processor=_processors(config.sampling),
             streamer=clock,
             **options,
         )
@@ -335,12 +334,6 @@ def _bare_generation_configs(models: Sequence[PreTrainedModel], num_assistant_to
                 model.generation_config.num_assistant_tokens_schedule = "constant"
                 model.generation_config.assistant_confidence_threshold = 0
         yield
-
-
-def _processors(sampling: SamplingConfig) -> LogitsProcessorList:
-    if any(isinstance(processor, ForPromptLength) for processor in sampling.processors):
-        raise ValueError("transformers' generate has no processors by prompt length: compare with it without them")
-    return LogitsProcessorList(sampling.processors)
 
 
 def _generation_config(config: DecodingConfig) -> GenerationConfig:
