@@ -105,7 +105,7 @@ def _read_input(options: VerifyOptions, models: LoadedModels) -> ProofInput:
 
 
 def _in_process(
-    options: VerifyOptions, given: ProofInput, drafters: Mapping[str, Drafter], watch: Console
+    options: VerifyOptions, given: ProofInput, drafters: Mapping[str, Drafter | None], watch: Console
 ) -> Iterator[tuple[str, Finding]]:
     """Yield the findings of each drafter's engine, or of plain decoding if there is none."""
     reference = given.reference
