@@ -34,7 +34,6 @@ PROVENANCE: dict[str, Any] = {
 }
 COMMANDS = (
     ServerCommand("vllm", ("vllm", "serve", "TARGET", "--config", '{"model":"DIR"}'), ("tried with 0.1",), ("a|b",)),
-    ServerCommand("transformers", ("python", "-c", "import transformers\n")),
 )
 
 
@@ -136,7 +135,6 @@ def test_the_card_has_the_servers_commands_and_what_was_read_back(tmp_path: Path
     text = card(tmp_path, commands=COMMANDS, compared=("12 tensors", "a|b", "no target in /home/zoe/models")).text
     command = """vllm serve TARGET --config '{"model":"DIR"}'"""
     assert f"**vllm**\n\n```sh\n{command}\n```\n\n- tried with 0.1\n- Warning: a\\|b\n" in text
-    assert "**transformers**\n\n```python\nimport transformers\n```\n" in text
     assert "read the files back:\n\n- 12 tensors\n- a\\|b\n- no target in models\n" in text
 
 

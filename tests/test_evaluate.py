@@ -13,7 +13,7 @@ from decoding.drafters import DraftModelDrafter, HybridDrafter, MedusaDrafter, P
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.measure.baselines import transformers_generate
-from decoding.measure.evaluate import evaluate, measure_acceptance, write_report
+from decoding.measure.evaluate import count_steps, evaluate, write_report
 from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, standard_methods
 from decoding.measure.report.page import write_html
 from decoding.metrics import acceptance
@@ -216,7 +216,7 @@ def test_a_peers_run_leaves_torchs_global_chance_as_it_was_and_repeats_by_its_se
 
 
 def test_a_perfect_draft_is_accepted_whole(tiny_llama: CausalLM) -> None:
-    figures = measure_acceptance(tiny_llama, DraftModelDrafter(tiny_llama, 2), PROMPTS, DecodingConfig(10))
+    figures = acceptance(count_steps(tiny_llama, DraftModelDrafter(tiny_llama, 2), PROMPTS, DecodingConfig(10)))
     assert figures.tokens_per_pass.value == 3.0 and [share.value for share in figures.conditional] == [1.0, 1.0]
     assert figures.texts == ((9, 3),) * 3  # ten new tokens less the prefill's
 
@@ -232,16 +232,4 @@ def test_acceptance_is_measured_on_texts_of_seeds_of_their_own_alone_and_in_batc
     config = DecodingConfig(12, sampling, seed=5)
     assert acceptance(texts).accepted_per_drafted.value > 0
     for batch_size in (1, 3):
-        assert measure_acceptance(tiny_llama, drafter, PROMPTS, config, batch_size) == acceptance(texts)
-
-
-def test_measuring_acceptance_tells_of_every_text_that_ends_however_it_does(
-    tiny_llama: CausalLM, tiny_draft: CausalLM
-) -> None:
-    drafter, ended = DraftModelDrafter(tiny_draft, 2), []
-    plain = Engine(tiny_llama).decode(PROMPTS[0], DecodingConfig(12)).tokens
-    for ends in ((), plain[:1], plain[5:6]):  # none, at once, somewhere
-        ended.clear()
-        config = DecodingConfig(12, eos_token_ids=ends)
-        measure_acceptance(tiny_llama, drafter, PROMPTS, config, 2, lambda: ended.append(1))
-        assert len(ended) == len(PROMPTS)
+        assert count_steps(tiny_llama, drafter, PROMPTS, config, batch_size) == texts

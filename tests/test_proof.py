@@ -13,13 +13,14 @@ from tiny_models import full_forward, naive_greedy
 from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import measure_acceptance
-from decoding.measure.proof.distribution import counts_after, likely_beginnings, open_beginnings
+from decoding.measure.evaluate import count_steps
+from decoding.measure.proof.distribution import counts_after, likely_beginnings
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
 from decoding.measure.proof.loop import EngineWriter, cache_consistency
-from decoding.measure.proof.prove import Effort, power, prove
+from decoding.measure.proof.prove import Effort, prove
 from decoding.measure.proof.reference import EngineText, Reference
+from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 
@@ -165,17 +166,6 @@ def test_the_counts_after_a_beginning_hold_all_probability_and_all_draws() -> No
     assert sum(float(each.counts.sum()) for each in seconds) <= 200
 
 
-def test_draws_begin_where_the_next_tokens_are_neither_certain_nor_even() -> None:
-    texts = greedy_texts()
-    for beginning in open_beginnings(reference(), texts, 2):
-        (text,) = [text for text in texts if (*text.prompt, *text.tokens)[: len(beginning)] == beginning]
-        place = len(beginning) - len(text.prompt)
-        ((p, _),) = reference().probabilities([text])
-        entropies = -torch.special.xlogy(p, p).sum(1)
-        unlike = [float((entropies[at : at + 3] - 1).abs().sum()) for at in range(len(entropies) - 2)]
-        assert unlike[place] == pytest.approx(min(unlike))
-
-
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
@@ -213,14 +203,13 @@ def test_a_stale_cache_entry_is_caught_in_the_cache_and_in_the_greedy_texts() ->
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_target_that_drafts_for_itself_is_always_accepted(temperature: float) -> None:
     config = DecodingConfig(12, SamplingConfig(temperature))
-    found = measure_acceptance(target(), DraftModelDrafter(target(), 4), PROMPTS, config, batch_size=8)
+    found = acceptance(count_steps(target(), DraftModelDrafter(target(), 4), PROMPTS, config, batch_size=8))
     assert found.passes > 8 and found.accepted_per_drafted.value == 1.0
 
 
 def test_at_temperature_zero_only_greedy_texts_are_tested() -> None:
     greedy = reference(sampling=SamplingConfig())
     writer = EngineWriter(Engine(target()), DecodingConfig(sampling=SamplingConfig()))
-    assert power(greedy, PROMPTS, EFFORT) == ([], {})
     assert [finding.check for finding in prove(greedy, writer, PROMPTS, EFFORT)] == ["ends of texts", "greedy identity"]
 
 
@@ -229,13 +218,6 @@ def test_each_text_has_a_seed_of_its_own_and_the_same_in_every_run() -> None:
     asked: Sequence[tuple[int, ...]] = [PROMPTS[0]] * 6
     texts = writer.write(asked, 8, False, 3)
     assert texts == writer.write(asked, 8, False, 3) and len(set(texts)) > 3
-
-
-def test_the_power_is_told_for_the_samples_that_were_asked_for() -> None:
-    sentences, figures = power(reference(), PROMPTS, EFFORT)
-    assert figures["tokens"] == 8 * 3 * 16
-    assert figures["alpha"] == pytest.approx(1e-6 / 4)
-    assert "384 sampled tokens" in sentences[0]
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,8 @@ def test_a_format_that_rounds_tells_both_acceptances_and_its_texts_are_equal(
     target_as_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_with_noise(monkeypatch)
-    monkeypatch.setattr(draft, "rounds", lambda task: True, raising=False)
+    describe = draft.describe_model
+    monkeypatch.setattr(draft, "describe_model", lambda *given: replace(describe(*given), rounded=True))
     sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
     assert "texts equal 3/3, to plain decoding's 3/3; trained: 4.33 tokens per pass" in sentence
     assert "; exported: " in sentence and "4.33" not in sentence.partition("exported")[2]

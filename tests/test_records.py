@@ -18,7 +18,6 @@ from decoding.measure.records import (
     Records,
     check_identity,
     open_records,
-    provenances,
     read_lines,
     record_files,
 )
@@ -258,15 +257,6 @@ def test_records_of_other_settings_are_refused_by_the_first_difference(tmp_path:
     check_identity(tmp_path, {"max_new_tokens": 6})
     with pytest.raises(ValueError, match="holds runs with max_new_tokens 6, not 8: give another output"):
         check_identity(tmp_path, {"max_new_tokens": 8})
-
-
-def test_only_a_run_that_adds_something_leaves_its_own_provenance(tmp_path: Path) -> None:
-    for commit, adds in (("a", True), ("b", False), ("c", True)):
-        records = open_records(tmp_path, 0, {"identity": {}, "commit": commit})
-        if adds:
-            records.add({"cost_curve": {"1": 0.5}})
-        records.close()
-    assert [each["commit"] for each in provenances(tmp_path)] == ["a", "c"]
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:

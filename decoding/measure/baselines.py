@@ -119,11 +119,8 @@ def _bare_generation_configs(models: Sequence[PreTrainedModel], num_assistant_to
 
 
 def _processors(sampling: SamplingConfig) -> LogitsProcessorList:
-    if sampling.needs_counts or any(isinstance(processor, ForPromptLength) for processor in sampling.processors):
-        raise ValueError(
-            "transformers' generate has no presence or frequency penalty and no processors by prompt length: "
-            "compare with it without them"
-        )
+    if any(isinstance(processor, ForPromptLength) for processor in sampling.processors):
+        raise ValueError("transformers' generate has no processors by prompt length: compare with it without them")
     return LogitsProcessorList(sampling.processors)
 
 

@@ -158,7 +158,7 @@ def _run_of(generation: Generation) -> Run:
         decode_tokens=len(generation.tokens) - 1,
         first_seconds=prefill.total_seconds,
         decode_seconds=sum(step.total_seconds for step in steps),
-        counts=tuple(step.counts for step in steps),
+        counts=generation.counts,
         draft_seconds=sum(step.draft_seconds for step in steps),
         verify_seconds=sum(step.verify_seconds for step in steps),
     )

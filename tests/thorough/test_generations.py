@@ -84,7 +84,7 @@ def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: p
     assert text.example("all") == Example((*PROMPTS[0], *t), (False,) * 3 + (True,) * 12, 3)
 
 
-@pytest.mark.parametrize("kind", ["target", "draft", "loop"])
+@pytest.mark.parametrize("kind", ["target", "loop"])
 def test_what_a_text_says_does_not_depend_on_those_beside_it(kind: Origin) -> None:
     """At temperature 1, alone and among others, in an order or the other, in batches of any size."""
     orders = orders_of(kind)

@@ -18,7 +18,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 
 PROMPTS = [(4, 5, 6), (7, 8), (9, 10, 11), (12, 4, 5, 6)]
-QUICK = PlanConfig(batch_sizes=(1, 2), contexts=(), max_new_tokens=16, most_nodes=8, seconds=0.05, sizes=(1, 2, 4, 8))
+QUICK = PlanConfig(batch_sizes=(1, 2), max_new_tokens=16, most_nodes=8, seconds=0.05, sizes=(1, 2, 4, 8))
 
 
 @pytest.fixture

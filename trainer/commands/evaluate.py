@@ -92,9 +92,7 @@ def _prepared(
     )
     temperatures = [setting.temperature for setting in settings_of(config)]
     notes = process.console if process.is_first else Console(quiet=True)
-    drafters = asked_or_planned(
-        options.drafter or (), options.plan, options, temperatures, config.batch_sizes, config.contexts, notes
-    )
+    drafters = asked_or_planned(options.drafter or (), options.plan, options, temperatures, config.batch_sizes, notes)
     every = read_questions(resolve(options.prompts), options.prompt_field)
     chosen = _chosen(every, options, process)
     models = load_models(options, drafters)

@@ -122,14 +122,6 @@ class PlanOptions(shared.ModelOptions):
     batch_size: Annotated[
         Sequence[int], Option(metavar="N,...", parser=shared.whole_numbers, help="Texts decoded at a time.")
     ] = (1, 8)
-    context: Annotated[
-        Sequence[int],
-        Option(
-            metavar="N,...",
-            parser=shared.whole_numbers,
-            help="Tokens before the new ones, besides the prompts' own lengths. Those that do not fit are left out.",
-        ),
-    ] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,10 +173,6 @@ class ExportOptions:
             hidden=True,
         ),
     ] = None
-    merge: Annotated[
-        bool,
-        Option("--merge", help="Merge adapters into the target beside the heads, into a whole model.", hidden=True),
-    ] = False
     license: Annotated[
         str | None,
         Option(metavar="NAME", help="Licence of the weights for their card, such as apache-2.0.", hidden=True),

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from decoding.drafters.registry import DrafterLoader, parse_drafter
-from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
 from decoding.model.fingerprint import stored_fingerprint
@@ -34,17 +33,11 @@ _OF_THIS_PROCESS, _OF_ENDPOINTS = ("drafter", "batch_size", "dtype", "trust_remo
 """Options that a target in this process reads alone, and those that endpoints read alone."""
 
 
-def run_regenerate(
-    options: RegenerateOptions, console: Console | None = None, spec: DrafterSpec | None = None
-) -> Summary:
-    """Answer the prompts that have no answer yet; prints and returns the counts.
-
-    ``spec`` is a drafter in place of ``options.drafter``: its path may hold characters that a text splits at.
-    """
+def run_regenerate(options: RegenerateOptions, console: Console | None = None) -> Summary:
+    """Answer the prompts that have no answer yet; prints and returns the counts."""
     watched, console = console or standard_error(), console or standard_output()
     sampling = SamplingConfig(temperature=options.temperature, top_p=options.top_p)
-    spec = parse_drafter(options.drafter) if options.drafter is not None else spec
-    backend, made_by = _backend(options, sampling, spec)
+    backend, made_by = _backend(options, sampling)
     chat = made_by.pop("chat")
     prompts = resolve(options.prompts)
     conversations = read_conversations(prompts, options.prompt_field, options.limit, options.n, chat)
@@ -98,9 +91,7 @@ def _table(summary: Summary) -> Table:
     return table
 
 
-def _backend(
-    options: RegenerateOptions, sampling: SamplingConfig, spec: DrafterSpec | None
-) -> tuple[Backend, dict[str, Any]]:
+def _backend(options: RegenerateOptions, sampling: SamplingConfig) -> tuple[Backend, dict[str, Any]]:
     """Return the backend that was asked for, and the settings that make its answers."""
     if (options.target is None) == (options.endpoint is None):
         raise ValueError("give --target for a model in this process, or --endpoint with --model for one that is served")
@@ -113,7 +104,7 @@ def _backend(
         raise ValueError(f"--{changed[0].replace('_', '-')} has no effect {given} --endpoint: leave it out")
     config = DecodingConfig(options.max_new_tokens, sampling, seed=options.seed)
     if options.target is not None:
-        return _target(options, options.target, config, spec)
+        return _target(options, options.target, config)
     from trainer.servers.connection import Endpoint
     from trainer.servers.endpoint import EndpointBackend
 
@@ -124,14 +115,14 @@ def _backend(
     return backend, {"chat": True, "model": options.model}  # without the addresses, which may move or hold a secret
 
 
-def _target(
-    options: RegenerateOptions, target_name: str, config: DecodingConfig, spec: DrafterSpec | None
-) -> tuple[Backend, dict[str, Any]]:
+def _target(options: RegenerateOptions, target_name: str, config: DecodingConfig) -> tuple[Backend, dict[str, Any]]:
     """Return the backend of a target in this process, and the settings that make its answers."""
     target = read_target(target_name, options)
     name, trusted = resolve(target_name), options.trust_remote_code
     tokenizer = load_tokenizer(name, trusted)
-    drafter = None if spec is None else DrafterLoader(target, tokenizer, trusted).load(spec)
+    drafter = None
+    if options.drafter is not None:
+        drafter = DrafterLoader(target, tokenizer, trusted).load(parse_drafter(options.drafter))
     config = replace(config, eos_token_ids=eos_token_ids(target.model, tokenizer))
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
     static = {} if target.static is None else {"static": target.static}  # other kernels may round otherwise

@@ -13,7 +13,7 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.proof.finding import Finding, all_pass
 from decoding.measure.proof.loop import EngineWriter, cache_consistency
-from decoding.measure.proof.prove import Effort, power, prove
+from decoding.measure.proof.prove import Effort, prove
 from decoding.measure.proof.reference import Reference
 from decoding.measure.questions import read_prompts
 from decoding.measure.redact import published_name
@@ -53,13 +53,10 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     _check(options)
     models = load_models(options, options.drafter or ())
     given = _read_input(options, models)
-    sentences, figures = power(given.reference, given.prompts, given.effort)
-    say(console, *(f"power: {sentence}" for sentence in sentences))
     engines: dict[str, list[Finding]] = {}
     served = options.endpoint is not None
-    for name, finding in (
-        _served(options, given, watch) if served else _in_process(options, given, models.drafters, watch)
-    ):
+    found = _served(options, given, watch) if served else _in_process(options, given, models.drafters, watch)
+    for name, finding in found:
         if name not in engines:
             say(console, f"{name}:")
         engines.setdefault(name, []).append(finding)
@@ -75,7 +72,6 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
             "dtype": str(parse_dtype(options.dtype)).removeprefix("torch."),
             "fingerprints": {"target": fingerprint, "prompts": prompts_fingerprint(given.prompts)},
             "revisions": revisions(paths),
-            "power": figures,
         }
         write_findings(options.json, report(engines, **about))
     return passed

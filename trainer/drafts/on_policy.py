@@ -1,4 +1,4 @@
-"""Batches of which a part is written during the training: by the target, by the draft, or by both together."""
+"""Batches of which a part is written during the training: by the target, or by the target and the draft together."""
 
 import json
 import random
@@ -16,7 +16,6 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
-from decoding.model.vocabulary import with_whole_vocabulary
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example
 from trainer.data.source import Offline, PlacedExample
@@ -30,7 +29,7 @@ TEXT_PROMPT = 64
 """A plain text has no prompt of its own: its first `TEXT_PROMPT` tokens serve as one, or half of a short text."""
 GENERATED = "generated"
 """The folder of the written texts in a run's output."""
-Origin = Literal["offline", "target", "draft", "loop"]
+Origin = Literal["offline", "target", "loop"]
 """Where a sequence comes from: see `PolicySection`."""
 LONGEST_PERIOD = 16
 """Tokens of the longest pattern that a collapsed text may repeat."""
@@ -126,9 +125,6 @@ class TextWriter:
             "target": (target, drafter if self._speculates else None),
             "loop": (target, drafter),
         }
-        if isinstance(draft, CausalLM):
-            alone = draft.output_tokens is None and draft.vocab_size == target.vocab_size
-            writers["draft"] = (draft if alone else with_whole_vocabulary(draft, target.vocab_size), None)
         written = []
         for writer in dict.fromkeys(writers.values()):
             if of_it := [order for order in orders if writers[order.kind] == writer]:
@@ -237,7 +233,7 @@ def policy_source(
 
 
 class PolicySource:
-    """A step's batch in the shares that a policy gives it, in its order: offline, target, draft, loop.
+    """A step's batch in the shares that a policy gives it, in its order: offline, target, loop.
 
     The kind of a position, its prompt and its random numbers are functions of seed, step and position. Texts are
     written with the draft's weights at the last multiple of ``policy.every``, and are on disk before they are trained

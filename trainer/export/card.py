@@ -160,14 +160,14 @@ def render_card(
     compared: Sequence[str] = (),
     license: str | None = None,
     target_license: str | None = None,
-    adapted: str | None = None,
+    adapted: bool = False,
 ) -> str:
     """Return the card: YAML front matter for the Hub, then Markdown. Missing facts are named as missing.
 
     ``commands``: those of the servers that take the artefact, with `FOLDER_NAME` and `target_argument` as names.
     ``compared``: sentences on what was read back after writing. ``license`` is the artefact's, as its owner gives it;
-    ``target_license`` the one that the target's own card names. ``adapted``: the form of the adapted target beside
-    heads, ``merged`` or ``adapter``; None if there is none.
+    ``target_license`` the one that the target's own card names. ``adapted``: the adapted target
+    lies beside heads.
     """
     target, published = target_name(provenance), None if provenance is None else published_provenance(provenance)
     on_hub, argument = is_hub_id(target), target_argument(provenance, adapted)
@@ -186,8 +186,8 @@ def render_card(
         pipeline_tag="text-generation",
     )
     means = "the model that these weights were trained for"
-    if argument == f"{FOLDER_NAME}/target":
-        means = "the adapted target, as a whole model" if adapted == "merged" else "the adapters of the target"
+    if adapted:
+        means = "the adapted target"
     elif provenance is not None and is_adapted(provenance):
         means = "the adapted target's folder, `final/target` of the training run"
     drafter = "heads" if artefact.heads else "parallel" if artefact.at_once else "draft"
@@ -212,10 +212,10 @@ def render_card(
     )
 
 
-def target_argument(provenance: Provenance | None, adapted: str | None = None) -> str:
+def target_argument(provenance: Provenance | None, adapted: bool = False) -> str:
     """Return the target's name in the card's commands: a folder there, its id on the Hub, or a word explained there."""
     name = target_name(provenance)
-    if adapted is not None:
+    if adapted:
         return f"{FOLDER_NAME}/target"
     return shlex.quote(name) if is_hub_id(name) and not is_adapted(provenance) else UNKNOWN_TARGET
 

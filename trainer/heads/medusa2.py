@@ -161,12 +161,8 @@ class Medusa2Objective:
         fit_tree(self.module.heads.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
-        """Write the heads, and in ``target/`` the target they belong to: whole, or its adapters alone."""
+        """Write the heads, and in ``target/`` the target that they belong to, with the adapters merged into it."""
         heads_for_decoding(self.module.heads.heads, self._dtype).save_pretrained(folder)
-        if self._adapters.export == "adapter":
-            self._tokenizer.save_pretrained(folder / TARGET_FOLDER)
-            self.module.model.save_pretrained(str(folder / TARGET_FOLDER))
-            return
         merged = merged_weights(self.module.model)
         write_model(base_of(self.module.model), self._tokenizer, folder / TARGET_FOLDER, merged)
 

@@ -47,8 +47,6 @@ class AdaptersSection(Section):
     heads_rate: Annotated[float, Field(gt=0)] = 4.0
     """Learning rate of the heads, their biases included, over the adapters'."""
     gradient_checkpointing: bool = True
-    export: Literal["merged", "adapter"] = "merged"
-    """Content of final/target: the whole target with the adapters merged into it, or the adapters alone."""
 
 
 StatesDtype = Literal["target", "int8"]

@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import measure_acceptance
+from decoding.measure.evaluate import count_steps
 from decoding.measure.proof.finding import Finding, undecided
 from decoding.measure.proof.reference import Reference
+from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 from trainer.servers.acceptance import (
@@ -191,7 +192,7 @@ def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool) -> Lo
     tokens = replay.speculator.chain_length(counts.tokens or replay.speculator.named.tokens or per_draft)
     config = replace(replay.config, sampling=SamplingConfig(temperature=counted.temperature))
     drafter = replay.speculator.chain(tokens, sampled)
-    found = measure_acceptance(replay.target, drafter, replay.prompts, config, _BATCH)
+    found = acceptance(count_steps(replay.target, drafter, replay.prompts, config, _BATCH))
     if not found.passes:
         raise ValueError("every text ended with its first token: give prompts to be answered")
     return LoopAcceptance(found, tokens, len(replay.prompts))
