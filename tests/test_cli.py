@@ -173,13 +173,8 @@ def test_wrong_usage_is_one_sentence(case: str) -> None:
 def test_lists_are_values_with_commas_between_them_each_once() -> None:
     assert names("greedy, sampling") == ("greedy", "sampling")
     assert whole_numbers("1,8") == (1, 8) and numbers("0.5,1") == (0.5, 1.0) and numbers((1.0,)) == (1.0,)
-    for read, text in (
-        (names, "a,a"),
-        (whole_numbers, "8,08"),
-        (whole_numbers, "1,0"),
-        (numbers, "warm"),
-        (numbers, "inf"),
-    ):
+    assert whole_numbers("8,08") == (8,)
+    for read, text in ((whole_numbers, "1,0"), (numbers, "warm"), (numbers, "inf")):
         with pytest.raises(BadParameter, match=text):
             read(text)
 

@@ -1,6 +1,5 @@
 """The command `headstart demo`: what the web demo shows, and the server that shows it."""
 
-import json
 import os
 import socket
 from pathlib import Path
@@ -15,6 +14,7 @@ from trainer import quickstart
 from trainer.commands.models import load_models
 from trainer.commands.options import DemoOptions
 from trainer.demo.race import Models
+from trainer.export.companions import trained_for
 from trainer.run.train import ensure_built
 from trainer.terminal.console import say, standard_error
 
@@ -99,11 +99,8 @@ def asked_drafters(options: DemoOptions) -> tuple[list[str], list[str]]:
 
 def fits(artefact: Path) -> bool:
     """Return True if a run's artefact was trained on the embedded target of this machine."""
-    provenance = artefact / "provenance.json"
-    if not provenance.is_file():
-        return False
-    trained_on = json.loads(provenance.read_text(encoding="utf-8")).get("target", {}).get("fingerprint")
-    return bool(trained_on == stored_fingerprint(quickstart.folder()))
+    wanted = trained_for(artefact)
+    return wanted is not None and wanted == stored_fingerprint(quickstart.folder())
 
 
 def examples(target: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
