@@ -88,11 +88,6 @@ def test_a_system_message_that_the_template_refuses_is_found_before_any_question
     assert refused.exit_code == ExitCode.BAD_INPUT and "cannot hold this prompt: no system role" in refused.stderr
 
 
-def test_a_lossy_rule_is_labelled(target: Path) -> None:
-    result = ask(target, "One?\n", "--drafter", "lookup", "--rule", "typical", "--temperature", "1")
-    assert "prompt lookup (lossy): " in result.stderr
-
-
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
