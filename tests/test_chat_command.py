@@ -103,7 +103,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException] | C
     """Let these lines be typed, with Ctrl-C and Ctrl-D as exceptions."""
     waiting = iter(lines)
 
-    def line(self: Chat) -> str:
+    def line(prompt: str) -> str:
         given = next(waiting)
         if isinstance(given, str):
             return given
@@ -112,7 +112,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException] | C
         given()
         return ""
 
-    monkeypatch.setattr(Chat, "_typed", line)
+    monkeypatch.setattr("builtins.input", line)
 
 
 def test_turns_are_exact_and_run_the_new_tokens_alone(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
