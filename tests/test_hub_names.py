@@ -25,7 +25,6 @@ from decoding.model.hub import (
     only_cached,
     revisions,
     short_name,
-    shortened,
 )
 from decoding.model.loading import load_model, load_tokenizer
 from decoding.model.vocabulary import write_output_tokens
@@ -237,8 +236,3 @@ def test_a_hub_out_of_reach_is_named_and_the_cache_is_read_meanwhile(
     with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:1 cannot be reached \(ConnectError\)") as raised:
         local_folder("zoe/other")
     assert "password" not in str(raised.value)
-
-
-def test_what_others_say_is_told_on_one_line_without_a_login() -> None:
-    told = shortened("502 for url\n https://zoe:s3cret@hub.example/api" + " again" * 99)
-    assert told.startswith("502 for url https://hub.example/api again") and len(told) == 300

@@ -17,8 +17,7 @@ from decoding.measure.evaluate import count_steps
 from decoding.measure.proof.distribution import counts_after, likely_beginnings
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
-from decoding.measure.proof.loop import EngineWriter, cache_consistency
-from decoding.measure.proof.prove import Effort, prove
+from decoding.measure.proof.prove import Effort, EngineWriter, prove
 from decoding.measure.proof.reference import EngineText, Reference
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
@@ -190,14 +189,8 @@ def test_tokens_behind_the_end_are_caught() -> None:
     assert first_failure(faults()["the EOS is overrun"]).check == "ends of texts"
 
 
-def test_a_stale_cache_entry_is_caught_in_the_cache_and_in_the_greedy_texts() -> None:
-    stale = faults()["a stale cache entry"]
-    assert first_failure(stale).check == "greedy identity"
-    config = DecodingConfig(16, SAMPLED)
-    finding = cache_consistency(stale.writer.engine, PROMPTS[:3], config)
-    assert not finding.passed and finding.figures["largest_difference"] > 0.5
-    right = cache_consistency(replace(stale.writer.engine, target=target()), PROMPTS[:3], config)
-    assert right.passed and right.figures["largest_difference"] < 1e-4 and right.figures["logit_gap"] < 1e-4
+def test_a_stale_cache_entry_is_caught_in_the_greedy_texts() -> None:
+    assert first_failure(faults()["a stale cache entry"]).check == "greedy identity"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -220,15 +213,6 @@ def test_each_text_has_a_seed_of_its_own_and_the_same_in_every_run() -> None:
     assert texts == writer.write(asked, 8, False, 3) and len(set(texts)) > 3
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("draws", 0), ("max_new_tokens", 2), ("alpha", 0.0), ("alpha", 1.0), ("rounds", 0), ("draw_prompts", 0)],
-)
-def test_samples_that_prove_nothing_are_refused_with_their_value(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{name} is {value}: give"):
-        replace(EFFORT, **{name: value})
-
-
 def test_no_draw_reaches_further_than_the_texts_before_it() -> None:
     """Else a prompt that just fits the target's context would fit no longer, an hour into the proof."""
     right = faults()["none: plain decoding"].writer
@@ -245,14 +229,3 @@ def test_no_draw_reaches_further_than_the_texts_before_it() -> None:
     for tokens in (3, 5, 16):
         list(prove(reference(), Spy(), prompts, Effort(max_new_tokens=tokens, draws=20)))
     assert len(reached) == 9 and reached[2] <= 3 + 3 and reached[5] <= 3 + 5 and reached[8] <= 3 + 16
-
-
-def test_an_engine_that_writes_nothing_ends_early_and_breaks_no_test() -> None:
-    class Silent:
-        def write(
-            self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
-        ) -> list[EngineText]:
-            return [EngineText(prompt, ()) for prompt in prompts]
-
-    findings = list(prove(reference(END), Silent(), PROMPTS, EFFORT))
-    assert [finding.check for finding in findings if not finding.passed] == ["ends of texts", "ends of sampled texts"]

@@ -210,17 +210,16 @@ def evaluate(
     methods: Sequence[Method],
     prompts: Sequence[Sequence[int]],
     config: EvaluationConfig,
-    on_run: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Measure every method on every prompt; return the report (see `write_report` and `decoding.measure.report`).
 
-    ``on_run`` is called after each run, for a progress bar. ValueError, before any run, for a prompt that is too long.
+    ValueError, before any run, for a prompt that is too long.
     """
     if not prompts:
         raise ValueError("there are no prompts to evaluate on: give at least one")
     for prompt in prompts:  # before the first run, not after an hour
         check_prompt(target, prompt, DecodingConfig(config.max_new_tokens))
-    measurement = Measurement(target, methods, TokenPrompts(prompts), config, on_run=on_run)
+    measurement = Measurement(target, methods, TokenPrompts(prompts), config)
     measurement.run()
     return report_of(measurement)
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from hashlib import sha256
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -150,17 +150,23 @@ class Asker:
 
     @cached_property
     def ids(self) -> Sequence[str]:
+        """Names of the questions, each its own."""
         return [question.id for question in self.questions]
 
     @cached_property
     def tasks(self) -> Sequence[str | None]:
+        """Task of each question; None where the questions have none."""
         return [question.task for question in self.questions]
 
     def turns(self, index: int) -> int:
+        """Return the number of turns of a question."""
         return 1 + len(self.questions[index].later) if self.all_turns else 1
 
     def prompt(self, index: int, context: int | None = None, answers: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
-        """Return a turn's prompt: its question behind the earlier turns and their answers, in the chat template."""
+        """Return a turn's prompt: its question behind the earlier turns and their answers, in the chat template.
+
+        ``context``: with text before it so that it has as many tokens, and no more.
+        """
         question = self.questions[index]
         messages = [*question.opening]
         for answer, turn in zip(answers, question.later, strict=False):
@@ -231,27 +237,9 @@ class Asker:
 # --- waves ------------------------------------------------------------------------------------------------------------
 
 
-class PromptSource(Protocol):
-    """Questions, by index from 0, each with one turn or several."""
-
-    @property
-    def ids(self) -> Sequence[str]:
-        """Names of the questions, each its own."""
-
-    @property
-    def tasks(self) -> Sequence[str | None]:
-        """Task of each question; None where the questions have none."""
-
-    def turns(self, index: int) -> int:
-        """Return the number of turns of a question."""
-
-    def prompt(self, index: int, context: int | None = None, answers: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
-        """Return the prompt of the turn behind these answers to the turns before; ``context``: at most its tokens."""
-
-
 @dataclass(frozen=True)
 class TokenPrompts:
-    """Prompts as token ids, of one turn each, used as they are at every context."""
+    """Prompts as token ids in place of an `Asker`'s, of one turn each, used as they are at every context."""
 
     prompts: Sequence[Sequence[int]]
 
@@ -268,6 +256,10 @@ class TokenPrompts:
 
     def prompt(self, index: int, context: int | None = None, answers: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
         return tuple(self.prompts[index])
+
+
+PromptSource = Asker | TokenPrompts
+"""Questions, by index from 0, each with one turn or several."""
 
 
 @dataclass(frozen=True)

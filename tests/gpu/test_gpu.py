@@ -132,12 +132,6 @@ def test_four_queries_a_key_over_an_odd_number_of_keys_attend_as_one_by_one(dtyp
     check_grouped_queries("cuda", dtype)
 
 
-def test_cudnn_is_not_what_decoding_attends_by() -> None:
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    CausalLM(model_on("cuda"))
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_target_on_two_gpus_writes_the_texts_of_the_cpu(name: str) -> None:

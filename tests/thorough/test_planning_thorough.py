@@ -83,13 +83,6 @@ def test_families_are_as_free_as_their_spec_leaves_them(load: Callable[[DrafterS
     assert kind("hybrid", "heads", of="heads")[0] == "fixed"
 
 
-def test_the_first_tree_has_its_size_and_the_whole_chain() -> None:
-    for depth, nodes in ((8, 63), (4, 7), (3, 2), (1, 5)):
-        tree = first_tree(depth, ranks=10, nodes=nodes)
-        assert len(tree) == len(set(tree)) == nodes and all(path[:-1] in {(), *tree} for path in tree)
-        assert max(map(len, tree)) == min(depth, nodes)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_plan_of_every_family_expects_of_its_choice_what_the_loop_decodes(
     tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter], temperature: float

@@ -12,8 +12,7 @@ from decoding.dtypes import parse_dtype
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.proof.finding import Finding, all_pass
-from decoding.measure.proof.loop import EngineWriter, cache_consistency
-from decoding.measure.proof.prove import Effort, prove
+from decoding.measure.proof.prove import Effort, EngineWriter, prove
 from decoding.measure.proof.reference import Reference
 from decoding.measure.questions import read_prompts
 from decoding.measure.redact import published_name
@@ -32,8 +31,6 @@ from trainer.terminal.progress import ProgressBar
 if TYPE_CHECKING:
     from trainer.servers.writer import ServedWriter
 
-_CACHE_PROMPTS = 4
-"""Prompts after which the cache is compared; each takes a text of its own."""
 _BATCH = 8
 
 
@@ -114,7 +111,6 @@ def _in_process(
             writer = EngineWriter(engine, config, _BATCH, on_answer)
             for finding in prove(reference, writer, given.prompts, given.effort, on_texts):
                 yield name, finding
-        yield name, cache_consistency(engine, given.prompts[:_CACHE_PROMPTS], config)
 
 
 def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterator[tuple[str, Finding]]:

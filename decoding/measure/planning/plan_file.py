@@ -107,6 +107,6 @@ class Plan:
         found: dict[str, Any] = min(with_them, key=lambda each: each["kind"] == "fixed")
         return found
 
-    def best_of(self, spec: str, batch_size: int = 1) -> dict[str, Any]:
-        """Return the choice of one drafter, by its spec in the plan."""
-        return next(choice for choice in self._choices(batch_size) if choice["drafter"] == spec)
+    def best_of(self, spec: str) -> dict[str, Any]:
+        """Return the choice of one drafter, by its spec in the plan, for one text at a time."""
+        return next(choice for choice in self._choices(1) if choice["drafter"] == spec)

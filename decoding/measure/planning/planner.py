@@ -79,10 +79,10 @@ class Planner:
         specs: Sequence[DrafterSpec],
         prompts: Sequence[Sequence[int]],
         config: PlanConfig,
-        advance: Callable[[], Any] = lambda: None,
     ) -> None:
         """ValueError, before anything is measured, if no prompt fits."""
-        self.target, self.load, self.config, self.advance = target, load, config, advance
+        self.target, self.load, self.config = target, load, config
+        self.advance: Callable[[], Any] = lambda: None
         self.families = [family_of(spec, load, config.most_nodes, config.deepest) for spec in specs]
         limits = [target.max_positions, *(family.drafter.max_positions for family in self.families)]
         longest = min((limit for limit in limits if limit is not None), default=None)

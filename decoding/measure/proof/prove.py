@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.measure.proof.distribution import DEPTH, TESTS, log_probability, next_tokens, open_beginnings
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
@@ -20,6 +22,33 @@ class EngineUnderTest(Protocol):
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
     ) -> list[EngineText]:
         """Return each prompt's text, the seeds being ``seed``, ``seed + 1``, …; ``prompt`` as the engine read it."""
+
+
+@dataclass(frozen=True, eq=False)
+class EngineWriter:
+    """An engine of this process that writes texts to be tested; ``config`` is that of T > 0.
+
+    ``on_answer`` is called for each text that it begins, for a progress bar.
+    """
+
+    engine: Engine
+    config: DecodingConfig
+    batch_size: int = 8
+    on_answer: Callable[[], None] = lambda: None
+
+    def write(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
+    ) -> list[EngineText]:
+        """Decode the prompts, each with a seed of its own."""
+        config = replace(self.config, max_new_tokens=max_new_tokens, seed=seed)
+        if greedy:
+            config = replace(config, sampling=replace(config.sampling, temperature=0.0), rule=None)
+        tokens: list[list[int]] = [[] for _ in prompts]
+        for index, step in self.engine.steps(prompts, config, batch_size=self.batch_size):
+            tokens[index] += step.tokens
+            if step.is_prefill:
+                self.on_answer()
+        return [EngineText(tuple(prompt), tuple(text)) for prompt, text in zip(prompts, tokens, strict=True)]
 
 
 @dataclass(frozen=True)
