@@ -88,11 +88,6 @@ def test_a_system_message_that_the_template_refuses_is_found_before_any_question
     assert refused.exit_code == ExitCode.BAD_INPUT and "cannot hold this prompt: no system role" in refused.stderr
 
 
-def test_a_lossy_rule_is_labelled(target: Path) -> None:
-    result = ask(target, "One?\n", "--drafter", "lookup", "--rule", "typical", "--temperature", "1")
-    assert "prompt lookup (lossy): " in result.stderr
-
-
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
@@ -108,7 +103,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException] | C
     """Let these lines be typed, with Ctrl-C and Ctrl-D as exceptions."""
     waiting = iter(lines)
 
-    def line(self: Chat) -> str:
+    def line(prompt: str) -> str:
         given = next(waiting)
         if isinstance(given, str):
             return given
@@ -117,7 +112,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException] | C
         given()
         return ""
 
-    monkeypatch.setattr(Chat, "_typed", line)
+    monkeypatch.setattr("builtins.input", line)
 
 
 def test_turns_are_exact_and_run_the_new_tokens_alone(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,25 +210,9 @@ ERRORS = {
         ["generate", "--target", "TARGET", "--prompt", "a", "--temperature", "-1"],
         "temperature is -1.0: give 0 for greedy decoding, or a positive number",
     ),
-    "an unknown rule": (
-        ["generate", "--target", "TARGET", "--prompt", "a", "--rule", "strict"],
-        "no rule is called 'strict': choose one of greedy, token",
-    ),
-    "a rule for sampling only": (
-        ["generate", "--target", "TARGET", "--prompt", "a", "--rule", "block"],
-        "the block verification rule needs a temperature above 0",
-    ),
     "an unknown drafter": (
         ["generate", "--target", "TARGET", "--drafter", "lokup", "--prompt", "a"],
         "no drafter is called 'lokup': choose one of heads, draft, draft-tree, parallel, lookup",
-    ),
-    "an unknown option of a drafter": (
-        ["generate", "--target", "TARGET", "--drafter", "draft-tree:x,deep=3", "--prompt", "a"],
-        "the drafter draft-tree has no option 'deep': choose among depth, width, nodes",
-    ),
-    "a drafter without its weights": (
-        ["generate", "--target", "TARGET", "--drafter", "draft-tree:depth=3", "--prompt", "a"],
-        "'draft-tree:depth=3' lacks the path of the weights: give draft-tree:PATH",
     ),
     "a plan besides a drafter": (
         ["generate", "--target", "TARGET", "--drafter", "lookup", "--plan", "p.json", "--prompt", "a"],

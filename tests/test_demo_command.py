@@ -29,7 +29,7 @@ def test_a_port_that_is_taken_is_told_before_any_model_is_read(monkeypatch: pyte
         port = taken.getsockname()[1]
         result = CliRunner().invoke(program, ["demo", "--target", "/no/such/model", "--port", str(port)])
     assert result.exit_code == 2
-    assert f"--port {port} cannot be listened on (Address already in use): give another" in result.stderr
+    assert "Address already in use" in result.stderr and str(port) in result.stderr
 
 
 def test_drafters_are_those_asked_for_or_lookup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from trainer.commands.options import ChatOptions
 from trainer.terminal.console import say, say_error, standard_error, standard_output
 from trainer.terminal.streaming import CtrlC, summary
 
-PROMPT = "> "
 COMMANDS = """\
 /undo   take the last question and its answer back
 /reset  begin anew; the system message stays
@@ -66,7 +65,7 @@ class Chat:
             import readline  # noqa: F401  # gives `input` line editing and a history
         while not self.left:
             try:
-                self._take(self._typed())
+                self._take(input("> "))
             except KeyboardInterrupt:
                 say(self.console, "", "Ctrl-D leaves")
             except EOFError:
@@ -87,15 +86,6 @@ class Chat:
             if self.left or self.stopped:
                 break
         return not self.stopped
-
-    def _typed(self) -> str:
-        if sys.stdout.isatty():
-            return input(PROMPT)
-        sys.stderr.write(PROMPT)  # standard output holds answers alone
-        sys.stderr.flush()
-        if not (line := sys.stdin.readline()):
-            raise EOFError
-        return line.rstrip("\n")
 
     def _take(self, line: str) -> None:
         """Obey a command, or answer a question that is not blank."""
