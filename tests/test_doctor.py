@@ -8,9 +8,9 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from decoding.measure.proof.finding import Finding, note, ok
+from decoding.measure.proof.finding import Finding
 from trainer.cli import app
-from trainer.commands.doctor import next_commands, show
+from trainer.commands.doctor import next_commands
 from trainer.doctor import machine as machines
 from trainer.doctor.machine import (
     check_disk,
@@ -21,7 +21,6 @@ from trainer.doctor.machine import (
     package_findings,
 )
 from trainer.recipe.reading import load_recipe
-from trainer.terminal.console import standard_output
 
 ROOT = Path(__file__).resolve().parents[1]
 CLI = CliRunner()
@@ -156,15 +155,3 @@ def test_the_embedded_target_is_not_trained_by_a_check(monkeypatch: pytest.Monke
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     _, output = run("--target", "quickstart", "--drafter", "heads:runs/quickstart/medusa1/final")
     assert "not built yet" in output and not (tmp_path / "cache").exists()
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_names_that_others_wrote_send_no_escape_sequence_to_the_terminal(is_terminal: bool) -> None:
-    evil = "x\x1b[31m\x9b1A"
-    sections = {f"target {evil}": [note("origin", f"trained on {evil}", f"give {evil}"), ok("files", "fine")]}
-    console = standard_output(width=190, force_terminal=is_terminal, color_system=None)
-    with console.capture() as captured:
-        show(sections, [f"headstart export {evil}"], console)
-    assert captured.get().count("x[31m1A") == 4
-    assert not set("\x1b\x9b") & set(captured.get())
-    assert captured.get().splitlines()[-1] == "PASS: all 2 checks (1 note)"

@@ -98,12 +98,6 @@ def test_a_connection_that_a_server_closed_is_no_closed_output() -> None:
     assert (done.returncode, done.stderr) == (ExitCode.BAD_INPUT, "error: [Errno 32] Broken pipe\n")
 
 
-def test_streams_that_the_caller_has_closed_are_empty() -> None:
-    act = "assert sys.stdin.read() == ''; print('x'); sys.stderr.write('y'); os._exit(5)"
-    closing = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", PROGRAM.format(act=act), "demo"]
-    assert subprocess.run(closing, cwd=ROOT, check=False).returncode == 5
-
-
 def test_a_terminated_command_that_saves_nothing_ends_as_the_system_does() -> None:
     done = end_of("os.kill(os.getpid(), signal.SIGTERM); signal.pause()")
     assert (128 - done.returncode, done.stderr) == (ExitCode.TERMINATED, "")

@@ -188,10 +188,9 @@ def plan_of(weights: Path, fingerprint: str) -> dict[str, Any]:
         "hardware": {"processor": "a processor", "threads": 2, "gpu": None},
         "dtype": "float32",
         "temperature": 0.0,
-        "text_tokens": 9,
         "curves": [],
         "drafters": drafters,
-        "cells": [{"batch_size": 1, "context": None, "choices": [{"drafter": heads, "best": best}]}],
+        "cells": [{"batch_size": 1, "choices": [{"drafter": heads, "best": best}]}],
     }
 
 

@@ -59,15 +59,6 @@ def test_tokens_stand_in_lines_and_those_that_were_drafted_are_marked() -> None:
     ]
 
 
-def test_the_counters_leave_the_prefill_out_and_the_last_ones_are_the_still_picture() -> None:
-    svg = drawing.picture(report())
-    assert {"2 tokens · 1.00 per pass · 1 tokens/s", "4 tokens · 3.00 per pass · 3 tokens/s"} <= set(texts(svg))
-    nodes = [node for node in ElementTree.fromstring(svg).iter(f"{SVG}text") if " dim " in node.get("class", "")]
-    still = ["".join(node.itertext()) for node in nodes if "past" not in node.get("class", "")]
-    assert still == ["4 tokens · 1.00 per pass · 1 tokens/s", "4 tokens · 3.00 per pass · 3 tokens/s"]
-    assert "@media (prefers-reduced-motion: reduce) { .now, .bar { animation: none } }" in svg
-
-
 @pytest.mark.parametrize("narrow", [False, True])
 def test_text_is_escaped_and_nothing_is_loaded_or_run(narrow: bool) -> None:
     evil = {**report(["<script>alert(1)</script>", " &amp;", ' "x"', "]]>"]), "prompt": "<b onload='x'>"}

@@ -241,8 +241,9 @@ def test_a_row_that_cannot_be_asked_is_named_by_its_line(tmp_path: Path, row: st
         ({"target": None, "endpoint": ["http://127.0.0.1:9/v1"]}, "say which with --model"),
         (
             {"target": None, "endpoint": ["http://127.0.0.1:9/v1"], "model": "m", "drafter": "lookup"},
-            "--drafter speeds up",
+            "--drafter has no effect with --endpoint",
         ),
+        ({"timeout": 3.0}, "--timeout has no effect without --endpoint"),
         ({"n": 2}, "n is 2 at temperature 0, where all answers are the same"),
     ],
     ids=lambda value: str(value),

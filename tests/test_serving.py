@@ -122,7 +122,7 @@ def test_a_chat_is_sent_as_messages() -> None:
         ((401, {"error": {"message": f"bad key {KEY}"}}), "refuses the key"),
         ((404, {"error": {"message": "no model"}}), "knows no model 'tiny'"),
         ((500, {"error": {"message": f"out of memory, {KEY}"}}), "gave no answer: HTTP 500"),
-        ((200, "{half"), "no JSON"),
+        ((200, "{half"), "not JSON"),
         ((200, {"choices": []}), "no completion"),
     ],
 )

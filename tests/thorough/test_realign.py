@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from decoding.drafters import DraftModelDrafter
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import measure_acceptance
 from decoding.measure.figures import told
+from decoding.measure.measurement import count_steps
+from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer
 from trainer.commands import realign
@@ -127,7 +128,7 @@ def test_a_stale_draft_fits_its_tuned_target_again(straight: Straight) -> None:
     draft = load_draft(str(workshop / "run" / "final"), target, load_tokenizer(str(workshop / "tuned")))
     prompts = [[WORDS.index(word) for word in prompt(index).split()] for index in (38, 39)]
     config = DecodingConfig(12, eos_token_ids=(1,))
-    again = measure_acceptance(target, DraftModelDrafter(draft, 4), prompts, config)
+    again = acceptance(count_steps(target, DraftModelDrafter(draft, 4), prompts, config))
     assert after["tokens_per_pass"] == told(again.tokens_per_pass) and after["tokens_per_pass"]["low"] is None
     assert after["accepted_per_drafted"] == told(again.accepted_per_drafted)
 

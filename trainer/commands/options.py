@@ -122,14 +122,6 @@ class PlanOptions(shared.ModelOptions):
     batch_size: Annotated[
         Sequence[int], Option(metavar="N,...", parser=shared.whole_numbers, help="Texts decoded at a time.")
     ] = (1, 8)
-    context: Annotated[
-        Sequence[int],
-        Option(
-            metavar="N,...",
-            parser=shared.whole_numbers,
-            help="Tokens before the new ones, besides the prompts' own lengths. Those that do not fit are left out.",
-        ),
-    ] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

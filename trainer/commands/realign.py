@@ -18,9 +18,10 @@ from rich.table import Table
 from decoding.drafters.registry import named_drafter
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
-from decoding.measure.evaluate import measure_acceptance
 from decoding.measure.figures import estimate, told
 from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.measurement import count_steps
+from decoding.metrics import acceptance
 from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_draft, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import read_target
@@ -207,7 +208,8 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
     for setting, temperature in _TEMPERATURES.items():
         sampled = replace(config, sampling=SamplingConfig(temperature))
         with ProgressBar(console, f"measuring the draft, {setting}", len(prompts)) as bar:
-            found = measure_acceptance(target, drafter, prompts, sampled, recipe.training.batch_size, bar.advance)
+            batch_size = recipe.training.batch_size
+            found = acceptance(count_steps(target, drafter, prompts, sampled, batch_size, on_text=bar.advance))
         if not found.passes:
             raise ValueError(f"every text ended with its first token, {setting}: give held-out prompts to be answered")
         figures[setting] = {name: told(getattr(found, name)) for name in _NAMES}

@@ -29,6 +29,8 @@ from trainer.terminal.console import say, standard_error, standard_output
 
 _SETTINGS = ("prompt_field", "n", "temperature", "top_p", "max_new_tokens", "seed", "keep_truncated")
 """Options that decide the answers."""
+_OF_THIS_PROCESS, _OF_ENDPOINTS = ("drafter", "batch_size", "dtype", "trust_remote_code"), ("concurrency", "timeout")
+"""Options that a target in this process reads alone, and those that endpoints read alone."""
 
 
 def run_regenerate(options: RegenerateOptions, console: Console | None = None) -> Summary:
@@ -93,11 +95,13 @@ def _backend(options: RegenerateOptions, sampling: SamplingConfig) -> tuple[Back
     """Return the backend that was asked for, and the settings that make its answers."""
     if (options.target is None) == (options.endpoint is None):
         raise ValueError("give --target for a model in this process, or --endpoint with --model for one that is served")
-    if options.endpoint is not None and options.drafter:
-        raise ValueError("--drafter speeds up a --target in this process; an --endpoint decodes as it likes")
     if options.n > 1 and sampling.greedy:
         raise ValueError(f"n is {options.n} at temperature 0, where all answers are the same: give a temperature")
     check_endpoint(options.endpoint, options.model)
+    unread = _OF_ENDPOINTS if options.endpoint is None else _OF_THIS_PROCESS
+    if changed := [name for name in unread if getattr(options, name) != getattr(RegenerateOptions, name)]:
+        given = "without" if options.endpoint is None else "with"
+        raise ValueError(f"--{changed[0].replace('_', '-')} has no effect {given} --endpoint: leave it out")
     config = DecodingConfig(options.max_new_tokens, sampling, seed=options.seed)
     if options.target is not None:
         return _target(options, options.target, config)

@@ -13,15 +13,12 @@ from typer import Argument, BadParameter, Option
 
 # --- lists ------------------------------------------------------------------------------------------------------------
 
-Value = TypeVar("Value")
 Number = TypeVar("Number", int, float)
 
 
 def names(text: Any) -> Sequence[str]:
-    """Read names with commas between them, each given once. A default is no text, and is returned as it is."""
-    if not isinstance(text, str):
-        return tuple(text)
-    return _each_once(text, [name.strip() for name in text.split(",")])
+    """Read names with commas between them, each kept once. A default is no text, and is returned as it is."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(","))) if isinstance(text, str) else tuple(text)
 
 
 def whole_numbers(text: Any) -> Sequence[int]:
@@ -36,18 +33,12 @@ def numbers(text: Any) -> Sequence[float]:
 
 def _numbers(text: Any, kind: type[Number], wanted: str) -> Sequence[Number]:
     try:
-        values = [kind(each) for each in names(text)]
+        values = tuple(dict.fromkeys(kind(each) for each in names(text)))
     except ValueError:
-        values = [kind(0)]
+        values = (kind(0),)
     if not all(0 < value < math.inf for value in values):
         raise BadParameter(f"{text} does not list {wanted}, with commas between them")
-    return _each_once(text, values)
-
-
-def _each_once(text: str, values: Sequence[Value]) -> Sequence[Value]:
-    if len(set(values)) < len(values):
-        raise BadParameter(f"{text} lists a value twice: give it once")
-    return tuple(values)
+    return values
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------

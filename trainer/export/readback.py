@@ -20,8 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters.base import Drafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.dtypes import default_device
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Generation
 from decoding.measure.proof.greedy import is_near_tie, margin_of
 from decoding.measure.redact import basename
+from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from decoding.model.hub import only_cached
@@ -32,7 +35,6 @@ from decoding.rules.tree import common_length
 from trainer.data.conversations import read_heldout
 from trainer.data.dataset import heldout_prompts, load_heldout_data
 from trainer.export.companions import read_provenance
-from trainer.export.decoded import Decoded, decode_greedily
 from trainer.export.task import ExportTask
 from trainer.heads.medusa2 import TARGET_FOLDER
 from trainer.quickstart import resolve
@@ -163,8 +165,8 @@ class _Reading(NamedTuple):
     """One side's texts and counts, and the logits of its heads at some positions, if it has heads."""
 
     label: str
-    decoded: Decoded
-    plain: Decoded
+    decoded: list[Generation]
+    plain: list[Generation]
     """The same prompts without a drafter."""
     logits: Float[Tensor, "heads positions vocab"] | None
 
@@ -205,25 +207,22 @@ def _compared(
 
 def _read_with(model: CausalLM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, prompts: _Prompts) -> _Reading:
     """Decode with a drafter and without. ValueError for a text that is not the target's own."""
-    ends = eos_token_ids(model.model, tokenizer)
-    plain, decoded = (
-        decode_greedily(model, each, prompts.tokens, prompts.max_new_tokens, ends, batch_size=10)
-        for each in (None, drafter)
-    )
-    for index, (text, own) in enumerate(zip(decoded.texts, plain.texts, strict=True)):
-        if not is_near_tie(margin_of(model, prompts.tokens[index], text, own), torch.float32):
+    config = DecodingConfig(prompts.max_new_tokens, eos_token_ids=eos_token_ids(model.model, tokenizer))
+    plain, decoded = (Engine(model, each).decode(prompts.tokens, config, batch_size=10) for each in (None, drafter))
+    for index, (text, own) in enumerate(zip(decoded, plain, strict=True)):
+        if not is_near_tie(margin_of(model, prompts.tokens[index], text.tokens, own.tokens), torch.float32):
             raise ValueError(
                 f"with the {drafter.label} {_first_difference(prompts, index, text, own)} is not the target's own "
                 "text: please report this, with the model's name"
             )
     logits = None
     if isinstance(drafter, MedusaDrafter):
-        logits = heads_logits(drafter.heads, model, (*prompts.tokens[0], *plain.texts[0]))
+        logits = heads_logits(drafter.heads, model, (*prompts.tokens[0], *plain[0].tokens))
     return _Reading(drafter.label, decoded, plain, logits)
 
 
-def _equal(some: Decoded, others: Decoded) -> int:
-    return sum(mine == other for mine, other in zip(some.texts, others.texts, strict=True))
+def _equal(some: Sequence[Generation], others: Sequence[Generation]) -> int:
+    return sum(mine.tokens == other.tokens for mine, other in zip(some, others, strict=True))
 
 
 def _check_equal(folder: Path, prompts: _Prompts, ours: _Reading, theirs: _Reading) -> None:
@@ -231,26 +230,26 @@ def _check_equal(folder: Path, prompts: _Prompts, ours: _Reading, theirs: _Readi
     remedy = "export again, and report this if it happens twice"
     if ours.logits is not None and (theirs.logits is None or not torch.equal(ours.logits, theirs.logits)):
         raise ValueError(f"{wrong}: the heads' logits differ after prompt 1 of {prompts.name}; {remedy}")
-    for index, (mine, other) in enumerate(zip(ours.decoded.texts, theirs.decoded.texts, strict=True)):
-        if mine != other:
+    for index, (mine, other) in enumerate(zip(ours.decoded, theirs.decoded, strict=True)):
+        if mine.tokens != other.tokens:
             raise ValueError(f"{wrong}: {_first_difference(prompts, index, other, mine)} differs; {remedy}")
-    if ours.decoded != theirs.decoded:
+    if [text.counts for text in ours.decoded] != [text.counts for text in theirs.decoded]:
         raise ValueError(f"{wrong}: {_counts(ours.decoded)}, exported {_counts(theirs.decoded)}; {remedy}")
 
 
-def _first_difference(prompts: _Prompts, index: int, text: Sequence[int], other: Sequence[int]) -> str:
+def _first_difference(prompts: _Prompts, index: int, text: Generation, other: Generation) -> str:
     """Name the first token, from 1, at which two texts of a prompt differ."""
-    token = common_length(text, other)
+    token = common_length(text.tokens, other.tokens)
     return f"token {token + 1} after prompt {index + 1} of {prompts.name}"
 
 
-def _counts(decoded: Decoded) -> str:
+def _counts(decoded: Sequence[Generation]) -> str:
     """Write ``2.31 tokens per pass; accepted 123/88/41 in 200 passes``, by position."""
-    if not decoded.passes:
+    found = acceptance([text.counts for text in decoded])
+    if not found.passes:
         return "no text has more than one token"
-    written = sum(map(len, decoded.texts)) - len(decoded.texts)  # a prefill writes the first token
-    accepted = "/".join(map(str, decoded.accepted)) or "none"
-    return f"{written / decoded.passes:.2f} tokens per pass, accepted {accepted} in {decoded.passes} passes"
+    accepted = "/".join(f"{share.value * found.passes:.0f}" for share in found.reached) or "none"
+    return f"{found.tokens_per_pass.value:.2f} tokens per pass, accepted {accepted} in {found.passes} passes"
 
 
 @torch.inference_mode()
