@@ -18,7 +18,7 @@ def one(accepted: int, offered: int) -> list[StepCount]:
 
 def repeat(policy: Policy, budget: Budget, steps: list[StepCount], draft: float, verify: float, times: int) -> None:
     for _ in range(times):
-        policy.observe(budget, len(steps), steps, draft, verify, draft + verify)
+        policy.observe(budget, steps, draft, verify, draft + verify)
 
 
 def test_the_fixed_policy_takes_the_largest_budget_within_its_limits() -> None:
@@ -26,7 +26,7 @@ def test_the_fixed_policy_takes_the_largest_budget_within_its_limits() -> None:
     assert FixedPolicy(depth=3).choose(TREES, 1) == Budget(3, 8)
     assert FixedPolicy(nodes=7).choose(TREES, 1) == Budget(2, 4)
     assert FixedPolicy(depth=1).choose(TREES, 1) == PLAIN
-    assert FixedPolicy(depth=0).choose(chains(4), 8) == PLAIN
+    assert FixedPolicy(depth=0).choose(chains(4), 1) == PLAIN
 
 
 def test_the_heuristic_goes_two_deeper_when_all_was_accepted_and_one_less_else() -> None:
@@ -41,9 +41,9 @@ def test_the_heuristic_goes_two_deeper_when_all_was_accepted_and_one_less_else()
 def test_in_a_batch_the_heuristic_moves_by_the_mean_of_its_rows() -> None:
     policy = HeuristicPolicy(depth=4)
     full, missed, nothing_offered = StepCount(5, 4, 4, 4), StepCount(2, 1, 4, 4), StepCount(1, 0, 0, 0)
-    policy.observe(Budget(4, 5), 3, [full, missed, nothing_offered], 0.0, 1.0, 1.0)
-    policy.observe(Budget(4, 5), 2, [full, missed], 0.0, 1.0, 1.0)
-    assert policy.choose(chains(8), 3).depth == 5  # 4 + (2 - 1)/2 + (2 - 1)/2
+    policy.observe(Budget(4, 5), [full, missed, nothing_offered], 0.0, 1.0, 1.0)
+    policy.observe(Budget(4, 5), [full, missed], 0.0, 1.0, 1.0)
+    assert policy.choose(chains(8), 1).depth == 5  # 4 + (2 - 1)/2 + (2 - 1)/2
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_the_adaptive_policy_loses_little_against_the_best_of_what_it_may_choose
         for _ in range(rows):
             kept = next((i for i in range(budget.depth) if draw.random() > accepted), budget.depth)
             steps.append(StepCount(kept + 1, kept, budget.depth, budget.depth))
-        policy.observe(budget, rows, steps, 0.0, 0.0, spent := cost[budget] * draw.uniform(0.8, 1.2))
+        policy.observe(budget, steps, 0.0, 0.0, spent := cost[budget] * draw.uniform(0.8, 1.2))
         tokens, seconds = tokens + sum(step.emitted for step in steps) / rows, seconds + spent
     offered = (PLAIN, budgets[7], budgets[3], budgets[1])
     best = max(expected[budget] / cost[budget] for budget in offered)
@@ -79,6 +79,6 @@ def test_odd_steps_break_no_policy_and_without_budgets_it_decodes_plainly(name: 
     policy = named_policy(name)
     assert policy.choose([], 1) == PLAIN
     for turn in range(12):
-        budget = policy.choose(chains(4), 2)
+        budget = policy.choose(chains(4), 1)
         assert budget == PLAIN or budget in chains(4)
-        policy.observe(budget, 2, odd[turn % 4], 0.0, 0.0, 0.0)
+        policy.observe(budget, odd[turn % 4], 0.0, 0.0, 0.0)
