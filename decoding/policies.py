@@ -28,19 +28,13 @@ class Policy(Protocol):
     name: str
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
-        """Return one of the drafter's ``budgets`` (by increasing cost, `PLAIN` not among them), or `PLAIN`."""
+        """Return one of the drafter's ``budgets`` (by increasing cost, `PLAIN` not among them), or `PLAIN`.
 
-    def observe(
-        self,
-        budget: Budget,
-        rows: int,
-        steps: Sequence[StepCount],
-        draft_seconds: float,
-        verify_seconds: float,
-        total_seconds: float,
-        /,
-    ) -> None:
-        """Learn from a step of ``budget``: one count per row; the seconds are the whole batch's."""
+        ``rows``: the number of texts that are decoded at a time.
+        """
+
+    def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float, /) -> None:
+        """Learn from a step of ``budget``: one count per row, and the batch's seconds of draft, pass and all."""
 
 
 class FixedPolicy:
@@ -82,7 +76,7 @@ class HeuristicPolicy:
         within = [budget for budget in budgets if budget.depth <= self._depth]
         return within[-1] if within else budgets[0]
 
-    def observe(self, budget: Budget, rows: int, steps: Sequence[StepCount], *seconds: float) -> None:
+    def observe(self, budget: Budget, steps: Sequence[StepCount], *seconds: float) -> None:
         moves = [2 if step.accepted == step.offered else -1 for step in steps if step.offered > 0]
         if moves:
             self._depth = max(1.0, self._depth + sum(moves) / len(moves))
@@ -108,8 +102,8 @@ class _Rate:
 
     def lost(self, best: "_Rate") -> float:
         """Return the seconds that a step of this budget loses against the best; a guess before there were any."""
-        if not self._weight:
-            return 0.1 * best._seconds / best._weight
+        if not self._seconds or not best._seconds:
+            return 0.1 * best._seconds / max(best._weight, 1.0)
         return self._seconds / self._weight * (1 - self.value / best.value)
 
 
@@ -150,11 +144,9 @@ class AdaptivePolicy:
                 return arm
         return best
 
-    def observe(
-        self, budget: Budget, rows: int, steps: Sequence[StepCount], draft: float, verify: float, total: float, /
-    ) -> None:
+    def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float, /) -> None:
         self._seconds += total
-        self._rate(rows, budget).add(sum(step.emitted for step in steps), total, self._seconds)
+        self._rate(len(steps), budget).add(sum(step.emitted for step in steps), total, self._seconds)
 
     def _rate(self, rows: int, budget: Budget) -> _Rate:
         return self._rates.setdefault((rows.bit_length(), budget), _Rate())

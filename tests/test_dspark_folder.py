@@ -12,7 +12,8 @@ from tiny_dspark import tiny_dflash, tiny_dspark
 from tiny_models import tiny_model
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkConfig, DSparkDraft, is_dspark_folder, read_config
+from decoding.model.dspark import DSparkDraft, stored_shapes
+from decoding.model.dspark_config import DSparkConfig, is_dspark_folder, read_config
 from decoding.model.loading import load_draft, load_dspark
 
 
@@ -167,14 +168,15 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "sizes that no memory holds": (_config(vocab_size=10**12, markov_rank=10**6), "vocab_size is 1000000000000"),
     "a layer that is not there": (_config(num_hidden_layers=2), "layers.1"),
     "another target": (_config(num_target_layers=9), "num_target_layers is 9, and the target's is 4"),
+    "a tap beyond": (_config(num_target_layers=None, target_layer_ids=[0, 1, 3]), "behind layer 3 .* has 4 layers"),
     "a size that is none": (_config(block_size="six"), "does not describe a DSpark draft .*block_size is 'six'"),
-    "another rope": (_config(rope_parameters={"rope_type": "yarn"}), "rope_type is yarn, and a draft here has default"),
+    "another rope": (_config(rope_parameters={"rope_type": "yarn"}), "its rotary embeddings are yarn"),
     "a missing size": (lambda folder: (folder / "config.json").write_text('{"architectures": ["Qwen3DSparkModel"]}'),
                        "does not describe a DSpark draft"),
     "a missing tensor": (_tensors(lambda tensors: tensors.pop("fc.weight")), "fc.weight"),
     "a tensor too many": (_tensors(lambda tensors: tensors.update(more=torch.ones(2))), "more"),
     "no number": (_tensors(lambda tensors: tensors["fc.weight"].fill_(torch.nan)), "NaN or infinite"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot be read as safetensors"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no tensors"),
     "another architecture": (_config(architectures=["Qwen3ForCausalLM"]), "holds no DSpark draft: give draft:"),
 }  # fmt: skip
 """Also what servers read and this draft does not do: causal blocks, gated biases, windows, trimmed vocabularies."""
@@ -183,12 +185,12 @@ BROKEN |= {
     for name, value in {
         "is_causal": True,
         "markov_head_type": "gated",
-        "draft_vocab_size": 8,
         "attention_bias": True,
         "hidden_act": "gelu",
-        "layer_types": ["sliding_attention"],
     }.items()
 }
+BROKEN["a window"] = _config(layer_types=["sliding_attention"]), "some of its layers attend to a window"
+BROKEN["fewer tokens"] = _config(draft_vocab_size=8), "it writes 8 of 16 tokens"
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -214,5 +216,5 @@ def test_a_dspark_draft_is_no_ordinary_one_nor_an_ordinary_one_a_dspark_draft(ta
 
 def test_shapes_are_known_without_weights() -> None:
     draft = DSparkDraft(config := DSparkConfig(16, 24, 1, 2, 1, 32, 16, 4, 3, (0,), 2, 3))
-    shapes = dict(config.shapes())
+    shapes = dict(stored_shapes(config))
     assert sorted(shapes.values()) == sorted(tuple(tensor.shape) for tensor in draft.state_dict().values())

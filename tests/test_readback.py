@@ -13,7 +13,8 @@ from tiny_models import tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 
 from decoding.model.heads import MedusaConfig
-from trainer.export import draft, export, vllm
+from trainer.export import draft, vllm
+from trainer.export.exporter import export
 from trainer.recipe.reading import parse_recipe
 
 HEADS = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=2, tree=((0,), (1,), (0, 0)))
@@ -138,7 +139,8 @@ def test_a_format_that_rounds_tells_both_acceptances_and_its_texts_are_equal(
     target_as_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_with_noise(monkeypatch)
-    monkeypatch.setattr(draft, "rounds", lambda task: True, raising=False)
+    describe = draft.describe_model
+    monkeypatch.setattr(draft, "describe_model", lambda *given: replace(describe(*given), rounded=True))
     sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
     assert "texts equal 3/3, to plain decoding's 3/3; trained: 4.33 tokens per pass" in sentence
     assert "; exported: " in sentence and "4.33" not in sentence.partition("exported")[2]

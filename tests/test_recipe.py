@@ -37,7 +37,7 @@ def write(tmp_path: Path, content: Any) -> Path:
         (MEDUSA, {"dtype": "float16"}, "dtype: Input should be 'fast', 'bf16', 'fp16' or 'fp32'"),
         (MEDUSA, {"training": {"steps": 0}}, "training.steps: "),
         (DRAFT, {"draft": {"init": {"from_model": "m", "from_config": {}}}}, "from_model and from_config: give one of"),
-        (DRAFT, {"draft": {"teacher": {"folder": "t"}, "policy": {"draft": 1}}}, "but draft.policy writes others"),
+        (DRAFT, {"draft": {"teacher": {"folder": "t"}, "policy": {"loop": 1}}}, "but draft.policy writes others"),
     ],
 )
 def test_what_no_recipe_can_say_is_named_with_its_key(

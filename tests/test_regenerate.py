@@ -17,8 +17,8 @@ from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
 
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
+from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
-from trainer.commands.training_options import RegenerateOptions
 from trainer.data.answers import AnsweredConversation, AnswerFile, Summary
 from trainer.data.conversations import AnswerKey, OpenConversation, answer_message, read_conversations
 from trainer.data.dataset import load_dataset
@@ -241,8 +241,9 @@ def test_a_row_that_cannot_be_asked_is_named_by_its_line(tmp_path: Path, row: st
         ({"target": None, "endpoint": ["http://127.0.0.1:9/v1"]}, "say which with --model"),
         (
             {"target": None, "endpoint": ["http://127.0.0.1:9/v1"], "model": "m", "drafter": "lookup"},
-            "--drafter speeds up",
+            "--drafter has no effect with --endpoint",
         ),
+        ({"timeout": 3.0}, "--timeout has no effect without --endpoint"),
         ({"n": 2}, "n is 2 at temperature 0, where all answers are the same"),
     ],
     ids=lambda value: str(value),

@@ -116,20 +116,13 @@ def test_a_chat_is_sent_as_messages() -> None:
     assert endpoint.requests[0].body["top_logprobs"] == 2
 
 
-def test_metrics_are_next_to_v1_and_none_if_they_are_missing() -> None:
-    with asked(lambda request: (200, "passes 12") if request.path == "/metrics" else (404, "nothing")) as (model, _):
-        assert model.metrics() == "passes 12"
-    with asked(lambda request: (404, "nothing")) as (model, _):
-        assert model.metrics() is None
-
-
 @pytest.mark.parametrize(
     ("reply", "sentence"),
     [
         ((401, {"error": {"message": f"bad key {KEY}"}}), "refuses the key"),
         ((404, {"error": {"message": "no model"}}), "knows no model 'tiny'"),
         ((500, {"error": {"message": f"out of memory, {KEY}"}}), "gave no answer: HTTP 500"),
-        ((200, "{half"), "no JSON"),
+        ((200, "{half"), "not JSON"),
         ((200, {"choices": []}), "no completion"),
     ],
 )

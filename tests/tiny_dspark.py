@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkConfig, DSparkDraft
+from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark_config import DSparkConfig
 
 
 def tiny_dspark(

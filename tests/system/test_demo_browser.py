@@ -220,27 +220,6 @@ def test_a_drafter_and_a_lossy_rule_can_be_chosen_and_are_named(server: str, bro
     visit.close()
 
 
-def test_a_bad_entry_is_one_sentence_and_loses_nothing(server: str, browser: Browser) -> None:
-    visit = Visit(browser, server)
-    visit.run("abcabcabc", 24)
-    visit.ends()
-    text = visit.text("plain")
-    notice = visit.page.locator("#notice .notice.bad")
-    visit.run(" ", 24)
-    expect(notice).to_have_text("The prompt is empty: write one, or take an example.")
-    visit.run("a" * 5000, 24)
-    expect(notice).to_contain_text("A prompt of 5000 tokens and 24 new ones make 5024")
-    visit.fill("temperature", "-1")
-    visit.run("abc", 24)
-    expect(notice).to_contain_text("Temperature is -1")
-    assert visit.text("plain") == text and visit.page.locator("#tree .tree").count() == 1
-    visit.fill("temperature", "0")
-    visit.run("abc", 24)
-    expect(notice).to_have_count(0)
-    visit.ends()
-    visit.close()
-
-
 def test_two_people_decode_one_after_another_each_a_text_of_their_own(server: str, browser: Browser) -> None:
     visits = [Visit(browser, server), Visit(browser, server)]
     for visit, prompt in zip(visits, ("xyz", "abcabc"), strict=True):

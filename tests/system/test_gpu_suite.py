@@ -32,8 +32,9 @@ LEFT_OUT = (
         "jaxtyping",
         "jinja2",
         "matplotlib",
+        "headstart",
     ),
-    *("headstart", "peft", "platformdirs", "pydantic", "pytest", "_pytest", "rich", "typer", "wandb"),
+    *("peft", "platformdirs", "pydantic", "pytest", "_pytest", "rich", "typer", "wandb"),
 )
 PARTS = ["tests", "bandwidth", "decoding, trained size", "decoding, wide", "decoding, wider", "launches", "training"]
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from decoding.model.loading import load_model, load_tokenizer
 from trainer import quickstart
 from trainer.recipe.pretrain import PretrainRecipe
-from trainer.run.train import ensure_answered, ensure_built
+from trainer.run.train import ensure_built
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +92,10 @@ def test_the_target_is_built_once_and_loads_like_any_other(cache: Path, monkeypa
     ensure_built("quickstart")
 
     monkeypatch.setattr(quickstart, "ANSWER_TOKENS", 3)
-    ensure_answered(quickstart.ANSWERS)
+    ensure_built(quickstart.ANSWERS)
     answers = rows(quickstart.answers())
     assert [row["row"] for row in answers] == list(range(1, 9)) and all(row["tokens"] <= 3 for row in answers)
     before = quickstart.answers().read_bytes()
     monkeypatch.setattr(quickstart, "write_prompts", lambda: pytest.fail("they were written again"))
-    ensure_answered(quickstart.ANSWERS)
+    ensure_built(quickstart.ANSWERS)
     assert quickstart.answers().read_bytes() == before

@@ -17,18 +17,19 @@ from transformers import PreTrainedModel
 
 from decoding.drafters import DraftModelDrafter
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import measure_acceptance
 from decoding.measure.figures import told
+from decoding.measure.measurement import count_steps
+from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer
 from trainer.commands import realign
+from trainer.commands.options import RealignOptions
 from trainer.commands.realign import recipe_of, run_realign, split_prompts
-from trainer.commands.training_options import RealignOptions
 from trainer.recipe.draft import DraftRecipe
 
 NOBODY = Console(file=io.StringIO())
 """Listens."""
-STALE = "lr=1e-3,of yesterday"
+STALE = "lr=1e-3 of yesterday"
 """The draft's folder: a path with characters at which the text of a drafter is split."""
 
 
@@ -127,7 +128,7 @@ def test_a_stale_draft_fits_its_tuned_target_again(straight: Straight) -> None:
     draft = load_draft(str(workshop / "run" / "final"), target, load_tokenizer(str(workshop / "tuned")))
     prompts = [[WORDS.index(word) for word in prompt(index).split()] for index in (38, 39)]
     config = DecodingConfig(12, eos_token_ids=(1,))
-    again = measure_acceptance(target, DraftModelDrafter(draft, 4), prompts, config)
+    again = acceptance(count_steps(target, DraftModelDrafter(draft, 4), prompts, config))
     assert after["tokens_per_pass"] == told(again.tokens_per_pass) and after["tokens_per_pass"]["low"] is None
     assert after["accepted_per_drafted"] == told(again.accepted_per_drafted)
 

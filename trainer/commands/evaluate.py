@@ -14,9 +14,9 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from decoding.measure.evaluate import Measurement, report_of, write_report
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.markdown import one_line
+from decoding.measure.measurement import Measurement, report_of, write_report
 from decoding.measure.methods import EvaluationConfig, settings_of, standard_methods
 from decoding.measure.questions import Asker, Question, evenly, read_questions, waves_of
 from decoding.measure.records import check_identity, open_records, provenances, record_files
@@ -92,9 +92,7 @@ def _prepared(
     )
     temperatures = [setting.temperature for setting in settings_of(config)]
     notes = process.console if process.is_first else Console(quiet=True)
-    drafters = asked_or_planned(
-        options.drafter or (), options.plan, options, temperatures, config.batch_sizes, config.contexts, notes
-    )
+    drafters = asked_or_planned(options.drafter or (), options.plan, options, temperatures, config.batch_sizes, notes)
     every = read_questions(resolve(options.prompts), options.prompt_field)
     chosen = _chosen(every, options, process)
     models = load_models(options, drafters)

@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from decoding.drafters.parallel import ParallelDrafter
+from decoding.model.parallel import ParallelParts, is_parallel_folder, read_config
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters.draft_model import DraftModelDrafter
-from decoding.drafters.parallel import ParallelDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import (
     TOKENIZER_PROBE,
@@ -17,7 +18,6 @@ from decoding.model.loading import (
     load_parallel_draft,
     load_tokenizer,
 )
-from decoding.model.parallel import ParallelParts, is_parallel_folder, read_config
 from decoding.model.stored import check_finite, read_object
 from decoding.model.vocabulary import read_output_tokens, write_output_tokens
 from decoding.rules.best_tree import Paths
@@ -44,7 +44,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     if hasattr(model.config, "auto_map"):
         del model.config.auto_map  # names code that is not exported with it
     check_finite(dict(model.named_parameters()), f"{source}", "give an earlier checkpoint, or train the draft again")
-    write_model(model, tokenizer, folder, shard_bytes=task.shard_bytes)
+    write_model(model, tokenizer, folder)
     if (output_tokens := read_output_tokens(model, str(source))) is not None:
         write_output_tokens(folder, output_tokens)
     read_model, read_tokenizer = _load(folder)

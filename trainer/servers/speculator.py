@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from decoding.drafters.parallel import ParallelDrafter
+from decoding.model.parallel import ParallelDraft
 from jaxtyping import Int
 from safetensors.torch import load_file
 from torch import Tensor
@@ -13,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.drafters.medusa import MedusaDrafter
-from decoding.drafters.parallel import ParallelDrafter
 from decoding.drafters.registry import parse_drafter
 from decoding.errors import UserError
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
@@ -22,7 +23,6 @@ from decoding.model.heads import MedusaHeads
 from decoding.model.hub import local_folder
 from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import load_draft, load_heads, load_model, load_parallel_draft
-from decoding.model.parallel import ParallelDraft
 from decoding.model.stored import read_header, read_object
 from trainer.export.vllm import read_vllm_heads
 from trainer.servers.configs import is_vllm_heads
