@@ -74,7 +74,9 @@ def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section:
     head_dim = getattr(config, "head_dim", None) or target.hidden_size // heads
     return DSparkConfig(
         hidden_size=target.hidden_size,
-        intermediate_size=section.intermediate_size or config.intermediate_size,
+        intermediate_size=section.intermediate_size
+        or getattr(config, "intermediate_size", None)
+        or 4 * target.hidden_size,
         num_hidden_layers=section.layers,
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
