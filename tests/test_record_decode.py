@@ -49,16 +49,6 @@ def texts(svg: str) -> list[str]:
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_stand_in_lines_and_those_that_were_drafted_are_marked() -> None:
-    marks = drawing.laid_out(report()["speculative"]["steps"])
-    assert [(mark.text, mark.column, mark.line, mark.step, mark.drafted) for mark in marks] == [
-        ("a", 0, 0, 0, False),
-        ("b", 2, 0, 1, True),
-        ("c", 2, 1, 1, True),
-        ("d", 4, 1, 1, False),
-    ]
-
-
 @pytest.mark.parametrize("narrow", [False, True])
 def test_text_is_escaped_and_nothing_is_loaded_or_run(narrow: bool) -> None:
     evil = {**report(["<script>alert(1)</script>", " &amp;", ' "x"', "]]>"]), "prompt": "<b onload='x'>"}
