@@ -27,7 +27,7 @@ from trainer import quickstart
 from trainer.commands.evaluate import run_evaluate
 from trainer.commands.guarded import guarded
 from trainer.commands.options import EvaluateOptions
-from trainer.export import export
+from trainer.export.exporter import export
 from trainer.recipe.reading import load_recipe
 from trainer.run.train import ensure_built
 

@@ -75,22 +75,6 @@ def test_the_prompt_stands_in_the_template_that_the_recipe_names(tmp_path: Path)
     assert load(tmp_path, [row], tiny_tokenizer(CHAT_TEMPLATE)).examples[0].tokens.tolist() == [2, 6, 4, 1]
 
 
-@pytest.mark.parametrize(
-    ("template", "contents", "message"),
-    [
-        ("{{ raise_exception('no c here') }}", ("c", "a"), "cannot hold this conversation: no c here"),
-        (CHAT_TEMPLATE, ("", "a"), "begins with the assistant"),
-    ],
-)
-def test_a_conversation_that_the_template_cannot_hold_is_refused_naming_the_row(
-    tmp_path: Path, template: str, contents: tuple[str, str], message: str
-) -> None:
-    row = chat(*contents, answer_tokens=[[4, 1]])
-    row["messages"] = [said for said in row["messages"] if said["content"]]
-    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 1: .*{message}"):
-        load(tmp_path, [row], tiny_tokenizer(template))
-
-
 # --- a text that was cut off ----------------------------------------------------------------------------------------
 
 

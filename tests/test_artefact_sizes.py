@@ -16,7 +16,7 @@ from decoding.model.folder import check_model_folder
 from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
 from decoding.model.loading import is_heads_folder, load_draft, load_heads, load_model
 from decoding.rules.tree import MOST_NODES
-from trainer.export import export
+from trainer.export.exporter import export
 from trainer.export.vllm import read_vllm_heads
 
 CONFIG = MedusaConfig(16, 16, num_heads=3, num_layers=2, tree=((0,), (1,), (0, 0), (0, 2)))

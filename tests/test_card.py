@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import ModelCard
 from test_markdown import FEW_HOSTILE, HARMLESS, SECRETS, kinds
 
-from trainer.export.card import CardFigures, card_figures, render_card, target_license
+from trainer.export.card import CardFigures, card_figures, render_card
 from trainer.export.companions import read_provenance
 from trainer.export.serve import ServerCommand
 from trainer.export.task import Artefact
@@ -141,29 +141,13 @@ def test_the_card_has_the_servers_commands_and_what_was_read_back(tmp_path: Path
 # --- licences and hostile names ---------------------------------------------------------------------------------------
 
 
-def test_the_targets_licence_is_the_one_that_its_own_card_names(tmp_path: Path) -> None:
-    assert target_license(None) is None and target_license(str(tmp_path)) is None
-    for front_matter, named in [
-        ("license: apache-2.0", "apache-2.0"),
-        ("license: other\nlicense_name: my-terms", "my-terms"),
-        ("license: [mit, gpl]", None),
-        ("license: [", None),
-    ]:
-        (tmp_path / "README.md").write_text(f"---\n{front_matter}\n---\n# A model\n")
-        assert target_license(str(tmp_path)) == named
-    text = card(tmp_path, PROVENANCE, target_license="apache-2.0").text
-    assert (
-        "- The target: apache-2.0, by its own card" in text and "- These weights: their owner gave no licence" in text
-    )
-
-
 def card_of(folder: Path, name: str, license: str | None = None) -> str:
     """The card of an artefact whose texts are all of this name, but for the licence, which its owner gives."""
     provenance = {**PROVENANCE, "target": {"name": name, "fingerprint": name}, "commit": name, "versions": {name: name}}
     provenance["data"] = {name: {"license": name, "rows": name, "source": name}}
     hardware = {"processor": name, "gpu": name}
     found = figures(row(name, 0, 1.5), dtype=name, prompts_from=name, commit=name, hardware=hardware)
-    return str(card(folder, provenance, compared=(name,), target_license=name, license=license, figures=found))
+    return str(card(folder, provenance, compared=(name,), license=license, figures=found))
 
 
 @pytest.mark.parametrize("hostile", FEW_HOSTILE)

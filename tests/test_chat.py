@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 from tiny_tokenizer import byte_tokenizer
-from tiny_training import CHAT_TEMPLATE, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decoding.jsonl import read_rows
 from decoding.model.loading import load_tokenizer
-from trainer.data.chat import COMPARED, MARKED, ChatTemplate, Marked, chat_template
+from trainer.data.chat import COMPARED, MARKED, ChatTemplate, Marked
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -134,15 +133,6 @@ def test_a_prompt_that_the_template_rewrites_once_answered_is_refused() -> None:
 def test_a_conversation_that_does_not_fit_is_named(template: str, messages: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=f"row: the .*{message}"):
         encode(template, messages)
-
-
-def test_a_file_replaces_the_tokenizers_template(tmp_path: Path) -> None:
-    file = tmp_path / "own.jinja"
-    file.write_text(CHAT_TEMPLATE)
-    template = chat_template(tiny_tokenizer("{{ 'nothing' }}"), str(file))
-    assert template is not None and template.mask_source == MARKED
-    with pytest.raises(ValueError, match=r"there is no chat template .*none\.jinja"):
-        chat_template(tiny_tokenizer(), str(tmp_path / "none.jinja"))
 
 
 def test_real_conversations_give_the_same_tokens_by_marks_and_by_comparison() -> None:

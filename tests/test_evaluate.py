@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from decoding.drafters import DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import count_steps, evaluate, write_report
+from decoding.measure.measurement import count_steps, evaluate, write_report
 from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, standard_methods, transformers_generate
 from decoding.measure.report.page import write_html
 from decoding.metrics import acceptance

@@ -12,7 +12,7 @@ from test_readback import run_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import load_model
-from trainer.export import export
+from trainer.export.exporter import export
 
 
 @pytest.fixture

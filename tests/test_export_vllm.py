@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from trainer.export import export
-from trainer.export.exporter import NO_PROMPTS
+from trainer.export.exporter import NO_PROMPTS, export
 from trainer.export.vllm import read_vllm_heads
 
 CHAIN = ((0,), (0, 0))

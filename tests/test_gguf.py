@@ -20,7 +20,7 @@ from decoding.metrics import Acceptance, acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_model
 from decoding.model.vocabulary import write_output_tokens
-from trainer.export import export
+from trainer.export.exporter import export
 from trainer.export.gguf import readers
 from trainer.export.gguf_vocabulary import vocabulary_of
 from trainer.export.task import ExportTask

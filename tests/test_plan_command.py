@@ -19,7 +19,7 @@ from decoding.measure.planning.planner import PlanConfig
 from decoding.model.heads import MedusaHeads
 from trainer.commands.options import GenerateOptions
 from trainer.commands.plan import asked_or_planned
-from trainer.export import export
+from trainer.export.exporter import export
 
 QUICK = ("--max-new-tokens", "8", "--limit", "2", "--dtype", "fp32")
 

@@ -13,7 +13,7 @@ from tiny_models import full_forward, naive_greedy
 from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import count_steps
+from decoding.measure.measurement import count_steps
 from decoding.measure.proof.distribution import counts_after, likely_beginnings
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity

@@ -14,9 +14,10 @@ from test_export import random_heads, report_of, write_json
 
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaHeads
-from trainer.export import export, push
 from trainer.export.card import render_card
+from trainer.export.exporter import export
 from trainer.export.task import Artefact
+from trainer.export.upload import push
 
 SECRET = "hf_SomebodyElsesTokenInARecipe"
 WEIGHTS = b"\x02\x00\x00\x00\x00\x00\x00\x00{}" + bytes(range(256)) * 8
@@ -51,7 +52,7 @@ def test_a_push_delivers_every_byte_to_a_private_repository_and_keeps_the_token_
     """In a process of its own, with every logger at its most talkative, so that all it prints can be searched."""
     program = (
         "import logging, sys; logging.basicConfig(level=1)\n"
-        "from trainer.export import push\n"
+        "from trainer.export.upload import push\n"
         "from huggingface_hub.utils import logging as hub_logging; hub_logging.set_verbosity_debug()\n"
         "print(push(sys.argv[1], sys.argv[2]))\n"
     )

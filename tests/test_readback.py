@@ -13,7 +13,8 @@ from tiny_models import tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 
 from decoding.model.heads import MedusaConfig
-from trainer.export import draft, export, vllm
+from trainer.export import draft, vllm
+from trainer.export.exporter import export
 from trainer.recipe.reading import parse_recipe
 
 HEADS = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=2, tree=((0,), (1,), (0, 0)))

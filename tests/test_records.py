@@ -10,7 +10,7 @@ import pytest
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
-from decoding.measure.evaluate import Measurement, cells_of, report_of
+from decoding.measure.measurement import Measurement, cells_of, report_of
 from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, settings_of, standard_methods
 from decoding.measure.questions import Asker, Question, TokenPrompts, waves_of
 from decoding.measure.records import (

@@ -43,8 +43,8 @@ def write(
 ) -> TeacherStore:
     """A complete cache."""
     identity = identity_of(target, examples, **options)
-    ensure_store(TeacherWriter(target, identity), examples, folder, shard_rows)
-    return TeacherStore.open(folder, identity)
+    layout = ensure_store(TeacherWriter(target, identity), examples, folder, shard_rows)
+    return TeacherStore(folder, identity, layout)
 
 
 def batch_of(*indices: int) -> Batch:

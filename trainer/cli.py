@@ -241,7 +241,7 @@ def diagnose(options: option_sets.DiagnoseOptions) -> bool:
 )
 def export(options: option_sets.ExportOptions) -> None:
     """Write heads or a draft in a format that servers load. A model card goes with it."""
-    from trainer.export import export as run_export
+    from trainer.export.exporter import export as run_export
 
     print(run_export(**vars(options)))
 
@@ -249,7 +249,7 @@ def export(options: option_sets.ExportOptions) -> None:
 @command(app, "headstart push exported/heads ORG/HEADS")
 def push(options: option_sets.PushOptions) -> None:
     """Upload an exported folder to the Hub."""
-    from trainer.export import push as run_push
+    from trainer.export.upload import push as run_push
 
     print(run_push(**vars(options)))
 

@@ -17,7 +17,7 @@ from decoding.drafters import DraftModelDrafter, MedusaDrafter
 from decoding.drafters.parallel import ParallelDrafter
 from decoding.model.loading import load_draft, load_heads, load_parallel_draft
 from decoding.model.stored import read_weights, write_weights
-from trainer.export import export
+from trainer.export.exporter import export
 
 ROOT = Path(__file__).resolve().parents[2]
 with pytest.MonkeyPatch.context() as patched:

@@ -15,7 +15,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_heads, load_parallel_draft
 from decoding.model.parallel import ParallelConfig, ParallelParts
-from trainer.export import export
+from trainer.export.exporter import export
 
 MUTATIONS = 60
 HOSTILE: tuple[Any, ...] = (

@@ -24,7 +24,7 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.commands.diagnose import run_diagnose
 from trainer.commands.options import DiagnoseOptions
 from trainer.drafts.start import write_draft
-from trainer.export import export
+from trainer.export.exporter import export
 from trainer.servers.acceptance import ACCEPTANCE, SAMPLING
 from trainer.servers.configs import ROPE, VOCABULARY
 from trainer.servers.rendered import TEMPLATE

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import counting_model, naive_greedy
+from tiny_models import naive_greedy
 from tiny_policies import DATA, PROMPTS, draft, policy_of, source_of, target, training_of
 from tiny_training import Recorder, interrupt, tiny_tokenizer, train_toy
 from torch import Tensor
@@ -104,28 +104,6 @@ def test_texts_are_written_for_several_steps_by_the_draft_as_it_is_at_the_first(
     assert not any(text.rejected for text in written_in(tmp_path, 0))
     assert any(text.rejected for text in written_in(tmp_path, 4))
     assert {text.step for text in written_in(tmp_path, 4)} == {4, 5}, "nothing is written for steps behind the last"
-
-
-# --- texts that collapsed -------------------------------------------------------------------------------------------
-
-
-def stuck() -> CausalLM:
-    """A target that writes its last token again, to no end."""
-    model = counting_model()
-    with torch.no_grad():
-        model.get_output_embeddings().weight.copy_(torch.eye(16))
-    return CausalLM(model)
-
-
-def test_the_datas_own_answer_stands_in_for_a_text_that_collapsed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tiny_policies.target", stuck)
-    source = source_of(tmp_path, policy_of(target=1, temperature=0))
-    figures = source.write(0, ALL)
-    assert figures["generated/collapsed"] == 8
-    assert source.examples_at(0, ALL) == Offline(DATA, 8, 0).examples_at(0, ALL)
-    assert all(text.collapsed and len(text.answer) == 12 for text in written_in(tmp_path)), "they are there to look at"
 
 
 # --- training -------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from decoding.drafters import DraftModelDrafter
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import count_steps
 from decoding.measure.figures import told
+from decoding.measure.measurement import count_steps
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Olmo3C
 
 from decoding.model.causal_lm import CausalLM
 from trainer.drafts.start import write_draft
-from trainer.export import export
+from trainer.export.exporter import export
 from trainer.files.transformers4 import config_for_both, rope_keys, write_model
 
 

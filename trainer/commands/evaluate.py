@@ -14,8 +14,8 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from decoding.measure.evaluate import Measurement, report_of, write_report
 from decoding.measure.markdown import one_line
+from decoding.measure.measurement import Measurement, report_of, write_report
 from decoding.measure.methods import EvaluationConfig, settings_of, standard_methods
 from decoding.measure.questions import Asker, Question, evenly, read_questions, waves_of
 from decoding.measure.records import check_identity, open_records, provenances, record_files

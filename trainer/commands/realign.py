@@ -18,8 +18,8 @@ from rich.table import Table
 from decoding.drafters.registry import named_drafter
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
-from decoding.measure.evaluate import count_steps
 from decoding.measure.figures import estimate, told
+from decoding.measure.measurement import count_steps
 from decoding.metrics import acceptance
 from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_draft, load_tokenizer
 from decoding.rules.sampling import SamplingConfig

@@ -31,35 +31,6 @@ GENERATED = "generated"
 """The folder of the written texts in a run's output."""
 Origin = Literal["offline", "target", "loop"]
 """Where a sequence comes from: see `PolicySection`."""
-LONGEST_PERIOD = 16
-"""Tokens of the longest pattern that a collapsed text may repeat."""
-REPEATS = 4
-"""Repetitions of the pattern, at least."""
-ENDLESS = 32
-"""Tokens at the end of a collapsed text that repeat one pattern, at least."""
-
-
-def is_collapsed(answer: Sequence[int], ended: bool) -> bool:
-    """Return True for an answer that is empty or repeats itself without end.
-
-    An answer that ``ended`` includes its end token.
-
-    Empty: the first token ended it. Endless: it was cut off, and the last `ENDLESS` or more tokens (of a short answer
-    three quarters, at least 8) are one pattern of at most `LONGEST_PERIOD` tokens, at least `REPEATS` times. The rows
-    of a table differ from one another; an answer that ended has not collapsed however often it repeats itself.
-    """
-    if ended:
-        return len(answer) == 1
-    needed = max(8, min(ENDLESS, 3 * len(answer) // 4))
-    return any(_repeated(answer, period) >= max(needed, REPEATS * period) for period in range(1, LONGEST_PERIOD + 1))
-
-
-def _repeated(tokens: Sequence[int], period: int) -> int:
-    """Return the length of the end that repeats with this period, its first ``period`` tokens included."""
-    length = period
-    while length < len(tokens) and tokens[-length - 1] == tokens[-length - 1 + period]:
-        length += 1
-    return length
 
 
 class Order(NamedTuple):
@@ -85,7 +56,6 @@ class GeneratedText(NamedTuple):
     prompt_length: int
     tokens: tuple[int, ...]
     rejected: tuple[int, ...]
-    collapsed: bool
 
     @property
     def answer(self) -> tuple[int, ...]:
@@ -147,9 +117,8 @@ class TextWriter:
         texts = []
         for order, text, corrected in zip(orders, tokens, rejected, strict=True):
             length = len(order.prompt)
-            collapsed = is_collapsed(text[length:], text[-1] in self._config.eos_token_ids)
             where = order.step, order.position, order.place, order.kind
-            texts.append(GeneratedText(*where, length, tuple(text), tuple(corrected), collapsed))
+            texts.append(GeneratedText(*where, length, tuple(text), tuple(corrected)))
         return texts
 
 
@@ -267,8 +236,8 @@ class PolicySource:
     def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
         """Write texts for these positions of the window's steps.
 
-        The figures count texts, their new tokens, those at which the draft was rejected, texts that collapsed, and
-        seconds: the processes' mean.
+        The figures count texts, their new tokens, those at which the draft was rejected, and seconds: the
+        processes' mean.
         """
         start = time.perf_counter()
         orders = self._orders(step, positions)
@@ -279,7 +248,6 @@ class PolicySource:
             "generated/texts": len(texts),
             "generated/tokens": sum(len(text.answer) for text in texts),
             "generated/rejected": sum(len(text.rejected) for text in texts),
-            "generated/collapsed": sum(text.collapsed for text in texts),
             "generated/seconds": (time.perf_counter() - start) / self._files.process.world,
         }
 
@@ -293,8 +261,8 @@ class PolicySource:
         ]
 
     def _trained(self, row: PlacedExample, text: GeneratedText | None) -> PlacedExample:
-        """Return the data's own row where no text was written, or the text collapsed."""
-        if text is None or text.collapsed:
+        """Return the data's own row where no text was written."""
+        if text is None:
             return row
         return PlacedExample(text.example(self._policy.loop_trains if text.kind == "loop" else "all"), -1)
 

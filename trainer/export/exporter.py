@@ -13,7 +13,6 @@ from trainer.export.card import (
     read_own_report,
     render_card,
     target_argument,
-    target_license,
 )
 from trainer.export.companions import (
     ServingPlan,
@@ -154,7 +153,6 @@ def _write(task: ExportTask, request: _Request) -> tuple[Artefact, tuple[str, ..
         compared=without_local_paths(compared),
         adapted=adapted,
         license=request.license,
-        target_license=target_license(task.target),
     )
     (task.folder / CARD_NAME).write_text(card, encoding="utf-8")
     mode = (task.folder / CARD_NAME).stat().st_mode  # safetensors writes for the owner; servers run as other users

@@ -46,7 +46,6 @@ class PolicySection(Section):
 
     ``offline``: the data's own answers · ``target``: the target answers now · ``loop``: target and draft answer
     together by the speculative loop, and ``loop_trains`` chooses the tokens that are trained (Draft-OPD, 2605.29343).
-    A text that is empty, or repeats itself without end, is counted, and the data's own answer is trained on instead.
     """
 
     offline: Weight = 0.0

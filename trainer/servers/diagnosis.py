@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import count_steps
+from decoding.measure.measurement import count_steps
 from decoding.measure.proof.finding import Finding, undecided
 from decoding.measure.proof.reference import Reference
 from decoding.metrics import acceptance
