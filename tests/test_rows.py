@@ -1,7 +1,6 @@
 """Where rows come from, and how each is named when something is wrong with it."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +129,3 @@ def test_a_sharegpt_conversation_becomes_messages() -> None:
     messages = conversation(row, "sharegpt", "row")
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert messages[1] == {"role": "user", "content": "Why?"}
-
-
-@pytest.mark.parametrize(
-    ("turns", "message"),
-    [
-        ("a", "row: the conversations are 'a', not a list of turns"),
-        ([{"from": "human", "value": 3}], "row: a turn is .*, without a 'from' and a 'value' that are texts"),
-        ([{"from": "bard", "value": "a"}], "row: a turn is from 'bard': ShareGPT has human, user, gpt"),
-    ],
-)
-def test_a_malformed_sharegpt_conversation_is_named(turns: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        conversation(json.loads(json.dumps({"conversations": turns})), "sharegpt", "row")
