@@ -56,11 +56,7 @@ def test_version_5_reads_the_same_model_beside_the_keys_of_version_4(name: str, 
         ("olmo2, linear", {"rope_theta": 123.0, "rope_scaling": {"type": "linear", "factor": 4.0}}),
         (
             "gemma3, both",
-            {
-                "rope_theta": 321.0,
-                "rope_local_base_freq": 77.0,
-                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-            },
+            {"rope_theta": 321.0, "rope_local_base_freq": 77.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
         ),
         (
             "gpt-neox, half",
