@@ -111,10 +111,7 @@ def test_a_branch_is_made_and_a_pull_request_leaves_main(hub: FakeHub, folder: P
 
 @pytest.mark.parametrize(
     ("path", "status", "remedy"),
-    [
-        ("/api/repos/create", 401, "run `hf auth login`"),
-        (COMMIT, 403, "use a token with write access"),
-    ],
+    [("/api/repos/create", 401, "run `hf auth login`"), (COMMIT, 403, "use a token with write access")],
 )
 def test_whatever_the_hub_refuses_is_one_sentence_without_the_token(
     hub: FakeHub, folder: Path, path: str, status: int, remedy: str
