@@ -25,9 +25,9 @@ from widen import widened_heads, widened_parallel, widened_to
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.dtypes import parse_dtype
-from decoding.measure.evaluate import evaluate
 from decoding.measure.figures import PLAIN, TRANSFORMERS
 from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.measurement import evaluate
 from decoding.measure.methods import EvaluationConfig, standard_methods
 from decoding.measure.questions import read_prompts
 from decoding.measure.report.tables import markdown_table

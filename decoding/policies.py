@@ -27,20 +27,11 @@ class Policy(Protocol):
 
     name: str
 
-    def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
+    def choose(self, budgets: Sequence[Budget]) -> Budget:
         """Return one of the drafter's ``budgets`` (by increasing cost, `PLAIN` not among them), or `PLAIN`."""
 
-    def observe(
-        self,
-        budget: Budget,
-        rows: int,
-        steps: Sequence[StepCount],
-        draft_seconds: float,
-        verify_seconds: float,
-        total_seconds: float,
-        /,
-    ) -> None:
-        """Learn from a step of ``budget``: one count per row; the seconds are the whole batch's."""
+    def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float, /) -> None:
+        """Learn from a step of ``budget``: one count per row, and the batch's seconds of draft, pass and all."""
 
 
 class FixedPolicy:
@@ -54,7 +45,7 @@ class FixedPolicy:
         self._depth = math.inf if depth is None else depth
         self._nodes = math.inf if nodes is None else nodes
 
-    def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
+    def choose(self, budgets: Sequence[Budget]) -> Budget:
         within = [budget for budget in budgets if budget.depth <= self._depth and budget.nodes <= self._nodes]
         return within[-1] if within else PLAIN
 
@@ -75,14 +66,14 @@ class HeuristicPolicy:
             raise ValueError(f"a depth of {depth} to start from: give at least 1")
         self._depth: float = depth
 
-    def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
+    def choose(self, budgets: Sequence[Budget]) -> Budget:
         if not budgets:
             return PLAIN
         self._depth = min(self._depth, max(budget.depth for budget in budgets))
         within = [budget for budget in budgets if budget.depth <= self._depth]
         return within[-1] if within else budgets[0]
 
-    def observe(self, budget: Budget, rows: int, steps: Sequence[StepCount], *seconds: float) -> None:
+    def observe(self, budget: Budget, steps: Sequence[StepCount], *seconds: float) -> None:
         moves = [2 if step.accepted == step.offered else -1 for step in steps if step.offered > 0]
         if moves:
             self._depth = max(1.0, self._depth + sum(moves) / len(moves))

@@ -123,7 +123,6 @@ def test_greedy_rows_are_plain_greedy_up_to_their_ends(
             "top_p": st.sampled_from([1.0, 0.8]),
             "min_p": st.sampled_from([0.0, 0.05]),
             "repetition_penalty": st.sampled_from([1.0, 1.3]),
-            "frequency_penalty": st.sampled_from([0.0, 0.5]),
         }
     ),
 )

@@ -7,7 +7,7 @@ views of the buffers, and `commit` moves the accepted nodes together (in a chain
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -296,12 +296,6 @@ class PreallocatedCache(Cache):
             for buffer in (held.keys[:, slot], held.values[:, slot]):
                 buffer[..., :kept, :] = buffer[..., count : count + kept, :].clone()  # they may overlap
         self.lengths[slot], self.dropped[slot] = kept, self.dropped[slot] + count
-
-    def contents(self, slot: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each layer's keys and values of a row's first ``length`` positions: views, (heads, length, dim)."""
-        for layer in self._own_layers:
-            assert layer.keys is not None and layer.values is not None, "nothing is cached yet"
-            yield layer.keys[slot, :, :length], layer.values[slot, :, :length]
 
     def rewind(self, prompt: Sequence[int], with_states: bool = False) -> int:
         """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return that prefix's length.

@@ -1,7 +1,6 @@
 """Loading of targets, drafts and heads from a folder or the Hub; every mismatch is found before anything runs."""
 
 import logging
-from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -270,19 +269,8 @@ def _load_draft_model(
                 f"{error}, or ask for this one as other-tokenizer:{name}, which drafts by text and is clearly slower"
             ) from error
     output_tokens = read_output_tokens(draft, name)
-    if output_tokens is not None and not other_tokenizer:
-        check_trimmed(name, output_tokens, target.vocab_size)
     loaded = CausalLM(draft) if output_tokens is None else trimmed_vocabulary(draft, output_tokens)
     return loaded if why_not_static(draft) else loaded.with_static(target.static)
-
-
-def check_trimmed(name: str, output_tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise ValueError if the draft ``name`` writes tokens that a target of ``vocab_size`` tokens does not know."""
-    if (beyond := max(output_tokens)) >= vocab_size:
-        raise ValueError(
-            f"{name} is trimmed to tokens up to {beyond}, but the target knows 0 to {vocab_size - 1}: "
-            "trim it to tokens of the target"
-        )
 
 
 def is_heads_folder(folder: str | Path) -> bool:

@@ -142,22 +142,14 @@ class ParallelDraft:
 
     def __post_init__(self) -> None:
         config, trimmed = self.parts.config, self.model.output_tokens
+        written = self.model.vocab_size if trimmed is None else len(trimmed)
         width = input_embeddings(self.model.model).embedding_dim
-        if config.vocab_size != self.model.vocab_size:
+        fits = config.outputs <= written if trimmed is None else config.outputs == written
+        if (config.vocab_size, config.hidden_size) != (self.model.vocab_size, width) or not fits:
             raise ValueError(
-                f"the parts of this parallel draft are for {config.vocab_size} tokens but its model reads "
-                f"{self.model.vocab_size}: {_REMEDY}"
-            )
-        written = config.vocab_size if trimmed is None else len(trimmed)
-        if config.outputs > written or (trimmed is not None and config.outputs < written):
-            raise ValueError(
-                f"the parts of this parallel draft are for {config.outputs} outputs but its model has {written}: "
-                f"{_REMEDY}"
-            )
-        if self.parts.reader is not None and config.hidden_size != width:
-            raise ValueError(
-                f"the parts of this parallel draft add to embeddings of size {config.hidden_size} but its model's have "
-                f"size {width}: {_REMEDY}"
+                f"the parts of this parallel draft are for a model of width {config.hidden_size} that reads "
+                f"{config.vocab_size} tokens and writes {config.outputs}, but its model has {width}, "
+                f"{self.model.vocab_size} and {written}: {_REMEDY}"
             )
 
     @property

@@ -75,7 +75,7 @@ def drafter(name: str, family: str, width: int, device: torch.device | None = No
 
 
 def texts_of(target: CausalLM, drafted: Drafter | None, sampling: SamplingConfig) -> list[tuple[int, ...]]:
-    config = DecodingConfig(6, sampling, logprobs=True)
+    config = DecodingConfig(6, sampling)
     return [text.tokens for text in Engine(target, drafted).decode(PROMPTS, config, batch_size=3)]
 
 

@@ -212,7 +212,7 @@ def race_of(models: Models, form: Form) -> Race:
         raise ValueError(f"the prompt has {len(prompt)} characters: give at most {LONGEST_PROMPT}")
     drafter = models.drafter(form.drafter)
     policy = FixedPolicy(whole("depth", form.depth, 1), whole("the tree's nodes", form.nodes, 2))
-    if policy.choose(drafter.budgets, 1) == PLAIN:
+    if policy.choose(drafter.budgets) == PLAIN:
         raise ValueError(f"{form.drafter} has no tree of this depth and so few nodes: raise one of them")
     config = DecodingConfig(
         max_new_tokens=whole("max new tokens", form.max_new_tokens, 1, MOST_NEW_TOKENS),

@@ -24,15 +24,7 @@ from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.folder import adapted_model, check_model_folder
 from decoding.model.heads import CONFIG_NAME, read_config
 from decoding.model.hub import hub_name, local_folder
-from decoding.model.loading import (
-    UNREADABLE,
-    check_same_tokenizer,
-    eos_token_ids,
-    load_model,
-    load_tokenizer,
-    reason,
-)
-from decoding.model.parallel import read_config as read_parallel_config
+from decoding.model.loading import UNREADABLE, check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, reason
 from decoding.model.stored import check_tensors, weights_header
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
@@ -207,9 +199,8 @@ def check_drafter(spec: DrafterSpec, target: Skeleton, trusted: bool = False) ->
     if draft is None:
         return DrafterCheck(findings)
     if weights != "draft and tokenizer":
-        reads_target = weights == "parallel draft" and _reads_target(folder)
         findings.append(attempt("tokens", lambda: _tokens(draft, target), _TRAINED_ON_IT))
-        findings.append(attempt("origin", lambda: _origin(folder, target, trusted, reads_target), _TRAINED_ON_IT))
+        findings.append(attempt("origin", lambda: _origin(folder, target, trusted, False), _TRAINED_ON_IT))
     return DrafterCheck(findings, draft.bytes)
 
 
@@ -232,14 +223,6 @@ def _tokens(draft: Skeleton, target: Skeleton) -> Finding:
         remedy = f"{error.remedy}, or other-tokenizer:{draft.name}, which drafts by text"
         raise UserError(error.message, remedy) from error
     return ok("tokens", "the target's tokenizer")
-
-
-def _reads_target(folder: Path) -> bool:
-    """Return True for a parallel draft that reads the target's states; one that is broken is found by decoding."""
-    try:
-        return read_parallel_config(folder).target_hidden_size is not None
-    except UNREADABLE:
-        return False
 
 
 def _origin(folder: Path, target: Skeleton, trusted: bool, reads_target: bool) -> Finding:

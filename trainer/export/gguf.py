@@ -7,6 +7,7 @@ key are written, and a model with any other that changes the logits is rejected.
 import io
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from decoding.drafters import Drafter, DraftModelDrafter
 from decoding.model.architecture import shortest_window
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_draft, load_model, load_tokenizer
-from decoding.model.stored import check_finite, weights_header
+from decoding.model.stored import check_finite
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary, with_filled_vocabulary
 from trainer.export.companions import chain_length
 from trainer.export.draft import describe_model, probe_logits
@@ -55,8 +56,6 @@ TYPES = {
 }
 _TYPE_OF = {torch.bfloat16: "bf16", torch.float16: "f16"}
 """Stored dtype -> type of the file, if none is given; f32 for any other dtype."""
-_EXACT = {"F32": ("f32",), "F16": ("f16", "f32"), "BF16": ("bf16", "f32")}
-"""Type of stored weights, by its safetensors name -> types of the file that have a number for each of them."""
 _TORCH = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -110,7 +109,8 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
         )
     else:
         compared += " and the logits of a probe, as transformers reads the file, are equal, to the bit"
-    return describe_model(model, task.format, type), (compared, *remarks, *told)
+    artefact = replace(describe_model(model, task.format, type), rounded=rounded > 0)
+    return artefact, (compared, *remarks, *told)
 
 
 def readers(task: ExportTask, target: CausalLM) -> Readers:
@@ -126,12 +126,6 @@ def readers(task: ExportTask, target: CausalLM) -> Readers:
         return DraftModelDrafter(CausalLM(read), chain)
 
     return [(trained, exported)]
-
-
-def rounds(task: ExportTask) -> bool:
-    """Return True if the file's type has no number for some of the stored weights."""
-    stored = {tensor.dtype for tensor in weights_header(task.source, "train the model again").values()}
-    return task.type is not None and any(task.type not in _EXACT.get(dtype, ()) for dtype in stored)
 
 
 def _read(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -7,17 +7,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from decoding.model.folder import adapted_model
 from decoding.model.loading import is_heads_folder
 from decoding.model.parallel import is_parallel_folder
-from decoding.model.stored import SHARD_BYTES, read_object
+from decoding.model.stored import read_object
 from decoding.rules.best_tree import Paths
 from trainer import quickstart
 from trainer.files.folders import check_links, scratch_beside
-from trainer.heads.medusa2 import TARGET_FOLDER
 
 HEADS, DRAFT, PARALLEL = "heads", "a draft model", "a parallel draft"
-MERGED, ADAPTER = "merged", "adapter"
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,6 @@ class ExportTask:
     type: str | None = None
     """Type of the stored numbers, for a format that has several; None for its default."""
     trust_remote_code: bool = False
-    shard_bytes: int = SHARD_BYTES
-    """Greatest size of a file of weights, in bytes, for formats with shards."""
 
     @property
     def module(self) -> Any:
@@ -92,6 +87,8 @@ class Artefact:
     reads_target: bool = False
     has_mask_row: bool = False
     """True if a parallel draft's mask token is one more row of its vocabulary, not an id that no text has."""
+    rounded: bool = False
+    """True if the format's type of numbers has none for some of the weights."""
 
 
 def kind_held_in(source: Path) -> str:
@@ -99,14 +96,6 @@ def kind_held_in(source: Path) -> str:
     if is_heads_folder(source):
         return HEADS
     return PARALLEL if is_parallel_folder(source) else DRAFT
-
-
-def form_beside(heads: Path) -> str | None:
-    """Return `MERGED` or `ADAPTER`, the form of the adapted target in a folder of heads; None if it holds none."""
-    target = heads / TARGET_FOLDER
-    if not target.is_dir():
-        return None
-    return MERGED if adapted_model(target) is None else ADAPTER
 
 
 def check_format(source: Path, format: str, type: str | None = None) -> None:

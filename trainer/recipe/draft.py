@@ -42,17 +42,14 @@ class InitSection(Section):
 
 
 class PolicySection(Section):
-    """Shares of the four sources of a step's sequences, divided by their sum. Prompts always come from the data.
+    """Shares of the three sources of a step's sequences, divided by their sum. Prompts always come from the data.
 
-    ``offline``: the data's own answers · ``target``: the target answers now · ``draft``: the draft answers (GKD,
-    2306.13649) · ``loop``: both answer together by the speculative loop, and ``loop_trains`` chooses the tokens that
-    are trained (Draft-OPD, 2605.29343). A text that is empty, or repeats itself without end, is counted, and the data's
-    own answer is trained on instead.
+    ``offline``: the data's own answers · ``target``: the target answers now · ``loop``: target and draft answer
+    together by the speculative loop, and ``loop_trains`` chooses the tokens that are trained (Draft-OPD, 2605.29343).
     """
 
     offline: Weight = 0.0
     target: Weight = 0.0
-    draft: Weight = 0.0
     loop: Weight = 0.0
     loop_trains: LoopTrains = "rejected"
     """``rejected``: the places at which the target replaced a drafted token · ``all``: the whole answer, which suits a
@@ -81,10 +78,10 @@ class PolicySection(Section):
     @property
     def generates(self) -> bool:
         """True if texts are generated during the training."""
-        return any((self.target, self.draft, self.loop))
+        return any((self.target, self.loop))
 
 
-_SOURCES = ("offline", "target", "draft", "loop")
+_SOURCES = ("offline", "target", "loop")
 
 
 class TeacherSection(Section):
@@ -145,7 +142,7 @@ class DraftSection(Section):
         if self.teacher is not None and self.policy.generates:
             raise ValueError(
                 "draft.teacher holds the target's logits on the data's own answers, but draft.policy writes others: "
-                "set draft.teacher=null, or the shares of target, draft and loop to 0"
+                "set draft.teacher=null, or the shares of target and loop to 0"
             )
         if self.teacher is not None and set(self.loss.mix) == {"cross_entropy"}:
             raise ValueError(
@@ -162,11 +159,6 @@ class DraftSection(Section):
             raise ValueError(
                 "draft.parallel.reads_target needs the target's hidden states, which draft.teacher does not hold: set "
                 "draft.teacher=null or draft.parallel.reads_target=false"
-            )
-        if self.policy.draft:
-            raise ValueError(
-                "draft.policy.draft lets the draft answer alone, token by token, which a parallel draft is not trained "
-                "for: set draft.policy.draft=0, and use target or loop"
             )
         return self
 
@@ -190,6 +182,6 @@ class DraftRecipe(TargetRecipe):
         if self.data.packing and self.draft.policy.generates:
             raise ValueError(
                 "data.packing puts several examples in one sequence, but draft.policy answers prompts one by one: "
-                "set data.packing=false, or the shares of target, draft and loop to 0"
+                "set data.packing=false, or the shares of target and loop to 0"
             )
         return self
