@@ -21,10 +21,7 @@ DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": rope("longrope", factor=4.0, original_max_position_embeddings=24, **_SHORT_AND_LONG)},
     ),
-    "mistral, yarn": (
-        "mistral",
-        {"rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=24)},
-    ),
+    "mistral, yarn": ("mistral", {"rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=24)}),
     "qwen2, yarn": ("qwen2", {"rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=24)}),
     "gemma3": ("gemma3", {}),
     "gemma3, both": (

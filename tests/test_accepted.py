@@ -82,16 +82,6 @@ def test_a_speed_up_is_measured_against_the_turns_that_the_method_took_part_in(f
     assert (one["same_as_plain"], other["same_as_plain"], one["tokens_per_second"]) == (2, 0, 2.0)
 
 
-def test_what_a_kill_cut_short_is_neither_read_nor_kept(figures: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    figures.append_record(path, {"a": 1})
-    with path.open("a") as file:
-        file.write('{"a": 2')
-    assert figures.read_records(path) == [{"a": 1}]
-    figures.append_record(path, {"a": 3})
-    assert figures.read_records(path) == [{"a": 1}, {"a": 3}]
-
-
 def test_every_arm_is_a_recipe_that_can_be_read(scripts: dict[str, ModuleType]) -> None:
     given = {"target": "T", "data.train": "A", "data.heldout": "H", "output": "O"}
     for arm in scripts["accepted_arms"].ARMS.values():

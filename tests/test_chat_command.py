@@ -148,14 +148,14 @@ def test_errors_are_sentences_behind_which_the_conversation_goes_on(
     assert [message["content"] for message in chat.conversation.messages[::2]] == ["Why?", " /foo"]
 
 
-def signals(target: CausalLM, at: int, presses: int = 1) -> Callable[[], None]:
+def signals(target: CausalLM, at: int) -> Callable[[], None]:
     """Send Ctrl-C to this process inside forward ``at`` (from 1) of the target; returns the end of it."""
     count = 0
 
     def press(*_: object) -> None:
         nonlocal count
         count += 1
-        for _ in range(presses if count == at else 0):
+        if count == at:
             os.kill(os.getpid(), signal.SIGINT)
 
     remove: Callable[[], None] = target.model.model.layers[1].register_forward_pre_hook(press).remove
@@ -167,9 +167,9 @@ def interrupted(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     """A chat of two questions: Ctrl-C comes inside the second answer, and a third question follows."""
     removals = []
 
-    def talk(at: int, presses: int = 1) -> None:
+    def talk(at: int) -> None:
         def prepare() -> None:
-            removals.append(signals(chat.decoder.engine.target, at, presses))
+            removals.append(signals(chat.decoder.engine.target, at))
 
         typed(monkeypatch, "Why?", prepare, "And then?", lambda: removals[0](), "So?", EOFError)
         chat.talk()
@@ -196,18 +196,6 @@ def test_ctrl_c_stops_the_answer_behind_the_running_pass_and_the_next_turn_is_ex
         ]
     printed = capsys.readouterr()
     assert "; stopped" in printed.err and "; cut off at 12 tokens" in printed.err
-
-
-def test_a_second_ctrl_c_ends_the_pass_too_and_a_question_without_an_answer_is_dropped(
-    chat: Chat, interrupted: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Both signals come inside the prefill: no token is there yet."""
-    interrupted(1, presses=2)
-    contents = [message["content"] for message in chat.conversation.messages]
-    assert contents[::2] == ["Why?", "So?"]
-    assert "stopped before the first token: the question is dropped" in capsys.readouterr().err
-    chat.conversation.messages = chat.conversation.messages[:2]
-    assert contents[3] == fresh_answer(chat.conversation, "So?")
 
 
 def test_ctrl_c_in_a_pipe_stops_the_answer_and_the_other_questions(

@@ -182,17 +182,10 @@ def test_lists_are_values_with_commas_between_them_each_once() -> None:
 def test_a_folder_typed_wrong_names_those_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read when it was imported
-    for name in ("runs/final", "runs/other", "storyteller"):
-        (tmp_path / name).mkdir(parents=True)
-    for name, hint in (
-        ("runs/fnal", " (is it runs/final?)"),
-        ("storyteler", " (is it storyteller?)"),
-        ("o/n", ""),
-    ):
+    (tmp_path / "runs" / "final").mkdir(parents=True)
+    for name, hint in (("runs/fnal", " (is it runs/final?)"), ("o/n", "")):
         _, said = run("generate", "--target", name, "--prompt", "a")
         assert f"'{name}': there is no such folder{hint}, and loading it from the Hub failed: " in said
-    _, said = run("generate", "--target", "./runs/fnal", "--prompt", "a")
-    assert "there is no folder ./runs/fnal (is it runs/final?): give a folder" in said
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -269,15 +269,6 @@ def test_a_bad_entry_is_a_notice_and_loses_nothing(answers: Answers) -> None:
     assert "Temperature is &lt;b&gt;: give a number." in frame["notice"] and visit.race is race
 
 
-def test_the_last_race_of_the_earliest_visitor_is_forgotten_first(
-    answers: Answers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app, "_MOST_RACES", 2)
-    for name in "abc":
-        list(Visit(answers, name).run(FORM._replace(drafter="lookup", max_new_tokens=1)))
-    assert list(answers.races) == ["b", "c"]
-
-
 def test_text_is_marked_by_its_origin_and_escaped() -> None:
     pieces = [Piece("<b>", True), Piece("&", True), Piece(" own", False)]
     assert HTML.marked(pieces) == '<span class="drafted">&lt;b&gt;&amp;</span><span class="own"> own</span>'

@@ -19,12 +19,7 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.sampling import SamplingConfig
 from trainer.export import vllm
 from trainer.export.task import ExportTask
-from trainer.servers.acceptance import (
-    LoopAcceptance,
-    compare_acceptance,
-    compare_positions,
-    compare_sampling,
-)
+from trainer.servers.acceptance import LoopAcceptance, compare_acceptance, compare_positions, compare_sampling
 from trainer.servers.answers import Completion
 from trainer.servers.configs import compare_settings, compare_vocabularies
 from trainer.servers.counters import Counts

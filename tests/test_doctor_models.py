@@ -24,13 +24,7 @@ from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.hub import local_folder
 from trainer.cli import app
-from trainer.doctor.models import (
-    Skeleton,
-    check_decoding,
-    check_drafter,
-    read_skeleton,
-    target_findings,
-)
+from trainer.doctor.models import Skeleton, check_decoding, check_drafter, read_skeleton, target_findings
 
 TEMPLATE = (
     "{% for m in messages %}{{ '[' + m['role'] + ']' }}{% if m['role'] == 'assistant' %}"

@@ -114,16 +114,12 @@ def test_every_command_ends_in_this_way(name: str, monkeypatch: pytest.MonkeyPat
     assert CliRunner().invoke(app, shlex.split(examples(name)[0])[1:]).exit_code == 33
 
 
-def test_a_command_that_resumes_says_so() -> None:
-    program = "from trainer.commands.guarded import guarded\ndef work(): raise KeyboardInterrupt\n"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}raise SystemExit(guarded(work, resumes=True))"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    sentence = "stopped by Ctrl-C: start the same command again to resume\n"
-    assert (done.returncode, done.stderr) == (ExitCode.STOPPED, sentence)
+def test_a_command_that_resumes_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        raise KeyboardInterrupt
+
+    assert guarded(work, resumes=True) == ExitCode.STOPPED
+    assert capsys.readouterr().err == "stopped by Ctrl-C: start the same command again to resume\n"
 
 
 def test_the_page_and_the_help_list_every_code() -> None:

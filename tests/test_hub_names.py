@@ -17,15 +17,7 @@ from decoding.drafters import DraftModelDrafter, DSparkDrafter, HybridDrafter, M
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.hub import (
-    HubName,
-    commit_of,
-    hub_name,
-    local_folder,
-    only_cached,
-    revisions,
-    short_name,
-)
+from decoding.model.hub import HubName, commit_of, hub_name, local_folder, only_cached, revisions, short_name
 from decoding.model.loading import load_model, load_tokenizer
 from decoding.model.vocabulary import write_output_tokens
 

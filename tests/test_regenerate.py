@@ -20,7 +20,7 @@ from decoding.model.loading import load_tokenizer
 from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.data.answers import AnsweredConversation, AnswerFile, Summary
-from trainer.data.conversations import AnswerKey, OpenConversation, answer_message, read_conversations
+from trainer.data.conversations import AnswerKey, OpenConversation, answer_message
 from trainer.data.dataset import load_dataset
 from trainer.files.lock import hold_file
 from trainer.recipe.common import DataSection
@@ -216,22 +216,6 @@ def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
 
 
 # --- what is asked --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("row", "complaint"),
-    [
-        ('{"prompt": 3}', "line 1: the prompt is 3, not text"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: the conversation has nothing to answer"),
-        ('{"messages": [{"role": "user"}]}', "line 1: a message is"),
-        ('{"story": "a"}', "line 1: the row lacks a field of prompt"),
-        ("", "holds no prompts"),
-    ],
-)
-def test_a_row_that_cannot_be_asked_is_named_by_its_line(tmp_path: Path, row: str, complaint: str) -> None:
-    (tmp_path / "prompts.jsonl").write_text(row + "\n")
-    with pytest.raises(ValueError, match=complaint):
-        read_conversations(tmp_path / "prompts.jsonl", None, None, 1, chat=True)
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,8 @@ def test_sharded_heads_are_the_same_heads(sharded: Path, tmp_path: Path) -> None
     assert is_heads_folder(sharded) and read.config == whole.config
     assert {n: bits(t) for n, t in read.state_dict().items()} == {n: bits(t) for n, t in whole.state_dict().items()}
     assert stored_fingerprint(sharded) == stored_fingerprint(tmp_path / "whole")
-
-
-def test_heads_that_are_written_again_as_one_file_leave_no_shard(sharded: Path) -> None:
-    before = stored_fingerprint(sharded)
-    MedusaHeads.from_pretrained(sharded).save_pretrained(sharded)
+    read.save_pretrained(sharded)  # as one file, which leaves no shard
     assert sorted(path.name for path in sharded.iterdir()) == ["config.json", "model.safetensors"]
-    assert stored_fingerprint(sharded) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)

@@ -237,8 +237,7 @@ def diagnose(options: option_sets.DiagnoseOptions) -> bool:
 
 
 @command(
-    app,
-    "headstart export runs/heads/final exported/heads --format headstart \\\n  --report runs/measured/report.json",
+    app, "headstart export runs/heads/final exported/heads --format headstart \\\n  --report runs/measured/report.json"
 )
 def export(options: option_sets.ExportOptions) -> None:
     """Write heads or a draft in a format that servers load. A model card goes with it."""

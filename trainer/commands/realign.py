@@ -19,11 +19,11 @@ from decoding.drafters.registry import named_drafter
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
 from decoding.measure.figures import estimate, told
-from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.measurement import count_steps
 from decoding.metrics import acceptance
 from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_draft, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
+from trainer.commands.findings import account
 from trainer.commands.models import read_target
 from trainer.commands.options import RealignOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
@@ -94,9 +94,7 @@ def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, wat
         "draft_tokens": recipe.draft.num_draft_tokens,
         "before": before.figures,
         "after": after.figures,
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": commit(),
+        **account(),
     }
     write_text(options.output / REPORT, json.dumps(report, indent=2) + "\n")
     columns = {"stale": before.figures, "realigned": after.figures}

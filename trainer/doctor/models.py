@@ -24,14 +24,7 @@ from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.folder import adapted_model, check_model_folder
 from decoding.model.heads import CONFIG_NAME, read_config
 from decoding.model.hub import hub_name, local_folder
-from decoding.model.loading import (
-    UNREADABLE,
-    check_same_tokenizer,
-    eos_token_ids,
-    load_model,
-    load_tokenizer,
-    reason,
-)
+from decoding.model.loading import UNREADABLE, check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, reason
 from decoding.model.stored import check_tensors, weights_header
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig

@@ -6,7 +6,6 @@ Token ids of an answer come under several names, or not at all. `/metrics` is ne
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 from openai import APIError, BadRequestError, UnprocessableEntityError
@@ -41,9 +40,7 @@ class ServedModel:
     def __enter__(self) -> "ServedModel":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._runner.run(self._client.close())
         self._runner.close()
 

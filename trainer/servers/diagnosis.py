@@ -19,13 +19,7 @@ from decoding.measure.proof.reference import Reference
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
-from trainer.servers.acceptance import (
-    ACCEPTANCE,
-    SAMPLING,
-    LoopAcceptance,
-    compare_acceptance,
-    compare_sampling,
-)
+from trainer.servers.acceptance import ACCEPTANCE, SAMPLING, LoopAcceptance, compare_acceptance, compare_sampling
 from trainer.servers.answers import CONTROLS, Completion, CompletionRequest
 from trainer.servers.configs import compare_settings, compare_vocabularies
 from trainer.servers.counters import Counts, parse_counts
