@@ -108,7 +108,7 @@ def flat_run(folder: Path, monkeypatch: pytest.MonkeyPatch, draft_step: float, *
     content = recipe_content(folder, "draft", steps=1)
     content["draft"] = draft
     said = io.StringIO()
-    monkeypatch.setattr(job_module, "best_costs", lambda target, draft, at_once: flat(draft_step))
+    monkeypatch.setattr(job_module, "best_costs", lambda target, draft: flat(draft_step))
     AcceleratorState._reset_state(True)
     try:
         run_recipe(parse_recipe(content), Console(width=200, file=said))
