@@ -15,8 +15,6 @@ from trainer.processes import build_accelerator, join_processes, sharded_precisi
 from trainer.recipe.common import TrainingSection
 from trainer.run.distributed import build_optimizers, prepare
 
-SECTION = TrainingSection(steps=1, mixed_precision="no")
-
 
 @pytest.fixture(autouse=True)
 def _no_state_of_accelerate() -> Any:

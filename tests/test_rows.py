@@ -106,18 +106,6 @@ def test_a_hub_data_set_is_read_by_its_id_configuration_and_split(
     ]
 
 
-def test_what_the_hub_cannot_give_is_one_sentence(datasets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(*_: Any, **__: Any) -> Any:
-        raise datasets.exceptions.DatasetNotFoundError("Dataset 'ORG/NAME' doesn't exist\nand more lines")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(
-        ValueError,
-        match=r"no file or folder ORG/NAME, and split 'dev' .* cannot be read: Dataset 'ORG/NAME' doesn't exist$",
-    ):
-        open_source("ORG/NAME", of_split("dev"))
-
-
 def conversation(fields: dict[str, Any], format: str, where: str) -> list[Any]:
     section = DataSection.model_validate({"train": "a", "heldout": "b", "format": format})
     return list(transcript_of(Row(where, fields), section).messages)

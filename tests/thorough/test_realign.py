@@ -25,7 +25,6 @@ from decoding.model.loading import load_draft, load_model, load_tokenizer
 from trainer.commands import realign
 from trainer.commands.options import RealignOptions
 from trainer.commands.realign import recipe_of, run_realign, split_prompts
-from trainer.recipe.draft import DraftRecipe
 
 NOBODY = Console(file=io.StringIO())
 """Listens."""
@@ -199,15 +198,3 @@ def test_adapters_are_a_target_too(workshop: Path) -> None:
     adapted.save_pretrained(str(workshop / "adapters"))
     found = measure_stale(prepared(options(workshop, target=str(workshop / "adapters"))))
     assert found == measure_stale(options(workshop))
-
-
-def test_the_recipe_starts_from_the_stale_draft_and_keeps_the_best(workshop: Path) -> None:
-    given = options(workshop, steps=500, draft_tokens=7, temperature=0.6, overrides=["training.seed=3"])
-    recipe = realign.recipe_of(given, 96)
-    assert isinstance(recipe, DraftRecipe) and recipe.draft.init.from_model == str(workshop / STALE)
-    training = recipe.training
-    assert (training.steps, training.seed) == (500, 3)
-    assert recipe.evaluation.temperature == 0.6  # the best is chosen as the target is used
-    assert recipe.draft.num_draft_tokens == 7 and recipe.draft.loss.mix == {"forward_kl": 1.0}
-    assert (recipe.evaluation.keep, recipe.evaluation.every, recipe.data.max_length) == ("best", 50, 84)
-    assert realign.recipe_of(options(workshop), 1 << 20).data.max_length == 1024
