@@ -101,12 +101,6 @@ def test_the_pictures_and_tables_in_docs_are_those_that_the_script_writes_now(tm
         assert path.read_text() == committed, f"{path.name}: run scripts/draw_explanations.py"
 
 
-def test_each_picture_is_shown_by_a_page_and_described() -> None:
-    text = "".join(path.read_text() for path in sorted(drawn.FOLDER.glob("*.md")))
-    shown = re.findall(r"!\[([^\]]{20,})\]\(([\w-]+)\.svg\)", text)
-    assert {name for _, name in shown} >= set(drawn.PICTURES)
-
-
 def test_the_figures_in_the_prose_are_the_computed_ones() -> None:
     rules = (drawn.FOLDER / "exactness.md").read_text()
     for name, values in (("p", P), ("q", Q)):
