@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 from decoding.rules.proposal import ProposalKind
 from decoding.rules.verify import RULES
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))  # where the scripts stand
 explained, pictures = import_module("explained"), import_module("explanation_pictures")
 tables, drawn, loop = (

@@ -18,7 +18,7 @@ CHAIN = "draft model, 4 tokens"
 def speed() -> Iterator[ModuleType]:
     """The script as a module, with its own folder in the path as where it is run."""
     path = list(sys.path)
-    sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+    sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
     yield importlib.import_module("speed")
     sys.path[:] = path
 
