@@ -14,7 +14,7 @@ from tiny_tokenizer import byte_tokenizer
 
 from trainer.recipe.reading import load_recipe
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes" / "storyteller-11m"
 
 
