@@ -197,7 +197,7 @@ class ExportOptions:
         str,
         Option(
             metavar="NAME",
-            help="Heads: headstart, or vllm (<= 0.32). A draft: draft or gguf. A parallel draft: headstart or draft.",
+            help="Heads: headstart, or vllm (<= 0.32). A draft: draft or gguf. A DSpark draft: dspark or gguf.",
         ),
     ]
     report: Annotated[Path | None, Option(metavar="FILE", help="report.json of these weights, for their card.")] = None

@@ -32,7 +32,7 @@ class DiagnoseOptions(ModelOptions):
     speculator: Annotated[
         str,
         Argument(
-            help="heads:PATH, draft:PATH,tokens=4 or parallel:PATH; or a folder, of a run or as it was exported.",
+            help="heads:PATH, draft:PATH,tokens=4 or dspark:PATH; or a folder, of a run or as it was exported.",
         ),
     ]
     prompts: Annotated[str, Option(metavar="FILE", help=f"{PROMPTS_HELP}; best held out.")]
