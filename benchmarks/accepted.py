@@ -27,7 +27,7 @@ spin_briefly()  # before torch is imported
 from accepted_arms import ARMS, DRAFT, SETTINGS, Drafting, overrides_of
 from accepted_figures import PEER, PLAIN, append_record, key_of, read_records, summary
 from arms import ROOT, curve_of, slug, train, write
-from widen import widened_heads, widened_parallel, widened_to
+from widen import widened_dspark, widened_heads, widened_to
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
@@ -38,18 +38,18 @@ from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.methods import Method, our_method, transformers_method
 from decoding.measure.questions import read_prompts
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSparkDraft
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import (
+    dspark_folder,
     eos_token_ids,
     is_heads_folder,
     load_draft,
+    load_dspark,
     load_heads,
     load_model,
-    load_parallel_draft,
     load_tokenizer,
-    parallel_folder,
 )
-from decoding.model.parallel import ParallelDraft
 from decoding.rules.sampling import SamplingConfig
 
 RECIPES = ROOT / "recipes" / "storyteller-11m"
@@ -127,7 +127,7 @@ def train_arms(options: argparse.Namespace) -> list[str]:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-Weights = MedusaHeads | CausalLM | ParallelDraft
+Weights = MedusaHeads | CausalLM | DSparkDraft
 """Trained weights of an arm."""
 
 
@@ -182,8 +182,9 @@ class Bench:
         folder = folder_of(self.options.runs, name, seed) / "final"
         if is_heads_folder(folder):
             return load_heads(folder, self.target)
-        load = load_parallel_draft if parallel_folder(str(folder)) else load_draft
-        return load(str(folder), self.target, self.tokenizer)
+        if dspark_folder(folder) is not None:
+            return load_dspark(folder, self.target)
+        return load_draft(str(folder), self.target, self.tokenizer)
 
     def drafters(self, name: str, weights: Weights | None) -> Iterator[tuple[str, Drafting, Drafter]]:
         """Yield the arm's ways to draft that were asked for and that fit; say once which do not fit, and why."""
@@ -191,10 +192,8 @@ class Bench:
             if drafting not in (self.options.draftings or [drafting]):
                 continue
             try:
-                if drafting.startswith("fitted") and not (
-                    isinstance(weights, ParallelDraft) and weights.parts.config.tree
-                ):
-                    raise ValueError("no tree was fitted to its weights: train it with draft.parallel.tree_nodes")
+                if drafting.startswith("fitted") and not (isinstance(weights, DSparkDraft) and weights.config.tree):
+                    raise ValueError("no tree was fitted to its weights: train it with draft.dspark.tree_nodes")
                 yield drafting, how, named_drafter(how.drafter, weights, **how.options)
             except ValueError as error:
                 if (name, drafting) not in self._refused:
@@ -266,7 +265,7 @@ def timed_methods(bench: Bench, target: CausalLM, width: int, setting: str) -> d
     for name in (each for each in bench.options.arms if bench.is_ready(each, 0)):
         try:
             weights = bench.weights(name, 0)
-            weights = weights if width == 1 else widened_weights(weights, width)
+            weights = weights if width == 1 else widened_weights(weights, target, width)
         except ValueError as error:
             print(f"{name} is left out: {error}")
             continue
@@ -277,11 +276,11 @@ def timed_methods(bench: Bench, target: CausalLM, width: int, setting: str) -> d
     return methods
 
 
-def widened_weights(weights: Weights | None, width: int) -> Weights | None:
+def widened_weights(weights: Weights | None, target: CausalLM, width: int) -> Weights | None:
     """Make an arm's weights fit the widened target; ValueError for those that cannot."""
     if isinstance(weights, MedusaHeads):
         return widened_heads(weights, width)
-    return widened_parallel(weights, width) if isinstance(weights, ParallelDraft) else weights
+    return widened_dspark(weights, target, width) if isinstance(weights, DSparkDraft) else weights
 
 
 def _take_turns(bench: Bench, wanted: dict[str, Any], methods: Mapping[str, Method], prompt: Sequence[int]) -> None:

@@ -49,11 +49,10 @@ _ORDINARY = {
     TREE: Drafting("draft-tree", {"depth": 6, "width": 3, "nodes": 16}),
     "with lookup": Drafting("hybrid", {"of": "draft", **_LOOKUP}),
 }
-_PARALLEL = {
-    "fitted tree of 16": Drafting("parallel"),
-    "6 tokens": Drafting("parallel", {"tokens": 6}),
-    "4 tokens": Drafting("parallel", {"tokens": 4}),
-    "with lookup": Drafting("hybrid", {"of": "parallel", **_LOOKUP}),
+_DSPARK = {
+    "fitted tree of 16": Drafting("dspark"),
+    "6 tokens": Drafting("dspark", {"tokens": 6}),
+    "with lookup": Drafting("hybrid", {"of": "dspark", **_LOOKUP}),
 }
 
 
@@ -61,20 +60,12 @@ def _medusa(*overrides: str) -> Arm:
     return Arm("medusa1", _HEADS, tuple(f"heads.{each}" for each in overrides), MEDUSA)
 
 
-def _shape(layers: int, width: int) -> tuple[str, ...]:
-    """Return the overrides of a draft of other sizes, which starts from random weights as the recipe's does."""
-    heads = width // 64
-    shape = f"num_hidden_layers: {layers}, hidden_size: {width}, intermediate_size: {8 * (width * 65 // 192)}"
-    return (f"draft.init.from_config={{{shape}, num_attention_heads: {heads}, num_key_value_heads: {heads}}}",)
-
-
 def _draft(*overrides: str) -> Arm:
     return Arm("draft", _ORDINARY, overrides, DRAFT)
 
 
-def _parallel(rank: int, reads_target: bool, *overrides: str) -> Arm:
-    fields = f"{{tokens: 6, markov_rank: {rank}, reads_target: {str(reads_target).lower()}}}"
-    return Arm("draft", _PARALLEL, (f"draft.parallel={fields}", *overrides), DRAFT)
+def _dspark(*overrides: str) -> Arm:
+    return Arm("dspark", _DSPARK, tuple(f"draft.{each}" for each in overrides), DRAFT)
 
 
 _MARKOV, _KL = "markov_rank=256", "loss.forward_kl=1"
@@ -83,10 +74,14 @@ ARMS: dict[str, Arm] = {
     "Medusa-1, KL": _medusa(_KL),
     "Markov, KL": _medusa(_MARKOV, _KL),
     DRAFT: _draft()._replace(baseline=None),
-    "parallel, no bias": _parallel(0, False),
-    "parallel": _parallel(256, False),
-    "parallel, reads the target": _parallel(256, True),
-    "parallel, reads the target, 2 × 256": _parallel(256, True, *_shape(2, 256)),
+    "DSpark": _dspark(),
+    "DSpark, 1 layer": _dspark("dspark.layers=1"),
+    "DSpark, 3 layers": _dspark("dspark.layers=3"),
+    "DSpark, KL + 2 TV": _dspark("loss.forward_kl=1", "loss.total_variation=2"),
+    "DSpark, its paper's loss": _dspark(
+        "loss.cross_entropy=0.1", "loss.total_variation=1.8", "dspark.decay=0.7788", "loss.forward_kl=0"
+    ),
+    "DFlash": _dspark("dspark.markov_rank=0", "dspark.sample_from_anchor=false"),
     "lookup": Arm(None, {"10 tokens": Drafting("lookup")}),
 }
 """Name -> arm. Heads are compared with Medusa-1, drafts with the ordinary draft."""
@@ -95,6 +90,6 @@ ARMS: dict[str, Arm] = {
 def overrides_of(arm: Arm, seed: int, steps: int, given: Mapping[str, Any]) -> list[str]:
     """Return an arm's overrides for a training with a seed; ``given`` are those that all arms share."""
     shared = {**given, "training.seed": seed, "training.steps": steps, "evaluation.every": max(steps // 5, 1)}
-    if arm.recipe == "draft":
+    if arm.recipe in ("draft", "dspark"):
         shared["draft.check_costs"] = "false"
     return [*(f"{key}={value}" for key, value in shared.items()), *arm.overrides]

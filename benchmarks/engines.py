@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from decoded import Decoded
+
     from decoding.drafters import Drafter
     from decoding.model.causal_lm import CausalLM
-    from trainer.export.decoded import Decoded
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA_CPP = ROOT / ".venv-engines" / "bin" / "python"
@@ -88,7 +89,7 @@ def serve_vllm(
     ``folder`` is the target's, ``target`` the same model in fp32. All cases share one process, which has ``seconds``. A
     row that vLLM refused has its ``error``, and neither texts nor counts. `RuntimeError` if the process fails.
     """
-    from trainer.export.decoded import decode_greedily
+    from decoded import decode_greedily
 
     asked = {"target": str(folder), "prompts": [list(prompt) for prompt in prompts], "max_new_tokens": max_new_tokens}
     task = [
@@ -130,7 +131,7 @@ def serve_llama_cpp(
     tokens as llama.cpp does, without ``ended``: those that ended a text with drafted tokens behind them. Errors: see
     `serve_vllm`.
     """
-    from trainer.export.decoded import decode_greedily
+    from decoded import decode_greedily
 
     task = [
         {

@@ -3,7 +3,7 @@
 Everything is a ratio of runs that took turns in one process. The widened target computes exactly what the small one
 does (`widen.py`), so its acceptance is the small one's: figures of it say "widened".
 
-    python benchmarks/speed.py --target FOLDER --draft FOLDER --heads medusa=FOLDER markov=FOLDER --parallel FOLDER \\
+    python benchmarks/speed.py --target FOLDER --draft FOLDER --heads medusa=FOLDER markov=FOLDER --dspark FOLDER \\
         --prompts FILE.jsonl --output FILE.json
 """
 
@@ -20,28 +20,21 @@ from decoding.threads import spin_briefly
 spin_briefly()  # before torch is imported
 
 from rich.table import Table
-from widen import widened_heads, widened_parallel, widened_to
+from widen import widened_dspark, widened_heads, widened_to
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.dtypes import parse_dtype
-from decoding.measure.evaluate import evaluate
 from decoding.measure.figures import PLAIN, TRANSFORMERS
 from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.measurement import evaluate
 from decoding.measure.methods import EvaluationConfig, standard_methods
 from decoding.measure.questions import read_prompts
 from decoding.measure.report.tables import markdown_table
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSparkDraft
 from decoding.model.heads import MedusaHeads
-from decoding.model.loading import (
-    eos_token_ids,
-    load_draft,
-    load_heads,
-    load_model,
-    load_parallel_draft,
-    load_tokenizer,
-)
-from decoding.model.parallel import ParallelDraft
+from decoding.model.loading import eos_token_ids, load_draft, load_dspark, load_heads, load_model, load_tokenizer
 from trainer.terminal.console import standard_output
 
 DEPTH = 4
@@ -51,16 +44,16 @@ DEFAULTS = "transformers assisted, its defaults"
 
 @dataclass(frozen=True)
 class Trained:
-    """Everything trained for a target: a draft, heads by name, a parallel draft; or a part of these."""
+    """Everything trained for a target: a draft, heads by name, a DSpark draft; or a part of these."""
 
     draft: CausalLM | None
     heads: Mapping[str, MedusaHeads]
-    parallel: ParallelDraft | None
+    dspark: DSparkDraft | None
 
-    def widened(self, width: int) -> "Trained":
-        """Return the same for the target widened to ``width``; an ordinary draft needs no change."""
+    def widened(self, target: CausalLM, width: int) -> "Trained":
+        """Return the same for ``target``, widened by ``width``; an ordinary draft needs no change."""
         heads = {name: widened_heads(each, width) for name, each in self.heads.items()}
-        return Trained(self.draft, heads, None if self.parallel is None else widened_parallel(self.parallel, width))
+        return Trained(self.draft, heads, None if self.dspark is None else widened_dspark(self.dspark, target, width))
 
     def drafters(self) -> dict[str, Drafter]:
         """Make every way to draft with these, and the lookup, which needs no weights."""
@@ -72,9 +65,9 @@ class Trained:
         for name, heads in self.heads.items():
             found[f"{name}, tree of {len(heads.config.tree)}"] = named_drafter("heads", heads)
             found[f"{name} and lookup"] = named_drafter("hybrid", heads, of="heads", lookup_tokens=8)
-        if self.parallel is not None:
-            found["parallel, 6 tokens"] = named_drafter("parallel", self.parallel, tokens=6)
-            found["parallel and lookup"] = named_drafter("hybrid", self.parallel, of="parallel", lookup_tokens=8)
+        if self.dspark is not None:
+            found["dspark, 6 tokens"] = named_drafter("dspark", self.dspark, tokens=6)
+            found["dspark and lookup"] = named_drafter("hybrid", self.dspark, of="dspark", lookup_tokens=8)
         return {**found, "prompt lookup": named_drafter("lookup")}
 
 
@@ -130,7 +123,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="folder or hub id of the target")
     parser.add_argument("--draft", help="folder of a draft of it")
     parser.add_argument("--heads", nargs="+", default=[], metavar="NAME=FOLDER", help="heads on it")
-    parser.add_argument("--parallel", help="folder of a parallel draft of it")
+    parser.add_argument("--dspark", help="folder of a DSpark draft of it")
     parser.add_argument("--prompts", required=True, help=".jsonl file")
     parser.add_argument("--limit", type=int, default=20, help="prompts")
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -149,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trained = Trained(
         load_draft(options.draft, target, tokenizer) if options.draft else None,
         {name: load_heads(folder, target) for name, folder in (each.split("=", 1) for each in options.heads)},
-        load_parallel_draft(options.parallel, target, tokenizer) if options.parallel else None,
+        load_dspark(options.dspark, target) if options.dspark else None,
     )
     prompts = read_prompts(options.prompts, tokenizer, options.limit)
     eos = eos_token_ids(model, tokenizer)
@@ -160,8 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.widen:
         model, stand_in = widened_to(model, int(options.widen))
         wide = f"{name}, widened to {stand_in['parameters'] / 1e6:.0f}M"
-        widened = trained.widened(stand_in["width"])
-        report["targets"][wide] = measure(CausalLM(model), widened, prompts, config, options.batch_size)
+        target = CausalLM(model)
+        widened = trained.widened(target, stand_in["width"])
+        report["targets"][wide] = measure(target, widened, prompts, config, options.batch_size)
     report["goals"] = goals(report)
     console = standard_output(width=150)
     for name, part in report["targets"].items():

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
-from decoding.measure.baselines import transformers_generate
+from decoding.measure.methods import transformers_generate
 from decoding.metrics import acceptance, spread
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
@@ -108,7 +108,7 @@ def _assisted(target: CausalLM, draft: CausalLM, config: DecodingConfig) -> Call
         return Timed(
             tuple(text.tokens for text in texts),
             time.perf_counter() - begin,
-            sum(len(text.tokens) - text.first_tokens for text in texts),
+            sum(text.decode_tokens for text in texts),
             sum(text.decode_seconds for text in texts),
         )
 

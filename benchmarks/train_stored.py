@@ -58,9 +58,9 @@ def drafts(
     section = DraftSection(init=InitSection(from_config=DRAFT), teacher=TeacherSection(folder=str(folder), **kept))
     assert section.teacher is not None
     identity = TeacherIdentity.of(target, "benchmark", tokenizer, examples, section.teacher, 1.0)
-    ensure_store(TeacherWriter(target, identity), examples, folder, shard_rows=1 << 20)
+    layout = ensure_store(TeacherWriter(target, identity), examples, folder, shard_rows=1 << 20)
     ways: dict[str, TeacherSource] = {
-        "stored": TeacherStore.open(folder, identity, verify=False),
+        "stored": TeacherStore(folder, identity, layout),
         "online": OnlineTeacher(target),
     }
     found: dict[str, Objective] = {}
@@ -76,8 +76,8 @@ def heads(
 ) -> dict[str, Objective]:
     """Return the heads' objective on each way to the hidden states."""
     identity = FeatureIdentity.of(target, "benchmark", tokenizer, examples, FeaturesSection(folder=str(folder)))
-    ensure_store(FeatureWriter(target, identity), examples, folder, shard_rows=1 << 20)
-    store = FeatureStore.open(folder, identity, verify=False)
+    layout = ensure_store(FeatureWriter(target, identity), examples, folder, shard_rows=1 << 20)
+    store = FeatureStore(folder, identity, layout)
     states = {"stored": StoredFeatures(store, target.model.config, target.device), "online": OnlineTarget(target)}
     return {name: MedusaObjective(each, HeadsSection(), 100, target.dtype) for name, each in states.items()}
 

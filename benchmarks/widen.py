@@ -23,14 +23,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSparkDraft
 from decoding.model.heads import MedusaHeads
-from decoding.model.parallel import ParallelDraft, ParallelParts
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 WIDTHS = (1, 4, 16)
 """Width factors that `widened_to` tries, in this order."""
 
-_WRITES_RESIDUAL = ("embed_tokens", "o_proj", "down_proj")
+_WIDER = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+_WRITES_RESIDUAL = ("embed_tokens", "o_proj", "down_proj", "fc")
 _WEIGHT_SIZE = 0.02
 _BLOCK = 1_048_573
 """Count of random numbers made. A prime, so that the rows of a matrix start at different ones."""
@@ -124,25 +126,35 @@ def widened_heads(heads: MedusaHeads, width: int, generator: torch.Generator | N
     return wide.eval()
 
 
-def widened_parallel(draft: ParallelDraft, width: int, generator: torch.Generator | None = None) -> ParallelDraft:
-    """Make a parallel draft for a target `widened` by ``width``, with the drafts of ``draft`` for the original target.
+def widened_dspark(draft: DSparkDraft, target: CausalLM, width: int) -> DSparkDraft:
+    """Make a DSpark draft for ``target``, `widened` by ``width``, with the drafts of ``draft`` for the original one.
 
-    Only its reader of the target's states differs, if it has one: the zeros after a state shrink the state's mean
-    square, which the reader divides by, and its added columns read nothing but zeros.
+    It costs as much as one that was trained for the wide target, but for the rank of its bias.
     """
     _refuse_factor(width)
-    read = draft.parts.config.target_hidden_size
-    if draft.parts.reader is None or read is None:
-        return draft
-    reader = draft.parts.reader.weight
-    with torch.device(reader.device), no_init_weights():
-        wide = ParallelParts(replace(draft.parts.config, target_hidden_size=read * width)).to(reader.dtype)
-    assert wide.reader is not None
+    old, first = draft.config, draft.fc.weight
+    real = _real_layers(old.num_target_layers, target.num_layers - old.num_target_layers)
+    config = replace(
+        old,
+        **{name: getattr(old, name) * width for name in _WIDER},
+        rms_norm_eps=old.rms_norm_eps / width,
+        target_layer_ids=tuple(index for index, layer in real.items() if layer in old.target_layer_ids),
+        num_target_layers=target.num_layers,
+        enable_confidence_head=False,
+    )
+    with torch.device(first.device), no_init_weights():
+        wide = DSparkDraft(config).to(first.dtype)
+    noise, trained = _Noise(first.dtype, first.device, None), dict(draft.named_parameters())
     with torch.no_grad():
-        _Noise(reader.dtype, reader.device, generator).fill(wide.reader.weight, _WEIGHT_SIZE)
-        _paste(wide.reader.weight, reader, 1 / math.sqrt(width))
-    wide.markov = draft.parts.markov
-    return ParallelDraft(draft.model, wide.requires_grad_(False).eval())
+        for name, parameter in wide.named_parameters():
+            size, factor = _sizes(name, "qwen3", width)
+            noise.fill(parameter, size * factor)
+            if name != "fc.weight":
+                _paste(parameter, trained[name], factor)
+        for tap in range(len(old.target_layer_ids)):
+            columns = trained["fc.weight"][:, tap * old.hidden_size : (tap + 1) * old.hidden_size]
+            _paste(wide.fc.weight[:, tap * config.hidden_size :], columns)
+    return wide.requires_grad_(False).eval()
 
 
 class _Noise:
@@ -202,7 +214,7 @@ def _source_name(name: str, real_layers: dict[int, int]) -> str | None:
 def _widened_config(config: PreTrainedConfig, width: int, extra_layers: int) -> PreTrainedConfig:
     """Return the config of the wide model; an extra layer has the attention type of the real layer before it."""
     wide = copy.deepcopy(config)
-    for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    for name in _WIDER:
         setattr(wide, name, getattr(config, name) * width)
     wide.num_hidden_layers += extra_layers
     wide.rms_norm_eps /= width

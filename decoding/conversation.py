@@ -31,14 +31,12 @@ class Conversation:
         tokenizer: PreTrainedTokenizerBase,
         config: DecodingConfig,
         system: str | None = None,
-        thinking: bool | None = None,
     ) -> None:
-        """``system`` begins the conversation (None: without); ``thinking`` is handed to the chat template."""
+        """``system`` begins the conversation (None: without)."""
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.messages: list[dict[str, str]] = []
         self.answer_limit = config.max_new_tokens
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self._thinking = thinking
         self._asked = 0
         self._cache: PreallocatedCache | None = None
         self._turn: Generator[Step, None, None] | None = None
@@ -80,7 +78,7 @@ class Conversation:
     def encode(self, question: str) -> tuple[int, ...]:
         """Return the token ids that ask for the answer to this question after all messages."""
         messages = [*self.messages, {"role": "user", "content": question}]
-        return encode_prompt(messages, self.tokenizer, chat=True, thinking=self._thinking)
+        return encode_prompt(messages, self.tokenizer, chat=True)
 
     def undo(self) -> str | None:
         """Take the last turn back; return its question, None if there is no turn."""

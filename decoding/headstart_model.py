@@ -19,7 +19,7 @@ from decoding.errors import UserError
 from decoding.generate import DecodingConfig
 from decoding.model.architecture import check_static, static_of
 from decoding.model.causal_lm import CausalLM
-from decoding.model.hub import only_cached, with_revision
+from decoding.model.hub import only_cached
 from decoding.model.loading import load_model
 from decoding.policies import Policy, named_policy
 from decoding.rules.controls import Processor, sampling_from_generation_config
@@ -58,14 +58,13 @@ class HeadstartModel:
         policy: Policy | str = "fixed",
         static: str = "auto",
         tokenizer: PreTrainedTokenizerBase | None = None,
-        revision: str | None = None,
         local_files_only: bool = False,
         **draft_options: Any,
     ) -> "HeadstartModel":
         """Load a target, and a drafter for it, from folders or the Hub.
 
-        A name on the Hub is ORG/NAME or ORG/NAME@REVISION, also in ``drafter``: ``"heads:ORG/NAME@v1"``. ``revision``
-        is another way to give the target's. With ``local_files_only`` the cache alone is read.
+        A name on the Hub is ORG/NAME or ORG/NAME@REVISION, also in ``drafter``: ``"heads:ORG/NAME@v1"``. With
+        ``local_files_only`` the cache alone is read.
 
         ``drafter``: a name of the registry with its path and options, as ``--drafter`` takes it (``"lookup"``,
         ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``); or the folder or Hub id of heads or of
@@ -87,10 +86,6 @@ class HeadstartModel:
                 f"from_pretrained has no argument {next(iter(draft_options))!r}, and there is no drafter with options: "
                 "leave it out, or give a drafter"
             )
-        if revision is not None:
-            if not isinstance(target, str):
-                raise ValueError(f"revision is {revision!r}, but the target is a model in memory: leave it out")
-            target = with_revision(target, revision)
         with only_cached(local_files_only):
             spec = None if drafter is None else parse_drafter(drafter, **draft_options)
             target_tokenizer: PreTrainedTokenizerBase | str | None = tokenizer

@@ -56,14 +56,12 @@ def proportion(successes: int, trials: int) -> Estimate:
     return Estimate(share, min(max(0.0, centre - half), share), max(min(1.0, centre + half), share), trials)
 
 
-def ratio_of_sums(pairs: Sequence[tuple[float, float]], resamples: int = 1000) -> Estimate:
+def ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> Estimate:
     """Estimate the sum of first entries over the sum of second entries, with a bootstrap interval over pairs.
 
     A pair belongs to one text: its steps are correlated, so whole texts are resampled, with a fixed seed.
     """
-    return _resampled(
-        torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2), lambda sums: sums[0] / sums[1], resamples
-    )
+    return _resampled(torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2), lambda sums: sums[0] / sums[1])
 
 
 def ratio_of_rates(texts: Sequence[tuple[float, float, float, float]], resamples: int = 1000) -> Estimate:
@@ -78,7 +76,7 @@ def ratio_of_rates(texts: Sequence[tuple[float, float, float, float]], resamples
     return _resampled(values, lambda sums: sums[0] * sums[3] / (sums[1] * sums[2]), resamples)
 
 
-def _resampled(values: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int) -> Estimate:
+def _resampled(values: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int = 1000) -> Estimate:
     """Estimate ``ratio`` of the column sums of ``values`` (texts, columns), with a 95% bootstrap interval over rows."""
     texts = len(values)
     total = ratio(values.sum(0)) if texts else torch.tensor(math.nan)
@@ -121,14 +119,10 @@ class Acceptance:
     conditional: tuple[Estimate, ...]
     unconditional: tuple[Estimate, ...]
     accepted_per_drafted: Estimate
-    accepted_per_pass: Estimate
-    """Accepted drafted tokens per target pass, without the target's own token."""
     reached: tuple[Estimate, ...]
     ended_in_draft: int
     """Passes whose text ended inside the draft: they emit no token of the target's own."""
     length_histogram: dict[int, int]
-    texts: tuple[tuple[int, int], ...]
-    """Tokens and passes of each text."""
 
     @property
     def acceptance_length(self) -> float:
@@ -142,7 +136,6 @@ class Acceptance:
 def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
     """Compute the figures of texts, each given as the sequence of its decoding steps without the prefill."""
     steps = [step for text in texts for step in text]
-    counts = tuple((sum(step.emitted for step in text), len(text)) for text in texts)
     deepest = max((step.offered for step in steps), default=0)
     conditional, unconditional = [], []
     for position in range(1, deepest + 1):
@@ -161,15 +154,13 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
     ]
     found = Acceptance(
         passes=len(steps),
-        tokens_per_pass=ratio_of_sums([(tokens, passes) for tokens, passes in counts if passes]),
+        tokens_per_pass=ratio_of_sums([(sum(step.emitted for step in text), len(text)) for text in texts if text]),
         conditional=tuple(conditional),
         unconditional=tuple(unconditional),
         accepted_per_drafted=proportion(accepted_tokens, sum(step.drafted for step in steps)),
-        accepted_per_pass=ratio_of_sums([(sum(step.accepted for step in text), len(text)) for text in texts if text]),
         reached=tuple(shares),
         ended_in_draft=sum(step.emitted == step.accepted for step in steps),
         length_histogram=dict(sorted(lengths.items())),
-        texts=counts,
     )
     if steps:
         assert math.isclose(found.acceptance_length, 1 + accepted_tokens / len(steps), rel_tol=1e-9), found

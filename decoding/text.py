@@ -99,12 +99,8 @@ def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
 
     Given ``vocab_size`` (None: the target is not known yet), also refuse an empty prompt and ids outside it.
     """
-    if isinstance(prompt, str | bytes):
-        raise ValueError(f"a prompt is the text {prompt!r:.60}, not token ids: {_REMEDY}")
-    if isinstance(prompt, Tensor):
-        raise ValueError(f"a prompt is a tensor of shape {tuple(prompt.shape)}: give a list of its ids, ids.tolist()")
-    if not isinstance(prompt, Sized) or not isinstance(prompt, Iterable):
-        raise ValueError(f"a prompt is {prompt!r:.60}, not a list of token ids: give such a list for each prompt")
+    if isinstance(prompt, str | bytes | Tensor) or not isinstance(prompt, Sized) or not isinstance(prompt, Iterable):
+        raise ValueError(f"a prompt is {prompt!r:.60}, not a list of token ids: {_REMEDY}")
     if all(type(token) is int for token in prompt) and len(prompt) and vocab_size is not None:
         low, high = min(prompt), max(prompt)
         if low >= 0 and high < vocab_size:

@@ -27,9 +27,9 @@ from trainer import quickstart
 from trainer.commands.evaluate import run_evaluate
 from trainer.commands.guarded import guarded
 from trainer.commands.options import EvaluateOptions
-from trainer.export import export
+from trainer.export.exporter import export
 from trainer.recipe.reading import load_recipe
-from trainer.run.train import ensure_answered, ensure_built
+from trainer.run.train import ensure_built
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = Path("runs/quickstart")
@@ -50,7 +50,7 @@ def main() -> None:
         seconds[name] = time.perf_counter() - began
 
     stage("1. the target", build_target)
-    stage("2. its answers", lambda: ensure_answered(quickstart.ANSWERS))
+    stage("2. its answers", lambda: ensure_built(quickstart.ANSWERS))
     stage("3. heads", lambda: launch("medusa1", "training.steps=8"))
     stage("4. a distilled draft", lambda: launch("draft", "training.steps=8"))
     stage("5. a DSpark draft", lambda: launch("dspark", "training.steps=8"))

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from tiny_dspark import states_at, tiny_dflash, tiny_dspark
 from tiny_models import naive_greedy
-from tiny_parallel import states_before, tiny_parallel_draft
+from torch import Tensor
 
 from decoding.drafters import (
     CascadeDrafter,
@@ -14,10 +15,10 @@ from decoding.drafters import (
     DraftModelDrafter,
     DraftSession,
     DraftTreeDrafter,
+    DSparkDrafter,
     HybridDrafter,
     LookaheadDrafter,
     MedusaDrafter,
-    ParallelDrafter,
     PromptLookupDrafter,
 )
 from decoding.drafters.base import DraftRequest, TextStart
@@ -25,6 +26,7 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.lm_head import lm_head_input
 from decoding.rules.drawing import GeneratorSource
 from decoding.rules.proposal import Proposal
 from decoding.rules.sampling import SamplingConfig
@@ -47,12 +49,6 @@ def nudged_heads(target: CausalLM, markov_rank: int = 0, count: int = 2) -> Medu
     return heads
 
 
-def _parallel(target: CausalLM, reads_target: bool = True, **settings: object) -> ParallelDrafter:
-    like = {name: getattr(target.model.config, name) for name in ("hidden_size", "intermediate_size")}
-    draft = tiny_parallel_draft(target, 3, reads_target=reads_target, spread=1.2, seed=5, initializer_range=0.7, **like)
-    return ParallelDrafter(draft, **settings)  # type: ignore[arg-type]
-
-
 DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
     "chain": lambda target, draft: DraftModelDrafter(draft, 3),
     "likeliest chain": lambda target, draft: DraftModelDrafter(draft, 3, sampled=False),
@@ -60,9 +56,9 @@ DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
     "heads": lambda target, draft: MedusaDrafter(nudged_heads(target), TREE),
     "likeliest heads": lambda target, draft: MedusaDrafter(nudged_heads(target), TREE, sampled=False),
     "Markov heads": lambda target, draft: MedusaDrafter(nudged_heads(target, 3), TREE),
-    "parallel chain": lambda target, draft: _parallel(target),
-    "parallel tree": lambda target, draft: _parallel(target, tree=TREE),
-    "parallel alone": lambda target, draft: _parallel(target, reads_target=False, sampled=False),
+    "DSpark chain": lambda target, draft: DSparkDrafter(tiny_dspark(target, 3)),
+    "DSpark tree": lambda target, draft: DSparkDrafter(tiny_dspark(target, 3, num_hidden_layers=2), tree=TREE),
+    "likeliest DFlash": lambda target, draft: DSparkDrafter(tiny_dflash(target, 3), sampled=False),
     "lookup": lambda target, draft: PromptLookupDrafter(4, branches=2),
     "hybrid": lambda target, draft: HybridDrafter(DraftTreeDrafter(draft, 2, 2, 6), PromptLookupDrafter(3), 0.0),
     "drawn hybrid": lambda target, draft: HybridDrafter(
@@ -73,6 +69,14 @@ DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
 }
 """A drafter of each kind, by target and draft."""
 OF_A_DRAFT = ["chain", "likeliest chain", "draft tree", "cascade"]
+
+
+def hidden_before(target: CausalLM, text: Sequence[int]) -> Tensor:
+    """Return the input of the lm_head from which a text's last token was written, zero for a first token."""
+    if len(text) == 1:
+        return torch.zeros(target.hidden_size)
+    with torch.inference_mode():
+        return lm_head_input(target.model, {"input_ids": torch.tensor([list(text[:-1])])})[0, -1]
 
 
 def request(tokens: Sequence[int], depth: int = 99, nodes: int = 999) -> DraftRequest:
@@ -95,7 +99,7 @@ def opened(
 
 
 class Follower:
-    """A session that is asked as the loop asks: with the target's states of the tokens since a row's last request."""
+    """A session that is asked as the loop asks: with the target's states at the tokens since a row's last request."""
 
     def __init__(
         self,
@@ -106,16 +110,16 @@ class Follower:
         rows: int = 1,
     ) -> None:
         self.session = opened(drafter, target, sampling, 1, seed, rows)
-        self.target = target
+        self.target, self.taps = target, drafter.taps
         self.known = [0] * rows
 
     def propose(self, *texts: Sequence[int], depths: Sequence[int] = (), nodes: Sequence[int] = ()) -> list[Proposal]:
         requests = []
         for row, text in enumerate(texts):
-            states = states_before(self.target, text)
             bounds = depths[row] if depths else 99, nodes[row] if nodes else 999
-            requests.append(DraftRequest(list(text), states[-1], *bounds, states[self.known[row] :]))
-            self.known[row] = len(text)
+            states = states_at(self.target, text, self.taps)[self.known[row] : -1] if self.taps else None
+            requests.append(DraftRequest(list(text), hidden_before(self.target, text), *bounds, states))
+            self.known[row] = len(text) - 1
         return self.session.propose(requests)
 
     def move(self, slot: int, to: int) -> None:

@@ -74,7 +74,6 @@ def _acceptance(method: str, speed: float) -> Report:
     return {
         "passes": passes,
         "tokens_per_pass": estimate((passes + accepted - ENDED_IN_DRAFT) / passes),
-        "accepted_per_pass": estimate(accepted / passes),
         "acceptance_length": 1 + sum(reached),
         "reached": [share(value) for value in reached],
         "ended_in_draft": ENDED_IN_DRAFT,

@@ -1,11 +1,11 @@
 """A server on the loopback that completes prompts of token ids with an engine of this process, right or faulty."""
 
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from scripted_endpoint import Reply, Request, serve
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -23,37 +23,12 @@ def served(engine: Engine, eos_token_ids: tuple[int, ...] = (), heat: float = 1.
     """
     turn = threading.Lock()  # hooks on the model serve one pass at a time
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
+    def script(request: Request) -> Reply:
+        with turn:
+            return 200, _answer(engine, request.body, eos_token_ids, heat)
 
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with turn:
-                answer = _answer(engine, asked, eos_token_ids, heat)
-            sent = json.dumps(answer).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(sent)))
-            self.end_headers()
-            self.wfile.write(sent)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Keep silent."""
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 128  # connections that come at once; five by default, and more are reset
-
-    server = Server(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serve(script) as endpoint:
+        yield endpoint.address
 
 
 def _answer(engine: Engine, asked: dict[str, Any], eos_token_ids: tuple[int, ...], heat: float) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
-from hypothesis import strategies as st
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,7 +12,6 @@ from trainer.learning.losses import HiddenTeacher, LossMix
 from trainer.recipe.common import Divergence, Term
 
 KINDS: tuple[Divergence, ...] = get_args(Divergence)
-SEEDS = st.integers(0, 2**31)
 TOKENS, HIDDEN, VOCAB = 13, 5, 7
 
 MIXES: tuple[dict[Term, float], ...] = (

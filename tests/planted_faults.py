@@ -16,7 +16,7 @@ from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStar
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.proof.loop import EngineWriter
+from decoding.measure.proof.prove import EngineWriter
 from decoding.measure.proof.reference import Reference
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
@@ -173,8 +173,9 @@ class _StaleCache(PreallocatedCache):
         refused = self.lengths[slot] - start - len(kept)
         super().commit(slot, start, kept)
         last = start + len(kept) - 1
-        for keys, _ in self.contents(slot, last + 2) if refused > 0 else ():
-            keys[:, last] = keys[:, last + 1]
+        for layer in self._own_layers if refused > 0 else ():
+            assert layer.keys is not None
+            layer.keys[slot, :, last] = layer.keys[slot, :, last + 1]
 
 
 # --- a target that costs nothing --------------------------------------------------------------------------------------

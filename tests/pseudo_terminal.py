@@ -66,10 +66,7 @@ class PseudoTerminal:
 
 @contextmanager
 def headstart_on_terminal(
-    words: Sequence[str],
-    changes: Mapping[str, str] | None = None,
-    rows: int = 24,
-    columns: int = 100,
+    words: Sequence[str], changes: Mapping[str, str] | None = None, rows: int = 24, columns: int = 100
 ) -> Iterator[PseudoTerminal]:
     """Start `headstart` with these words on a terminal of this size; it is ended with the block."""
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}

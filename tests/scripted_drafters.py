@@ -120,13 +120,5 @@ class RandomPolicy:
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         return self._chance.choice([PLAIN, *budgets])
 
-    def observe(
-        self,
-        budget: Budget,
-        rows: int,
-        steps: Sequence[StepCount],
-        draft_seconds: float,
-        verify_seconds: float,
-        total_seconds: float,
-    ) -> None:
-        assert len(steps) == rows and 0 <= draft_seconds + verify_seconds <= total_seconds
+    def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float) -> None:
+        assert steps and 0 <= draft + verify <= total

@@ -56,6 +56,11 @@ def _usage(tokens: int) -> dict[str, int]:
     return {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": tokens + 1}
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # connections that come at once; five by default, and more are reset
+
+
 @contextmanager
 def serve(
     script: Callable[[Request], Reply], models: Sequence[dict[str, str]] = (), headers: Mapping[str, str] = _NONE
@@ -104,8 +109,7 @@ def serve(
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = Server(("127.0.0.1", 0), Handler)
     endpoint.address = f"http://127.0.0.1:{server.server_port}/v1"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

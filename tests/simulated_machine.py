@@ -33,7 +33,7 @@ def simulate(
     """Decode ``tokens`` tokens in each row; each drafted token is accepted with probability ``rate``."""
     chance, written = random.Random(seed), 0.0
     while written < tokens:
-        budget = policy.choose(budgets, rows)
+        budget = policy.choose(budgets, 1)
         assert budget == PLAIN or budget in budgets
         steps = []
         for _ in range(rows):
@@ -43,5 +43,5 @@ def simulate(
             steps.append(StepCount(accepted + 1, accepted, budget.depth, budget.nodes - 1))
         draft = machine.timed(machine.draft * budget.depth, chance)
         verify = machine.timed(machine.verify(rows, budget.nodes), chance)
-        policy.observe(budget, rows, steps, draft, verify, draft + verify)
+        policy.observe(budget, steps, draft, verify, draft + verify)
         written += sum(step.emitted for step in steps) / rows

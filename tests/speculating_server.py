@@ -35,16 +35,12 @@ class SpeculatingServer:
     drafted: int = 300
     accepted: int = 7
     reached: list[int] = field(default_factory=lambda: [7, 0, 0])
-    refused: tuple[str, ...] = ()
-    """Fields of a request that it takes for mistakes."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, request: Request) -> Reply:
         route = request.path.removeprefix("/v1").strip("/")
         if route == "metrics":
             return (200, self.page()) if self.has_page else (404, "")
-        if route == "tokenize" and self.tells_ids:
-            return 200, {"tokens": list(self._ids(request.body))}
         if route in ("completions", "chat/completions"):
             with self._lock:
                 return self._answer(request.body)
@@ -71,8 +67,6 @@ class SpeculatingServer:
         return list(prompt)
 
     def _answer(self, body: dict[str, Any]) -> Reply:
-        if unheard_of := [name for name in self.refused if name in body]:
-            return 400, {"error": {"message": f"unrecognized fields: {', '.join(unheard_of)}"}}
         ids = self._ids(body)
         sampling = SamplingConfig(temperature=body["temperature"])
         config = DecodingConfig(body["max_tokens"], sampling, eos_token_ids=self.eos, seed=body["seed"])

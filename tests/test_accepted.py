@@ -3,21 +3,15 @@
 import importlib
 import json
 import sys
-from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from tiny_models import tiny_model
-from tiny_parallel import tiny_parallel_draft
 from tiny_tokenizer import byte_tokenizer
 
-from decoding.drafters.registry import parse_drafter
-from decoding.drafters.spec import DrafterSpec
-from decoding.model.causal_lm import CausalLM
 from trainer.recipe.reading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,23 +82,6 @@ def test_a_speed_up_is_measured_against_the_turns_that_the_method_took_part_in(f
     assert (one["same_as_plain"], other["same_as_plain"], one["tokens_per_second"]) == (2, 0, 2.0)
 
 
-def test_what_a_kill_cut_short_is_neither_read_nor_kept(figures: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    figures.append_record(path, {"a": 1})
-    with path.open("a") as file:
-        file.write('{"a": 2')
-    assert figures.read_records(path) == [{"a": 1}]
-    figures.append_record(path, {"a": 3})
-    assert figures.read_records(path) == [{"a": 1}, {"a": 3}]
-
-
-def test_every_arm_has_a_folder_of_its_own_and_a_baseline_that_is_an_arm(scripts: dict[str, ModuleType]) -> None:
-    arms = scripts["accepted_arms"].ARMS
-    folders = {scripts["accepted"].folder_of(Path(), name, 0) for name in arms}
-    assert len(folders) == len(arms) >= 9
-    assert {arm.baseline for arm in arms.values()} <= {None, *arms}
-
-
 def test_every_arm_is_a_recipe_that_can_be_read(scripts: dict[str, ModuleType]) -> None:
     given = {"target": "T", "data.train": "A", "data.heldout": "H", "output": "O"}
     for arm in scripts["accepted_arms"].ARMS.values():
@@ -131,16 +108,6 @@ def test_a_shipped_recipe_trains_what_its_arm_was_measured_with(
     # Costs are not checked on a busy machine, and evaluations draft chains of another length.
     free = {"check_costs", "num_draft_tokens"}
     assert {**offered[part], **dict.fromkeys(free)} == {**measured[part], **dict.fromkeys(free)}
-
-
-def test_every_way_to_draft_is_one_of_the_registrys(scripts: dict[str, ModuleType]) -> None:
-    specs = 0
-    for arm in scripts["accepted_arms"].ARMS.values():
-        for how in arm.draftings.values():
-            spec = DrafterSpec(how.drafter, None if how.drafter == "lookup" else "folder", how.options)
-            assert parse_drafter(str(spec)) == spec
-            specs += 1
-    assert specs >= 30
 
 
 def test_a_second_run_decodes_the_new_prompts_alone(
@@ -184,17 +151,3 @@ def test_a_second_run_decodes_the_new_prompts_alone(
         ("T=1", 3),
     ]
     assert all(row["speed"]["target"]["over_plain"]["value"] > 0 for row in report["rows"])
-
-
-@pytest.mark.parametrize("tree", [(), ((0,), (1,))])
-def test_a_draft_without_a_fitted_tree_has_no_figures_of_one(
-    scripts: dict[str, ModuleType], tree: tuple[tuple[int, ...], ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It would draft its chain under the tree's name."""
-    draft = tiny_parallel_draft(CausalLM(tiny_model("llama")), 4, 0, False)
-    draft.parts.config = replace(draft.parts.config, tree=tree)
-    bench = object.__new__(scripts["accepted"].Bench)
-    bench.options, bench._refused = Namespace(draftings=["fitted tree of 16", "4 tokens"]), set()
-    found = [drafting for drafting, _, _ in bench.drafters("parallel", draft)]
-    assert found == (["fitted tree of 16", "4 tokens"] if tree else ["4 tokens"])
-    assert ("fitted tree of 16 is left out: no tree was fitted" in capsys.readouterr().out) == (not tree)

@@ -66,31 +66,6 @@ def test_what_is_no_list_of_the_tokenizers_tokens_is_refused_naming_the_row(tmp_
     assert (len(dataset.examples), dataset.account.bad_rows) == (1, 2)
 
 
-def test_the_prompt_stands_in_the_template_that_the_recipe_names(tmp_path: Path) -> None:
-    (tmp_path / "other.jinja").write_text(COMPARED.replace("<user>", "l l"))
-    row = chat("c", "a", answer_tokens=[[4, 1]])
-    dataset = load(tmp_path, [row], tiny_tokenizer(CHAT_TEMPLATE), chat_template=str(tmp_path / "other.jinja"))
-    #                                      l   l   c <assistant> a <eos>
-    assert dataset.examples[0].tokens.tolist() == [15, 15, 6, 3, 4, 1]
-    assert load(tmp_path, [row], tiny_tokenizer(CHAT_TEMPLATE)).examples[0].tokens.tolist() == [2, 6, 4, 1]
-
-
-@pytest.mark.parametrize(
-    ("template", "contents", "message"),
-    [
-        ("{{ raise_exception('no c here') }}", ("c", "a"), "cannot hold this conversation: no c here"),
-        (CHAT_TEMPLATE, ("", "a"), "begins with the assistant"),
-    ],
-)
-def test_a_conversation_that_the_template_cannot_hold_is_refused_naming_the_row(
-    tmp_path: Path, template: str, contents: tuple[str, str], message: str
-) -> None:
-    row = chat(*contents, answer_tokens=[[4, 1]])
-    row["messages"] = [said for said in row["messages"] if said["content"]]
-    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 1: .*{message}"):
-        load(tmp_path, [row], tiny_tokenizer(template))
-
-
 # --- a text that was cut off ----------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import ModelCard
 from test_markdown import FEW_HOSTILE, HARMLESS, SECRETS, kinds
 
-from trainer.export.card import CardFigures, card_figures, render_card, target_license
+from trainer.export.card import CardFigures, card_figures, render_card
 from trainer.export.companions import read_provenance
 from trainer.export.serve import ServerCommand
 from trainer.export.task import Artefact
@@ -34,7 +34,6 @@ PROVENANCE: dict[str, Any] = {
 }
 COMMANDS = (
     ServerCommand("vllm", ("vllm", "serve", "TARGET", "--config", '{"model":"DIR"}'), ("tried with 0.1",), ("a|b",)),
-    ServerCommand("transformers", ("python", "-c", "import transformers\n")),
 )
 
 
@@ -96,11 +95,8 @@ def test_the_first_table_has_the_fastest_lossless_method_of_each_temperature_and
     for fact in ("12 prompts of mine.jsonl", "96 new", "Example GPU, Example CPU in bfloat16", "abc123def456"):
         assert fact in text
     assert "lossy" in figures(row("typical", 1, 2.5, label="lossy")).best, "where there is no other"
-
-
-@pytest.mark.parametrize(("value", "limited"), [(0.7, True), (1.1, True), (1.5, False)])
-def test_the_card_says_that_no_gain_is_shown(value: float, limited: bool) -> None:
-    assert any("greedy: no gain" in limit for limit in figures(row("tree", 0, value)).limits) == limited
+    for value, limited in ((0.7, True), (1.1, True), (1.5, False)):
+        assert any("greedy: no gain" in limit for limit in figures(row("tree", 0, value)).limits) == limited
 
 
 # --- origin -----------------------------------------------------------------------------------------------------------
@@ -136,27 +132,10 @@ def test_the_card_has_the_servers_commands_and_what_was_read_back(tmp_path: Path
     text = card(tmp_path, commands=COMMANDS, compared=("12 tensors", "a|b", "no target in /home/zoe/models")).text
     command = """vllm serve TARGET --config '{"model":"DIR"}'"""
     assert f"**vllm**\n\n```sh\n{command}\n```\n\n- tried with 0.1\n- Warning: a\\|b\n" in text
-    assert "**transformers**\n\n```python\nimport transformers\n```\n" in text
     assert "read the files back:\n\n- 12 tensors\n- a\\|b\n- no target in models\n" in text
 
 
 # --- licences and hostile names ---------------------------------------------------------------------------------------
-
-
-def test_the_targets_licence_is_the_one_that_its_own_card_names(tmp_path: Path) -> None:
-    assert target_license(None) is None and target_license(str(tmp_path)) is None
-    for front_matter, named in [
-        ("license: apache-2.0", "apache-2.0"),
-        ("license: other\nlicense_name: my-terms", "my-terms"),
-        ("license: [mit, gpl]", None),
-        ("license: [", None),
-    ]:
-        (tmp_path / "README.md").write_text(f"---\n{front_matter}\n---\n# A model\n")
-        assert target_license(str(tmp_path)) == named
-    text = card(tmp_path, PROVENANCE, target_license="apache-2.0").text
-    assert (
-        "- The target: apache-2.0, by its own card" in text and "- These weights: their owner gave no licence" in text
-    )
 
 
 def card_of(folder: Path, name: str, license: str | None = None) -> str:
@@ -165,7 +144,7 @@ def card_of(folder: Path, name: str, license: str | None = None) -> str:
     provenance["data"] = {name: {"license": name, "rows": name, "source": name}}
     hardware = {"processor": name, "gpu": name}
     found = figures(row(name, 0, 1.5), dtype=name, prompts_from=name, commit=name, hardware=hardware)
-    return str(card(folder, provenance, compared=(name,), target_license=name, license=license, figures=found))
+    return str(card(folder, provenance, compared=(name,), license=license, figures=found))
 
 
 @pytest.mark.parametrize("hostile", FEW_HOSTILE)

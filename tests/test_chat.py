@@ -1,20 +1,14 @@
 """Which tokens of a conversation are the assistant's, in templates that say so and in those that do not."""
 
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_tokenizer import byte_tokenizer
-from tiny_training import CHAT_TEMPLATE, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from decoding.jsonl import read_rows
-from decoding.model.loading import load_tokenizer
-from trainer.data.chat import COMPARED, MARKED, ChatTemplate, Marked, chat_template
-
-SHARED = Path(__file__).parents[2] / "shared"
+from trainer.data.chat import ChatTemplate, Marked
 
 # As the families' own templates behave, in short: none of them has generation marks.
 LLAMA = (
@@ -134,28 +128,3 @@ def test_a_prompt_that_the_template_rewrites_once_answered_is_refused() -> None:
 def test_a_conversation_that_does_not_fit_is_named(template: str, messages: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=f"row: the .*{message}"):
         encode(template, messages)
-
-
-def test_a_file_replaces_the_tokenizers_template(tmp_path: Path) -> None:
-    file = tmp_path / "own.jinja"
-    file.write_text(CHAT_TEMPLATE)
-    template = chat_template(tiny_tokenizer("{{ 'nothing' }}"), str(file))
-    assert template is not None and template.mask_source == MARKED
-    with pytest.raises(ValueError, match=r"there is no chat template .*none\.jinja"):
-        chat_template(tiny_tokenizer(), str(tmp_path / "none.jinja"))
-
-
-def test_real_conversations_give_the_same_tokens_by_marks_and_by_comparison() -> None:
-    model, rows = SHARED / "models" / "storyteller-11m", SHARED / "data" / "gsm8k" / "test.jsonl"
-    if not model.is_dir() or not rows.is_file():
-        pytest.skip("needs shared/models/storyteller-11m and shared/data/gsm8k beside the project")
-    tokenizer = load_tokenizer(str(model))
-    marked = str(tokenizer.chat_template)
-    unmarked = marked.replace("endgeneration", "endif").replace("generation %", "if true %")
-    templates = ChatTemplate(tokenizer, marked), ChatTemplate(tokenizer, unmarked)
-    assert [template.mask_source for template in templates] == [MARKED, COMPARED]
-    for number, row in read_rows(rows):
-        messages = turns(row["question"], row["answer"])
-        assert templates[0].encode(messages, "row") == templates[1].encode(messages, "row")
-        if number == 100:
-            break

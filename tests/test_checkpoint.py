@@ -225,18 +225,3 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_folder(destination, fails)
     assert names(tmp_path) == ["final"] and (destination / "a").read_text() == "first"
-
-
-def test_a_folder_lost_between_two_renames_is_put_back(tmp_path: Path) -> None:
-    """A kill may fall between moving the old folder aside and giving the new one its name."""
-    aside = tmp_path / ".final.4194304.replaced"  # no process has so high a number
-    aside.mkdir()
-    (aside / "old").write_text("x")
-
-    def fails(folder: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space"):
-        write_folder(tmp_path / "final", fails)
-    assert [path.name for path in tmp_path.iterdir()] == ["final"]
-    assert (tmp_path / "final" / "old").read_text() == "x"

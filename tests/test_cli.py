@@ -148,33 +148,16 @@ def test_the_help_names_the_values_that_the_code_takes() -> None:
         assert set(known) <= set(re.findall(r"[\w.-]*\w", text)), place
 
 
-def test_options_of_one_name_have_one_kind_of_value_in_every_command() -> None:
-    values: dict[str, set[str]] = {}
-    for command in COMMANDS.values():
-        for option in command.params:
-            if option.param_type_name == "option":
-                values.setdefault(option.opts[0], set()).add(option.metavar or "")
-    several = {name: kinds for name, kinds in values.items() if len(kinds) > 1}
-    lists = {"--batch-size": {"", "N,..."}, "--temperature": {"", "X,..."}}
-    assert several == {**lists, "--output": {"FILE", "FOLDER"}, "--heldout": {"FILE", ""}}
-
-
 # --- usage ------------------------------------------------------------------------------------------------------------
 
 GENERATE = ["generate", "--target", "t", "--prompt", "p"]
 EVALUATE = ["evaluate", "--target", "t", "--prompts", "p", "--output", "o"]
 WRONG = {
     "below its range": ([*EVALUATE, "--limit", "0"], "Invalid value for '--limit': Input should be greater than or"),
-    "not finite": ([*GENERATE, "--temperature", "nan"], "--temperature is nan: give a finite number"),
     "no number": ([*GENERATE, "--seed", "many"], "'--seed': Input should be a valid integer"),
-    "given twice": ([*GENERATE, "--drafter=a", "--drafter", "b"], "the option --drafter is given twice: give it once"),
-    "a list of one": ([*EVALUATE, "--batch-size", "1", "--batch-size", "8"], "the option --batch-size is given twice"),
     "unknown": ([*EVALUATE, "--limt", "3"], "No such option: --limt"),
     "missing": (EVALUATE[:3], "Missing option '--prompts': see 'headstart evaluate --help'"),
-    "a missing argument": (["data", "inspect"], "Missing argument 'source': see 'headstart data inspect --help'"),
-    "without its value": (["generate", "--target"], "Option '--target' requires an argument: see 'headstart"),
     "a command misspelt": (["evalute"], "No such command 'evalute'. Did you mean 'evaluate'?: see 'headstart --help'"),
-    "no command": (["data"], "Missing command: see 'headstart data --help'"),
 }
 
 
@@ -187,22 +170,11 @@ def test_wrong_usage_is_one_sentence(case: str) -> None:
     assert line.startswith("error: ") and sentence in line
 
 
-def test_an_option_that_is_repeated_or_is_a_value_is_not_given_twice() -> None:
-    for words in (["--drafter", "lookup", "--drafter", "lookahead"], ["--prompt-field", "--limit"]):
-        given = COMMANDS["evaluate"].make_context("evaluate", [*EVALUATE[1:], *words]).params
-        assert (given["drafter"] or given["prompt_field"]) in (["lookup", "lookahead"], words[1])
-
-
 def test_lists_are_values_with_commas_between_them_each_once() -> None:
     assert names("greedy, sampling") == ("greedy", "sampling")
     assert whole_numbers("1,8") == (1, 8) and numbers("0.5,1") == (0.5, 1.0) and numbers((1.0,)) == (1.0,)
-    for read, text in (
-        (names, "a,a"),
-        (whole_numbers, "8,08"),
-        (whole_numbers, "1,0"),
-        (numbers, "warm"),
-        (numbers, "inf"),
-    ):
+    assert whole_numbers("8,08") == (8,)
+    for read, text in ((whole_numbers, "1,0"), (numbers, "warm"), (numbers, "inf")):
         with pytest.raises(BadParameter, match=text):
             read(text)
 
@@ -210,17 +182,10 @@ def test_lists_are_values_with_commas_between_them_each_once() -> None:
 def test_a_folder_typed_wrong_names_those_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read when it was imported
-    for name in ("runs/final", "runs/other", "storyteller"):
-        (tmp_path / name).mkdir(parents=True)
-    for name, hint in (
-        ("runs/fnal", " (is it runs/final?)"),
-        ("storyteler", " (is it storyteller?)"),
-        ("o/n", ""),
-    ):
+    (tmp_path / "runs" / "final").mkdir(parents=True)
+    for name, hint in (("runs/fnal", " (is it runs/final?)"), ("o/n", "")):
         _, said = run("generate", "--target", name, "--prompt", "a")
         assert f"'{name}': there is no such folder{hint}, and loading it from the Hub failed: " in said
-    _, said = run("generate", "--target", "./runs/fnal", "--prompt", "a")
-    assert "there is no folder ./runs/fnal (is it runs/final?): give a folder" in said
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -238,25 +203,9 @@ ERRORS = {
         ["generate", "--target", "TARGET", "--prompt", "a", "--temperature", "-1"],
         "temperature is -1.0: give 0 for greedy decoding, or a positive number",
     ),
-    "an unknown rule": (
-        ["generate", "--target", "TARGET", "--prompt", "a", "--rule", "strict"],
-        "no rule is called 'strict': choose one of greedy, token",
-    ),
-    "a rule for sampling only": (
-        ["generate", "--target", "TARGET", "--prompt", "a", "--rule", "block"],
-        "the block verification rule needs a temperature above 0",
-    ),
     "an unknown drafter": (
         ["generate", "--target", "TARGET", "--drafter", "lokup", "--prompt", "a"],
-        "no drafter is called 'lokup': choose one of heads, draft, draft-tree, parallel, lookup",
-    ),
-    "an unknown option of a drafter": (
-        ["generate", "--target", "TARGET", "--drafter", "draft-tree:x,deep=3", "--prompt", "a"],
-        "the drafter draft-tree has no option 'deep': choose among depth, width, nodes",
-    ),
-    "a drafter without its weights": (
-        ["generate", "--target", "TARGET", "--drafter", "draft-tree:depth=3", "--prompt", "a"],
-        "'draft-tree:depth=3' lacks the path of the weights: give draft-tree:PATH",
+        "no drafter is called 'lokup': choose one of heads, draft, draft-tree, dspark, lookup",
     ),
     "a plan besides a drafter": (
         ["generate", "--target", "TARGET", "--drafter", "lookup", "--plan", "p.json", "--prompt", "a"],

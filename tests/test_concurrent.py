@@ -17,7 +17,7 @@ from decoding.model.causal_lm import CausalLM
 
 TOKENS = 12
 
-FEW = ["chain", "Markov heads", "parallel chain", "drawn hybrid"]
+FEW = ["chain", "Markov heads", "DSpark chain", "drawn hybrid"]
 """They stand for all kinds in `make check`."""
 KINDS = [*((name, None) for name in FEW), ("plain", None), ("chain", "eager")]
 
@@ -66,7 +66,7 @@ def test_calls_from_several_threads_write_the_texts_that_each_would_alone(name: 
     assert in_threads(4, work) == [[True] * 2] * 4
 
 
-@pytest.mark.parametrize("name", ["chain", "parallel chain"])
+@pytest.mark.parametrize("name", ["chain", "DSpark chain"])
 def test_batches_and_sampled_texts_of_several_threads_are_those_of_one(name: str) -> None:
     target, draft = models()
     engine = Engine(target, drafter_of(name, target, draft))
@@ -96,7 +96,7 @@ def test_transformers_own_generate_beside_ours_is_right() -> None:
     assert in_threads(4, work) == [right] * 4
 
 
-@pytest.mark.parametrize(("name", "static"), [("chain", None), ("parallel chain", None), ("chain", "eager")])
+@pytest.mark.parametrize(("name", "static"), [("chain", None), ("DSpark chain", None), ("chain", "eager")])
 def test_streams_that_a_pool_of_threads_reads_step_by_step_are_right(name: str, static: str | None) -> None:
     """As a web framework does, which asks each time another thread for a stream's next step."""
     target, draft = models(static)

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 from test_generate_batch import interrupted_forward
+from tiny_dspark import tiny_dspark
 from tiny_models import positions_run, tiny_model
-from tiny_parallel import tiny_parallel_draft
 from tiny_tokenizer import byte_tokenizer
 
 from decoding import Conversation, DecodingConfig, Engine
-from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, ParallelDrafter, PromptLookupDrafter
+from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, DSparkDrafter, PromptLookupDrafter
 from decoding.generate import Generation, Step
 from decoding.model.causal_lm import CausalLM
 from decoding.stream import stream_pieces
@@ -33,7 +33,7 @@ DRAFTERS: dict[str, Callable[[CausalLM], Drafter | None]] = {
     "plain": lambda target: None,
     "chain": lambda target: DraftModelDrafter(model(1), 3),
     "tree": lambda target: DraftTreeDrafter(model(1), 2, 2, 7),
-    "parallel, which reads the target's states": lambda target: ParallelDrafter(tiny_parallel_draft(target)),
+    "DSpark": lambda target: DSparkDrafter(tiny_dspark(target)),
     "lookup": lambda target: PromptLookupDrafter(3),
 }
 
@@ -73,7 +73,7 @@ def test_every_turn_is_what_a_fresh_engine_answers_and_runs_the_new_tokens_alone
     assert [message["content"] for message in chat.messages[1::2]] == list(QUESTIONS)
 
 
-@pytest.mark.parametrize("name", ["plain", "tree", "parallel, which reads the target's states"])
+@pytest.mark.parametrize("name", ["plain", "tree", "DSpark"])
 @pytest.mark.parametrize("taken", [2])
 def test_a_turn_that_is_left_keeps_its_steps_so_far_and_the_next_one_is_exact(name: str, taken: int) -> None:
     target = model()
@@ -95,7 +95,7 @@ def test_a_turn_that_is_left_keeps_its_steps_so_far_and_the_next_one_is_exact(na
         next(steps)
 
 
-@pytest.mark.parametrize("name", ["plain", "tree", "parallel, which reads the target's states"])
+@pytest.mark.parametrize("name", ["plain", "tree", "DSpark"])
 @pytest.mark.parametrize("forwards", [0, 2])
 def test_an_interrupt_inside_a_pass_keeps_what_was_written_before_it(name: str, forwards: int) -> None:
     target = model()

@@ -178,19 +178,3 @@ def test_answers_that_the_target_wrote_are_trained_by_the_tokens_it_wrote(tmp_pa
     del row["answer_tokens"]
     (again,) = load_dataset(write_rows(tmp_path / "rows.jsonl", [row]), section, tokenizer).examples
     assert again.tokens[-3:].tolist() == [4, 5, 1]
-
-
-def test_every_answer_of_a_conversation_that_the_target_wrote_is_a_sequence_of_its_own(tmp_path: Path) -> None:
-    talk = [("user", "c"), ("assistant", "a"), ("user", "d"), ("assistant", "b")]
-    row = {
-        "messages": [{"role": role, "content": content} for role, content in talk],
-        "answer_tokens": [[4, 1], [5, 1]],
-    }
-    dataset = load_dataset(
-        write_rows(tmp_path / "rows.jsonl", [row]), DataSection(train="x", heldout="x"), tiny_tokenizer(CHAT_TEMPLATE)
-    )
-    assert [example.tokens[example.prompt_length :].tolist() for example in dataset.examples] == [[4, 1], [5, 1]]
-    assert (
-        dataset.examples[1].tokens[: dataset.examples[1].prompt_length].tolist().count(4) == 1
-    )  # the first answer, as context
-    assert dataset.account.mask_sources == {"the target's own tokens": 1}

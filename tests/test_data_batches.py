@@ -1,17 +1,13 @@
 """Sequences to batches: padding, packing, and the order in which they are seen."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import FAMILIES, full_forward, tiny_model
-from tiny_training import tiny_tokenizer, write_rows
 
 from trainer.data.batch import Batch, Example, batch_indices, check_documents_are_apart, collate
-from trainer.data.dataset import load_dataset
 from trainer.data.sequences import pack
-from trainer.recipe.common import DataSection
 
 
 def example(*tokens: int) -> Example:
@@ -49,7 +45,6 @@ def test_the_order_is_a_function_of_seed_and_step_alone() -> None:
 
 
 def test_every_example_is_packed_once_and_none_is_cut() -> None:
-    """The reference of tests/reference_data.py gives the same sequences: see tests/test_token_cache.py."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 17, (300,), generator=generator).tolist()
     examples = [example(*range(place, place + length)) for place, length in enumerate(lengths)]
@@ -59,18 +54,6 @@ def test_every_example_is_packed_once_and_none_is_cut() -> None:
         token for each in examples for token in each.tokens
     )
     assert len(packed) < 1.05 * sum(lengths) / 16  # hardly any room is left over
-
-
-def test_a_packed_data_set_says_how_full_it_is_and_keeps_its_prompts_apart(tmp_path: Path) -> None:
-    rows = [{"prompt": "a b", "answer": "c"}] * 5  # 4 tokens with <eos>
-    section = DataSection(train="t", heldout="h", max_length=8, packing=True)
-    dataset = load_dataset(write_rows(tmp_path / "rows.jsonl", rows), section, tiny_tokenizer())
-    assert [each.lengths for each in dataset.examples] == [(4, 4), (4, 4), ()]
-    assert dataset.describe() == (
-        "5 rows (5 prompt_answer: prompt with answer), 3 sequences, "
-        "10 of 20 tokens trained, packed, 83% full"  # 20 / 24
-    )
-    assert [first.tokens.tolist() for first in dataset.firsts] == [[4, 5, 6, 1]] * 5
 
 
 def test_no_label_is_of_another_document() -> None:

@@ -1,11 +1,16 @@
 """The counts by which engines are compared, on a target that counts and a draft that counts as well."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from tiny_models import counting_model
 
 from decoding.drafters import DraftModelDrafter
 from decoding.model.causal_lm import CausalLM
-from trainer.export.decoded import Decoded, decode_greedily
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from decoded import Decoded, decode_greedily
 
 
 @pytest.mark.parametrize(

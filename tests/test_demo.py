@@ -159,22 +159,14 @@ def test_steps_of_fixed_shapes_race_on_two_caches() -> None:
     ("entry", "sentence"),
     [
         ({"prompt": " \n"}, "the prompt is empty"),
-        ({"prompt": None}, "the prompt is empty"),
         ({"prompt": "a" * 90}, "a prompt of 90 tokens and 24 new ones make 114, but the target's context holds 96"),
         ({"prompt": "a" * (LONGEST_PROMPT + 1)}, f"the prompt has {LONGEST_PROMPT + 1} characters"),
-        ({"prompt": "\ud800"}, "the prompt is not UTF-8 text"),
         ({"drafter": "owl"}, "no drafter is called 'owl': choose one of lookup, tree, twin"),
         ({"temperature": -1}, "temperature is -1"),
-        ({"temperature": None}, "temperature is empty"),
-        ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": "warm"}, "temperature is warm: give a number"),
         ({"max_new_tokens": 0}, f"max new tokens is 0: give a whole number from 1 to {MOST_NEW_TOKENS}"),
-        ({"max_new_tokens": 10**9}, f"max new tokens is 1e+09: give a whole number from 1 to {MOST_NEW_TOKENS}"),
         ({"seed": 1.5}, "seed is 1.5"),
-        ({"seed": 10**400}, f"seed is 1{39 * '0'}: give a number"),
         ({"depth": 0}, "depth is 0"),
-        ({"drafter": "lookup", "depth": 3, "nodes": 1}, "nodes is 1"),
-        ({"rule": "owl"}, "no rule is called 'owl'"),
         ({"rule": "typical"}, "the typical acceptance rule needs a temperature above 0; it is 0"),
         ({"rule": "greedy", "temperature": 1}, "the greedy rule needs temperature 0; it is 1"),
         ({"rule": "token", "temperature": 1}, "the token rejection rule takes"),
@@ -277,26 +269,6 @@ def test_a_bad_entry_is_a_notice_and_loses_nothing(answers: Answers) -> None:
     assert "Temperature is &lt;b&gt;: give a number." in frame["notice"] and visit.race is race
 
 
-def test_the_view_stays_at_the_step_that_is_looked_at(answers: Answers) -> None:
-    visit = Visit(answers)
-    frames = visit.run()
-    for _ in range(8):
-        next(frames)
-    assert "The prefill" in answers.look(visit.request, 0)  # type: ignore[arg-type]
-    assert "The prefill" in next(frames)["drawing"]
-    answers.look(visit.request, 99)  # type: ignore[arg-type]
-    assert "The prefill" not in next(frames)["drawing"], "at the last step it follows the text again"
-
-
-def test_the_last_race_of_the_earliest_visitor_is_forgotten_first(
-    answers: Answers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app, "_MOST_RACES", 2)
-    for name in "abc":
-        list(Visit(answers, name).run(FORM._replace(drafter="lookup", max_new_tokens=1)))
-    assert list(answers.races) == ["b", "c"]
-
-
 def test_text_is_marked_by_its_origin_and_escaped() -> None:
     pieces = [Piece("<b>", True), Piece("&", True), Piece(" own", False)]
     assert HTML.marked(pieces) == '<span class="drafted">&lt;b&gt;&amp;</span><span class="own"> own</span>'
@@ -338,13 +310,3 @@ def test_the_tree_of_a_pass_has_its_nodes_in_draft_order_and_the_targets_token_b
     assert app.tree_of(Step((4,), 0, 0, 0), NAMES.__getitem__) is None
     page = HTML.step(SimpleNamespace(steps=[ended], texts=[()]), ended, 0, app.tree_of(ended, NAMES.__getitem__))
     assert page.count('<span class="node') == 6 and '<span class="node dropped">&lt;b&gt;</span>' in page
-
-
-def test_a_step_is_shown_with_its_tree_and_its_own_tokens(models: Models) -> None:
-    race = finished(race_of(models, FORM))
-    steps = race.speculative.steps
-    prefill, first = step_html(race, 0), step_html(race, 1)
-    assert "The prefill" in prefill and "<ul" not in prefill
-    assert first.count('<span class="node') == len(steps[1].tree or ()) + 1 and "the target wrote the next one" in first
-    assert step_html(race, 99) == step_html(race, len(steps) - 1)
-    assert "once a prompt runs" in step_html(None, 3)

@@ -29,7 +29,7 @@ def test_a_port_that_is_taken_is_told_before_any_model_is_read(monkeypatch: pyte
         port = taken.getsockname()[1]
         result = CliRunner().invoke(program, ["demo", "--target", "/no/such/model", "--port", str(port)])
     assert result.exit_code == 2
-    assert f"--port {port} cannot be listened on (Address already in use): give another" in result.stderr
+    assert "Address already in use" in result.stderr and str(port) in result.stderr
 
 
 def test_drafters_are_those_asked_for_or_lookup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -50,9 +50,11 @@ def test_trained_drafters_of_the_embedded_target_are_found_unless_they_are_anoth
     monkeypatch.setattr(demo, "stored_fingerprint", lambda folder: "mine")
     for recipe, fingerprint in (("parallel", "mine"), ("medusa1", "mine"), ("draft", "another")):
         (final := tmp_path / demo.RUNS / recipe / "final").mkdir(parents=True)
-        (final / "provenance.json").write_text(json.dumps({"target": {"fingerprint": fingerprint}}))
+        (final / "provenance.json").write_text(json.dumps({"target": {"fingerprint": fingerprint}, "recipe": {}}))
     asked, notes = demo.asked_drafters(DemoOptions())
     assert asked == ["parallel:runs/quickstart/parallel/final", "heads:runs/quickstart/medusa1/final", "lookup"]
     assert len(notes) == 1
-    (tmp_path / demo.RUNS / "draft" / "final" / "provenance.json").write_text('{"target": {"fingerprint": "mine"}}')
+    (tmp_path / demo.RUNS / "draft" / "final" / "provenance.json").write_text(
+        '{"target": {"fingerprint": "mine"}, "recipe": {}}'
+    )
     assert demo.asked_drafters(DemoOptions()) == ([*asked[:2], "draft:runs/quickstart/draft/final", "lookup"], [])

@@ -8,8 +8,7 @@ from distilling import EXAMPLES, labelled_logits, objective_for, sums_of
 from loss_references import divergence
 from tiny_models import counting_model, full_forward, tiny_model
 from tiny_training import WORDS, Recorder, tiny_tokenizer, train_toy
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from trainer.data.batch import Example, collate
 
@@ -22,8 +21,7 @@ def test_a_draft_of_all_the_targets_layers_diverges_by_nothing_and_is_always_acc
     objective = objective_for(tiny_model(family), init=ALL, loss={kind: 1})
     sums = sums_of(objective, collate(EXAMPLES))
     assert sums.losses.item() == pytest.approx(0, abs=1e-4)
-    if kind != "hidden":
-        assert sums.hits.item() == pytest.approx(7)
+    assert sums.hits.item() == pytest.approx(7)
     assert objective.counts(collate(EXAMPLES)).item() == 7
 
 
@@ -38,15 +36,6 @@ def test_what_predicts_a_trained_token_is_compared_and_nothing_else() -> None:
         [full_forward(model, EXAMPLES[0].tokens.tolist())[3:7], full_forward(model, EXAMPLES[1].tokens.tolist())[:3]]
     )
     assert torch.allclose(own.teacher.known_logits(0, 7, 1.0).logits, expected, atol=1e-5)
-
-
-def test_gradients_flow_to_the_draft_and_not_to_the_target() -> None:
-    model = tiny_model("llama")
-    objective = objective_for(model)
-    sums_of(objective, collate(EXAMPLES)).losses.sum().backward()
-    gradients = [parameter.grad for parameter in objective.module.parameters()]
-    assert all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
-    assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.parameters())
 
 
 def test_training_brings_the_draft_to_its_target_which_stays_byte_identical(tmp_path: Path) -> None:
@@ -76,14 +65,3 @@ def test_vocabularies_padded_to_other_sizes_are_compared_where_they_agree(tmp_pa
     own = labelled_logits(AutoModelForCausalLM.from_pretrained(folder).eval(), batch)[:, :shared]
     expected = divergence(own, labelled_logits(model, batch), "forward_kl", tokens=torch.arange(shared))
     assert sums_of(objective, batch).losses.item() == pytest.approx(expected.item(), rel=1e-5)
-
-
-def test_a_saved_draft_is_a_plain_folder_in_the_targets_dtype(tmp_path: Path) -> None:
-    objective = objective_for(tiny_model("llama").to(torch.bfloat16))
-    objective.save(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.dtype == torch.bfloat16 and loaded.config.num_hidden_layers == 1
-    trained: dict[str, Tensor] = objective.module.draft.state_dict()
-    assert all(torch.equal(tensor, trained[name].bfloat16()) for name, tensor in loaded.state_dict().items())
-    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tiny_tokenizer().get_vocab()
-    assert {parameter.dtype for parameter in objective.module.parameters()} == {torch.float32}

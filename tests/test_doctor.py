@@ -2,17 +2,15 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from decoding.measure.proof.finding import Finding, note, ok
+from decoding.measure.proof.finding import Finding
 from trainer.cli import app
-from trainer.commands.doctor import next_commands, show
+from trainer.commands.doctor import next_commands
 from trainer.doctor import machine as machines
 from trainer.doctor.machine import (
     check_disk,
@@ -21,10 +19,8 @@ from trainer.doctor.machine import (
     free_bytes,
     machine_findings,
     package_findings,
-    size,
 )
 from trainer.recipe.reading import load_recipe
-from trainer.terminal.console import standard_output
 
 ROOT = Path(__file__).resolve().parents[1]
 CLI = CliRunner()
@@ -72,10 +68,6 @@ def test_a_container_that_allows_less_memory_than_the_system_has_is_believed(
     assert free_bytes() == 500000
 
 
-def test_sizes_are_written_in_the_unit_that_reads_best() -> None:
-    assert [size(count) for count in (12_340, 310e6, 24.06e9)] == ["12.3 kB", "310 MB", "24.1 GB"]
-
-
 # --- packages ---------------------------------------------------------------------------------------------------------
 
 LINES = ("torch>=2.11", "numpy>=2", 'openai>=3; extra == "endpoint"', 'old>=1; python_version < "3"')
@@ -99,11 +91,6 @@ def test_each_fault_of_the_packages_is_found_by_name_with_its_remedy(
     assert [finding.check for finding in findings if not finding.passed] == faults
     assert all(finding.remedy == remedy for finding in findings if not finding.passed)
     assert ("endpoint" in findings[-1].found) == ("openai" in change and change["openai"] is None)
-
-
-def test_a_headstart_that_is_not_installed_is_noted() -> None:
-    (finding,) = package_findings(None, HERE.get)
-    assert finding.status == "note" and "pip install -e ." in finding.remedy
 
 
 # --- what to run next -------------------------------------------------------------------------------------------------
@@ -150,12 +137,6 @@ def test_without_models_the_screen_has_the_machine_the_packages_and_what_to_run(
     assert content["hardware"]["cores"] >= 1 and content["next"][0].startswith("headstart ")
 
 
-def test_without_a_target_transformers_is_not_imported() -> None:
-    """It takes longer to import than all the checks of the machine."""
-    code = "import sys, trainer.commands.doctor; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -174,15 +155,3 @@ def test_the_embedded_target_is_not_trained_by_a_check(monkeypatch: pytest.Monke
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     _, output = run("--target", "quickstart", "--drafter", "heads:runs/quickstart/medusa1/final")
     assert "not built yet" in output and not (tmp_path / "cache").exists()
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_names_that_others_wrote_send_no_escape_sequence_to_the_terminal(is_terminal: bool) -> None:
-    evil = "x\x1b[31m\x9b1A"
-    sections = {f"target {evil}": [note("origin", f"trained on {evil}", f"give {evil}"), ok("files", "fine")]}
-    console = standard_output(width=190, force_terminal=is_terminal, color_system=None)
-    with console.capture() as captured:
-        show(sections, [f"headstart export {evil}"], console)
-    assert captured.get().count("x[31m1A") == 4
-    assert not set("\x1b\x9b") & set(captured.get())
-    assert captured.get().splitlines()[-1] == "PASS: all 2 checks (1 note)"

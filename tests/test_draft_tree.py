@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,16 +91,3 @@ def test_the_tree_is_the_best_of_all_that_the_beam_meets(
     assert len(proposal.tree) - 1 == len(paths(proposal)), "no path is drafted twice"
     assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
     assert proposal.tree.token_list == proposal.tree.tokens.tolist()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "complaint"),
-    [
-        ((0, 2, 9), r"depth \(0\)"),
-        ((2, 0, 9), r"width \(0\)"),
-        ((4, 2, 4), "nodes is 4.* a tree 4 deep has at least 5"),
-    ],
-)
-def test_sizes_that_make_no_tree_are_refused(tiny_draft: CausalLM, sizes: tuple[int, int, int], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        DraftTreeDrafter(tiny_draft, *sizes)

@@ -15,8 +15,8 @@ from scripted_endpoint import DROPPED, Reply, Request, ScriptedEndpoint, chat, i
 from tiny_training import write_rows
 
 from trainer.commands.guarded import guarded
+from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
-from trainer.commands.training_options import RegenerateOptions
 from trainer.data.answers import Summary
 from trainer.servers import connection as connection_module
 from trainer.servers import endpoint as endpoint_module

@@ -12,9 +12,8 @@ from transformers import GenerationConfig
 from decoding.drafters import DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.baselines import transformers_generate
-from decoding.measure.evaluate import evaluate, measure_acceptance, write_report
-from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, standard_methods
+from decoding.measure.measurement import count_steps, evaluate, write_report
+from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, standard_methods, transformers_generate
 from decoding.measure.report.page import write_html
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
@@ -175,18 +174,9 @@ def test_transformers_is_timed_from_its_first_tokens_alone_and_in_batches(tiny_l
         Engine(tiny_llama).decode(prompt, DecodingConfig(8)).tokens for prompt in PROMPTS
     ]
     assert len({(text.first_seconds, text.decode_seconds) for text in texts}) == 1, "they share the batch's seconds"
-    assert all(text.first_tokens == 1 and text.first_seconds > 0 and text.decode_seconds > 0 for text in texts)
+    assert all(text.decode_tokens == 7 and text.first_seconds > 0 and text.decode_seconds > 0 for text in texts)
     (alone,) = transformers_generate(tiny_llama, PROMPTS[:1], DecodingConfig(8))
-    assert (alone.tokens, alone.first_tokens) == (texts[0].tokens, 1)
-
-
-@pytest.mark.parametrize("tokens", [3, None])
-def test_assisted_generation_with_the_target_as_its_own_assistant_gives_the_same_text(
-    tiny_llama: CausalLM, tokens: int | None
-) -> None:
-    (text,) = transformers_generate(tiny_llama, PROMPTS[:1], DecodingConfig(9), tiny_llama, tokens)
-    assert text.tokens == Engine(tiny_llama).decode(PROMPTS[0], DecodingConfig(9)).tokens
-    assert text.first_tokens > 1
+    assert (alone.tokens, alone.decode_tokens) == (texts[0].tokens, 7)
 
 
 def test_a_peer_takes_our_controls_and_none_from_the_models_own_generation_config(tiny_llama: CausalLM) -> None:
@@ -216,9 +206,8 @@ def test_a_peers_run_leaves_torchs_global_chance_as_it_was_and_repeats_by_its_se
 
 
 def test_a_perfect_draft_is_accepted_whole(tiny_llama: CausalLM) -> None:
-    figures = measure_acceptance(tiny_llama, DraftModelDrafter(tiny_llama, 2), PROMPTS, DecodingConfig(10))
+    figures = acceptance(count_steps(tiny_llama, DraftModelDrafter(tiny_llama, 2), PROMPTS, DecodingConfig(10)))
     assert figures.tokens_per_pass.value == 3.0 and [share.value for share in figures.conditional] == [1.0, 1.0]
-    assert figures.texts == ((9, 3),) * 3  # ten new tokens less the prefill's
 
 
 def test_acceptance_is_measured_on_texts_of_seeds_of_their_own_alone_and_in_batches(
@@ -232,16 +221,4 @@ def test_acceptance_is_measured_on_texts_of_seeds_of_their_own_alone_and_in_batc
     config = DecodingConfig(12, sampling, seed=5)
     assert acceptance(texts).accepted_per_drafted.value > 0
     for batch_size in (1, 3):
-        assert measure_acceptance(tiny_llama, drafter, PROMPTS, config, batch_size) == acceptance(texts)
-
-
-def test_measuring_acceptance_tells_of_every_text_that_ends_however_it_does(
-    tiny_llama: CausalLM, tiny_draft: CausalLM
-) -> None:
-    drafter, ended = DraftModelDrafter(tiny_draft, 2), []
-    plain = Engine(tiny_llama).decode(PROMPTS[0], DecodingConfig(12)).tokens
-    for ends in ((), plain[:1], plain[5:6]):  # none, at once, somewhere
-        ended.clear()
-        config = DecodingConfig(12, eos_token_ids=ends)
-        measure_acceptance(tiny_llama, drafter, PROMPTS, config, 2, lambda: ended.append(1))
-        assert len(ended) == len(PROMPTS)
+        assert count_steps(tiny_llama, drafter, PROMPTS, config, batch_size) == texts

@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 from typer.testing import CliRunner
 
-from decoding.measure.evaluate import Measurement
+from decoding.measure.measurement import Measurement
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.cli import app
 

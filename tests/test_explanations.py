@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from matplotlib.colors import to_hex
 
-from decoding.metrics import expected_tokens
 from decoding.rules.proposal import ProposalKind
 from decoding.rules.verify import RULES
 
@@ -33,11 +32,6 @@ def test_the_bars_of_a_lossless_rule_end_at_the_distribution_that_it_has_to_writ
     assert math.isclose(sum(written), 1)
     ends = written == pytest.approx(explained.wanted(example.rule), abs=1e-12)
     assert ends == RULES[example.rule].lossless
-
-
-def test_what_is_kept_of_one_drawn_token_is_the_smaller_of_p_and_q() -> None:
-    kept = [row[0] for row in explained.split("token")]
-    assert kept == pytest.approx([min(p, q) for p, q in zip(P, Q, strict=True)])
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -75,13 +69,6 @@ def test_the_blocks_by_hand_name_the_enumerated_figures() -> None:
     assert pictures.number(sum(explained.split("typical")[1])) in tables.by_hand_typical()
 
 
-def test_the_best_depth_is_that_of_the_largest_speedup_and_none_pays_below_its_cost() -> None:
-    assert explained.best_depth(0.8, 0.05) == (8, pytest.approx(expected_tokens(0.8, 8) / 1.4))
-    assert explained.best_depth(0.3, 0.3) == (0, 1.0)
-    costs = list(explained.law_costs().values())
-    assert costs == sorted(costs) and costs[0] == 1
-
-
 def test_the_measured_costs_are_those_of_the_published_report() -> None:
     (path,) = (ROOT / "benchmarks" / "results").glob("*/speed.json")
     report = json.loads(path.read_text())["targets"]
@@ -89,24 +76,6 @@ def test_the_measured_costs_are_those_of_the_published_report() -> None:
     for name, curve in explained.measured_costs().items():
         raw = report[name]["drafters"]["cost_curve_ms"]
         assert curve == pytest.approx({int(size): raw[size] / raw["1"] for size in raw})
-
-
-def bars(figure: object) -> list[tuple[float, float]]:
-    """Return left edge and width of the boxes drawn in a role's fill, without the legend's."""
-    return [
-        (patch.get_x(), patch.get_width())
-        for patch in figure.axes[0].patches  # type: ignore[attr-defined]
-        if patch.get_zorder() == 3
-    ]
-
-
-def test_the_drawn_bars_are_as_long_as_the_numbers_say() -> None:
-    boxes = bars(pictures.draw_rule("token", loop.LIGHT))
-    rows = explained.split("token")
-    drawn_widths = [value for row, q in zip(rows, Q, strict=True) for value in (*row, q) if value > 0.01]
-    assert len(boxes) == len(drawn_widths) > 6
-    scale = boxes[0][1] / drawn_widths[0]
-    assert [width for _, width in boxes] == pytest.approx([value * scale for value in drawn_widths])
 
 
 def test_the_tree_and_its_mask_are_those_of_the_best_tree() -> None:
@@ -161,15 +130,3 @@ def test_the_figures_in_the_prose_are_the_computed_ones() -> None:
     assert "for draft costs {:g}, {:g} and {:g}".format(*explained.DRAFT_COSTS) in law
     written = sum(explained.split("typical")[1])
     assert re.findall(r"0\.\d+", described("rule-typical")) == [f"{written:g}", f"{P[1]:g}"]
-
-
-def test_a_formula_becomes_mathml_and_one_that_would_show_its_command_ends_the_build() -> None:
-    pytest.importorskip("latex2mathml")
-    site_math = import_module("site_math")
-
-    def built(latex: str) -> str:
-        return str(site_math.on_page_content(f'<p><span class="arithmatex">\\({latex}\\)</span></p>'))
-
-    assert "<msub><mi>p</mi><mi>i</mi></msub>" in built("p_i") and "arithmatex" not in built("p_i")
-    with pytest.raises(Exception, match=r"argmax"):
-        built(r"\argmaxx_y p")

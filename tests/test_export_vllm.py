@@ -1,4 +1,4 @@
-"""Heads that share their target's lm_head, exported for vLLM: with a copy of it, read from the target's files alone."""
+"""Heads that share their target's lm_head, exported for vLLM: with a copy of it."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from trainer.export import export
-from trainer.export.vllm import read_lm_head, read_vllm_heads
+from trainer.export.exporter import NO_PROMPTS, export
+from trainer.export.vllm import read_vllm_heads
 
 CHAIN = ((0,), (0, 0))
 
@@ -29,9 +29,9 @@ def write_heads(folder: Path, target: Path | None, hidden_size: int = 16) -> Med
     return heads
 
 
-def write_model(folder: Path, family: str = "llama", shard_size: str = "1GB", **changes: Any) -> torch.Tensor:
+def write_model(folder: Path, family: str = "llama", **changes: Any) -> torch.Tensor:
     model = tiny_model(family, **changes)
-    model.save_pretrained(folder, max_shard_size=shard_size)
+    model.save_pretrained(folder)
     weight: torch.Tensor = model.get_output_embeddings().weight.detach()  # type: ignore[operator]
     return weight
 
@@ -55,29 +55,14 @@ def test_shared_heads_take_one_copy_of_their_targets_lm_head_with_them(tmp_path:
     assert all(torch.equal(tensor, read.state_dict()[name]) for name, tensor in heads.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("llama", {"tie_word_embeddings": True}),
-        ("gpt2", {"tie_word_embeddings": True}),
-        ("gpt-neox", {}),  # transformers stores it under another name
-        ("llama", {"shard_size": "4KB"}),
-    ],
-)
-def test_the_lm_head_is_found_in_the_files_of_every_family(
+@pytest.mark.parametrize(("family", "changes"), [("llama", {"tie_word_embeddings": True}), ("gpt-neox", {})])
+def test_the_lm_head_of_every_family_goes_with_shared_heads(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Also of a model without its prefix, as GPT-2's own files are, and below adapters, which leave it alone."""
     lm_head = write_model(tmp_path / "target", family, **changes)
-    (tmp_path / "adapters").mkdir()
-    (tmp_path / "adapters" / "adapter_model.safetensors").write_bytes(b"")
-    adapters = {"base_model_name_or_path": str(tmp_path / "target")}
-    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps(adapters))
-    if family == "gpt2":
-        path = tmp_path / "target" / "model.safetensors"
-        save_file({name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}, path)
-    for name in ("target", "adapters"):
-        assert torch.equal(read_lm_head(str(tmp_path / name)), lm_head)
+    write_heads(tmp_path / "run", tmp_path / "target")
+    export(tmp_path / "run", tmp_path / "out", "vllm", prompts=NO_PROMPTS)
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["lm_heads.0.weight"], lm_head)
 
 
 def test_a_target_that_is_unknown_missing_or_another_is_refused_in_a_sentence(tmp_path: Path) -> None:
@@ -90,7 +75,7 @@ def test_a_target_that_is_unknown_missing_or_another_is_refused_in_a_sentence(tm
         (None, r"but no provenance\.json tells which target: give it as --target"),
         ("/nowhere/target", r"there is no folder /nowhere/target.*--target"),
         (str(tmp_path / "wide"), r"is \(24, 16\) and theirs would be \(16, 16\).*--target"),
-        (str(tmp_path / "bare"), r"hold no lm_head \(lm_head\.weight or"),
+        (str(tmp_path / "bare"), r"lm_head\.weight"),
     ]
     for target, complaint in refused:
         with pytest.raises(ValueError, match=rf"run share their target's lm_head.*{complaint}"):

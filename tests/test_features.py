@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -51,10 +51,12 @@ def write(
     states: StatesDtype = "target",
     writer: type[FeatureWriter] = FeatureWriter,
     process: Process = ALONE,
-) -> FeatureIdentity:
+) -> FeatureStore:
+    """Complete features of EXAMPLES."""
     identity = identity_of(target, states=states)
-    ensure_store(writer(target, identity), EXAMPLES, folder, SHARD_TOKENS, process)
-    return identity
+    return FeatureStore(
+        folder, identity, ensure_store(writer(target, identity), EXAMPLES, folder, SHARD_TOKENS, process)
+    )
 
 
 class BreakingOff(FeatureWriter):
@@ -78,15 +80,9 @@ def alone(target: CausalLM, tokens: Sequence[int]) -> Tensor:
     return captured[0][0]
 
 
-class Stored(NamedTuple):
-    folder: Path
-    identity: FeatureIdentity
-
-
 @pytest.fixture
-def stored(tiny_llama: CausalLM, tmp_path: Path) -> Stored:
-    """Complete features of EXAMPLES."""
-    return Stored(tmp_path, write(tiny_llama, tmp_path))
+def stored(tiny_llama: CausalLM, tmp_path: Path) -> FeatureStore:
+    return write(tiny_llama, tmp_path)
 
 
 def written_at(folder: Path) -> dict[str, int]:
@@ -100,8 +96,7 @@ def written_at(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stored_state_is_what_the_lm_head_reads_when_the_example_stands_alone(family: str, tmp_path: Path) -> None:
     target = CausalLM(tiny_model(family))
-    store = FeatureStore.open(tmp_path, write(target, tmp_path))
-    hidden = store.hidden(collate([EXAMPLES[i] for i in (7, 0, 11)], (7, 0, 11)))
+    hidden = write(target, tmp_path).hidden(collate([EXAMPLES[i] for i in (7, 0, 11)], (7, 0, 11)))
     assert (hidden[1, len(EXAMPLES[0].tokens) :] == 0).all(), "padding"
     for row, index in enumerate((7, 0, 11)):
         expected = alone(target, EXAMPLES[index].tokens.tolist())
@@ -115,8 +110,8 @@ def test_documents_packed_into_one_example_are_stored_as_if_each_stood_alone(
     both = (*first, *second)
     packed = [Example(both, (True,) * len(both), 0, (len(first), len(second))), EXAMPLES[0]]
     identity = identity_of(tiny_llama, packed)
-    ensure_store(FeatureWriter(tiny_llama, identity), packed, tmp_path, SHARD_TOKENS)
-    hidden = FeatureStore.open(tmp_path, identity).hidden(collate(packed[:1], (0,)))[0]
+    layout = ensure_store(FeatureWriter(tiny_llama, identity), packed, tmp_path, SHARD_TOKENS)
+    hidden = FeatureStore(tmp_path, identity, layout).hidden(collate(packed[:1], (0,)))[0]
     expected = torch.cat([alone(tiny_llama, first), alone(tiny_llama, second)])
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
 
@@ -130,8 +125,7 @@ def test_states_in_int8_by_hand() -> None:
 
 def test_heads_learn_from_features_what_they_learn_from_the_target(tiny_llama: CausalLM, tmp_path: Path) -> None:
     section = HeadsSection.model_validate({"num_heads": 2, "markov_rank": 3})
-    store = FeatureStore.open(tmp_path, write(tiny_llama, tmp_path))
-    states = StoredFeatures(store, tiny_llama.model.config, torch.device("cpu"))
+    states = StoredFeatures(write(tiny_llama, tmp_path), tiny_llama.model.config, torch.device("cpu"))
     batch = collate([EXAMPLES[i] for i in (9, 2, 5)], (9, 2, 5))
     sums = []
     for source in (OnlineTarget(tiny_llama), states):
@@ -163,13 +157,12 @@ def test_a_run_that_breaks_off_keeps_the_shards_it_finished_and_a_whole_store_is
         write(tiny_llama, tmp_path, writer=BreakingOff)
     before = written_at(tmp_path)
     assert 1 < len(before) < 4
-    identity = write(tiny_llama, tmp_path)
+    identity = write(tiny_llama, tmp_path).identity
     whole = written_at(tmp_path)
     assert before.items() < whole.items() and len(whole) == 4  # three shards and the weights
     monkeypatch.setattr(FeatureWriter, "compute_columns", None)
     ensure_store(FeatureWriter(tiny_llama, identity), EXAMPLES, tmp_path, shard_rows=50)  # as other shards were begun
     assert written_at(tmp_path) == whole
-    FeatureStore.open(tmp_path, identity)
 
 
 # Faults
@@ -194,54 +187,45 @@ def unseal(path: Path) -> None:
     [(damage, "shard-00002.safetensors"), (truncate, "weights.safetensors"), (unseal, "shard-00000.safetensors")],
 )
 def test_a_bad_file_is_named_and_it_alone_is_written_again(
-    tiny_llama: CausalLM, stored: Stored, fault: Any, name: str
+    tiny_llama: CausalLM, stored: FeatureStore, tmp_path: Path, fault: Any, name: str
 ) -> None:
     batch = collate(EXAMPLES, range(12))
-    expected = FeatureStore.open(*stored).hidden(batch)
-    before = written_at(stored.folder)
-    fault(stored.folder / name)
-    with pytest.raises(ValueError, match=rf"1 of 4 files missing or damaged, {name} first: train a recipe"):
-        FeatureStore.open(*stored)
+    expected, before = stored.hidden(batch), written_at(tmp_path)
+    fault(tmp_path / name)
     process, said = heard()
-    write(tiny_llama, stored.folder, process=process)
+    assert torch.equal(write(tiny_llama, tmp_path, process=process).hidden(batch), expected)
     assert f"features: {name} was damaged or half written, and is written again" in said.getvalue()
-    assert torch.equal(FeatureStore.open(*stored).hidden(batch), expected)
-    after = written_at(stored.folder)
+    after = written_at(tmp_path)
     assert {file for file in before if before[file] != after[file]} <= {name}
 
 
 @pytest.mark.parametrize("content", ["{", '{"lengths": []}'])
 def test_a_manifest_that_cannot_be_read_stops_the_run_and_loses_nothing(
-    tiny_llama: CausalLM, stored: Stored, content: str
+    tiny_llama: CausalLM, stored: FeatureStore, tmp_path: Path, content: str
 ) -> None:
     """Taken for a new folder, it would be written over, whosever it is."""
-    (stored.folder / "manifest.json").write_text(content)
-    before = written_at(stored.folder)
+    (tmp_path / "manifest.json").write_text(content)
+    before = written_at(tmp_path)
     with pytest.raises(
         ValueError, match=r"manifest\.json cannot be read \(.*\), and nothing was changed: .* remove the file"
     ):
-        write(tiny_llama, stored.folder)
-    assert written_at(stored.folder) == before and (stored.folder / "manifest.json").read_text() == content
-    (stored.folder / "manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"holds no features \(no manifest.json\)"):
-        FeatureStore.open(*stored)
-    write(tiny_llama, stored.folder)
-    assert written_at(stored.folder) == before
-    FeatureStore.open(*stored)
+        write(tiny_llama, tmp_path)
+    assert written_at(tmp_path) == before and (tmp_path / "manifest.json").read_text() == content
+    (tmp_path / "manifest.json").unlink()
+    write(tiny_llama, tmp_path)
+    assert written_at(tmp_path) == before
 
 
 @pytest.mark.parametrize("what", ["tokenizer", "data", "dtype", "states"])
 def test_features_made_with_something_else_are_refused_by_its_name_before_anything_is_said_of_them(
-    tiny_llama: CausalLM, stored: Stored, what: str
+    tiny_llama: CausalLM, stored: FeatureStore, tmp_path: Path, what: str
 ) -> None:
     other = replace(stored.identity, **{what: "float64"})
     was, now = getattr(stored.identity, what), getattr(other, what)
     difference = f"other {what}" if what in ("target", "tokenizer", "data") else f"{what} {was} and not {now}"
-    with pytest.raises(ValueError, match=rf"features made with {difference}: give features.folder another folder"):
-        FeatureStore.open(stored.folder, other)
     process, said = heard()
-    with pytest.raises(ValueError, match=f"features made with {difference}"):
-        ensure_store(FeatureWriter(tiny_llama, other), EXAMPLES, stored.folder, SHARD_TOKENS, process)
+    with pytest.raises(ValueError, match=rf"features made with {difference}: give features.folder another folder"):
+        ensure_store(FeatureWriter(tiny_llama, other), EXAMPLES, tmp_path, SHARD_TOKENS, process)
     assert said.getvalue() == ""
 
 
@@ -275,7 +259,7 @@ def test_the_estimate_is_what_the_files_take(
 
     In int8 a token is 16 bytes and its scale.
     """
-    identity = write(tiny_llama, tmp_path, states=states)
+    identity = write(tiny_llama, tmp_path, states=states).identity
     estimate = estimate_bytes(EXAMPLES, identity)
     assert estimate == 87 * size + 16 * 16 * 4
     taken = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))

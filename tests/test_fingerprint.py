@@ -15,7 +15,6 @@ from tiny_training import CHAT_TEMPLATE, WORDS, recipe_content, tiny_tokenizer, 
 
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.vocabulary import write_output_tokens
 from trainer.recipe.reading import parse_recipe
 from trainer.target.loading import load_target
 
@@ -73,15 +72,6 @@ def _rewrite(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -
 
 def _set(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def test_a_draft_cut_to_other_tokens_is_another_draft(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path / "draft")
-    prints = {stored_fingerprint(tmp_path / "draft")}
-    for tokens in ((1, 2), (1, 3)):
-        write_output_tokens(tmp_path / "draft", tokens)
-        prints.add(stored_fingerprint(tmp_path / "draft"))
-    assert len(prints) == 3
 
 
 def test_heads_with_another_tree_are_other_heads(tmp_path: Path) -> None:

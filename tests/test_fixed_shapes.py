@@ -17,7 +17,6 @@ from decoding.headstart_model import HeadstartModel
 from decoding.model.architecture import static_of
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import load_draft
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 PROMPTS = [[3, 1, 4, 1, 5] * 3, [9, 2], [6, 5, 3, 5, 8, 9, 7], [5, 6] * 8]
@@ -41,15 +40,6 @@ def test_auto_is_graphs_on_a_gpu_and_off_elsewhere() -> None:
         static_of("fast", model)
     with pytest.raises(ValueError, match="graphs, which only a CUDA device records, and the model runs on cpu"):
         HeadstartModel(model, None, static="graphs")
-
-
-def test_a_draft_follows_its_target_if_it_can(tmp_path: Path) -> None:
-    target = CausalLM(tiny_model("llama", vocab=128), static="eager")
-    for name, changes in (("able", {}), ("unable", {"rope_parameters": DYNAMIC})):
-        tiny_model("llama", vocab=128, **changes).save_pretrained(tmp_path / name)
-    assert load_draft(str(tmp_path / "able"), target, None).static == "eager"
-    assert load_draft(str(tmp_path / "unable"), target, None).static is None
-    assert target.at_its_fastest().static is None and target.with_static("eager") is target
 
 
 def test_a_loaded_model_and_its_draft_run_as_asked_and_write_the_same_text(tmp_path: Path) -> None:

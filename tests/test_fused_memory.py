@@ -13,8 +13,6 @@ from trainer.learning.fused import fused_loss
 from trainer.learning.losses import HiddenTeacher, LossMix, SampledTailTeacher
 from trainer.recipe.common import Term
 
-CROSS_ENTROPY = one("cross_entropy")
-
 
 class LargestTensor(TorchDispatchMode):
     """Counts the numbers in the largest tensor that any operation makes, and the matrix products."""
@@ -73,6 +71,3 @@ def test_under_autocast_products_run_in_bf16_and_come_out_close_to_fp32(weights:
     for ours, theirs in zip(gradients(loss, hidden, weight), exact_gradients, strict=True):
         assert ours.dtype == torch.float32
         assert (ours - theirs).norm() < 2e-2 * theirs.norm()
-
-
-DTYPES = torch.bfloat16, torch.float32

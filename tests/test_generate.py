@@ -28,7 +28,6 @@ from decoding.rules.verify import (
 
 TOKENS = st.integers(0, 15)
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=5)
-SEEDS = st.integers(0, 2**32 - 1)
 
 
 @cache

@@ -11,10 +11,8 @@ from tiny_models import FEW_ATTENTIONS, FEW_FAMILIES, WINDOW, naive_greedy, tiny
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    Llama4TextConfig,
     LlamaConfig,
     LlamaModel,
-    OpenAIGPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
     T5Config,
@@ -123,12 +121,6 @@ _TINY: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-RECURRENT: dict[str, dict[str, Any]] = {
-    "mamba": {"state_size": 4},
-    # Hybrids: some of their layers attend, some recur.
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "num_experts": 2},
-}
-
 
 def config_of(kind: str, settings: dict[str, Any]) -> PreTrainedConfig:
     config: PreTrainedConfig = AutoConfig.for_model(kind, **{**_TINY, **settings})
@@ -140,55 +132,30 @@ def of(kind: str, **settings: Any) -> PreTrainedModel:
     return model
 
 
-def llama4() -> PreTrainedModel:
-    config = Llama4TextConfig(**{**_TINY, "intermediate_size_mlp": 8, "moe_layers": [], "num_hidden_layers": 1})
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model
-
-
-ALIBI = r"places tokens by their order \(ALiBi\), so a tree's branches"
-MASK = "which do not take a tree's mask"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    **{
-        kind: (
-            lambda kind=kind: of(kind, **RECURRENT[kind]),
-            f"^{kind} keeps a recurrent state, which cannot be rolled",
-        )  # type: ignore[misc]
-        for kind in RECURRENT
-    },
-    "bloom": (lambda: of("bloom", d_model=16, n_heads=2, n_layers=1), ALIBI),
-    "falcon with ALiBi": (lambda: tiny_model("falcon", alibi=True), ALIBI),  # else it has rotary embeddings
-    "bart, which takes no position ids": (
-        lambda: of(
-            "bart", d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, is_decoder=True
-        ),
-        "^bart places tokens by their order, so a tree's branches cannot stand",
+    "recurrence": (lambda: of("mamba", state_size=4), "^mamba keeps a recurrent state, which cannot be rolled"),
+    "ALiBi": (
+        lambda: of("bloom", d_model=16, n_heads=2, n_layers=1),
+        r"places tokens by their order \(ALiBi\), so a tree's branches",
     ),
     "local attention": (
         lambda: of("gpt_neo", num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]]),
-        f"has local layers, {MASK}",
+        "has local layers, which do not take a tree's mask",
     ),
-    "chunked attention": (llama4, f"has chunked_attention layers, {MASK}"),
-    "convolution": (lambda: of("lfm2", layer_types=["conv", "full_attention"]), f"has conv layers, {MASK}"),
     "an encoder-decoder": (
         lambda: T5ForConditionalGeneration(
             T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=1)
         ),
         "^t5 is an encoder-decoder model: give a decoder-only",
     ),
-    "both directions": (
-        lambda: of("bert"),
-        "^bert reads texts in both directions: give a causal LM, or set is_decoder",
-    ),
+    "both directions": (lambda: of("bert"), "^bert reads texts in both directions: give a causal LM"),
     "no cache": (
-        lambda: AutoModelForCausalLM.from_config(
-            OpenAIGPTConfig(vocab_size=16, n_embd=16, n_layer=1, n_head=2, n_positions=32)
-        ),
+        lambda: of("openai-gpt", n_embd=16, n_layer=1, n_head=2, n_positions=32),
         "^openai-gpt keeps no key-value cache",
     ),
     "no lm_head": (
         lambda: LlamaModel(LlamaConfig(**_TINY)),
-        "LlamaModel has no lm_head: load the model with AutoModel",
+        "LlamaModel has no lm_head: load the model with Auto",
     ),
 }
 

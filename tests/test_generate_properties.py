@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from hypothesis_profiles import examples
 from scripted_drafters import HostileDrafter, RandomPolicy
 from test_generate import Letters, shortest_with
+from tiny_dspark import tiny_dspark
 from tiny_models import naive_greedy, tiny_model
-from tiny_parallel import tiny_parallel_draft
 
-from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, ParallelDrafter, PromptLookupDrafter
+from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, DSparkDrafter, PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
 from decoding.model.causal_lm import CausalLM
-from decoding.model.parallel import ParallelDraft
+from decoding.model.dspark import DSparkDraft
 from decoding.policies import FixedPolicy, Policy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
@@ -35,8 +35,8 @@ def causal_lm(family: str, seed: int = 0) -> CausalLM:
 
 
 @cache
-def parallel_draft(family: str) -> ParallelDraft:
-    return tiny_parallel_draft(causal_lm(family), tokens=3, family=family)
+def dspark_draft(family: str) -> DSparkDraft:
+    return tiny_dspark(causal_lm(family), tokens=3)
 
 
 @cache
@@ -61,7 +61,7 @@ def policy_of(seed: int | None) -> Policy:
     family=FAMILIES,
     prompts=PROMPTS,
     seed=SEEDS,
-    drafter_of=st.sampled_from(["hostile trees", "hostile chains", "parallel", "parallel tree"]),
+    drafter_of=st.sampled_from(["hostile trees", "hostile chains", "DSpark", "DSpark tree"]),
     batch_size=st.integers(1, 6),
     count=st.integers(1, COUNT),
     eos=st.lists(TOKENS, max_size=2),
@@ -91,8 +91,8 @@ def test_greedy_rows_are_plain_greedy_up_to_their_ends(
     drafters: dict[str, Drafter] = {
         "hostile trees": hostile(seed, prompts, texts, chains=False),
         "hostile chains": hostile(seed, prompts, texts, chains=True),
-        "parallel": ParallelDrafter(parallel_draft(family)),
-        "parallel tree": ParallelDrafter(parallel_draft(family), tree=[[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
+        "DSpark": DSparkDrafter(dspark_draft(family)),
+        "DSpark tree": DSparkDrafter(dspark_draft(family), tree=[[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
     }
     engine = Engine(causal_lm(family), drafters[drafter_of], policy_of(policy_seed), tokenizer=Letters())
     generations = engine.decode(prompts, config, batch_size=batch_size)
@@ -112,7 +112,7 @@ def test_greedy_rows_are_plain_greedy_up_to_their_ends(
     family=FAMILIES,
     prompts=PROMPTS,
     seed=SEEDS,
-    drafter_of=st.sampled_from(["hostile trees", "hostile chains", "chain", "tree", "parallel", "lookup"]),
+    drafter_of=st.sampled_from(["hostile trees", "hostile chains", "chain", "tree", "DSpark", "lookup"]),
     batch_size=st.integers(1, 6),
     eos=st.lists(TOKENS, max_size=2),
     policy_seed=st.none() | SEEDS,
@@ -123,7 +123,6 @@ def test_greedy_rows_are_plain_greedy_up_to_their_ends(
             "top_p": st.sampled_from([1.0, 0.8]),
             "min_p": st.sampled_from([0.0, 0.05]),
             "repetition_penalty": st.sampled_from([1.0, 1.3]),
-            "frequency_penalty": st.sampled_from([0.0, 0.5]),
         }
     ),
 )
@@ -150,7 +149,7 @@ def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
         "hostile chains": hostile(seed, prompts, texts, chains=True),
         "chain": DraftModelDrafter(causal_lm(family, 1), 3),
         "tree": DraftTreeDrafter(causal_lm(family, 1), 2, 2, 7),
-        "parallel": ParallelDrafter(parallel_draft(family)),
+        "DSpark": DSparkDrafter(dspark_draft(family)),
         "lookup": PromptLookupDrafter(4, branches=2),
     }
     config = DecodingConfig(COUNT, sampling, SAMPLED_VERIFY, eos_token_ids=tuple(eos), seed=seed)

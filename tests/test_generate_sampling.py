@@ -120,14 +120,3 @@ def test_the_chi_square_catches_a_broken_rule(broken: Decide, texts: int) -> Non
     rule = Rule("broken", False, frozenset({ProposalKind.SAMPLED}), broken)
     chance, _ = decode_many(small_llama(TARGET_SEED), drafter_called("chain"), SamplingConfig(1.0), rule, texts)
     assert chance < FALSE_ALARM / 100, "caught, and not only just"
-
-
-def test_the_p_value_by_hand() -> None:
-    # Twelve cells of 1/12, 1,200 texts: one cell 10 over and one 10 under give chi-square 2 at 11 degrees of freedom.
-    exact = {(cell,): 1 / 12 for cell in range(12)}
-    counts = Counter({(cell,): 100 for cell in range(12)})
-    assert p_value(counts, exact) == pytest.approx(1.0)
-    counts.update({(0,): 10, (1,): -10})
-    assert p_value(counts, exact) == pytest.approx(0.9985, abs=1e-3)
-    counts.update({(0,): 90, (1,): -90})
-    assert p_value(counts, exact) < 1e-20

@@ -14,11 +14,13 @@ from tiny_models import tiny_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.metrics import Acceptance, acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_model
 from decoding.model.vocabulary import write_output_tokens
-from trainer.export import export
-from trainer.export.decoded import Decoded, decode_greedily
+from trainer.export.exporter import export
 from trainer.export.gguf import readers
 from trainer.export.gguf_vocabulary import vocabulary_of
 from trainer.export.task import ExportTask
@@ -163,19 +165,25 @@ def test_a_file_that_reads_back_differently_is_not_exported(
     assert not (tmp_path / "out").exists()
 
 
-def same_drafts(target: CausalLM, folder: Path, exported: Path, prompts: list[list[int]]) -> Decoded:
-    """The counts of the trained draft, which are those of the exported file."""
+def same_drafts(target: CausalLM, folder: Path, exported: Path, prompts: list[list[int]]) -> Acceptance:
+    """The acceptance of the trained draft, whose texts and steps are those of the exported file."""
     ((trained, read),) = readers(ExportTask(folder, exported, "gguf"), target)
-    before, after = (decode_greedily(target, drafter(), prompts, 12) for drafter in (trained, read))
+    before, after = (
+        [
+            (text.tokens, text.counts)
+            for text in Engine(target, load()).decode(prompts, DecodingConfig(12), batch_size=1)
+        ]
+        for load in (trained, read)
+    )
     assert before == after
-    return before
+    return acceptance([counts for _, counts in before])
 
 
 def test_the_exported_file_drafts_what_the_trained_draft_does(tmp_path: Path) -> None:
     folder = written(tmp_path / "draft", "qwen3")
     export(folder, tmp_path / "out", "gguf")
     target = CausalLM(tiny_model("llama", seed=1, **SIZES))
-    assert same_drafts(target, folder, tmp_path / "out", [[5, 6, 7], [8, 9]]).drafted > 40
+    assert same_drafts(target, folder, tmp_path / "out", [[5, 6, 7], [8, 9]]).accepted_per_drafted.observations > 40
 
 
 def test_a_trimmed_draft_is_filled_and_drafts_the_same_tokens(draft: Path, tmp_path: Path) -> None:
@@ -184,7 +192,7 @@ def test_a_trimmed_draft_is_filled_and_drafts_the_same_tokens(draft: Path, tmp_p
     assert "trimmed to 160 of 264 tokens" in summary.compared[1]
     assert tensors(tmp_path / "out")["output.weight"].shape == (264, 32)
     target = CausalLM(load_model(str(draft), torch.float32, torch.device("cpu")))
-    assert sum(same_drafts(target, draft, tmp_path / "out", [[50, 60, 70]]).accepted) > 0
+    assert same_drafts(target, draft, tmp_path / "out", [[50, 60, 70]]).accepted_per_drafted.value > 0
 
 
 # --- settings ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Trees of a fixed shape, of heads, parallel drafts and draft models: each choice by hand, all draws enumerated."""
+"""Trees of a fixed shape, of heads, DSpark drafts and draft models: each choice by hand, all draws enumerated."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from drafter_checks import Follower, request
+from drafter_checks import Follower, hidden_before, request
 from enumerated_rules import LOSSY
+from tiny_dspark import block_logits, logits_after, states_at, tiny_dflash, tiny_dspark
 from tiny_models import full_forward, tiny_model
-from tiny_parallel import logits_after, masked_logits, states_before, tiny_parallel_draft
 from torch import Tensor
 
-from decoding.drafters import Drafter, DraftModelDrafter, DraftSession, MedusaDrafter, ParallelDrafter
+from decoding.drafters import Drafter, DraftModelDrafter, DraftSession, DSparkDrafter, MedusaDrafter
 from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.growth import StaticTree
 from decoding.measure.proof.enumeration import (
@@ -38,8 +38,8 @@ CHAIN = ((0,), (0, 0), (0, 0, 0))
 TEXT = [1, 2, ROOT_TOKEN]
 AT_ONE = SamplingConfig(1.0)
 PENALISED = SamplingConfig(0.8, top_p=0.9, repetition_penalty=1.3)
-SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-KINDS = ["heads", "shared heads", "Markov heads", "parallel", "parallel alone", "draft model"]
+SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1}
+KINDS = ["heads", "shared heads", "Markov heads", "DSpark", "DFlash", "draft model"]
 
 
 class Case(NamedTuple):
@@ -58,12 +58,8 @@ def models(kind: str, vocab: int) -> tuple[CausalLM, object]:
     target = CausalLM(tiny_model(vocab=vocab, **sizes).to(torch.float64 if vocab < 16 else torch.float32))
     if kind == "draft model":
         return target, CausalLM(tiny_model(vocab=vocab, seed=1, **sizes).to(target.dtype))
-    if "parallel" in kind:
-        rank, reads_target = (0, False) if "alone" in kind else (3, True)
-        draft = tiny_parallel_draft(target, 3, rank, reads_target, **sizes)
-        draft.model.model.to(target.dtype)
-        draft.parts.to(target.dtype)
-        return target, draft
+    if kind in ("DSpark", "DFlash"):
+        return target, (tiny_dspark if kind == "DSpark" else tiny_dflash)(target, 3).to(target.dtype)
     config = MedusaConfig(target.hidden_size, vocab, 3, 1, ((0,),), "shared" in kind)
     heads = MedusaHeads(replace(config, markov_rank=4 if kind == "Markov heads" else 0)).to(target.dtype)
     generator = torch.Generator().manual_seed(4)
@@ -83,7 +79,7 @@ def case_of(kind: str, tree: Sequence[Sequence[int]] = PATHS, vocab: int = 16, s
 
         @torch.no_grad()
         def of_heads(path: Sequence[int], biased: bool = True) -> Tensor:
-            hidden = states_before(target, TEXT)[-1]
+            hidden = hidden_before(target, TEXT)
             logits = weights.heads[len(path)](hidden, lm_head)
             if weights.markov is None or not biased:
                 return logits
@@ -91,12 +87,11 @@ def case_of(kind: str, tree: Sequence[Sequence[int]] = PATHS, vocab: int = 16, s
 
         drafter = MedusaDrafter(weights, tree, sampled)
         return Case(drafter, target, of_heads, lambda path: of_heads(path, biased=False))
-    parallel = ParallelDrafter(weights, tree=tree, sampled=sampled)
     return Case(
-        parallel,
+        DSparkDrafter(weights, tree=tree, sampled=sampled),
         target,
         lambda path: logits_after(weights, target, TEXT, path),
-        lambda path: masked_logits(weights, target, TEXT, len(path)),
+        lambda path: block_logits(weights, target, TEXT)[len(path)],
     )
 
 
@@ -192,9 +187,9 @@ class EnumeratedDraws:
 
 
 def every_draw(case: Case, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch) -> Draft:
-    states = states_before(case.target, TEXT)
+    states = states_at(case.target, TEXT, case.drafter.taps)[:-1] if case.drafter.taps else None
     session = case.drafter.open(case.target, sampling, 1, 40)
-    draft = EnumeratedDraws(session, DraftRequest(TEXT, states[-1], 99, 99, states))
+    draft = EnumeratedDraws(session, DraftRequest(TEXT, hidden_before(case.target, TEXT), 99, 99, states))
     monkeypatch.setattr("decoding.rules.drawing.inverse_cdf", draft.inverse_cdf)
     return draft
 
@@ -222,9 +217,9 @@ TREES = {
         ("Markov heads", "three children, the second grown", SamplingConfig(1.0, top_k=2)),
         ("Markov heads", "uneven", SamplingConfig(0.7, repetition_penalty=1.5)),
         ("Markov heads", "chain", AT_ONE),
-        ("parallel", "uneven", AT_ONE),
-        ("parallel", "chain", SamplingConfig(0.7, top_k=2)),
-        ("parallel alone", "three children, the second grown", AT_ONE),
+        ("DSpark", "uneven", AT_ONE),
+        ("DSpark", "chain", SamplingConfig(0.7, top_k=2)),
+        ("DFlash", "three children, the second grown", AT_ONE),
         ("draft model", "chain", SamplingConfig(0.7, repetition_penalty=1.5)),
     ],
 )
@@ -240,12 +235,12 @@ def test_drafting_and_verifying_as_a_whole_give_the_targets_distribution(
 def test_every_draw_of_a_long_chain_verified_gives_the_targets_distribution(
     rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft = every_draw(case_of("parallel", CHAIN, vocab=3), AT_ONE, monkeypatch)
+    draft = every_draw(case_of("DSpark", CHAIN, vocab=3), AT_ONE, monkeypatch)
     assert distance_from_target(draft, rule, target_table(1), 4) < LOSSLESS
 
 
 @pytest.mark.parametrize("tree", ["uneven", "chain"])
-@pytest.mark.parametrize("kind", ["Markov heads", "parallel"])
+@pytest.mark.parametrize("kind", ["Markov heads", "DSpark"])
 @pytest.mark.parametrize("misread", ["another parent", "no bias"])
 def test_the_enumeration_catches_the_q_of_another_node(
     kind: str, tree: str, misread: str, monkeypatch: pytest.MonkeyPatch

@@ -71,13 +71,6 @@ def test_weights_that_are_not_exactly_those_of_the_config_are_refused(tmp_path: 
         MedusaHeads.from_pretrained(tmp_path)
 
 
-def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
-    random_heads().save_pretrained(tmp_path)
-    torch.save({"heads.0.lm_head.weight": torch.ones(1)}, tmp_path / WEIGHTS_NAME)
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read as safetensors"):
-        MedusaHeads.from_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize("missing", [CONFIG_NAME, WEIGHTS_NAME])
 def test_a_folder_without_heads_is_refused_by_what_is_missing(tmp_path: Path, missing: str) -> None:
     random_heads().save_pretrained(tmp_path)

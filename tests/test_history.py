@@ -1,7 +1,5 @@
 """What the controls know of a text, at every node of any tree, as the text grows."""
 
-from collections import Counter
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,13 +14,11 @@ def nothing(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores
 
 
-EVERYTHING = SamplingConfig(repetition_penalty=1.2, presence_penalty=0.1, processors=(nothing,))
+EVERYTHING = SamplingConfig(repetition_penalty=1.2, processors=(nothing,))
 
 
-def rows_by_hand(
-    tokens: list[int], tree: TokenTree, nodes: list[int], prompt_length: int
-) -> list[tuple[list[int], ...]]:
-    """For each node: which tokens are seen, how often each is in the output, and the text."""
+def rows_by_hand(tokens: list[int], tree: TokenTree, nodes: list[int]) -> list[tuple[list[int], ...]]:
+    """For each node: which tokens are seen, and the text."""
     rows = []
     for node in nodes:
         path = []
@@ -30,16 +26,15 @@ def rows_by_hand(
             path.insert(0, int(tree.tokens[node]))
             node = tree.shape.parents[node]
         text = tokens + path
-        output = Counter(text[prompt_length:])
         seen = [int(token in text) for token in range(VOCAB)]
-        rows.append((seen, [output[token] for token in range(VOCAB)], text))
+        rows.append((seen, text))
     return rows
 
 
 def listed(rows: HistoryRows) -> list[tuple[list[int], ...]]:
-    assert rows.seen is not None and rows.counts is not None and rows.texts is not None
+    assert rows.seen is not None and rows.texts is not None
     texts = [rows.texts[row, :length].tolist() for row, length in enumerate(rows.lengths)]
-    return list(zip(rows.seen.int().tolist(), rows.counts.tolist(), texts, strict=True))
+    return list(zip(rows.seen.int().tolist(), texts, strict=True))
 
 
 @st.composite
@@ -61,6 +56,6 @@ def test_each_node_knows_its_text_whatever_was_asked_before(data: st.DataObject)
         nodes = data.draw(st.none() | st.lists(st.integers(0, len(tree) - 1), max_size=4))
         rows = history.at(data.draw(st.sampled_from([text, tuple(text)])), tree, nodes)
         asked = list(range(len(tree))) if nodes is None else nodes
-        assert listed(rows) == rows_by_hand(text, tree, asked, prompt_length)
+        assert listed(rows) == rows_by_hand(text, tree, asked)
         assert rows.prompt_lengths == (prompt_length,) * len(asked)
         text = text + data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))

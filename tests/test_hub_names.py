@@ -8,26 +8,16 @@ import torch
 from fake_hub import TOKEN, FakeHub, folder_on
 from fake_hub import hub as hub
 from safetensors.torch import load_file, save_file
+from tiny_dspark import tiny_dspark
 from tiny_models import tiny_model
-from tiny_parallel import tiny_parallel_draft
 from tiny_tokenizer import byte_tokenizer
 
 from decoding import HeadstartModel
-from decoding.drafters import DraftModelDrafter, HybridDrafter, MedusaDrafter, ParallelDrafter
+from decoding.drafters import DraftModelDrafter, DSparkDrafter, HybridDrafter, MedusaDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.hub import (
-    HubName,
-    commit_of,
-    hub_name,
-    local_folder,
-    only_cached,
-    revisions,
-    short_name,
-    shortened,
-    with_revision,
-)
+from decoding.model.hub import HubName, commit_of, hub_name, local_folder, only_cached, revisions, short_name
 from decoding.model.loading import load_model, load_tokenizer
 from decoding.model.vocabulary import write_output_tokens
 
@@ -36,7 +26,7 @@ MODEL = "zoe/model"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of a target, heads, a trimmed draft and a parallel draft, none larger than 100 KB."""
+    """Folders of a target, heads, a trimmed draft and a DSpark draft, none larger than 100 KB."""
     root = tmp_path_factory.mktemp("made")
     target = tiny_model("llama", vocab=128)
     tokenizer = byte_tokenizer()
@@ -46,10 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
     write_output_tokens(root / "draft", range(100))
-    parallel = tiny_parallel_draft(CausalLM(target))
-    parallel.model.model.save_pretrained(root / "parallel")
-    tokenizer.save_pretrained(root / "parallel")
-    parallel.parts.save_pretrained(root / "parallel")
+    tiny_dspark(CausalLM(target)).save_pretrained(root / "dspark")
     return root
 
 
@@ -74,13 +61,9 @@ def test_a_revision_stands_behind_an_at_sign(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     assert hub_name("zoe/model") == HubName("zoe/model", None)
     assert hub_name("zoe/model@refs/pr/1") == HubName("zoe/model", "refs/pr/1")
-    assert with_revision("zoe/model", "v1") == with_revision("zoe/model@v1", "v1") == "zoe/model@v1"
     assert short_name("zoe/model@v1") == "model@v1" and short_name("runs/x/final") == "final"
     Path("zoe/model@v1").mkdir(parents=True)
     assert hub_name("zoe/model@v1") is None and local_folder("zoe/model@v1") == Path("zoe/model@v1")
-    for name, problem in (("zoe/model@v1", "is a folder, which has none"), ("zoe/other@v1", "has one already")):
-        with pytest.raises(ValueError, match=problem):
-            with_revision(name, "v2")
 
 
 @pytest.mark.parametrize("revision", ["", "../../../etc", "/etc", "a b", "a\\b", "a//b", "-x", "a:b"])
@@ -110,20 +93,20 @@ def test_each_revision_has_its_own_weights_and_a_moved_branch_changes_no_pinned_
 
 
 def test_target_heads_and_drafts_come_by_revision_with_all_that_belongs_to_them(hub: FakeHub, folders: Path) -> None:
-    for kind in ("target", "heads", "draft", "parallel"):
+    for kind in ("target", "heads", "draft", "dspark"):
         folder_on(hub, f"zoe/{kind}", folders / kind, branch="v1")
         folder_on(hub, f"zoe/{kind}", folders, branch="main")  # another layout, in which nothing is found
 
     def drafter(name: str) -> object:
-        made = HeadstartModel.from_pretrained("zoe/target", name, revision="v1", dtype=torch.float32, device="cpu")
+        made = HeadstartModel.from_pretrained("zoe/target@v1", name, dtype=torch.float32, device="cpu")
         return made.drafter
 
     assert isinstance(drafter("heads:zoe/heads@v1"), MedusaDrafter)
-    assert isinstance(drafter("parallel:zoe/parallel@v1"), ParallelDrafter)
+    assert isinstance(drafter("dspark:zoe/dspark@v1"), DSparkDrafter)
     trimmed = drafter("draft:zoe/draft@v1,tokens=2")
     assert isinstance(trimmed, DraftModelDrafter) and trimmed.draft.output_tokens is not None
     assert trimmed.draft.output_tokens.tolist() == list(range(100)), "output_tokens.json is of the revision too"
-    kinds = {"heads": MedusaDrafter, "draft": DraftModelDrafter, "parallel": ParallelDrafter}
+    kinds = {"heads": MedusaDrafter, "draft": DraftModelDrafter, "dspark": DSparkDrafter}
     for name, kind in kinds.items():
         joined = drafter(f"zoe/{name}@v1")
         assert isinstance(joined, HybridDrafter) and type(joined.first) is kind, "known by what it is"
@@ -242,8 +225,3 @@ def test_a_hub_out_of_reach_is_named_and_the_cache_is_read_meanwhile(
     with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:1 cannot be reached \(ConnectError\)") as raised:
         local_folder("zoe/other")
     assert "password" not in str(raised.value)
-
-
-def test_what_others_say_is_told_on_one_line_without_a_login() -> None:
-    told = shortened("502 for url\n https://zoe:s3cret@hub.example/api" + " again" * 99)
-    assert told.startswith("502 for url https://hub.example/api again") and len(told) == 300

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from trainer.cli import app
 from trainer.commands.inspection import run_inspect
-from trainer.commands.training_options import InspectOptions
+from trainer.commands.options import InspectOptions
 from trainer.terminal.console import standard_output
 
 

@@ -44,10 +44,3 @@ def test_a_target_that_is_let_go_is_another_type_and_comes_back_as_it_was(tmp_pa
     assert type(job.target) is StoredTarget
     again = job.target_again(CPU)
     assert type(again) is Target and again.let_go() == job.target
-
-
-def test_only_the_first_of_several_processes_speaks() -> None:
-    heard = io.StringIO()
-    for rank in range(3):
-        Process(rank, 3, Console(file=heard)).say(f"by {rank}")
-    assert heard.getvalue() == "by 0\n"

@@ -15,8 +15,6 @@ from trainer.processes import build_accelerator, join_processes, sharded_precisi
 from trainer.recipe.common import TrainingSection
 from trainer.run.distributed import build_optimizers, prepare
 
-SECTION = TrainingSection(steps=1, mixed_precision="no")
-
 
 @pytest.fixture(autouse=True)
 def _no_state_of_accelerate() -> Any:
@@ -35,10 +33,7 @@ def test_fsdp2_rounds_products_and_neither_sums_of_gradients_nor_losses(
     """accelerate's own policy has bf16 in all three places."""
     plugin = SimpleNamespace(mixed_precision_policy=MixedPrecisionPolicy(*[torch.bfloat16] * 3))
     of_fsdp2 = SimpleNamespace(
-        distributed_type=DistributedType.FSDP,
-        is_fsdp2=True,
-        num_processes=1,
-        state=SimpleNamespace(fsdp_plugin=plugin),
+        distributed_type=DistributedType.FSDP, is_fsdp2=True, num_processes=1, state=SimpleNamespace(fsdp_plugin=plugin)
     )
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setattr("trainer.processes.Accelerator", lambda **options: of_fsdp2)

@@ -122,13 +122,6 @@ def test_the_page_has_the_same_elements_whatever_its_texts_are(tmp_path: Path) -
     assert "\x1b" not in shown(renamed(report, hostile))
 
 
-def test_square_brackets_in_a_name_are_no_markup_of_the_terminal() -> None:
-    named = of_rows(None, title="[bold red]loud[/]")
-    named["rows"][0]["method"] = "[link=http://evil.example]x[/link]"
-    said = shown(named, 300)
-    assert "[bold red]loud[/]" in said and "[link=http://evil.example]x[/link]" in said
-
-
 # --- secrets --------------------------------------------------------------------------------------------------------
 
 SECRETS = {
@@ -156,16 +149,9 @@ def test_secrets_are_withheld_from_texts(secret: str, published: str) -> None:
     ("words", "published"),
     [
         (["/opt/bin/headstart", "evaluate", "--target", "org/t"], "headstart evaluate --target org/t"),
-        (
-            ["headstart", "--prompts", "/home/zoe/p.jsonl", "--heads=~/h/final"],
-            "headstart --prompts p.jsonl --heads=final",
-        ),
+        (["x", "--prompts", "/home/zoe/p.jsonl", "--heads=~/h/final"], "x --prompts p.jsonl --heads=final"),
         (["x", "--api-key=swordfish"], "x '--api-key=(withheld)'"),
-        (
-            ["x", "--drafter", "heads:/home/zoe/h/final", "draft:/home/zoe/d/final,tokens=4,sampled=false"],
-            "x --drafter heads:final draft:final,tokens=4,sampled=false",
-        ),
-        (["x", "--drafter=draft:~/zoe/d,tokens=4", "lookup:ngram=3"], "x --drafter=draft:d,tokens=4 lookup:ngram=3"),
+        (["x", "--drafter", "draft:/home/zoe/d/final,tokens=4"], "x --drafter draft:final,tokens=4"),
         (["x", "--drafter", "draft:org/name,tokens=4"], "x --drafter draft:org/name,tokens=4"),
         (["x", "--endpoint", "http://localhost:8000/v1"], "x --endpoint http://localhost:8000/v1"),
         (["x", "ghp_0123456789abcdefABCDEF0123456789abcd"], "x '(withheld)'"),

@@ -8,10 +8,8 @@ import pytest
 import torch
 from tiny_models import counting_model, full_forward, tiny_model
 from tiny_training import Recorder, medusa_on, train_toy
-from torch.nn import functional as F
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import MedusaHeads
 from trainer.data.batch import Batch, Example, collate
 from trainer.heads.medusa import HeadInputs, MedusaObjective, head_places
 from trainer.recipe.common import LossSection
@@ -63,19 +61,6 @@ def test_tokens_that_are_not_trained_are_no_labels(counting: CausalLM) -> None:
         assert (losses(other_answer) != losses(batch.tokens)).all()
 
 
-def test_the_gradient_is_that_of_the_plain_head() -> None:
-    objective = medusa_on(CausalLM(tiny_model("llama")), HeadsSection(num_heads=1))
-    head = objective.module.heads.heads[0]
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    (inputs,) = objective.inputs(collate([COUNTING]), step=0)
-    fused = torch.autograd.grad(objective.module(inputs).losses[0], list(head.parameters()))
-    loss = F.cross_entropy(head(inputs.hidden[0, :-2]), inputs.batch.tokens[0, 2:], reduction="sum")
-    for ours, plain in zip(fused, torch.autograd.grad(loss, list(head.parameters())), strict=True):
-        assert torch.allclose(ours, plain, rtol=1e-4, atol=1e-4)
-
-
 def test_training_learns_to_count_and_leaves_the_target_byte_identical(tmp_path: Path) -> None:
     model = counting_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -97,20 +82,6 @@ def test_the_tree_is_chosen_by_the_heads_accuracies(counting: CausalLM, monkeypa
     monkeypatch.setattr("trainer.heads.medusa.rank_accuracies", lambda *_: shares)
     objective.choose_tree(counting, list)
     assert objective.module.heads.config.tree == ((0,), (1,), (0, 0))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_saved_heads_reload_bit_equal_in_the_targets_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    objective = medusa_on(CausalLM(tiny_model("llama").to(dtype)), HEADS)
-    with torch.no_grad():
-        for parameter in objective.module.parameters():
-            parameter.normal_()
-    assert {parameter.dtype for parameter in objective.module.parameters()} == {torch.float32}
-    objective.save(tmp_path)
-    loaded = MedusaHeads.from_pretrained(tmp_path).state_dict()
-    trained = objective.module.heads.state_dict()
-    assert loaded.keys() == trained.keys()
-    assert all(torch.equal(loaded[name], trained[name].to(dtype)) for name in trained)
 
 
 def own_distribution(model: torch.nn.Module, tokens: Sequence[int], ahead: int) -> torch.Tensor:

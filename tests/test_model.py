@@ -15,7 +15,6 @@ from transformers.generation.streamers import BaseStreamer
 from decoding import headstart_model as model_module
 from decoding.drafters import Drafter, DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
-from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.headstart_model import HeadstartModel
 from decoding.model.causal_lm import CausalLM
@@ -322,32 +321,6 @@ def test_a_prompt_that_begins_with_the_pad_token_needs_a_mask() -> None:
     whole = speculate(target, None, prompt, torch.ones_like(prompt), pad_token_id=7, max_new_tokens=3, eos_token_ids=())
     assert whole.generations[0].tokens == naive_greedy(model, [7, 4, 5], 3)
     assert speculate(target, None, torch.tensor([[4, 5]]), pad_token_id=7, max_new_tokens=3).generations
-
-
-def test_a_sampled_text_depends_on_its_seed_and_not_on_its_neighbours(target: CausalLM) -> None:
-    controls: dict[str, Any] = {"temperature": 2.0, "top_p": 0.9, "repetition_penalty": 1.2}
-    drafter = DraftModelDrafter(target)
-    output = speculate(target, drafter, PROMPTS, seed=4, max_new_tokens=10, batch_size=2, **controls)
-    again = speculate(target, drafter, PADDED, MASK, seed=4, max_new_tokens=10, sampling=SamplingConfig(**controls))
-    assert output.sequences.tolist() == again.sequences.tolist()
-    for place, prompt in enumerate(PROMPTS):
-        config = DecodingConfig(10, SamplingConfig(**controls), eos_token_ids=(EOS,), seed=4 + place)
-        assert output.generations[place].tokens == Engine(target, drafter).decode(prompt, config).tokens
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no prompts": ({"input_ids": []}, "there are no prompts"),
-    "an empty prompt": ({"input_ids": [[1], []]}, "the prompt is empty"),
-    "controls twice": ({"sampling": SamplingConfig(), "top_k": 3}, "both sampling and top_k are given"),
-    "an unknown token": ({"input_ids": [[16]]}, "the prompt holds token 16"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_input_is_refused(target: CausalLM, case: str) -> None:
-    options, complaint = WRONG[case]
-    with pytest.raises(ValueError, match=complaint):
-        speculate(target, None, **{"input_ids": PROMPTS, "max_new_tokens": 4, **options})
 
 
 # --- from_pretrained ------------------------------------------------------------------------------------------------

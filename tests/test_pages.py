@@ -6,7 +6,6 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -26,16 +25,8 @@ def _publisher() -> ModuleType:
     return module
 
 
-COUNTS = {
-    "quickstart": 2,
-    "spec_bench": 1,
-    "spec_bench_sampled": 1,
-    "crossover": 1,
-    "speed": 2,
-    "train_stored": 1,
-    "served": 1,
-    "accepted": 3,
-}
+COUNTS = {"quickstart": 2, "spec_bench": 1, "spec_bench_sampled": 1, "crossover": 1, "speed": 2, "train_stored": 1}
+COUNTS |= {"served": 1, "accepted": 3}
 
 
 @pytest.mark.parametrize(("name", "count"), COUNTS.items())
@@ -52,38 +43,10 @@ def test_the_figures_of_the_pages_are_those_of_one_committed_report(name: str, c
     )
 
 
-def test_the_leading_table_lets_methods_of_the_most_prompts_compete_and_names_the_way_at_each_temperature() -> None:
-    publisher = _publisher()
-
-    def row(
-        drafting: str, setting: str, value: float, prompts: int, target: str = "t", arm: str = "A"
-    ) -> dict[str, Any]:
-        gain = {"value": value, "low": value, "high": value, "observations": prompts}
-        speed = {target: {"over_plain": gain, "over_assisted": None}}
-        return {"arm": arm, "drafting": drafting, "set": "s", "setting": setting, "speed": speed}
-
-    rows = [row("tree", "greedy", 2.0, 100), row("tree", "greedy", 3.0, 37, arm="B"), row("tree", "T=1", 1.1, 100)]
-    rows += [row("drawn tree", "T=1", 1.5, 100), row("tree", "T=1", 1.4, 40, "w")]
-    rows += [row("tree", "greedy", 2.0, 40, "v"), row("tree", "T=1", 1.0, 30, "v")]
-    lines = publisher.lead_table({"rows": rows}).splitlines()
-    assert lines[2] == "| t | *A*, tree | **2.00× [2.00, 2.00]** (–) | **1.50× [1.50, 1.50]** (–), drawn tree | 100 |"
-    assert lines[3].endswith("| 40 and 30 |"), "prompts of the greedy figure, then of the other where it has fewer"
-    assert lines[4] == "", "a target without a greedy figure has no row"
-    assert publisher.lead_table({"rows": [{**row("tree", "greedy", 1.0, 9), "speed": {}}]}).startswith("| target |")
-
-
 def test_the_readme_names_every_machine_that_figures_come_from_and_says_which_are_missing() -> None:
     folders = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
     assert folders == {"amd-epyc-2-cores"}, "figures of another machine: the README's limits must name it"
     assert "two CPU cores (AMD EPYC)" in README and "No GPU has been measured yet." in README
-
-
-def test_publishing_renews_a_marked_block_and_refuses_a_page_without_it() -> None:
-    publisher = _publisher()
-    page = f"above\n{publisher.block('table', 'old')}\nbelow\n"
-    assert publisher.renewed(page, "table", "new") == f"above\n{publisher.block('table', 'new')}\nbelow\n"
-    with pytest.raises(ValueError, match="has 0 blocks between the marks of 'headline': give it one"):
-        publisher.renewed(page, "headline", "new")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import load_parallel_draft
-from trainer.export import export
+from trainer.export.exporter import export
 
 PLAIN = {"markov_rank": 0, "reads_target": False}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoding.model.parallel import ParallelConfig, ParallelDraft, ParallelParts
 from safetensors.torch import load_file, save_file
 from tiny_models import full_forward, naive_greedy, tiny_model
 from tiny_parallel import tiny_parallel_draft
@@ -16,7 +17,6 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_parallel_draft
-from decoding.model.parallel import ParallelConfig, ParallelDraft, ParallelParts
 from decoding.model.vocabulary import trimmed_vocabulary, write_output_tokens
 
 VOCAB = 130
@@ -65,7 +65,7 @@ def test_a_trimmed_draft_has_a_bias_of_its_own_tokens_alone(tmp_path: Path) -> N
     read = load_parallel_draft(str(tmp_path), wide, byte_tokenizer())
     text = Engine(wide, ParallelDrafter(read)).decode([3, 1], DecodingConfig(10))
     assert text.tokens == naive_greedy(wide.model, [3, 1], 10)
-    with pytest.raises(ValueError, match="are for 4 outputs but its model has 3"):
+    with pytest.raises(ValueError, match="writes 4, but its model has 16, 131 and 3"):
         ParallelDraft(trimmed_vocabulary(model, kept[:3]), parts)
 
 

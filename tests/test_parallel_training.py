@@ -8,12 +8,12 @@ from distilling import AllOnDisk
 from parallel_training import TEXTS, TURNS, objective_for, reference_terms
 from tiny_models import counting_model, tiny_model
 from tiny_training import tiny_tokenizer
+from trainer.drafts.parallel import ParallelObjective
 
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example, collate
 from trainer.data.sequences import pack
 from trainer.drafts.blocks import mask_labels, sample_blocks
-from trainer.drafts.parallel import ParallelObjective
 from trainer.drafts.start import InitialDraft
 
 

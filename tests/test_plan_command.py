@@ -15,12 +15,11 @@ from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters.registry import parse_drafter
-from decoding.measure.planning.plan_file import Plan, read_plan
 from decoding.measure.planning.planner import PlanConfig
 from decoding.model.heads import MedusaHeads
 from trainer.commands.options import GenerateOptions
 from trainer.commands.plan import asked_or_planned
-from trainer.export import export
+from trainer.export.exporter import export
 
 QUICK = ("--max-new-tokens", "8", "--limit", "2", "--dtype", "fp32")
 
@@ -35,14 +34,14 @@ def quick_plans() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def plan_path(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan with heads, a draft and a lookup at two batch sizes and one context."""
+    """A plan with heads, a draft and a lookup at two batch sizes."""
     folder = tmp_path_factory.mktemp("plan")
     rows = [{"prompt": text} for text in ("def f(x):", "import os", "for i in", "a = b + c")]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, output = run(
         "plan", "--target", str(models / "target"), "--prompts", str(folder / "prompts.jsonl"), *QUICK,
         "--drafter", f"heads:{models / 'heads'}", "--drafter", f"draft:{models / 'draft'}",
-        "--drafter", "lookup:tokens=3", "--batch-size", "1,2", "--context", "40,4000",
+        "--drafter", "lookup:tokens=3", "--batch-size", "1,2",
         "--output", str(folder),
     )  # fmt: skip
     assert code == 0, output
@@ -50,7 +49,6 @@ def plan_path(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert (
         "measured: acceptance on 2 prompts, up to 8 new tokens each (trees chosen and judged on all of them)" in output
     )
-    assert "left out, as target and drafters cannot hold them: contexts of 4000" in output
     return folder / "plan.json"
 
 
@@ -61,7 +59,7 @@ def content_of(path: Path) -> dict[str, Any]:
 
 def test_a_plan_has_a_choice_of_every_drafter_in_every_cell(plan_path: Path) -> None:
     plan = content_of(plan_path)
-    assert [(cell["batch_size"], cell["context"]) for cell in plan["cells"]] == [(1, None), (2, None), (1, 40), (2, 40)]
+    assert [cell["batch_size"] for cell in plan["cells"]] == [1, 2]
     for cell in plan["cells"]:
         assert [choice["drafter"].split(":")[0] for choice in cell["choices"]] == ["heads", "draft", "lookup"]
         for choice in cell["choices"]:
@@ -73,7 +71,7 @@ def test_a_plan_has_a_choice_of_every_drafter_in_every_cell(plan_path: Path) -> 
     heads, draft, lookup = plan["drafters"]
     assert (heads["kind"], draft["kind"], lookup["kind"]) == ("tree", "chain", "chain")
     assert lookup["depth_by_batch_size"][0][0] == 1
-    assert len(plan["curves"]) == 4
+    assert len(plan["curves"]) == 2
     assert all(set(curve["seconds"]) == set("123456") for curve in plan["curves"]), "up to the largest draft"
 
 
@@ -81,7 +79,7 @@ def chosen(path: Path, models: Path, *batch_sizes: int, temperatures: tuple[floa
     """The drafters that the plan chooses, and what is printed."""
     options, notes = GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32"), io.StringIO()
     console = Console(file=notes, width=1000)
-    found = asked_or_planned((), path, options, temperatures, batch_sizes or (1,), (None,), console)
+    found = asked_or_planned((), path, options, temperatures, batch_sizes or (1,), console)
     return list(found), notes.getvalue()
 
 
@@ -174,7 +172,7 @@ def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told
     ("given", "message"),
     [
         (("--drafter", "lookup", "--drafter", "lookup"), "--drafter lookup is given twice"),
-        (("--drafter", "lookup", "--context", "much"), "'--context': much does not list"),
+        (("--drafter", "lookup", "--batch-size", "much"), "'--batch-size': much does not list"),
         (("--drafter", "nothing"), "no drafter is called 'nothing'"),
     ],
 )
@@ -209,19 +207,3 @@ def test_weights_that_the_plan_does_not_have_are_not_exported_with_it(plan_path:
     with pytest.raises(ValueError, match="was made with other weights than those to export"):
         export(tmp_path / "other", tmp_path / "out", "draft", plan=plan_path)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_plan_reads_back(plan_path: Path) -> None:
-    content, plan = content_of(plan_path), read_plan(plan_path)
-    for cell in content["cells"]:
-        fastest = max((choice["best"] for choice in cell["choices"]), key=lambda best: best["speedup"])
-        expected = fastest if fastest["speedup"] >= 1.02 else None
-        assert plan.choice(cell["batch_size"], cell["context"]) == expected
-
-
-def test_of_heads_alone_and_in_a_hybrid_an_export_takes_those_that_have_a_tree() -> None:
-    fixed, free = {"drafter": "hybrid:DIR,of=heads", "kind": "fixed"}, {"drafter": "heads:DIR", "kind": "tree"}
-    weights = {"drafters": {"hybrid:DIR,of=heads": "feed", "heads:DIR": "feed"}}
-    for drafters in ([fixed, free], [free, fixed]):
-        assert Plan("plan", {"fingerprints": weights, "drafters": drafters}).drafter_of("feed") == free
-    assert Plan("plan", {"fingerprints": weights, "drafters": [fixed]}).drafter_of("feed") == fixed

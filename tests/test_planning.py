@@ -18,7 +18,6 @@ from decoding.measure.planning.step_costs import (
     best,
     depth_by_batch_size,
 )
-from decoding.measure.planning.views import basis
 from decoding.metrics import StepCount, expected_tokens, tokens_per_pass
 from decoding.policies import PLAIN, Budget
 from decoding.rules.tree import TokenTree, TreeShape
@@ -64,8 +63,8 @@ def test_steps_cut_short_by_a_text_s_end_and_steps_of_fewer_rows_are_not_measure
     survey = StepSurvey([Budget(3, 4)], rows=2, samples=1)
     whole, cut = StepCount(2, 1, 3, 3, room=3), StepCount(2, 1, 2, 2, room=2)
     for steps in ([whole, whole], [whole, whole], [whole, cut], [whole]):  # the first of a budget is not counted
-        survey.observe(Budget(3, 4), len(steps), steps, 1.0, 2.0, 4.0)
-    survey.observe(PLAIN, 2, [whole, whole], 0.0, 2.0, 2.5)
+        survey.observe(Budget(3, 4), steps, 1.0, 2.0, 4.0)
+    survey.observe(PLAIN, [whole, whole], 0.0, 2.0, 2.5)
     assert survey.seconds() == {Budget(3, 4): StepSeconds(1.0, 2.0, 1.0)}
 
 
@@ -130,9 +129,3 @@ def test_depths_by_batch_size_cover_all_sizes_and_end_with_plain_decoding_where_
     depths = [depth for _, _, depth in ranges]
     assert depths == sorted(depths, reverse=True) and depths[0] == 4 and depths[-1] == 0
     assert depth_by_batch_size({depth: chains_of[depth] for depth in (1, 2)}, {1: costs[1]}) == [(1, 1, 2)]
-
-
-def test_a_plan_says_on_how_many_prompts_it_was_measured() -> None:
-    plan = {"prompts": 9, "halves": [5, 4], "max_new_tokens": 96, "seconds": 2.0, "drafters": [{"kind": "tree"}]}
-    assert "on 9 prompts, up to 96 new tokens each (trees chosen on 5 of them, judged on the other 4)" in basis(plan)
-    assert "trees" not in basis({**plan, "drafters": [{"kind": "chain"}]})

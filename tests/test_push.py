@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_hub import REPOSITORY, TOKEN, FakeHub
@@ -13,10 +12,10 @@ from fake_hub import hub as hub
 from test_export import random_heads, report_of, write_json
 
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.heads import MedusaHeads
-from trainer.export import export, push
 from trainer.export.card import render_card
+from trainer.export.exporter import export
 from trainer.export.task import Artefact
+from trainer.export.upload import push
 
 SECRET = "hf_SomebodyElsesTokenInARecipe"
 WEIGHTS = b"\x02\x00\x00\x00\x00\x00\x00\x00{}" + bytes(range(256)) * 8
@@ -51,7 +50,7 @@ def test_a_push_delivers_every_byte_to_a_private_repository_and_keeps_the_token_
     """In a process of its own, with every logger at its most talkative, so that all it prints can be searched."""
     program = (
         "import logging, sys; logging.basicConfig(level=1)\n"
-        "from trainer.export import push\n"
+        "from trainer.export.upload import push\n"
         "from huggingface_hub.utils import logging as hub_logging; hub_logging.set_verbosity_debug()\n"
         "print(push(sys.argv[1], sys.argv[2]))\n"
     )
@@ -112,10 +111,7 @@ def test_a_branch_is_made_and_a_pull_request_leaves_main(hub: FakeHub, folder: P
 
 @pytest.mark.parametrize(
     ("path", "status", "remedy"),
-    [
-        ("/api/repos/create", 401, "run `hf auth login`"),
-        (COMMIT, 403, "use a token with write access"),
-    ],
+    [("/api/repos/create", 401, "run `hf auth login`"), (COMMIT, 403, "use a token with write access")],
 )
 def test_whatever_the_hub_refuses_is_one_sentence_without_the_token(
     hub: FakeHub, folder: Path, path: str, status: int, remedy: str
@@ -176,26 +172,7 @@ def test_only_a_whole_export_is_pushed_to_a_repository_by_somebody_with_a_token(
 # --- what lies beside the weights -------------------------------------------------------------------------------------
 
 
-def plan_of(weights: Path, fingerprint: str) -> dict[str, Any]:
-    """A plan of heads and of a draft, at batch size 1, which chose a tree of 2."""
-    heads, draft = f"heads:{weights}", f"draft:{weights}-draft,tokens=4"
-    best = {"spec": f"{heads},tree=0/1", "tree": [[0], [1]], "speedup": 1.5}
-    drafters = [{"drafter": heads, "kind": "tree", "depth_by_batch_size": [[1, 2, 1]]}]
-    return {
-        "format": "headstart plan 1",
-        "fingerprints": {"target": "feed", "drafters": {heads: fingerprint, draft: "beef"}},
-        "hardware": {"processor": "a processor", "threads": 2, "gpu": None},
-        "dtype": "float32",
-        "temperature": 0.0,
-        "text_tokens": 9,
-        "curves": [],
-        "drafters": drafters,
-        "cells": [{"batch_size": 1, "context": None, "choices": [{"drafter": heads, "best": best}]}],
-    }
-
-
 def test_an_export_carries_its_provenance_and_what_was_given_without_paths_and_secrets(tmp_path: Path) -> None:
-    """The heads of a run, with the plan's tree."""
     run = tmp_path / "runs" / "medusa"
     random_heads().save_pretrained(run / "final")
     provenance = {
@@ -207,14 +184,11 @@ def test_an_export_carries_its_provenance_and_what_was_given_without_paths_and_s
     write_json(run / "final" / "provenance.json", provenance)
     mine = stored_fingerprint(run / "final")
     report = write_json(run / "report.json", report_of(target="feed", heads=mine) | {"output": str(tmp_path)})
-    plan = write_json(run / "plan.json", plan_of(run / "final", mine))
-    summary = export(run, tmp_path / "out", "headstart", report=report, plan=plan)
-    names = ["README.md", "config.json", "model.safetensors", "plan.json", "provenance.json", "report.json"]
+    summary = export(run, tmp_path / "out", "headstart", report=report)
+    names = ["README.md", "config.json", "model.safetensors", "provenance.json", "report.json"]
     assert sorted(summary.files) == names
     for name in names:
         content = (summary.folder / name).read_bytes()
         assert str(tmp_path).encode() not in content and SECRET.encode() not in content, name
-    assert MedusaHeads.from_pretrained(summary.folder).config.tree == ((0,), (1,)), "the plan's tree"
-    again = export(tmp_path / "out", tmp_path / "again", "headstart")
-    assert "plan.json" not in again.files, "what is not given does not go on"
+    export(tmp_path / "out", tmp_path / "again", "headstart")
     assert (tmp_path / "again" / "provenance.json").read_text() == (tmp_path / "out" / "provenance.json").read_text()

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from tiny_tokenizer import byte_tokenizer
 
@@ -63,20 +61,6 @@ def test_the_rows_of_known_files_are_read_by_their_fields(tmp_path: Path, row: A
     assert read_questions(written(tmp_path, row)) == [question]
 
 
-def test_a_folder_of_one_set_is_read_shard_after_shard_and_one_of_several_is_refused(tmp_path: Path) -> None:
-    written(tmp_path, {"turns": ["shard 1"]}, name="qualitative/test-00001-of-00002.jsonl")
-    first = pyarrow.table({"turns": [["shard 0"]]})
-    pyarrow.parquet.write_table(first, tmp_path / "qualitative" / "test-00000-of-00002.parquet")
-    found = read_questions(tmp_path / "qualitative")
-    assert [question.opening[0]["content"] for question in found] == ["shard 0", "shard 1"]
-    assert read_questions(tmp_path) == found
-    written(tmp_path, {"turns": ["x"]}, name="throughput_1k/test.jsonl")
-    with pytest.raises(
-        ValueError, match=r"holds several sets \(qualitative/test, throughput_1k/test\): give the folder"
-    ):
-        read_questions(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
@@ -93,14 +77,6 @@ def test_the_tools_of_a_question_stand_in_its_prompt(tmp_path: Path) -> None:
     template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHAT
     (question,) = read_questions(written(tmp_path, {"prompt": "one", "tools": '[{"name": "f"}]'}))
     assert text(Asker([question], byte_tokenizer(template)).prompt(0)) == "f <u>one<a>"
-
-
-def test_an_empty_file_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no prompts: give a \.jsonl file"):
-        read_questions(written(tmp_path / "empty"))
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match=r"holds no \.jsonl and no \.parquet file"):
-        read_questions(tmp_path / "folder")
 
 
 def test_a_limit_takes_as_many_of_each_task_as_there_can_be() -> None:
@@ -147,20 +123,6 @@ def test_a_context_is_filled_with_the_rows_before_and_never_exceeded() -> None:
     assert text(Asker(plain, byte_tokenizer(CHAT)).prompt(0, context=4)) == "abcd", "a plain text is cut at its end"
     with pytest.raises(ValueError, match="a context of 6 tokens has no room for question 1 in its chat template"):
         asked.prompt(1, context=6)
-
-
-def test_an_account_is_given_of_the_template_and_the_turns() -> None:
-    account = asker(("one", "two"), template=THINKING, thinking=False).asked()
-    assert account["template"] == "chat" and len(account["template_sha256"]) == 64
-    assert account["thinking"] is False and account["turns"] == "all"
-    told = asker(("one",), template=None).asked()
-    assert len(told.pop(KEY)) == 64
-    assert told == {
-        "template": "none",
-        "template_sha256": None,
-        "thinking": None,
-        "turns": "first",
-    }
 
 
 def test_the_digest_of_the_questions_tells_ids_tasks_and_later_turns_apart() -> None:

@@ -4,14 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from trainer.recipe.heads import MedusaRecipe
 from trainer.recipe.reading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.parent.name != "accelerate")
-FAMILIES = sorted({path.parent.name for path in RECIPES} - {"any", "quickstart"})
 
 
 def words(path: Path) -> str:
@@ -36,13 +34,6 @@ def test_a_recipe_is_parsed_and_tells_how_to_launch_it(path: Path) -> None:
     assert f"recipes/{path.parent.name}/{path.name}" in comment
     for config in re.findall(r"recipes/accelerate/\w+\.yaml", comment):
         assert (ROOT / config).is_file()
-
-
-@pytest.mark.parametrize(
-    "path", [p for p in RECIPES if p.parent.name in FAMILIES], ids=lambda p: f"{p.parent.name}/{p.stem}"
-)
-def test_a_family_says_only_what_differs_from_the_recipe_for_any(path: Path) -> None:
-    assert "base" in yaml.safe_load(path.read_text())
 
 
 def test_what_a_recipe_says_stands_over_its_base_and_overrides_over_both(tmp_path: Path) -> None:

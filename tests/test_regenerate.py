@@ -17,10 +17,10 @@ from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
 
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
+from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
-from trainer.commands.training_options import RegenerateOptions
 from trainer.data.answers import AnsweredConversation, AnswerFile, Summary
-from trainer.data.conversations import AnswerKey, OpenConversation, answer_message, read_conversations
+from trainer.data.conversations import AnswerKey, OpenConversation, answer_message
 from trainer.data.dataset import load_dataset
 from trainer.files.lock import hold_file
 from trainer.recipe.common import DataSection
@@ -219,30 +219,15 @@ def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "complaint"),
-    [
-        ('{"prompt": 3}', "line 1: the prompt is 3, not text"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: the conversation has nothing to answer"),
-        ('{"messages": [{"role": "user"}]}', "line 1: a message is"),
-        ('{"story": "a"}', "line 1: the row lacks a field of prompt"),
-        ("", "holds no prompts"),
-    ],
-)
-def test_a_row_that_cannot_be_asked_is_named_by_its_line(tmp_path: Path, row: str, complaint: str) -> None:
-    (tmp_path / "prompts.jsonl").write_text(row + "\n")
-    with pytest.raises(ValueError, match=complaint):
-        read_conversations(tmp_path / "prompts.jsonl", None, None, 1, chat=True)
-
-
-@pytest.mark.parametrize(
     ("change", "complaint"),
     [
         ({"target": None}, "give --target for a model in this process, or --endpoint"),
         ({"target": None, "endpoint": ["http://127.0.0.1:9/v1"]}, "say which with --model"),
         (
             {"target": None, "endpoint": ["http://127.0.0.1:9/v1"], "model": "m", "drafter": "lookup"},
-            "--drafter speeds up",
+            "--drafter has no effect with --endpoint",
         ),
+        ({"timeout": 3.0}, "--timeout has no effect without --endpoint"),
         ({"n": 2}, "n is 2 at temperature 0, where all answers are the same"),
     ],
     ids=lambda value: str(value),

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_dspark import tiny_dflash, tiny_dspark
 from tiny_models import naive_greedy, tiny_model
-from tiny_parallel import tiny_parallel_draft
 from tiny_tokenizer import byte_tokenizer
 
 from decoding import DecodingConfig, Engine
@@ -14,11 +14,11 @@ from decoding.drafters import (
     Drafter,
     DraftModelDrafter,
     DraftTreeDrafter,
+    DSparkDrafter,
     HybridDrafter,
     LookaheadDrafter,
     MedusaDrafter,
     OtherTokenizerDrafter,
-    ParallelDrafter,
     PromptLookupDrafter,
 )
 from decoding.drafters.registry import REGISTRY, DrafterLoader, named_drafter, parse_drafter
@@ -36,8 +36,8 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
         {"depth": 3, "width": 2, "max_nodes": 7},
         "draft model, tree of 6",
     ),
-    "parallel:PATH/parallel,tokens=2": (ParallelDrafter, {"max_depth": 2}, "parallel draft, 2 tokens"),
-    "parallel:PATH/parallel,tree=0/1/0.0": (ParallelDrafter, {"max_nodes": 4}, "parallel draft, tree of 3"),
+    "dspark:PATH/dspark,tokens=2": (DSparkDrafter, {"max_depth": 2}, "dspark, 2 tokens"),
+    "dspark:PATH/dflash,tree=0/1/0.0": (DSparkDrafter, {"max_nodes": 4}, "dflash, tree of 3"),
     "lookup": (PromptLookupDrafter, {"tokens": 10, "ngram": 3}, "prompt lookup"),
     "lookup:tokens=3,ngram=2,branches=2": (
         PromptLookupDrafter,
@@ -58,6 +58,7 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
         "draft model with another tokenizer, 3 tokens",
     ),
     "PATH/heads": (HybridDrafter, {"max_depth": 10}, "medusa, tree of 9, with prompt lookup"),
+    "PATH/dspark,tokens=2": (HybridDrafter, {"max_depth": 10}, "dspark, 2 tokens, with prompt lookup"),
     "PATH/draft,tokens=2": (HybridDrafter, {}, "draft model, 2 tokens, with prompt lookup"),
     "PATH/draft,depth=2,lookup_tokens=3": (
         HybridDrafter,
@@ -69,15 +70,13 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads, a draft, one with another tokenizer, and a parallel one, on disk."""
+    """Heads, a draft, one with another tokenizer, a DSpark and a DFlash one, on disk."""
     folder = tmp_path_factory.mktemp("models")
     for name, shift in (("draft", 0), ("stranger", 1)):
         tiny_model(vocab=130, seed=1).save_pretrained(folder / name)
         byte_tokenizer(shift=shift).save_pretrained(folder / name)
-    parallel = tiny_parallel_draft(CausalLM(tiny_model(vocab=130)))
-    parallel.model.model.save_pretrained(folder / "parallel")
-    parallel.parts.save_pretrained(folder / "parallel")
-    byte_tokenizer().save_pretrained(folder / "parallel")
+    for name, make in (("dspark", tiny_dspark), ("dflash", tiny_dflash)):
+        make(CausalLM(tiny_model(vocab=130))).save_pretrained(folder / name)
     MedusaHeads.for_target(tiny_model(vocab=130), MedusaConfig(16, 130)).save_pretrained(folder / "heads")
     return folder
 
@@ -104,7 +103,7 @@ def test_every_name_of_the_registry_is_tried_above() -> None:
 
 
 MISTAKES = {
-    "lokup": "no drafter is called 'lokup': choose one of heads, draft, draft-tree, parallel, lookup, lookahead",
+    "lokup": "no drafter is called 'lokup': choose one of heads, draft, draft-tree, dspark, lookup, lookahead",
     "distilgpt2": f"no drafter is called 'distilgpt2': choose one of {', '.join(REGISTRY)}, or draft:distilgpt2 for a",
     "lookup:ngrams=3": "the drafter lookup has no option 'ngrams': choose among tokens, ngram, min_ngram, branches",
     "lookup:ngram=0": "the drafter lookup is given ngram=0: give a whole number of at least 1",

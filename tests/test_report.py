@@ -9,14 +9,10 @@ from full_report import COUNTS, DRAFT, HEADS, PEER, estimate, full_report, row
 from rich.console import Console
 
 from decoding.measure import figures
-from decoding.measure.figures import answers, caption, greedy_sentence, methods
-from decoding.measure.report.curves import crossover_figure, speedup_curves
+from decoding.measure.figures import answers, greedy_sentence, methods
 from decoding.measure.report.page import bar_charts, write_html
-from decoding.measure.report.style import COLOURS, GRID, INK, css, panel, series, shade_below_one, styled, svg
 from decoding.measure.report.tables import (
-    COLUMNS,
     TerminalReport,
-    markdown_table,
     page_tables,
     table_rows,
     terminal_table,
@@ -93,16 +89,6 @@ def test_an_answer_promises_no_gain_that_was_not_measured() -> None:
     assert answers(full_report(rows=rows[:1], grid=[])) == ["Nothing but plain decoding was timed, greedy."]
 
 
-def test_the_caption_tells_of_machines_commits_processes_and_prompts_left_out() -> None:
-    resumed = full_report(
-        processors=["Some processor", "Another"], commits=["a", "b"], processes=2, later_turns_left_out=3
-    )
-    assert caption(resumed) == (
-        "11.0M-parameter target in bfloat16 on Some processor, 8 cores, 8 threads, and before on Another, 2 processes "
-        "side by side; 80 prompts of 512 tokens (3 too long, left out), up to 64 new tokens, batch 1; commits a and b"
-    )
-
-
 @pytest.mark.parametrize(
     ("compared", "facts", "sentence"),
     [
@@ -127,14 +113,6 @@ def test_the_sentence_on_greedy_texts_is_made_of_this_reports_data_and_stands_in
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_tables_have_a_row_per_method_and_a_cell_per_column() -> None:
-    assert len(markdown_table(REPORT).splitlines()) == len(REPORT["rows"]) + 2
-    assert all(len(cells) == len(COLUMNS) for cells in table_rows(REPORT))
-    headings = [table.heading for table in page_tables(REPORT)]
-    assert headings[-2:] == ["Other batch sizes and contexts", "By task"]
-    assert all(len(cells) == len(table.columns) for table in page_tables(REPORT) for cells in table.rows)
-
-
 def test_acceptance_counted_both_ways_and_the_split_of_the_time_stand_in_tables() -> None:
     """Of 100 passes of the draft 20 each accepted 0 to 4 tokens: 2 on average, and 5 texts ended inside the draft."""
 
@@ -144,7 +122,7 @@ def test_acceptance_counted_both_ways_and_the_split_of_the_time_stand_in_tables(
         return dict(zip(table.columns, found, strict=True))
 
     both, speed = cells("Acceptance"), cells("Speed")
-    assert both["accepted per pass"].startswith("2.00 ") and both["acceptance length, 1 + Σ"] == "3.00"
+    assert both["acceptance length, 1 + Σ"] == "3.00"
     assert both["tokens per target pass"].startswith("2.95 ") and both["ended in a draft"] == "5"
     assert both["reached 1, 2, …"] == "0.80 0.60 0.40 0.20"
     assert [speed[part] for part in ("draft", "verify", "overhead")] == ["30%", "60%", "10%"]
@@ -169,42 +147,6 @@ def test_a_bar_is_as_long_as_its_speed_up_and_all_settings_have_one_scale() -> N
     assert by_name[DRAFT].shown == "2.50× [2.25, 2.75]"
     assert by_name[PEER].kind == "peer" and {bar.kind for bar in typical.bars} == {"ours lossy"}
     assert max(sum(bar.interval or ()) for chart in (greedy, sampled, typical) for bar in chart.bars) < 100
-
-
-def test_a_curve_is_drawn_for_each_setting_and_the_first_place_on_the_other_axis_stays_unfolded() -> None:
-    drawn = speedup_curves(REPORT, "batch_size")
-    assert [(picture.heading, picture.main) for picture in drawn] == [
-        ("greedy, context 512", True),
-        ("greedy, context 8,192", False),
-        ("T=1, context 512", True),
-        ("T=1, context 8,192", False),
-    ]
-    assert [entry.name for entry in drawn[0].legend] == methods(REPORT)
-    assert len({(entry.colour, entry.glyph) for entry in drawn[0].legend}) == 4
-    assert speedup_curves(full_report(grid=[]), "batch_size") == []
-    assert len(crossover_figure(REPORT).axes) == 3 * 2
-
-
-@styled
-def _picture() -> str:
-    figure, axes = panel()
-    for index in range(10):
-        axes.plot([1, 2], [index, 1], **series(index))
-    shade_below_one(axes)
-    axes.set_title("a <b> & $x^2$")
-    return svg(figure, 'an "apt" title')
-
-
-def test_a_pictures_ink_and_colours_are_the_pages() -> None:
-    drawn = _picture()
-    assert drawn.startswith('<svg role="img" aria-label="an &quot;apt&quot; title"') and drawn == _picture()
-    assert not any(colour in drawn for colour in (*COLOURS, INK)) and "currentColor" in drawn and "var(--c7)" in drawn
-    assert drawn.count(GRID) == drawn.count(f"var(--grid, {GRID})") > 0
-    assert "a &lt;b&gt; &amp; $x^2$</text>" in drawn, "text, not paths, and no formula"
-    assert "http" not in drawn.replace("http://www.w3.org", "") and "<script" not in drawn
-    light, dark = css().split("@media (prefers-color-scheme: dark)")
-    assert light.count("--c") == dark.count("--c") == len(COLOURS)
-    assert series(0) != series(8) and series(8)["color"] == series(0)["color"]
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Where rows come from, and how each is named when something is wrong with it."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -107,18 +106,6 @@ def test_a_hub_data_set_is_read_by_its_id_configuration_and_split(
     ]
 
 
-def test_what_the_hub_cannot_give_is_one_sentence(datasets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(*_: Any, **__: Any) -> Any:
-        raise datasets.exceptions.DatasetNotFoundError("Dataset 'ORG/NAME' doesn't exist\nand more lines")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(
-        ValueError,
-        match=r"no file or folder ORG/NAME, and split 'dev' .* cannot be read: Dataset 'ORG/NAME' doesn't exist$",
-    ):
-        open_source("ORG/NAME", of_split("dev"))
-
-
 def conversation(fields: dict[str, Any], format: str, where: str) -> list[Any]:
     section = DataSection.model_validate({"train": "a", "heldout": "b", "format": format})
     return list(transcript_of(Row(where, fields), section).messages)
@@ -130,16 +117,3 @@ def test_a_sharegpt_conversation_becomes_messages() -> None:
     messages = conversation(row, "sharegpt", "row")
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert messages[1] == {"role": "user", "content": "Why?"}
-
-
-@pytest.mark.parametrize(
-    ("turns", "message"),
-    [
-        ("a", "row: the conversations are 'a', not a list of turns"),
-        ([{"from": "human", "value": 3}], "row: a turn is .*, without a 'from' and a 'value' that are texts"),
-        ([{"from": "bard", "value": "a"}], "row: a turn is from 'bard': ShareGPT has human, user, gpt"),
-    ],
-)
-def test_a_malformed_sharegpt_conversation_is_named(turns: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        conversation(json.loads(json.dumps({"conversations": turns})), "sharegpt", "row")

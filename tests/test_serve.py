@@ -61,8 +61,8 @@ def noted(found: ServerCommand, text: str) -> bool:
     ("artefact", "servers"),
     [
         (HEADS, ["vllm"]),
-        (DRAFT, ["vllm", "sglang", "transformers"]),
-        (PARALLEL, ["vllm", "transformers"]),
+        (DRAFT, ["vllm", "sglang"]),
+        (PARALLEL, ["vllm"]),
         (GGUF, ["llama.cpp"]),
         (replace(HEADS, format="headstart"), []),
         (replace(PARALLEL, format="headstart"), []),
@@ -123,11 +123,10 @@ def test_sglang_verifies_one_token_more_than_is_drafted(folder: Path) -> None:
     )  # fmt: skip
 
 
-def test_a_parallel_draft_drafts_in_one_forward_in_vllm_and_not_in_transformers(folder: Path) -> None:
+def test_a_parallel_draft_drafts_in_one_forward_in_vllm(folder: Path) -> None:
     config = vllm_config(command(replace(PARALLEL, has_mask_row=True), folder))
     assert config["num_speculative_tokens"] == 4 and config["parallel_drafting"] is True
     assert config["use_heterogeneous_vocab"] is True, "its mask token is one more row than the target has"
-    assert warned(command(PARALLEL, folder, "transformers"), "a forward of the draft for each token")
 
 
 # --- the traps --------------------------------------------------------------------------------------------------------
@@ -150,6 +149,5 @@ def test_a_draft_of_another_vocabulary_size_or_with_fewer_positions_is_configure
     assert vllm_config(found)["use_heterogeneous_vocab"] is True
     assert "draft_sample_method" not in vllm_config(found), "vLLM rejects both together"
     assert warned(found, "another size") and warned(found, "the draft holds 64 positions")
-    assert "assistant_tokenizer=tokenizer" in str(command(DRAFT, folder, "transformers", target=other).program)
     for artefact, target in ((DRAFT, same), (HEADS, other)):
         assert "use_heterogeneous_vocab" not in command(artefact, folder, target=target).shell

@@ -14,8 +14,8 @@ from test_endpoint import KEY, options, regenerate, rows, set_aside
 from tiny_tokenizer import TOOL_TEMPLATE, byte_tokenizer
 from tiny_training import write_rows
 
+from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
-from trainer.commands.training_options import RegenerateOptions
 from trainer.data.dataset import load_dataset
 from trainer.recipe.common import DataSection
 

@@ -116,20 +116,13 @@ def test_a_chat_is_sent_as_messages() -> None:
     assert endpoint.requests[0].body["top_logprobs"] == 2
 
 
-def test_metrics_are_next_to_v1_and_none_if_they_are_missing() -> None:
-    with asked(lambda request: (200, "passes 12") if request.path == "/metrics" else (404, "nothing")) as (model, _):
-        assert model.metrics() == "passes 12"
-    with asked(lambda request: (404, "nothing")) as (model, _):
-        assert model.metrics() is None
-
-
 @pytest.mark.parametrize(
     ("reply", "sentence"),
     [
         ((401, {"error": {"message": f"bad key {KEY}"}}), "refuses the key"),
         ((404, {"error": {"message": "no model"}}), "knows no model 'tiny'"),
         ((500, {"error": {"message": f"out of memory, {KEY}"}}), "gave no answer: HTTP 500"),
-        ((200, "{half"), "no JSON"),
+        ((200, "{half"), "not JSON"),
         ((200, {"choices": []}), "no completion"),
     ],
 )
@@ -149,12 +142,10 @@ def writing(script: Callable[[Request], Reply], target: CausalLM, *eos: int) -> 
 
 
 def test_the_end_that_a_server_leaves_out_is_put_back(target: CausalLM) -> None:
-    with writing(lambda request: choice(reason="stop", token_ids=[3, 4]), target, 9) as writer:
-        assert writer.write([(1, 2)], 5, True, 0)[0].tokens == (3, 4, 9)
-    with writing(lambda request: choice(reason="stop", token_ids=[3, 9]), target, 9) as writer:
-        assert writer.write([(1, 2)], 5, True, 0)[0].tokens == (3, 9)
-    with writing(lambda request: choice(reason="length", token_ids=[3, 4]), target, 9) as writer:
-        assert writer.write([(1, 2)], 5, True, 0)[0].tokens == (3, 4)
+    for reason, told, tokens in (("stop", [3, 4], (3, 4, 9)), ("stop", [3, 9], (3, 9)), ("length", [3, 4], (3, 4))):
+        reply = choice(reason=reason, token_ids=told)
+        with writing(lambda request, reply=reply: reply, target, 9) as writer:
+            assert writer.write([(1, 2)], 5, True, 0)[0].tokens == tokens
 
 
 def test_ids_beside_the_log_probabilities_are_read(target: CausalLM) -> None:
@@ -177,15 +168,13 @@ def test_a_text_is_tokenized_again_where_ids_are_not_told_and_flagged_if_it_does
 
 
 def test_another_prompt_and_an_unknown_token_are_refused(target: CausalLM) -> None:
-    reading = choice(token_ids=[3], prompt_token_ids=[0, 1, 2])
-    with writing(lambda request: reading, target) as writer, pytest.raises(ValueError, match="prompt of 3 tokens"):
-        writer.write([(1, 2)], 1, True, 0)
-    counting = (200, {**choice(token_ids=[3])[1], "usage": {"prompt_tokens": 4}})
-    with writing(lambda request: counting, target) as writer, pytest.raises(ValueError, match="prompt of 4 tokens"):
-        writer.write([(1, 2)], 1, True, 0)
-    unknown = choice(token_ids=[16])
-    with writing(lambda request: unknown, target) as writer, pytest.raises(ValueError, match="wrote token 16"):
-        writer.write([(1, 2)], 1, True, 0)
+    for reply, sentence in (
+        (choice(token_ids=[3], prompt_token_ids=[0, 1, 2]), "prompt of 3 tokens"),
+        ((200, {**choice(token_ids=[3])[1], "usage": {"prompt_tokens": 4}}), "prompt of 4 tokens"),
+        (choice(token_ids=[16]), "wrote token 16"),
+    ):
+        with writing(lambda request, reply=reply: reply, target) as writer, pytest.raises(ValueError, match=sentence):
+            writer.write([(1, 2)], 1, True, 0)
 
 
 def test_controls_that_servers_have_of_their_own_are_switched_off(target: CausalLM) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_training import Recorder, ToyObjective, toy_examples, train_toy
 
 from trainer.data.batch import Example, batch_indices
@@ -47,17 +46,3 @@ def test_the_loop_lets_a_source_write_before_the_steps_that_need_it_and_logs_its
     assert diary.asked == [("rows", 0, every), ("write", 1, every), ("rows", 1, every), ("rows", 2, every)]
     assert recorder.figures[2]["generated/texts"] == 3.0 and recorder.figures[2]["generated/seconds"] == 0.5
     assert not {"generated/texts", "generated/seconds"} & (recorder.figures[1].keys() | recorder.figures[3].keys())
-
-
-def test_what_a_source_writes_with_is_not_what_dropout_draws_from(tmp_path: Path) -> None:
-    """The state of chance of a step is its own, whatever was drawn to write."""
-
-    class Wasteful(Diary):
-        def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
-            torch.rand(1000)
-            return super().write(step, positions)
-
-    plain, wasteful = Recorder(), Recorder()
-    train_toy(tmp_path / "a", ToyObjective(dropout=0.5), plain, Diary())
-    train_toy(tmp_path / "b", ToyObjective(dropout=0.5), wasteful, Wasteful())
-    assert plain.losses == wasteful.losses

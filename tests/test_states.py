@@ -1,4 +1,4 @@
-"""The target's states through the loop: a drafter that reads them gets one for each token of its texts, once."""
+"""The target's states through the loop: a drafter with taps gets those of each token that has been run, once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from scripted_drafters import HostileDrafter, RandomPolicy
+from tiny_dspark import states_at
 from tiny_models import naive_greedy, positions_run, tiny_model
-from tiny_parallel import states_before
 from torch import Tensor
 
 from decoding.drafters import Drafter, DraftSession
@@ -28,10 +28,9 @@ class Reading(Drafter):
     """Another drafter, with a session that asserts that the states handed over are the target's own."""
 
     name = "reading"
-    reads_states = True
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
+    def __init__(self, drafter: Drafter, taps: tuple[int, ...] = (0,)) -> None:
+        self.drafter, self.taps = drafter, taps
         self.handed = 0
 
     @property
@@ -66,8 +65,8 @@ class ReadingSession:
             if request.states is not None:
                 self._states[row].append(request.states)
                 self._drafter.handed += len(request.states)
-            found, wanted = torch.cat(self._states[row]), states_before(self._target, request.tokens)
-            torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+            wanted = states_at(self._target, request.tokens, self._drafter.taps)[:-1]
+            torch.testing.assert_close(torch.cat(self._states[row]), wanted, rtol=0, atol=1e-4)
         return self._session.propose(requests)
 
 
@@ -77,9 +76,7 @@ def hostile(target: CausalLM, chains: bool = False) -> HostileDrafter:
 
 
 @pytest.mark.parametrize(("batch_size", "chains"), [(1, True), (4, False)])
-def test_every_token_comes_with_the_state_that_it_was_written_from(
-    tiny_llama: CausalLM, batch_size: int, chains: bool
-) -> None:
+def test_every_token_that_was_run_comes_with_its_states(tiny_llama: CausalLM, batch_size: int, chains: bool) -> None:
     """Branches accepted and refused, steps without a draft, rows that end, are refilled, and move."""
     eos = (naive_greedy(tiny_llama.model, PROMPTS[1], COUNT)[5],)
     for policy_seed in range(2):
@@ -107,14 +104,23 @@ def test_a_prompt_that_continues_a_cached_text_comes_with_all_its_states(tiny_ll
         text = [*text, *written, 2]
 
 
+def test_one_cache_serves_drafters_that_read_other_layers() -> None:
+    target, text = CausalLM(tiny_model("llama", num_hidden_layers=4)), [3, 1, 4]
+    kept = target.new_cache(8)
+    for taps in ((0,), (1, 2), (0,)):
+        list(Engine(target, Reading(hostile(target), taps)).steps(text, DecodingConfig(6), cache=kept))
+        text = [*kept.text, 5]
+
+
 def test_states_of_a_cut_and_appended_text_are_those_of_one_pass() -> None:
     target, text = CausalLM(tiny_model("llama"), static="eager"), [3, 1, 4, 1, 5, 9, 2, 6]
     cache = target.new_cache(16)
-    cache.text, cache.states = text, list(target.prefill([text], cache, keep_states=True).states)
+    assert cache.rewind(text, (0,)) == 0
+    cache.text, cache.states = text, list(target.prefill([text], cache, taps=(0,)).states)
     other = [*text[:5], 7, 7, 7]
-    assert cache.rewind(other, with_states=True) == 5 == sum(map(len, cache.states))
-    output = target.append([other[5:]], cache, keep_states=True)
-    wanted = states_before(target, [*other, 0])[1:]
+    assert cache.rewind(other, (0,)) == 5 == sum(map(len, cache.states))
+    output = target.append([other[5:]], cache, taps=(0,))
+    wanted = states_at(target, other, (0,))
     torch.testing.assert_close(torch.cat([*cache.states, *output.states]), wanted, rtol=0, atol=2e-5)
 
 
@@ -123,10 +129,10 @@ def test_states_outlive_the_outputs_of_a_target_with_static_shapes(monkeypatch: 
     target = CausalLM(tiny_model("llama"), static="eager")
     verify, last = target.verify, list[ModelOutput]()
 
-    def overwriting(*given: Any) -> ModelOutput:
-        for output in last:
-            output.hidden.fill_(torch.nan)
-        last[:] = [verify(*given)]
+    def overwriting(*given: Any, **named: Any) -> ModelOutput:
+        for states in last[0].states if last else ():
+            states.fill_(torch.nan)
+        last[:] = [verify(*given, **named)]
         return last[0]
 
     monkeypatch.setattr(target, "verify", overwriting)

@@ -111,19 +111,6 @@ def test_a_named_commit_whose_tokens_are_cached_needs_no_hub(hub: FakeHub, monke
     assert not hub.requests and again.sha256 == first.sha256 and plain(again.examples) == plain(first.examples)
 
 
-def test_a_set_that_changes_gives_its_new_rows_and_its_earlier_commit_the_old_ones(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    earlier = publish(hub, shards(ROWS))
-    old = loaded()
-    publish(hub, shards(ROWS[::-1]))
-    new = loaded()
-    assert new.sha256 != old.sha256 and plain(new.examples) == plain(old.examples)[::-1]
-    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "other"))
-    assert plain(loaded(f"{NAME}@{earlier}").examples) == plain(old.examples), "fetched again"
-    assert loaded(f"{NAME}@{earlier}").sha256 == old.sha256 != loaded(f"{NAME}@main").sha256 == new.sha256
-
-
 def test_without_the_hub_the_remedy_is_a_named_commit(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(hub, shards(ROWS))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")

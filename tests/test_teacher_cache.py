@@ -17,6 +17,7 @@ from trainer.data.batch import Batch, Example, collate
 from trainer.learning.fused import fused_loss
 from trainer.learning.losses import LossMix
 from trainer.processes import Process
+from trainer.recipe.common import Divergence
 from trainer.recipe.draft import TeacherSection
 from trainer.target import teacher_cache
 from trainer.target.store import ensure_store
@@ -43,8 +44,8 @@ def write(
 ) -> TeacherStore:
     """A complete cache."""
     identity = identity_of(target, examples, **options)
-    ensure_store(TeacherWriter(target, identity), examples, folder, shard_rows)
-    return TeacherStore.open(folder, identity)
+    layout = ensure_store(TeacherWriter(target, identity), examples, folder, shard_rows)
+    return TeacherStore(folder, identity, layout)
 
 
 def batch_of(*indices: int) -> Batch:
@@ -151,9 +152,9 @@ def test_a_best_token_at_the_end_of_the_vocabulary_is_not_drawn_by_rounding(othe
     assert sample_tail(scores, torch.tensor([[others]]), last).tolist() == [[others - 1]]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(("kind", "temperature"), [("forward_kl", 1.0), ("forward_kl", 2.0), ("acceptance", 1.0)])
 def test_a_fine_sample_gives_the_loss_and_the_gradient_of_the_whole_vocabulary(
-    tiny_llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
+    tiny_llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Divergence, temperature: float
 ) -> None:
     """Draws spread evenly, 20,000 a row, are off by less than 1 in 20,000 each."""
     spread = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
@@ -162,8 +163,8 @@ def test_a_fine_sample_gives_the_loss_and_the_gradient_of_the_whole_vocabulary(
     hidden = torch.randn(len(rows.tokens), 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     weight = torch.randn(16, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     found, expected = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    loss = fused_loss(found, weight, rows.tokens[:, 0], LossMix({"forward_kl": 1.0}, temperature), rows).loss
-    whole = divergence(expected @ weight.T, logits_at(tiny_llama, (3, 8)).double(), "forward_kl", temperature)
+    loss = fused_loss(found, weight, rows.tokens[:, 0], LossMix({kind: 1.0}, temperature), rows).loss
+    whole = divergence(expected @ weight.T, logits_at(tiny_llama, (3, 8)).double(), kind, temperature)
     torch.autograd.backward([loss, whole])
     assert float(loss.detach()) == pytest.approx(float(whole.detach()), rel=2e-3)
     torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=2e-3)

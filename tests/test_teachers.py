@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from loss_references import KINDS, a_teacher, all_logits, divergence, gradients, inputs, one
+from loss_references import a_teacher, all_logits, divergence, gradients, inputs, one
 from torch import Tensor
 
 from trainer.learning.fused import fused_loss
@@ -74,28 +74,3 @@ def test_over_all_that_may_be_drawn_losses_and_gradients_are_those_of_the_whole_
         assert loss.item() == pytest.approx(whole.loss.item(), abs=1e-10)
     for found, expected in zip(slopes, gradients(whole.loss, hidden, weight), strict=True):
         assert torch.allclose(found, expected, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("known", [None, [5, 0, 3, 1], [2, 4, 5, 3, 1, 0]])
-def test_a_sample_in_the_tails_own_proportions_is_the_whole_vocabulary(
-    kind: Divergence, known: list[int] | None
-) -> None:
-    """The tail's probabilities are 1/6, 2/6 and 3/6 of 0.3; its tokens are drawn once, twice and thrice."""
-    p = torch.tensor([[0.05, 0.4, 0.1, 0.15, 0.2, 0.1]], dtype=torch.float64)
-    hidden = torch.randn(1, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(6 if known is None else len(known), 3, dtype=torch.float64, requires_grad=True)
-    tokens = None if known is None else torch.tensor(known)
-    teacher = SampledTailTeacher(
-        torch.tensor([[1, 4, 5]]),
-        p[:, [1, 4, 5]].log() + 2,
-        torch.tensor([2.0], dtype=torch.float64),
-        torch.tensor([[3, 2, 3, 0, 2, 3]]),
-        p[:, [3, 2, 3, 0, 2, 3]].log() + 2,
-    )
-    found = fused_loss(hidden, weight, torch.tensor([0]), one(kind), teacher, tokens=tokens)
-    whole = fused_loss(hidden, weight, torch.tensor([0]), one(kind), all_logits(p.log()), tokens=tokens)
-    assert found.loss.item() == pytest.approx(whole.loss.item(), abs=1e-12)
-    assert found.accepted.item() == pytest.approx(whole.accepted.item(), abs=1e-12)
-    for ours, theirs in zip(*(gradients(part.loss, hidden, weight) for part in (found, whole)), strict=True):
-        assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)

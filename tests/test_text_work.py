@@ -68,7 +68,7 @@ def test_a_step_copies_as_little_of_a_long_text_as_of_a_short_one(target: Causal
         "lookup": lookup,
         "hybrid": HybridDrafter(DraftModelDrafter(draft, 2), lookup, least_gain=0),
     }
-    config = DecodingConfig(60, SamplingConfig(presence_penalty=1e-9), stop_strings=("zz",))
+    config = DecodingConfig(60, SamplingConfig(repetition_penalty=1 + 1e-9), stop_strings=("zz",))
     engine = Engine(target, drafters[name], tokenizer=Letters())
     peaks = []
     for length in (SHORT, LONG):

@@ -19,8 +19,8 @@ WAYS: dict[str, Callable[[CausalLM, Any], Any]] = {
     "speculate": lambda target, prompt: speculate(target, None, [prompt], max_new_tokens=4, pad_token_id=0),
 }
 WRONG = {
-    "a text": ("ab c", r"a prompt is the text 'ab c', not token ids: give tokenizer\(text\)\['input_ids'\]"),
-    "a number": (3, "a prompt is 3, not a list of token ids: give such a list for each prompt"),
+    "a text": ("ab c", r"a prompt is 'ab c', not a list of token ids: give tokenizer\(text\)\['input_ids'\]"),
+    "a number": (3, "a prompt is 3, not a list of token ids"),
     "floats": ([1, 2.0], "a prompt holds 2.0, a float, but token ids are integers"),
     "beyond the vocabulary": ([1, 16], "the prompt holds token 16 but the target knows 0 to 15: use its own tokenizer"),
     "negative": ([-1], "the prompt holds token -1 but the target knows 0 to 15"),

@@ -61,7 +61,7 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
         }
     ),
     "qwen3": lambda **kw: Qwen3Config(**{**_SIZE, "num_key_value_heads": 1, "head_dim": 8, **kw}),
-    "gpt2": lambda **kw: GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=96, **kw),
+    "gpt2": lambda **kw: GPT2Config(**{"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 96, **kw}),
     "gpt-neox": lambda **kw: GPTNeoXConfig(**{**_SIZE, **kw}),
     # Two of four experts per token: which ones must not depend on the rows beside it.
     "qwen3-moe": lambda **kw: Qwen3MoeConfig(

@@ -8,23 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.commands.options import (
-    ChatOptions,
-    CompareOptions,
-    DemoOptions,
-    EvaluateOptions,
-    ExportOptions,
-    GenerateOptions,
-    PlanOptions,
-    PushOptions,
-)
-from trainer.commands.proof_options import DiagnoseOptions, DoctorOptions, VerifyOptions
-from trainer.commands.training_options import (
-    InspectOptions,
-    RealignOptions,
-    RegenerateOptions,
-    TrainOptions,
-)
+from trainer.commands import options as option_sets
 from trainer.commands.usage import Group, command
 from trainer.terminal.console import waiting
 from trainer.terminal.exit_codes import ExitCode, exit_code_line
@@ -37,12 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # its boxes wrap a help one word to a line at 80 columns
     # typer imports pydantic, which takes longer than all else here, to read an option that has no value yet.
     context_settings={
-        "default_map": {
-            "help": False,
-            "install_completion": False,
-            "show_completion": False,
-            "data": {"help": False},
-        }
+        "default_map": {"help": False, "install_completion": False, "show_completion": False, "data": {"help": False}}
     },
 )
 
@@ -76,13 +55,12 @@ def options(
 
 @command(
     app,
-    TrainOptions,
     "headstart train recipes/quickstart/medusa1.yaml",
     "headstart train recipes/any/medusa1.yaml name=heads target=ORG/NAME \\\n"
     "  data.train=answers.jsonl data.heldout=test.jsonl output=runs/heads",
     resumes=True,
 )
-def train(options: TrainOptions) -> None:
+def train(options: option_sets.TrainOptions) -> None:
     """Train heads or a draft from a recipe. A killed run resumes.
 
     On several processes: accelerate launch scripts/train.py RECIPE ...
@@ -102,13 +80,12 @@ def train(options: TrainOptions) -> None:
 
 @command(
     app,
-    RegenerateOptions,
     "headstart regenerate --target ORG/NAME --prompts train.jsonl \\\n  --output answers.jsonl",
     "headstart regenerate --endpoint http://localhost:8000/v1 --model NAME \\\n"
     "  --prompts train.jsonl --output answers.jsonl",
     resumes=True,
 )
-def regenerate(options: RegenerateOptions) -> None:
+def regenerate(options: option_sets.RegenerateOptions) -> None:
     """Let the target write training answers. A killed run resumes."""
     from trainer.commands.regenerate import run_regenerate
 
@@ -117,19 +94,18 @@ def regenerate(options: RegenerateOptions) -> None:
 
 @command(
     app,
-    RealignOptions,
     "headstart realign --target ORG/TUNED --draft runs/draft/final \\\n  --prompts train.jsonl --output runs/realigned",
     resumes=True,
 )
-def realign(options: RealignOptions) -> None:
+def realign(options: option_sets.RealignOptions) -> None:
     """Align a draft with a fine-tuned target. Print its acceptance before and after."""
     from trainer.commands.realign import run_realign
 
     run_realign(options)
 
 
-@command(data, InspectOptions, "headstart data inspect answers.jsonl --target ORG/NAME")
-def inspect(options: InspectOptions) -> None:
+@command(data, "headstart data inspect answers.jsonl --target ORG/NAME")
+def inspect(options: option_sets.InspectOptions) -> None:
     """Show rows as training sees them, and count them. The trained tokens are marked."""
     from trainer.commands.inspection import run_inspect
 
@@ -141,11 +117,11 @@ def inspect(options: InspectOptions) -> None:
 
 @command(
     app,
-    GenerateOptions,
     'headstart generate --target quickstart --drafter lookup \\\n  --prompt "def read(path):"',
     'headstart generate --target ORG/NAME --drafter heads:runs/heads/final \\\n  --prompt "Why is the sky blue?"',
+    failed=ExitCode.STOPPED,
 )
-def generate(options: GenerateOptions) -> None:
+def generate(options: option_sets.GenerateOptions) -> bool:
     """Write a text, coloured by who wrote it. The speed-up goes to standard error.
 
     Accepted draft tokens are green, the target's own are bold; standard output holds the text alone.
@@ -153,17 +129,16 @@ def generate(options: GenerateOptions) -> None:
     with waiting("starting"):
         from trainer.commands.generate import run_generate
 
-    if not run_generate(replace(options, prompt=sys.stdin.read()) if options.prompt == "-" else options):
-        raise typer.Exit(ExitCode.STOPPED)
+    return run_generate(replace(options, prompt=sys.stdin.read()) if options.prompt == "-" else options)
 
 
 @command(
     app,
-    ChatOptions,
     "headstart chat --target quickstart --drafter lookup",
     'headstart chat --target ORG/NAME --drafter heads:runs/heads/final \\\n  --system "Be brief."',
+    failed=ExitCode.STOPPED,
 )
-def chat(options: ChatOptions) -> None:
+def chat(options: option_sets.ChatOptions) -> bool:
     """Answer questions in one conversation.
 
     Accepted draft tokens are green, the target's own are bold. From a pipe each line is a question.
@@ -171,12 +146,11 @@ def chat(options: ChatOptions) -> None:
     with waiting("starting"):
         from trainer.commands.chat import run_chat
 
-    if not run_chat(options):
-        raise typer.Exit(ExitCode.STOPPED)
+    return run_chat(options)
 
 
-@command(app, DemoOptions, "headstart demo", "headstart demo --target ORG/NAME --drafter heads:runs/heads/final")
-def demo(options: DemoOptions) -> None:
+@command(app, "headstart demo", "headstart demo --target ORG/NAME --drafter heads:runs/heads/final")
+def demo(options: option_sets.DemoOptions) -> None:
     """Show plain and speculative decoding on a web page.
 
     The page draws the candidate tree of each pass, the histogram of accepted lengths and the split of the time.
@@ -191,14 +165,13 @@ def demo(options: DemoOptions) -> None:
 
 @command(
     app,
-    EvaluateOptions,
     "headstart evaluate --target quickstart --drafter lookup \\\n"
     "  --prompts quickstart/heldout.jsonl --context 64 --output runs/lookup",
     "headstart evaluate --target ORG/NAME --drafter heads:runs/heads/final \\\n"
     "  --drafter lookup --prompts test.jsonl --output runs/measured",
     resumes=True,
 )
-def evaluate(options: EvaluateOptions) -> None:
+def evaluate(options: option_sets.EvaluateOptions) -> None:
     """Measure drafters, plain decoding and transformers. A killed run resumes.
 
     On several processes: accelerate launch -m trainer.cli evaluate ...
@@ -210,11 +183,10 @@ def evaluate(options: EvaluateOptions) -> None:
 
 @command(
     app,
-    PlanOptions,
     "headstart plan --target ORG/NAME --drafter heads:runs/heads/final \\\n"
     "  --drafter lookup --prompts test.jsonl --output runs/plan",
 )
-def plan(options: PlanOptions) -> None:
+def plan(options: option_sets.PlanOptions) -> None:
     """Choose drafter, depth and tree by costs measured here.
 
     The plan has a choice for every batch size and context.
@@ -226,11 +198,10 @@ def plan(options: PlanOptions) -> None:
 
 @command(
     app,
-    CompareOptions,
     "headstart compare runs/before runs/after",
     'headstart compare runs/measured --method plain --other "prompt lookup"',
 )
-def compare(options: CompareOptions) -> None:
+def compare(options: option_sets.CompareOptions) -> None:
     """Compare two evaluations, or two methods. Say whether their difference is real."""
     from trainer.commands.compare import run_compare
 
@@ -239,52 +210,46 @@ def compare(options: CompareOptions) -> None:
 
 @command(
     app,
-    VerifyOptions,
     "headstart verify --target ORG/NAME --drafter heads:runs/heads/final \\\n  --prompts test.jsonl",
     "headstart verify --target ORG/NAME --endpoint http://localhost:8000/v1 \\\n  --model NAME --prompts test.jsonl",
 )
-def verify(options: VerifyOptions) -> None:
+def verify(options: option_sets.VerifyOptions) -> bool:
     """Prove that decoding is lossless, here or on a server. Exit code 0: PASS, 1: FAIL."""
     from trainer.commands.verify import run_verify
 
-    if not run_verify(options):
-        raise typer.Exit(ExitCode.FAILED)
+    return run_verify(options)
 
 
 @command(
     app,
-    DiagnoseOptions,
     "headstart diagnose draft:runs/draft/final --exported exported/draft \\\n"
     "  --target ORG/NAME --prompts test.jsonl \\\n"
     "  --endpoint http://localhost:8000/v1 --model NAME",
 )
-def diagnose(options: DiagnoseOptions) -> None:
+def diagnose(options: option_sets.DiagnoseOptions) -> bool:
     """Find why a speculator does well here and badly in a server. Exit code 1 is a difference."""
     from trainer.commands.diagnose import run_diagnose
 
-    if not run_diagnose(options):
-        raise typer.Exit(ExitCode.FAILED)
+    return run_diagnose(options)
 
 
 # --- artefacts --------------------------------------------------------------------------------------------------------
 
 
 @command(
-    app,
-    ExportOptions,
-    "headstart export runs/heads/final exported/heads --format headstart \\\n  --report runs/measured/report.json",
+    app, "headstart export runs/heads/final exported/heads --format headstart \\\n  --report runs/measured/report.json"
 )
-def export(options: ExportOptions) -> None:
+def export(options: option_sets.ExportOptions) -> None:
     """Write heads or a draft in a format that servers load. A model card goes with it."""
-    from trainer.export import export as run_export
+    from trainer.export.exporter import export as run_export
 
     print(run_export(**vars(options)))
 
 
-@command(app, PushOptions, "headstart push exported/heads ORG/HEADS")
-def push(options: PushOptions) -> None:
+@command(app, "headstart push exported/heads ORG/HEADS")
+def push(options: option_sets.PushOptions) -> None:
     """Upload an exported folder to the Hub."""
-    from trainer.export import push as run_push
+    from trainer.export.upload import push as run_push
 
     print(run_push(**vars(options)))
 
@@ -292,18 +257,12 @@ def push(options: PushOptions) -> None:
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-@command(
-    app,
-    DoctorOptions,
-    "headstart doctor",
-    "headstart doctor --target ORG/NAME --drafter heads:runs/heads/final",
-)
-def doctor(options: DoctorOptions) -> None:
+@command(app, "headstart doctor", "headstart doctor --target ORG/NAME --drafter heads:runs/heads/final")
+def doctor(options: option_sets.DoctorOptions) -> bool:
     """Check machine, packages, target and drafters. Exit code 1 is a problem."""
     from trainer.commands.doctor import run_doctor
 
-    if not run_doctor(options):
-        raise typer.Exit(ExitCode.FAILED)
+    return run_doctor(options)
 
 
 def main() -> None:

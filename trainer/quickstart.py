@@ -114,7 +114,12 @@ def recipe() -> PretrainRecipe:
         "name": "quickstart target",
         "output": str(folder().parent),
         "model": {"tokenizer": str(corpus)},
-        "data": {"train": str(corpus / "train.jsonl"), "heldout": str(corpus / "heldout.jsonl"), "max_length": 256},
+        "data": {
+            "train": str(corpus / "train.jsonl"),
+            "heldout": str(corpus / "heldout.jsonl"),
+            "max_length": 256,
+            "max_rows": 8 * steps(),  # all of them, but in a smoke test: a row has a sequence at least
+        },
         "training": {
             "steps": steps(),
             "batch_size": 8,
@@ -132,7 +137,10 @@ def recipe() -> PretrainRecipe:
 @lru_cache(maxsize=1)
 def _library_files() -> tuple[Path, ...]:
     root = Path(sysconfig.get_path("stdlib"))
-    paths = (path for path in root.rglob("*.py") if not _SKIPPED & set(path.relative_to(root).parts))
+    paths: list[Path] = []
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = set(subdirectories) - _SKIPPED  # what stands below them is not even listed
+        paths += (Path(directory, name) for name in names if name.endswith(".py"))
     return tuple(sorted(path for path in paths if 500 < path.stat().st_size < _LONGEST_FILE))
 
 

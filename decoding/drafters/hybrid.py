@@ -46,8 +46,8 @@ class HybridDrafter(Drafter):
     name = "hybrid"
 
     def __init__(self, first: Drafter, lookup: Drafter, least_gain: float | None = None) -> None:
-        if first is lookup:
-            raise ValueError(f"both drafters of the hybrid are the same {first.name}: give two")
+        if first is lookup or isinstance(first, HybridDrafter):
+            raise ValueError(f"the hybrid is to graft a lookup onto {first.name}: give it a drafter that is no hybrid")
         if least_gain is not None and not least_gain >= 0:
             raise ValueError(f"least_gain is {least_gain}: give a share of a step's tokens, 0 to always draft")
         self.least_gain = first.rough_cost if least_gain is None else least_gain
@@ -209,9 +209,7 @@ def graft(first: Proposal, lookup: Proposal) -> GraftedProposal:
     grafted = [0]
     for parent, token in _below_root(lookup.tree):
         grafted.append(trie.child(grafted[parent], token))
-    drawn = None
-    if kind is ProposalKind.GRAFTED:  # the first may be a graft itself, of which a part was drawn
-        drawn = first.drawn or DrawnPart(len(first.tree), first.kind)
+    drawn = DrawnPart(len(first.tree), first.kind) if kind is ProposalKind.GRAFTED else None
     q = first.q if drawn else None
     proposal = Proposal(trie.tree(first.tree.tokens.device), kind, q, drawn, lookup.matched)
     return GraftedProposal(proposal, (first, lookup), (own, grafted))

@@ -15,7 +15,7 @@ NEAR = {"bfloat16": 0.5, "float16": 0.1, "float32": 0.01}
 """Largest gap between two logits, by dtype, that rounding can reverse (for logits of some tens)."""
 
 Report = dict[str, Any]
-"""A report of `decoding.measure.evaluate`, or one of its rows."""
+"""A report of `decoding.measure.measurement`, or one of its rows."""
 Figure = dict[str, Any] | None
 """A `decoding.metrics.Estimate` or `Spread` as JSON; None if it was not measured."""
 

@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 
 import torch
-from torch.nn.attention import SDPBackend
 
 _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "tokenizers", "numpy")
 
@@ -34,22 +33,7 @@ def hardware() -> dict[str, str | int]:
         described["gpu"] = torch.cuda.get_device_name()
         if (count := torch.cuda.device_count()) > 1:
             described["gpus"] = count
-        described["attention"] = attention_backends()
     return described
-
-
-def attention_backends() -> str:
-    """Name torch's enabled attention backends on a GPU, in order of priority, then the disabled ones."""
-    enabled = {
-        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
-        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
-        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
-    }
-    order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
-    names = [backend.name.removesuffix("_ATTENTION").lower() for backend in order if enabled.get(backend)]
-    off = [backend.name.removesuffix("_ATTENTION").lower() for backend, is_on in enabled.items() if not is_on]
-    return ", ".join(names) + (f" (off: {', '.join(off)})" if off else "")
 
 
 def versions() -> dict[str, str]:

@@ -1,17 +1,24 @@
 """Methods of an evaluation: plain decoding, transformers' peers and every drafter, each under each setting."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Generation
-from decoding.measure.baselines import transformers_generate
 from decoding.measure.figures import PLAIN, TRANSFORMERS
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
+from decoding.model.forward import in_eval_mode
 from decoding.rules.proposal import ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import Rule, lossless_rule_for, typical_acceptance
@@ -158,7 +165,7 @@ def _run_of(generation: Generation) -> Run:
         decode_tokens=len(generation.tokens) - 1,
         first_seconds=prefill.total_seconds,
         decode_seconds=sum(step.total_seconds for step in steps),
-        counts=tuple(step.counts for step in steps),
+        counts=generation.counts,
         draft_seconds=sum(step.draft_seconds for step in steps),
         verify_seconds=sum(step.verify_seconds for step in steps),
     )
@@ -193,9 +200,7 @@ def transformers_method(
         runs: list[Run] = []
         for first in range(0, len(prompts), batch_size):
             some, own = prompts[first : first + batch_size], replace(config, seed=seeds[first])
-            for text in transformers_generate(target, some, own, assistant, num_assistant_tokens):
-                after_first = len(text.tokens) - text.first_tokens
-                runs.append(Run(text.tokens, after_first, text.first_seconds, text.decode_seconds))
+            runs += transformers_generate(target, some, own, assistant, num_assistant_tokens)
         return runs
 
     assisted = assistant is not None
@@ -237,3 +242,116 @@ def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decodin
             ]
             return [*peers, *(replace(peer, drafter=name) for peer in assisted)]
     return peers
+
+
+# --- transformers' own decoding, timed as ours is ---------------------------------------------------------------------
+
+
+class _Clock(BaseStreamer):
+    """Streamer that notes when `generate` first emits new tokens; the prompt, streamed before, is not counted."""
+
+    def __init__(self) -> None:
+        self.puts = 0
+        self.first_at = 0.0
+        self.first_tokens = 0
+
+    def put(self, value: Tensor) -> None:
+        self.puts += 1
+        if self.puts == 2:
+            self.first_at = time.perf_counter()
+            self.first_tokens = value.numel()
+
+    def end(self) -> None:
+        pass
+
+
+def transformers_generate(
+    target: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig,
+    assistant: CausalLM | None = None,
+    num_assistant_tokens: int | None = None,
+) -> list[Run]:
+    """Decode prompts, padded on the left, by `model.generate` with the same controls; each text ends with its EOS.
+
+    With ``assistant`` one prompt is decoded by assisted generation. ``num_assistant_tokens`` fixes the draft length, as
+    ours is fixed. None keeps `transformers`' defaults: a length that adapts, and a confidence threshold that ends a
+    draft early.
+    """
+    longest = max(len(prompt) for prompt in prompts)
+    generation_config = _generation_config(config)
+    pad: int = generation_config.pad_token_id
+    rows = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    input_ids = torch.tensor(rows, device=target.device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
+    attention_mask = (torch.arange(longest, device=target.device) >= longest - lengths[:, None]).long()
+    models = [target.model] if assistant is None else [target.model, assistant.model]
+    options: dict[str, Any] = {} if assistant is None else {"assistant_model": assistant.model}
+    generate: Callable[..., Tensor] = target.model.generate  # type: ignore[assignment]  # a mixin's, not in the type
+    clock = _Clock()
+    with _seeded(target, config), _bare_generation_configs(models, num_assistant_tokens):
+        begin = time.perf_counter()
+        output = generate(
+            input_ids,
+            attention_mask=attention_mask,
+            generation_config=generation_config,
+            streamer=clock,
+            **options,
+        )
+        end = time.perf_counter()
+    first, rest = (seconds / len(prompts) for seconds in (clock.first_at - begin, end - clock.first_at))
+    runs: list[Run] = []
+    for row in output[:, longest:].tolist():
+        stop = next((index + 1 for index, token in enumerate(row) if token in config.eos_token_ids), len(row))
+        runs.append(Run(tuple(row[:stop]), stop - clock.first_tokens // len(prompts), first, rest))
+    return runs
+
+
+@contextmanager
+def _seeded(target: CausalLM, config: DecodingConfig) -> Iterator[None]:
+    """Seed torch's global generators, which `generate` draws from, within the block; restore them after it."""
+    with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
+        torch.manual_seed(config.seed)
+        yield
+
+
+@contextmanager
+def _bare_generation_configs(models: Sequence[PreTrainedModel], num_assistant_tokens: int | None) -> Iterator[None]:
+    """Replace the models' generation configs by default ones within the block; restore them after it.
+
+    Models in training mode are in eval mode within the block.
+
+    `generate` takes unset controls from the model's config, and the draft length from the assistant's: fixed to
+    ``num_assistant_tokens``, or `transformers`' defaults.
+    """
+    with ExitStack() as restored:
+        for model in models:
+            restored.enter_context(in_eval_mode(model))
+            restored.callback(setattr, model, "generation_config", model.generation_config)
+            model.generation_config = GenerationConfig()
+            if num_assistant_tokens is not None:
+                model.generation_config.num_assistant_tokens = num_assistant_tokens
+                model.generation_config.num_assistant_tokens_schedule = "constant"
+                model.generation_config.assistant_confidence_threshold = 0
+        yield
+
+
+def _generation_config(config: DecodingConfig) -> GenerationConfig:
+    sampling = config.sampling
+    controls: dict[str, Any] = {"do_sample": False}
+    if not sampling.greedy:
+        controls = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p or None,  # `generate` refuses 0; None disables it
+            "typical_p": sampling.typical_p,
+        }
+    return GenerationConfig(
+        max_new_tokens=config.max_new_tokens,
+        repetition_penalty=sampling.repetition_penalty,
+        eos_token_id=list(config.eos_token_ids) or None,
+        pad_token_id=config.eos_token_ids[0] if config.eos_token_ids else 0,
+        **controls,
+    )

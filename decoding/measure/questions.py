@@ -1,11 +1,9 @@
 """Questions of an evaluation: read from the files that benchmarks come in, asked turn by turn, dealt over waves.
 
-Spec-Bench (2401.07851), MT-Bench, gsm8k, HumanEval, mbpp and any other .jsonl file; a folder of SPEED-Bench
-(2604.09557) that its user prepared, as .jsonl or Parquet.
+Spec-Bench (2401.07851), MT-Bench, SPEED-Bench (2604.09557), gsm8k, HumanEval, mbpp, any other .jsonl or .parquet file.
 """
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +11,7 @@ from functools import cached_property
 from hashlib import sha256
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,10 +23,8 @@ MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "ext
 _SPEC_BENCH = frozenset({"translation", "summarization", "qa", "math_reasoning", "rag"})
 _ID_FIELDS = ("question_id", "id", "task_id")
 _TASK_FIELDS = ("category", "task")
-_SUFFIXES = (".jsonl", ".parquet")
 _MOST_TASKS = 30
 """Fields with more values than this name no tasks."""
-_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 @dataclass(frozen=True)
@@ -50,14 +46,14 @@ class Question:
 
 
 def read_questions(path: str | Path, field: str | None = None) -> list[Question]:
-    """Read the questions of a .jsonl or .parquet file, or of a folder of them.
+    """Read the questions of a .jsonl or .parquet file.
 
     ``field`` names the field of the prompt; None takes the first of `decoding.fields.PROMPT_FIELDS` that a row has. A
     list of texts holds one turn each; of messages those before the first answer are asked. A ``text`` without an answer
     beside it is continued, not answered. Ids come from ``question_id``, ``id`` or ``task_id``, else from the line. The
     task is a row's ``category``; in Spec-Bench's file the eight categories of MT-Bench are one task, ``mt_bench``.
 
-    ValueError for a file without prompts, and for a folder of several sets.
+    ValueError for a file without prompts.
     """
     questions = list(_questions(path, field))
     ids = Counter(question.id for question in questions)
@@ -79,11 +75,10 @@ def read_prompts(
 
 def _questions(path: str | Path, field: str | None) -> Iterator[Question]:
     """Yield the questions as they are read; ValueError for a file that holds none."""
-    found = False
-    for number, row, where in _rows(Path(path)):
-        found = True
-        yield _question(number, row, field, where)
-    if not found:
+    number = 0
+    for number, (line, row) in enumerate(read_rows(Path(path)), start=1):
+        yield _question(number, row, field, f"{path}, line {line}")
+    if not number:
         raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line")
 
 
@@ -115,28 +110,6 @@ def _question(number: int, row: dict[str, Any], field: str | None, where: str) -
     task = next((row[key] for key in _TASK_FIELDS if isinstance(row.get(key), str)), None)
     plain = field is None and name == "text" and find_answer(row) is None
     return Question(str(named), task, tuple(messages), later, plain, tools_of(row, where))
-
-
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any], str]]:
-    """Yield (number from 1, row, place for errors) of every row of a file or of a folder's one set."""
-    number = 0
-    for file in _files_of(path) if path.is_dir() else [path]:
-        for line, row in read_rows(file):
-            number += 1
-            yield number, row, f"{file}, line {line}"
-
-
-def _files_of(folder: Path) -> list[Path]:
-    """Return the files of a folder's one set, shards in their order; ValueError for no set and for several."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES and path.is_file())
-    sets = {(path.parent, _SHARD.sub("", path.stem)) for path in files}
-    if not files:
-        raise ValueError(f"folder {folder} holds no .jsonl and no .parquet file: give the folder of a prepared set")
-    if len(sets) > 1:
-        names = sorted({str((parent / stem).relative_to(folder)) for parent, stem in sets})
-        shown = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
-        raise ValueError(f"{folder} holds several sets ({shown}): give the folder or the file of one")
-    return files
 
 
 def evenly(questions: Sequence[Question], limit: int) -> list[Question]:
@@ -177,17 +150,23 @@ class Asker:
 
     @cached_property
     def ids(self) -> Sequence[str]:
+        """Names of the questions, each its own."""
         return [question.id for question in self.questions]
 
     @cached_property
     def tasks(self) -> Sequence[str | None]:
+        """Task of each question; None where the questions have none."""
         return [question.task for question in self.questions]
 
     def turns(self, index: int) -> int:
+        """Return the number of turns of a question."""
         return 1 + len(self.questions[index].later) if self.all_turns else 1
 
     def prompt(self, index: int, context: int | None = None, answers: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
-        """Return a turn's prompt: its question behind the earlier turns and their answers, in the chat template."""
+        """Return a turn's prompt: its question behind the earlier turns and their answers, in the chat template.
+
+        ``context``: with text before it so that it has as many tokens, and no more.
+        """
         question = self.questions[index]
         messages = [*question.opening]
         for answer, turn in zip(answers, question.later, strict=False):
@@ -258,27 +237,9 @@ class Asker:
 # --- waves ------------------------------------------------------------------------------------------------------------
 
 
-class PromptSource(Protocol):
-    """Questions, by index from 0, each with one turn or several."""
-
-    @property
-    def ids(self) -> Sequence[str]:
-        """Names of the questions, each its own."""
-
-    @property
-    def tasks(self) -> Sequence[str | None]:
-        """Task of each question; None where the questions have none."""
-
-    def turns(self, index: int) -> int:
-        """Return the number of turns of a question."""
-
-    def prompt(self, index: int, context: int | None = None, answers: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
-        """Return the prompt of the turn behind these answers to the turns before; ``context``: at most its tokens."""
-
-
 @dataclass(frozen=True)
 class TokenPrompts:
-    """Prompts as token ids, of one turn each, used as they are at every context."""
+    """Prompts as token ids in place of an `Asker`'s, of one turn each, used as they are at every context."""
 
     prompts: Sequence[Sequence[int]]
 
@@ -295,6 +256,10 @@ class TokenPrompts:
 
     def prompt(self, index: int, context: int | None = None, answers: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
         return tuple(self.prompts[index])
+
+
+PromptSource = Asker | TokenPrompts
+"""Questions, by index from 0, each with one turn or several."""
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,6 @@ def _acceptance(records: Sequence[Record], costs: Costs | None) -> dict[str, Any
     found = {
         "passes": figures.passes,
         "tokens_per_pass": told(figures.tokens_per_pass),
-        "accepted_per_pass": told(figures.accepted_per_pass),
         "acceptance_length": figures.acceptance_length,
         "reached": [share._asdict() for share in figures.reached],
         "ended_in_draft": figures.ended_in_draft,

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decoding.generate import Step
-from decoding.measure.evaluate import Measurement, cells_of
+from decoding.measure.measurement import Measurement, cells_of
 from decoding.measure.methods import Run
 from decoding.measure.records import GridCell, RunKey
 from decoding.measure.redact import without_secrets

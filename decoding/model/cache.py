@@ -7,7 +7,7 @@ views of the buffers, and `commit` moves the accepted nodes together (in a chain
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -133,6 +133,7 @@ class PreallocatedCache(Cache):
         self.text: list[int] = []
         self.states: list[Tensor] = []
         """Blocks of states, each (tokens, taps)."""
+        self._taps: tuple[int, ...] = ()
         self._held: tuple[_Buffers, ...] = ()
         """Buffers of each device; empty before the first block."""
         self._handed_out: tuple[_Buffers, ...] = self._held
@@ -297,19 +298,15 @@ class PreallocatedCache(Cache):
                 buffer[..., :kept, :] = buffer[..., count : count + kept, :].clone()  # they may overlap
         self.lengths[slot], self.dropped[slot] = kept, self.dropped[slot] + count
 
-    def contents(self, slot: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each layer's keys and values of a row's first ``length`` positions: views, (heads, length, dim)."""
-        for layer in self._own_layers:
-            assert layer.keys is not None and layer.values is not None, "nothing is cached yet"
-            yield layer.keys[slot, :, :length], layer.values[slot, :, :length]
-
-    def rewind(self, prompt: Sequence[int], with_states: bool = False) -> int:
+    def rewind(self, prompt: Sequence[int], taps: tuple[int, ...] = ()) -> int:
         """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return that prefix's length.
 
-        ``with_states`` ends the prefix where the kept states end.
+        ``taps`` ends the prefix where the kept states behind these layers end; those behind others are dropped.
         """
         common = common_length(self.text, prompt[:-1])
-        if with_states:
+        if taps:
+            if taps != self._taps:
+                self.states, self._taps = [], taps
             common = min(common, sum(map(len, self.states)))
         self.text = self.text[:common]
         if self.states:

@@ -203,22 +203,15 @@ class CausalLM:
         trees: Sequence[TokenTree],
         cache: PreallocatedCache,
         first: Sequence[int] | None = None,
-        read: int | None = None,
         taps: Sequence[int] = (),
     ) -> ModelOutput:
         """Run a tree after each row, each node attending to its row's prefix and its own path.
 
         The nodes of row i before ``first[i]`` are in the cache already (a tree drafted level by level); the others run.
-        Returns (rows, nodes, hidden) and (rows, nodes, vocab); rows with fewer nodes than others are padded. With
-        ``read`` each row's last ``read`` nodes alone, and dynamic shapes spare the lm_head the others. ``taps``: the
-        layers behind which the states of all nodes are returned too.
+        Returns (rows, nodes, hidden) and (rows, nodes, vocab); rows with fewer nodes than others are padded. ``taps``:
+        the layers behind which the states of all nodes are returned too.
         """
-        select = None
-        if read is not None:
-            skipped = first or [0] * len(trees)
-            counts = [len(tree) - before for tree, before in zip(trees, skipped, strict=True)]
-            select = last_of(counts, read, self.device)
-        return self._run(trees, cache, first, select, taps)
+        return self._run(trees, cache, first, None, taps)
 
     def _run(
         self,

@@ -8,38 +8,24 @@ DFlash (2602.06036). A folder is what vLLM, SGLang and, as GGUF, llama.cpp load:
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rotate_half
 
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark_config import CONFIG_NAME, REMEDY, DSparkConfig, read_config
 from decoding.model.lm_head import input_embeddings
 from decoding.model.markov import MarkovBias
-from decoding.model.stored import (
-    WEIGHTS_NAME,
-    check_finite,
-    check_tensors,
-    check_whole,
-    read_header,
-    read_object,
-    write_weights,
-)
-from decoding.rules.tree import MOST_NODES, checked_paths
+from decoding.model.stored import StoredTensor, check_finite, check_tensors, read_weights, weights_header, write_weights
 
-CONFIG_NAME = "config.json"
-ARCHITECTURE, WITHOUT_BIAS = "Qwen3DSparkModel", "DFlashDraftModel"
-HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of an attention head for which servers have kernels."""
 _SPREAD = 0.02
-_REMEDY = "give a DSpark draft as headstart or DeepSpec wrote it"
 _OF_FILES = {
     "markov.embedding.weight": "markov_head.markov_w1.weight",
     "markov.output.weight": "markov_head.markov_w2.weight",
@@ -47,115 +33,8 @@ _OF_FILES = {
     "confidence.bias": "confidence_head.proj.bias",
 }
 """Our names of tensors whose names in files are others."""
-
-
-@dataclass(frozen=True)
-class DSparkConfig:
-    """Sizes of a draft, by the names of its ``config.json``; ValueError for what no server loads.
-
-    ``hidden_size`` and ``vocab_size``: the target's. ``target_layer_ids``: the layers (from 0) behind which its states
-    are read. ``block_size``: K, the tokens drafted in one forward. ``mask_token_id``: a token that no text holds.
-    ``sample_from_anchor``: slot j predicts token j behind the newest one; False: each mask predicts its own place, in a
-    block of one more token. ``markov_rank`` 0: no bias. ``tree``: the paths of ranks that it drafts unless told
-    otherwise; empty for a chain.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    block_size: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    markov_rank: int = 0
-    enable_confidence_head: bool = False
-    sample_from_anchor: bool = True
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    max_position_embeddings: int = 2048
-    tree: tuple[tuple[int, ...], ...] = ()
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.type is int:
-                check_whole(field.name, getattr(self, field.name), field.name not in ("mask_token_id", "markov_rank"))
-        taps = tuple(self.target_layer_ids)
-        for tap in taps:
-            check_whole("an entry of target_layer_ids", tap, 0)
-        highest = self.num_target_layers - 2
-        if not taps or list(taps) != sorted(set(taps)) or taps[-1] > highest:
-            raise ValueError(
-                f"target_layer_ids is {list(taps)}: give increasing layers from 0 to {highest}; no server reads the "
-                "states behind the last layer"
-            )
-        if self.mask_token_id >= self.vocab_size:
-            raise ValueError(
-                f"mask_token_id is {self.mask_token_id}: give one of the target's {self.vocab_size} tokens"
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) is no multiple of num_key_value_heads "
-                f"({self.num_key_value_heads})"
-            )
-        if self.head_dim not in HEAD_DIMS:
-            raise ValueError(f"head_dim is {self.head_dim}: servers take {', '.join(map(str, HEAD_DIMS))}")
-        if self.block_size >= MOST_NODES:
-            raise ValueError(f"block_size is {self.block_size}: give at most {MOST_NODES - 1}")
-        paths = checked_paths(self.tree, self.vocab_size)
-        deepest = max((len(path) for path in paths), default=0)
-        if deepest > self.block_size:
-            raise ValueError(
-                f"the tree is {deepest} deep but a forward drafts {self.block_size} tokens: shorten its paths"
-            )
-        object.__setattr__(self, "target_layer_ids", taps)
-        object.__setattr__(self, "tree", paths)
-
-    @property
-    def slots(self) -> int:
-        """Tokens of a block: the newest one, and masks."""
-        return self.block_size + (not self.sample_from_anchor)
-
-    def check_fits(self, target: CausalLM) -> None:
-        """Raise ValueError for a target of other sizes."""
-        found = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        for name, size in {**found, "num_target_layers": target.num_layers}.items():
-            if getattr(self, name) != size:
-                raise ValueError(
-                    f"this DSpark draft is for a target whose {name} is {getattr(self, name)}, and the target's is "
-                    f"{size}: give a draft that was trained on this target"
-                )
-
-    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name in files and the shape of every tensor."""
-        with torch.device("meta"):
-            for name, tensor in DSparkDraft(self).state_dict().items():
-                yield _OF_FILES.get(name, name), tuple(tensor.shape)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the object of ``config.json``, as vLLM, SGLang and llama.cpp's converter read it."""
-        own = asdict(self)
-        tree = own.pop("tree")
-        theta = own.pop("rope_theta")
-        if not self.markov_rank:
-            own["block_size"] = self.slots
-            own["dflash_config"] = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layer_ids}
-        return {
-            "architectures": [ARCHITECTURE if self.markov_rank else WITHOUT_BIAS],
-            "model_type": "qwen3",
-            **own,
-            "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "layer_types": ["full_attention"] * self.num_hidden_layers,
-            "markov_head_type": "vanilla",
-            "confidence_head_with_markov": True,
-            "headstart": {"tree": tree},
-        }
+_TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "t2d")
+"""Tensors that some trainers store as well: copies of the target's, which are not read."""
 
 
 class _Attention(nn.Module):
@@ -227,7 +106,8 @@ class DSparkDraft(nn.Module):
         self.norm = Qwen3RMSNorm(width, config.rms_norm_eps)
         size, rank = config.vocab_size, config.markov_rank
         self.markov = MarkovBias(size, size, rank) if rank else None
-        self.confidence = nn.Linear(width + rank, 1) if config.enable_confidence_head else None
+        read = width + rank * config.confidence_head_with_markov
+        self.confidence = nn.Linear(read, 1) if config.enable_confidence_head else None
         for module in self.modules():
             if isinstance(module, nn.Linear) and (self.markov is None or module is not self.markov.output):
                 nn.init.normal_(module.weight, std=_SPREAD)
@@ -268,7 +148,7 @@ class DSparkDraft(nn.Module):
     def sure(self, hidden: Float[Tensor, "*slots hidden"], before: Int[Tensor, " *slots"]) -> Float[Tensor, " *slots"]:
         """Return the logit of each slot's acceptance, given that the token before it was accepted."""
         assert self.confidence is not None, "this draft has no confidence head"
-        if self.markov is not None:
+        if self.markov is not None and self.config.confidence_head_with_markov:
             hidden = torch.cat((hidden, self.markov.embedding(before).to(hidden)), -1)
         logits: Tensor = self.confidence(hidden)[..., 0]
         return logits
@@ -287,13 +167,29 @@ class DSparkDraft(nn.Module):
         ValueError, before anything is built, for a tensor that the config does not describe or that is missing;
         ValueError for a weight that is not finite in the dtype.
         """
-        config, path = read_config(folder), folder / WEIGHTS_NAME
-        check_tensors(path, read_header(path, _REMEDY), config.shapes(), _REMEDY)
-        draft, weights = DSparkDraft(config), load_file(path)
-        draft.load_state_dict({name: weights[_OF_FILES.get(name, name)] for name in draft.state_dict()})
+        config, header = read_described(folder)
+        draft, ours = DSparkDraft(config), {theirs: name for name, theirs in _OF_FILES.items()}
+        draft.load_state_dict(
+            {ours.get(name, name): tensor for name, tensor in read_weights(folder, REMEDY).items() if name in header}
+        )
         draft.to(dtype)
         check_finite(draft.state_dict(), f"{folder} in {dtype}", "give an earlier checkpoint, or train the draft again")
         return draft.to(device).requires_grad_(False).eval()
+
+
+def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]:
+    """Read a draft's config and the header of its own tensors. ValueError if they do not fit each other."""
+    config = read_config(folder)
+    header = {name: part for name, part in weights_header(folder, REMEDY).items() if name not in _TARGETS_OWN}
+    check_tensors(folder, header, _stored_shapes(config), REMEDY)
+    return config, header
+
+
+def _stored_shapes(config: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name in files and the shape of every tensor of a draft."""
+    with torch.device("meta"):
+        for name, tensor in DSparkDraft(config).state_dict().items():
+            yield _OF_FILES.get(name, name), tuple(tensor.shape)
 
 
 class TextKeys:
@@ -384,36 +280,3 @@ class DSpark:
     def _lm_head(self) -> Tensor:
         weight: Tensor = self.target.model.get_output_embeddings().weight
         return weight
-
-
-def is_dspark_folder(folder: Path) -> bool:
-    """Return True if a folder's config is that of a DSpark or DFlash draft."""
-    path = folder / CONFIG_NAME
-    if not path.is_file():
-        return False
-    names = read_object(path, _REMEDY).get("architectures")
-    return isinstance(names, list) and names[:1] in ([ARCHITECTURE], [WITHOUT_BIAS])
-
-
-def read_config(folder: Path) -> DSparkConfig:
-    """Read a draft's ``config.json`` in DeepSpec's flat form. ValueError for one that lacks a size or names another."""
-    path = folder / CONFIG_NAME
-    stored = read_object(path, _REMEDY)
-    own = stored.get("headstart") or {}
-    rope = stored.get("rope_parameters") or {}
-    given = {
-        **{field.name: stored[field.name] for field in fields(DSparkConfig) if field.name in stored},
-        "rope_theta": rope.get("rope_theta", stored.get("rope_theta", 10_000.0)),
-        "tree": own.get("tree", ()),
-    }
-    try:
-        if (names := stored.get("architectures")) not in ([ARCHITECTURE], [WITHOUT_BIAS]):
-            raise ValueError(f"architectures is {names}")
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"rope_type is {rope['rope_type']}, and this draft's is default")
-        if names == [WITHOUT_BIAS]:
-            given |= {"markov_rank": 0, "sample_from_anchor": False, **(stored.get("dflash_config") or {})}
-        config = DSparkConfig(**given)
-        return replace(config, block_size=config.block_size - 1) if names == [WITHOUT_BIAS] else config
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not describe a DSpark draft ({error}): {_REMEDY}") from error

@@ -1,7 +1,7 @@
 """Check of a local transformers folder before a model is built from it, by its JSON files and headers.
 
 transformers makes layers before it reads weights, and compares their sizes; it neither limits the number of layers nor
-misses any. peft allocates LoRA matrices of any rank. These claims are compared with the headers here.
+misses any. These claims are compared with the headers here.
 """
 
 import reprlib
@@ -13,10 +13,9 @@ from transformers.models.auto.configuration_auto import (  # type: ignore[attr-d
     CONFIG_MAPPING_NAMES,
 )
 
-from decoding.model.stored import StoredTensor, check_whole, read_header, read_object, weights_header
+from decoding.model.stored import StoredTensor, read_object, weights_header
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
-_ADAPTER = "adapter_model.safetensors"
 _REMEDY = "copy the folder again from where it came"
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _ALL_LAYERS_RUN = (
@@ -26,15 +25,14 @@ _ALL_LAYERS_RUN = (
 """Model types that store no layers besides those of their config, such as layers for multi-token prediction."""
 
 
-def check_model_folder(folder: Path, above: tuple[Path, ...] = ()) -> None:
+def check_model_folder(folder: Path) -> None:
     """Refuse a folder whose config and weights cannot belong to one model; ValueError names the file and the value.
 
-    Reads the headers only. ``above``: the folders of the adapters whose base model this folder is, to find circles.
+    Reads the headers only; of adapters, those of a base model in a folder.
     """
-    if folder.resolve() in above:
-        raise ValueError(f"{folder} holds adapters of a model that is made of these adapters: {_REMEDY}")
-    if (folder / _ADAPTER_CONFIG).is_file():
-        _check_adapters(folder, above)
+    base = adapted_model(folder)
+    if base is not None and Path(base).is_dir():
+        check_model_folder(Path(base))
     path = folder / _CONFIG
     if path.is_file():
         config, header = read_object(path, _REMEDY), weights_header(folder, _REMEDY)
@@ -57,26 +55,6 @@ def adapted_model(folder: Path) -> str | None:
             f"{path} has {reprlib.repr(name)} as base_model_name_or_path: give the folder or hub id of its model"
         )
     return name
-
-
-def _check_adapters(folder: Path, above: tuple[Path, ...]) -> None:
-    """Refuse a LoRA rank that no stored matrix has, and check the base model if it is a folder.
-
-    The rank ``r`` may be overridden by patterns everywhere: with patterns it is refused only above every stored size.
-    """
-    path = folder / _ADAPTER_CONFIG
-    base, config = adapted_model(folder), read_object(path, _REMEDY)
-    if not (folder / _ADAPTER).is_file():
-        return
-    dims = {size for tensor in read_header(folder / _ADAPTER, _REMEDY).values() for size in tensor.shape}
-    patterns = config.get("rank_pattern") or {}
-    if config.get("peft_type") == "LORA" and isinstance(patterns, dict):
-        for key, rank in {"r": config.get("r", 8), **patterns}.items():
-            check_whole(f"{key} in {path}", rank)
-            if rank not in dims and (key != "r" or not patterns or rank > max(dims, default=0)):
-                raise ValueError(f"{path} has a rank of {rank} as {key}, which no tensor in {_ADAPTER} has: {_REMEDY}")
-    if base is not None and Path(base).is_dir():
-        check_model_folder(Path(base), (*above, folder.resolve()))
 
 
 def _check_layers(path: Path, config: Mapping[str, Any], header: Mapping[str, StoredTensor]) -> None:

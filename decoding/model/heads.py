@@ -205,12 +205,7 @@ class MedusaHeads(nn.Module):
         ``before``: for heads with a Markov bias, and for no others, token t+1+k.
         """
         logits: Tensor = self.heads[k](hidden, lm_head)
-        if (self.markov is None) != (before is None):
-            raise ValueError(
-                "before is given, but these heads have no Markov bias: leave it out"
-                if self.markov is None
-                else "heads with a Markov bias want the token before each head's own: give it as before"
-            )
+        assert (self.markov is None) == (before is None), "a Markov bias is of the token before"
         return logits if self.markov is None or before is None else self.markov.added_to(logits, before)
 
     def save_pretrained(self, folder: str | Path, shard_bytes: int = SHARD_BYTES) -> None:

@@ -66,17 +66,6 @@ def hub_name(name: str | Path) -> HubName | None:
     return HubName(repo_id, revision if at else None)
 
 
-def with_revision(name: str, revision: str | None) -> str:
-    """Return ORG/NAME@REVISION for a hub id and its revision; ValueError if ``name`` is a folder or has another."""
-    if revision is None:
-        return name
-    named = hub_name(name)
-    if named is None or named.revision not in (None, revision):
-        remedy = "is a folder, which has none" if named is None else "has one already"
-        raise ValueError(f"revision is {revision!r}, but {name} {remedy}: leave it out")
-    return str(HubName(named.repo_id, revision))
-
-
 def local_folder(name: str | Path, weights: bool = True) -> Path:
     """Return the folder of this name; for a hub id that of its snapshot in the cache, with what it lacks fetched.
 

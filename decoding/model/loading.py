@@ -1,7 +1,6 @@
 """Loading of targets, drafts and heads from a folder or the Hub; every mismatch is found before anything runs."""
 
 import logging
-from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +25,9 @@ from decoding.dtypes import default_device, parse_dtype
 from decoding.errors import UserError
 from decoding.model.architecture import is_spread, places_of, why_not_static
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft, is_dspark_folder
-from decoding.model.dspark import read_config as read_dspark_config
+from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark_config import is_dspark_folder
+from decoding.model.dspark_config import read_config as read_dspark_config
 from decoding.model.folder import adapted_model, check_model_folder
 from decoding.model.heads import CONFIG_NAME, FORMAT, MedusaHeads, read_config
 from decoding.model.hub import local_folder
@@ -255,8 +255,6 @@ def load_draft(
                 f"{error}, or ask for this one as other-tokenizer:{name}, which drafts by text and is clearly slower"
             ) from error
     output_tokens = read_output_tokens(draft, name)
-    if output_tokens is not None and not other_tokenizer:
-        check_trimmed(name, output_tokens, target.vocab_size)
     loaded = CausalLM(draft) if output_tokens is None else trimmed_vocabulary(draft, output_tokens)
     return loaded if why_not_static(draft) else loaded.with_static(target.static)
 
@@ -274,15 +272,6 @@ def load_dspark(name: str | Path, target: CausalLM) -> DSparkDraft:
         raise ValueError(f"{name} holds no DSpark draft: give draft:{name} if it is an ordinary one")
     read_dspark_config(folder).check_fits(target)
     return DSparkDraft.from_pretrained(folder, target.dtype, target.device)
-
-
-def check_trimmed(name: str, output_tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise ValueError if the draft ``name`` writes tokens that a target of ``vocab_size`` tokens does not know."""
-    if (beyond := max(output_tokens)) >= vocab_size:
-        raise ValueError(
-            f"{name} is trimmed to tokens up to {beyond}, but the target knows 0 to {vocab_size - 1}: "
-            "trim it to tokens of the target"
-        )
 
 
 def is_heads_folder(folder: str | Path) -> bool:

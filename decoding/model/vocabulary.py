@@ -79,24 +79,6 @@ def with_filled_vocabulary(draft: CausalLM) -> PreTrainedModel:
     return _with_lm_head(model, weight, bias)
 
 
-def with_whole_vocabulary(draft: CausalLM, vocab_size: int) -> CausalLM:
-    """Make a model of the draft that decodes on its own: logits over ``vocab_size`` tokens, -inf for missing ones.
-
-    Shares its weights with ``draft``, which is unchanged.
-    """
-    output_tokens = draft.output_tokens
-
-    def whole(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        output.logits = over_vocabulary(output.logits, output_tokens, vocab_size)
-        return output
-
-    model = copy.deepcopy(draft.model, _shared(draft.model))
-    model.register_forward_hook(whole)
-    alone = CausalLM(model)
-    alone.vocab_size = vocab_size
-    return alone
-
-
 def over_vocabulary(
     logits: Float[Tensor, "*rows outputs"], output_tokens: Int[Tensor, " outputs"] | None, vocab_size: int
 ) -> Float[Tensor, "*rows vocab"]:

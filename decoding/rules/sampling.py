@@ -43,8 +43,7 @@ class ForPromptLength:
 class SamplingConfig:
     """Sampling controls, with `transformers`' meanings. Temperature 0 is greedy decoding.
 
-    The presence penalty is subtracted once from the logit of every token in the output, the frequency penalty once per
-    occurrence, as OpenAI and vLLM do. The repetition penalty applies to the tokens of the prompt and the output.
+    The repetition penalty applies to the tokens of the prompt and the output.
     """
 
     temperature: float = 0.0
@@ -53,8 +52,6 @@ class SamplingConfig:
     min_p: float = 0.0
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     processors: tuple[LogitsProcessor | ForPromptLength, ...] = ()
 
     def __post_init__(self) -> None:
@@ -66,8 +63,6 @@ class SamplingConfig:
             ("min_p", 0 <= self.min_p < 1, "a share of the best token's probability in [0, 1)"),
             ("typical_p", 0 < self.typical_p <= 1, "a share of probability in (0, 1]"),
             ("repetition_penalty", 0 < self.repetition_penalty < infinite, "a positive number, 1 for none"),
-            ("presence_penalty", abs(self.presence_penalty) < infinite, "a number, 0 for none"),
-            ("frequency_penalty", abs(self.frequency_penalty) < infinite, "a number, 0 for none"),
         ):
             if not fits:
                 raise ValueError(f"{name} is {getattr(self, name)}: give {wanted}")
@@ -86,25 +81,19 @@ class SamplingConfig:
         return self.repetition_penalty != 1
 
     @property
-    def needs_counts(self) -> bool:
-        return self.presence_penalty != 0 or self.frequency_penalty != 0
-
-    @property
     def needs_history(self) -> bool:
         """True if a penalty or a processor reads the tokens before the next one."""
-        return self.needs_seen or self.needs_counts or bool(self.processors)
+        return self.needs_seen or bool(self.processors)
 
 
 class HistoryRows(NamedTuple):
     """The text before each row's token, as the controls read it; a tensor that no control reads is None. See `History`.
 
-    ``seen`` (rows, vocab) bool: true for tokens of the prompt or the output. ``counts`` (rows, vocab) int32:
-    occurrences in the output. ``texts`` (rows, longest) long: row i's text is its first ``lengths[i]`` entries, the
-    rest is padding. ``prompt_lengths``: tokens of each row's prompt.
+    ``seen`` (rows, vocab) bool: true for tokens of the prompt or the output. ``texts`` (rows, longest) long: row i's
+    text is its first ``lengths[i]`` entries, the rest is padding. ``prompt_lengths``: tokens of each row's prompt.
     """
 
     seen: Tensor | None = None
-    counts: Tensor | None = None
     texts: Tensor | None = None
     lengths: tuple[int, ...] = ()
     prompt_lengths: tuple[int, ...] = ()
@@ -121,7 +110,6 @@ class HistoryRows(NamedTuple):
         longest = max((part.texts.shape[1] for part in parts if part.texts is not None), default=0)
         return HistoryRows(
             joined([part.seen for part in parts]),
-            joined([part.counts for part in parts]),
             joined([None if part.texts is None else _padded(part.texts, longest) for part in parts]),
             tuple(length for part in parts for length in part.lengths),
             tuple(length for part in parts for length in part.prompt_lengths),
@@ -156,7 +144,6 @@ class History:
         """Number of tokens of the text that the tensors below describe."""
         device = self._device
         self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device) if sampling.needs_seen else None
-        self._counts = torch.zeros(vocab_size, dtype=torch.int32, device=device) if sampling.needs_counts else None
         self._text = torch.zeros(0, dtype=torch.long, device=device) if sampling.processors else None
 
     def at(self, tokens: Sequence[int], tree: TokenTree, nodes: Sequence[int] | None = None) -> HistoryRows:
@@ -182,8 +169,6 @@ class History:
         new = self._on_device(fresh)
         if self._seen is not None:
             self._seen.index_fill_(0, new, True)
-        if self._counts is not None:
-            _count(self._counts, new[max(self._prompt_length - self._known, 0) :])
         if self._text is not None:
             self._text = torch.cat([self._text, new])
         self._known += len(fresh)
@@ -191,18 +176,13 @@ class History:
     def _rows(self, path_tokens: list[list[int]]) -> HistoryRows:
         """Return one row per path: the history of the text followed by the path's tokens."""
         row_count = len(path_tokens)
-        seen = counts = texts = None
+        seen = texts = None
         lengths: tuple[int, ...] = ()
-        if self._seen is not None or self._counts is not None:
+        if self._seen is not None:
             # The index of (row, token) in the flattened (rows, vocab) tensor.
             flat = [row * self._vocab_size + token for row, path in enumerate(path_tokens) for token in path]
-            index = self._on_device(flat)
-            if self._seen is not None:
-                seen = self._seen.repeat(row_count, 1)
-                seen.view(-1).index_fill_(0, index, True)
-            if self._counts is not None:
-                counts = self._counts.repeat(row_count, 1)
-                _count(counts.view(-1), index)
+            seen = self._seen.repeat(row_count, 1)
+            seen.view(-1).index_fill_(0, self._on_device(flat), True)
         if self._text is not None:
             deepest = max(map(len, path_tokens), default=0)
             padded = [token for path in path_tokens for token in path + [0] * (deepest - len(path))]
@@ -210,16 +190,11 @@ class History:
             texts = torch.cat([self._text.expand(row_count, -1), paths], dim=1)
             lengths = tuple(len(self._text) + len(path) for path in path_tokens)
         prompt_lengths = (self._prompt_length,) * len(lengths)
-        return HistoryRows(seen, counts, texts, lengths, prompt_lengths)
+        return HistoryRows(seen, texts, lengths, prompt_lengths)
 
     def _on_device(self, values: list[int]) -> Tensor:
         # Non-blocking: does not wait for the work queued on the device.
         return torch.tensor(values, dtype=torch.long).to(self._device, non_blocking=True)
-
-
-def _count(counts: Tensor, index: Tensor) -> None:
-    """Add 1 to ``counts`` at each index, once per occurrence; in place."""
-    counts.scatter_add_(0, index, torch.ones_like(index, dtype=counts.dtype))
 
 
 def adjusted_logits(
@@ -237,10 +212,6 @@ def adjusted_logits(
         assert history.seen is not None, "a repetition penalty needs the tokens seen"
         penalty = sampling.repetition_penalty
         logits = torch.where(history.seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-    if sampling.needs_counts:
-        assert history.counts is not None, "presence and frequency penalties need the counts"
-        logits = logits - sampling.frequency_penalty * history.counts
-        logits = logits - sampling.presence_penalty * (history.counts > 0)
     return _processed(logits, sampling, history) if sampling.processors else logits
 
 
@@ -294,38 +265,10 @@ def probabilities(
     return logits.softmax(-1)
 
 
-_NUCLEUS_CANDIDATES = 512
-"""Number of best tokens that `_nucleus` sorts on the CPU; they hold the nucleus except in very flat distributions."""
-
-
 def _nucleus(logits: Float[Tensor, "rows vocab"], top_p: float) -> Float[Tensor, "rows vocab"]:
-    """Keep the smallest set of most probable tokens whose mass reaches ``top_p`` (always at least one).
-
-    Sorting a large vocabulary on the CPU costs more than all other controls together. There, only the best
-    `_NUCLEUS_CANDIDATES` tokens are sorted; rows in which these hold less than ``top_p`` are sorted as a whole.
-    """
-    if not logits.is_cpu or logits.shape[-1] <= _NUCLEUS_CANDIDATES:
-        return _without_tail(logits, 0.0, top_p)
-    # In vocabulary order, so that ties fall as in a sort of the whole row.
-    best = logits.topk(_NUCLEUS_CANDIDATES).indices.sort().values
-    candidates = logits.gather(-1, best)
-    others = 1 - (candidates.logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)).exp()
-    kept = torch.full_like(logits, -torch.inf).scatter_(-1, best, _without_tail(candidates, others, top_p))
-    flat = (others > 1 - top_p).squeeze(-1)
-    if bool(flat.any()):
-        kept[flat] = _without_tail(logits[flat], 0.0, top_p)
-    return kept
-
-
-def _without_tail(
-    logits: Float[Tensor, "rows vocab"], others: float | Float[Tensor, "rows 1"], top_p: float
-) -> Float[Tensor, "rows vocab"]:
-    """Drop the least probable tokens as long as the mass of the rest is at least ``top_p``.
-
-    ``others`` is the mass of the tokens outside ``logits``, which are dropped before any in it.
-    """
+    """Keep the smallest set of most probable tokens whose mass reaches ``top_p`` (always at least one)."""
     ascending, order = logits.sort(descending=False)
-    dropped = others + (1 - others) * ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+    dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
     dropped[..., -1] = False
     return logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from decoding.model.parallel import ParallelDraft
 from grouped_queries import check_grouped_queries
 from tiny_models import tiny_model
 from tiny_parallel import tiny_parallel_draft
@@ -18,10 +19,8 @@ from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.headstart_model import HeadstartModel
-from decoding.measure.machine import attention_backends
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.parallel import ParallelDraft
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree
 
@@ -131,12 +130,6 @@ def test_in_half_precision_texts_part_only_at_near_ties(name: str, dtype: torch.
 def test_four_queries_a_key_over_an_odd_number_of_keys_attend_as_one_by_one(dtype: torch.dtype) -> None:
     """Head size 128. The fast tests run the same on the CPU."""
     check_grouped_queries("cuda", dtype)
-
-
-def test_cudnn_is_not_what_decoding_attends_by() -> None:
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    CausalLM(model_on("cuda"))
-    assert "off: cudnn" in attention_backends()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

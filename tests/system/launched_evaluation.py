@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from tiny_training import recipe_content
 
 import trainer.run.heldout
-from decoding.measure.evaluate import count_steps
+from decoding.measure.measurement import count_steps
 from trainer.job import Job
 from trainer.processes import ALONE
 from trainer.recipe.reading import parse_recipe

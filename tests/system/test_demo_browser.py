@@ -27,34 +27,6 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect  # noqa: E
 
 LONG = 1900  # tokens: seconds of decoding
 SIZES = {"wide": (1280, 900), "phone": (390, 844)}
-CONTRAST = """
-const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
-const pixels = new Map();
-function pixel(colour) {
-  if (!pixels.has(colour)) pixels.set(colour, painted(colour));
-  return pixels.get(colour);
-}
-function painted(colour) {
-  canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
-  return [...canvas.getImageData(0, 0, 1, 1).data];
-}
-function luminance(colour) {
-  const [r, g, b] = colour.map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-}
-function contrast(view, element) {
-  let under = element;
-  while (under && pixel(view.getComputedStyle(under).backgroundColor)[3] < 255) under = under.parentElement;
-  const back = view.getComputedStyle(under || view.document.body).backgroundColor;
-  const [a, b] = [view.getComputedStyle(element).color, back].map(pixel).map(luminance).sort();
-  return (b + 0.05) / (a + 0.05);
-}
-"""
-FAINTEST = f"""() => {{ {CONTRAST}
-  return [...document.querySelectorAll(".prose *")].filter(each => each.checkVisibility() && !each.closest("svg")
-    && [...each.childNodes].some(node => node.nodeType == 3 && node.data.trim()))
-    .map(each => [contrast(window, each), each.className + ": " + each.textContent.slice(0, 40)])
-    .sort((a, b) => a[0] - b[0])[0]; }}"""
 OUTSIDE = """() => [...document.querySelectorAll("body *")].filter(each =>
   !each.closest(".drawing, .options") && each.checkVisibility() && each.getBoundingClientRect().width
   && each.getBoundingClientRect().right > innerWidth + 1).map(each => each.tagName + "." + each.className)"""
@@ -143,8 +115,7 @@ class Visit:
         assert self.errors == []
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("scheme", "size"), [("light", "wide"), ("dark", "phone")])
 def test_a_prompt_is_decoded_twice_to_equal_texts_and_each_tree_can_be_seen(
     server: str, browser: Browser, tmp_path: Path, scheme: str, size: str
 ) -> None:
@@ -176,7 +147,6 @@ def test_a_prompt_is_decoded_twice_to_equal_texts_and_each_tree_can_be_seen(
 
     assert page.locator("#charts .columns li").count() >= 4 and page.locator("#charts .part.draft").count() == 2
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth") and page.evaluate(OUTSIDE) == []
-    assert page.evaluate(FAINTEST)[0] >= 4.5, "the contrast that WCAG 2.2 asks of text"
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", background)[:3])) > 380) == (scheme == "light")
     shots = Path(os.environ.get("HEADSTART_SCREENSHOTS", tmp_path))
@@ -216,27 +186,6 @@ def test_a_drafter_and_a_lossy_rule_can_be_chosen_and_are_named(server: str, bro
     expect(visit.page.locator("#rule input")).to_have_value("automatic (lossless)")
     visit.run("abcabcabc", 48)
     expect(visit.page.locator("#speculative .badge")).to_have_text("lossless", timeout=30_000)
-    visit.ends()
-    visit.close()
-
-
-def test_a_bad_entry_is_one_sentence_and_loses_nothing(server: str, browser: Browser) -> None:
-    visit = Visit(browser, server)
-    visit.run("abcabcabc", 24)
-    visit.ends()
-    text = visit.text("plain")
-    notice = visit.page.locator("#notice .notice.bad")
-    visit.run(" ", 24)
-    expect(notice).to_have_text("The prompt is empty: write one, or take an example.")
-    visit.run("a" * 5000, 24)
-    expect(notice).to_contain_text("A prompt of 5000 tokens and 24 new ones make 5024")
-    visit.fill("temperature", "-1")
-    visit.run("abc", 24)
-    expect(notice).to_contain_text("Temperature is -1")
-    assert visit.text("plain") == text and visit.page.locator("#tree .tree").count() == 1
-    visit.fill("temperature", "0")
-    visit.run("abc", 24)
-    expect(notice).to_have_count(0)
     visit.ends()
     visit.close()
 

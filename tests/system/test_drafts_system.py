@@ -22,7 +22,7 @@ from decoding.dtypes import parse_dtype
 from decoding.model.loading import load_model
 
 STEPS = 12
-POLICY = {"offline": 1, "draft": 1, "loop": 1, "max_new_tokens": 6, "every": 3}
+POLICY = {"offline": 1, "target": 1, "loop": 1, "max_new_tokens": 6, "every": 3}
 
 
 @pytest.fixture(scope="module")

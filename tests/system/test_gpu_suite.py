@@ -22,19 +22,8 @@ SCRIPT = ROOT / "benchmarks" / "gpu_suite.py"
 sys.path.insert(0, str(SCRIPT.parent))
 import gpu_suite  # noqa: E402  # a script beside the package
 
-LEFT_OUT = (
-    *(
-        "accelerate",
-        "beartype",
-        "datasets",
-        "deepspeed",
-        "hypothesis",
-        "jaxtyping",
-        "jinja2",
-        "matplotlib",
-    ),
-    *("headstart", "peft", "platformdirs", "pydantic", "pytest", "_pytest", "rich", "typer", "wandb"),
-)
+LEFT_OUT = {"accelerate", "beartype", "datasets", "deepspeed", "headstart", "hypothesis", "jaxtyping", "jinja2"}
+LEFT_OUT |= {"matplotlib", "peft", "platformdirs", "pydantic", "pytest", "_pytest", "rich", "typer", "wandb"}
 PARTS = ["tests", "bandwidth", "decoding, trained size", "decoding, wide", "decoding, wider", "launches", "training"]
 
 
@@ -43,7 +32,11 @@ def few_packages(folder: Path) -> Path:
     folder.mkdir()
     for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
         name = re.split(r"[-.]", entry.name.lower())[0]
-        if name not in LEFT_OUT and not entry.name.endswith((".pth", ".egg-link")) and "editable" not in entry.name:
+        if (
+            name not in LEFT_OUT.split()
+            and not entry.name.endswith((".pth", ".egg-link"))
+            and "editable" not in entry.name
+        ):
             (folder / entry.name).symlink_to(entry)
     return folder
 

@@ -1,17 +1,15 @@
 """Every command and program in the README and the docs, run on tiny models.
 
-Those of the README are started as users start them; `headstart` on the other pages is forked with its imports done.
+The README's first command is started as users start it; the others are forked with their imports done.
 """
 
 import json
 import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,7 +49,7 @@ TINY = {  # what makes a command quick, behind its own words
     "headstart realign": "--steps 2 --max-new-tokens 12 training.batch_size=2 training.micro_batch_size=2",
     "headstart regenerate": "--limit 2 --max-new-tokens 12 --batch-size 2",
     "accelerate launch": "training.steps=1 training.batch_size=2 training.micro_batch_size=2 evaluation.prompts=1 "
-    "evaluation.max_new_tokens=4",
+    "evaluation.max_new_tokens=4 data.max_rows=4",
     "headstart evaluate": "--limit 1 --max-new-tokens 6",
     "headstart generate": "--max-new-tokens 8",
     "headstart chat": "--max-new-tokens 8",
@@ -59,6 +57,21 @@ TINY = {  # what makes a command quick, behind its own words
     "headstart verify": "--limit 2 --max-new-tokens 8 --draws 40",
     "pip install": "--dry-run --no-deps --no-build-isolation",
 }
+
+VISITED = """
+import os, signal, sys, threading, time, urllib.request
+from trainer.cli import main
+
+def visit():
+    while "the demo is at" not in open("/proc/self/fd/2").read():
+        time.sleep(0.05)
+    with urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[-1]}/", timeout=60) as answer:
+        print(answer.read().decode())
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=visit, daemon=True).start()
+main()
+"""  # the program with a visitor, who presses Ctrl-C
 
 
 def commands(text: str) -> list[str]:
@@ -141,8 +154,8 @@ def test_every_command_of_the_readme_runs_in_the_order_given(
         run(command, desk, environment, warm)
     assert (desk / "runs" / "measured" / "report.html").is_file()
     assert (desk / "exported" / "heads" / "README.md").is_file()
-    _run_the_python_block(README, desk, environment)
-    assert "accepted of" in _run_the_python_block(PYTHON, desk, environment)  # with the heads trained above
+    _run_the_python_block(README, desk, warm)
+    assert "accepted of" in _run_the_python_block(PYTHON, desk, warm)  # with the heads trained above
 
 
 def test_every_command_of_the_page_on_training_runs_in_the_order_given(
@@ -153,7 +166,7 @@ def test_every_command_of_the_page_on_training_runs_in_the_order_given(
     for command in found:
         run(command, desk, environment, warm)
     quick = TRAINING.replace("changes = [", f"changes = [*{_TINY_RECIPE.split()}, ")
-    _run_the_python_block(quick, desk, environment)
+    _run_the_python_block(quick, desk, warm)
     assert (desk / "runs" / "python" / "final" / "model.safetensors").is_file()
 
 
@@ -175,7 +188,7 @@ def test_every_command_of_the_page_on_data_runs_on_a_table_of_other_names(
         'wording,number\n"What is 3 + 4,\nor 4 + 3?",1\n,2\nWhat is 5 + 6?,3\n\n'  # a field of two lines, an empty one
     )
     (desk / "questions.csv").write_text(table, encoding="utf-8-sig")  # as Excel writes it
-    _run_the_python_block(DATA, desk, environment)
+    _run_the_python_block(DATA, desk, warm)
     found = commands(DATA)
     assert len(found) == 3
     for command in found:
@@ -213,20 +226,14 @@ def test_every_command_that_shows_decoding_in_a_terminal_runs_in_the_order_given
     assert len(alone) == 2
     for command in alone:  # with the heads that the README trains
         run(command, desk, environment, warm)
-    for command, wanted in ((into_file, 1), (from_pipe, 2)):
-        name = "headstart generate" if wanted == 1 else "headstart chat"
-        shell = command.replace(name, f"{name} {TINY[name]}")
-        done = subprocess.run(
-            ["bash", "-o", "pipefail", "-c", shell],
-            cwd=desk,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0 and done.stdout == "", done.stderr
-        assert done.stderr.count("tokens per target pass") == wanted
-        assert (desk / command.split()[-1]).stat().st_size > 0
+    shown, file = into_file.split(" > ")
+    done = warm.run([*shlex.split(shown), *TINY["headstart generate"].split()], desk, seconds=240)
+    assert done.returncode == 0 and done.stdout and done.stderr.count("tokens per target pass") == 1, done.stderr
+    shell = from_pipe.replace("headstart chat", f"headstart chat {TINY['headstart chat']}")
+    piped = ["bash", "-o", "pipefail", "-c", shell]
+    done = subprocess.run(piped, cwd=desk, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and done.stdout == "" and done.stderr.count("tokens per target pass") == 2, done.stderr
+    assert file == "answer.txt" and (desk / "answers.txt").stat().st_size > 0
 
 
 def test_every_command_of_the_page_on_serving_runs_in_the_order_given(
@@ -296,23 +303,16 @@ def test_every_command_of_the_page_on_the_doctor_runs_in_the_order_given(
     assert of_heads == dict.fromkeys(("heads", "origin", "decoding"), "ok")
 
 
-def test_every_command_of_the_page_on_the_demo_serves_it_until_ctrl_c(desk: Path, environment: dict[str, str]) -> None:
+def test_every_command_of_the_page_on_the_demo_serves_it_until_ctrl_c(desk: Path, warm: WarmProgram) -> None:
     pytest.importorskip("gradio")
     found = commands(WATCH.partition("## On a page")[2])
     assert len(found) == 2
     for command in found:  # the embedded target; then one with the heads that the README trains
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        words = [sys.executable, "-m", "trainer.cli", *shlex.split(command)[1:], "--port", str(port)]
-        with subprocess.Popen(words, cwd=desk, env=environment, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None
-            told = next((line for line in process.stderr if "the demo is at" in line), "")
-            assert f"http://127.0.0.1:{port}/" in told
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60) as answer:
-                assert b"Headstart demo" in answer.read()
-            process.send_signal(signal.SIGINT)
-            process.stderr.read()
-        assert process.returncode == ExitCode.STOPPED
+        done = warm.run(["-c", VISITED, *shlex.split(command)[1:], "--port", str(port)], desk, seconds=240)
+        assert f"the demo is at http://127.0.0.1:{port}/" in done.stderr
+        assert done.returncode == ExitCode.STOPPED and "Headstart demo" in done.stdout, done.stderr
 
 
 def test_every_command_of_the_page_on_verifying_runs_in_the_order_given(
@@ -333,7 +333,7 @@ def run(command: str, desk: Path, environment: dict[str, str], warm: WarmProgram
         words[words.index("--limit") + 1] = "8"  # as many as the largest batch holds
     if re.search("recipes/any/(draft|parallel)", command):
         words.append("draft.check_costs=false")  # no draft pays for so small a target
-    if warm is not None and words[0] == "headstart":
+    if warm is not None and words[0] in ("headstart", "accelerate"):
         done = warm.run(words, desk, seconds=240)
     else:
         done = subprocess.run(words, cwd=desk, env=environment, capture_output=True, text=True, timeout=240)
@@ -342,10 +342,8 @@ def run(command: str, desk: Path, environment: dict[str, str], warm: WarmProgram
     return done.stdout
 
 
-def _run_the_python_block(page: str, desk: Path, environment: dict[str, str]) -> str:
+def _run_the_python_block(page: str, desk: Path, warm: WarmProgram) -> str:
     (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=desk, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = warm.run(["-c", program], desk, seconds=120)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -14,7 +14,7 @@ from tiny_models import full_forward, tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.model.loading import load_tokenizer
-from trainer.export import export
+from trainer.export.exporter import export
 from trainer.files.folders import cache_root, write_folder
 
 PINNED = ("transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.0")

@@ -32,7 +32,7 @@ class WarmProgram:
     def run(
         self, words: Sequence[str], folder: Path, seconds: int, changes: Mapping[str, str | None] | None = None
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a command line that begins with ``headstart``, ``accelerate launch``, ``torchrun`` or a script.
+        """Run a command line that begins with ``headstart``, ``accelerate launch``, ``torchrun``, ``-c`` or a script.
 
         After ``seconds`` it is killed. ``changes`` of the environment, None to remove a variable, must be of such that
         nothing reads when it is imported.
@@ -112,6 +112,9 @@ def _run_program(*words: str) -> None:
 
         _fork_the_launched()
         launch()
+    elif program == "-c":
+        del sys.argv[1]
+        exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
     elif program == "-m":
         sys.argv = arguments
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)

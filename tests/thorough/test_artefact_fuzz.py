@@ -8,15 +8,14 @@ from shutil import copytree
 from typing import Any
 
 import pytest
+from decoding.model.parallel import ParallelConfig, ParallelParts
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.loading import load_draft, load_heads, load_parallel_draft
-from decoding.model.parallel import ParallelConfig, ParallelParts
-from trainer.export import export
-from trainer.export.vllm import read_vllm_heads
+from decoding.model.loading import load_heads, load_parallel_draft
+from trainer.export.exporter import export
 
 MUTATIONS = 60
 HOSTILE: tuple[Any, ...] = (
@@ -57,11 +56,6 @@ def write_heads(folder: Path) -> None:
     MedusaHeads(MedusaConfig(16, 128, num_heads=3, tree=((0,), (1,), (0, 0), (0, 2)))).save_pretrained(folder)
 
 
-def write_vllm_heads(folder: Path) -> None:
-    write_heads(folder.parent / "own")
-    export(folder.parent / "own", folder, "vllm")
-
-
 def write_draft(folder: Path, vocab: int = 128) -> None:
     tiny_model("llama", vocab=vocab).save_pretrained(folder, max_shard_size="8KB")
     byte_tokenizer().save_pretrained(folder)
@@ -74,8 +68,6 @@ def write_parallel(folder: Path) -> None:
 
 CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path, CausalLM], Any]]] = {
     "heads": (write_heads, load_heads),
-    "vllm heads": (write_vllm_heads, lambda folder, target: read_vllm_heads(folder)),
-    "draft": (write_draft, lambda folder, target: load_draft(str(folder), target, byte_tokenizer())),
     "parallel": (write_parallel, lambda folder, target: load_parallel_draft(str(folder), target, byte_tokenizer())),
     "export": (write_draft, lambda folder, _: export(folder, folder.parent / f"out-{folder.name}", "draft")),
 }

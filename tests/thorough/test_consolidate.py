@@ -10,7 +10,7 @@ import pytest
 from tiny_training import recipe_content, write_corpus, write_target
 
 from decoding.model.fingerprint import stored_fingerprint
-from trainer.export import export
+from trainer.export.exporter import export
 from trainer.recipe.reading import parse_recipe
 from trainer.run.finish import consolidate
 from trainer.run.train import run_recipe

@@ -22,9 +22,9 @@ from decoding.drafters import DraftModelDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.commands.diagnose import run_diagnose
-from trainer.commands.proof_options import DiagnoseOptions
+from trainer.commands.options import DiagnoseOptions
 from trainer.drafts.start import write_draft
-from trainer.export import export
+from trainer.export.exporter import export
 from trainer.servers.acceptance import ACCEPTANCE, SAMPLING
 from trainer.servers.configs import ROPE, VOCABULARY
 from trainer.servers.rendered import TEMPLATE
@@ -232,11 +232,6 @@ def test_other_weights_are_named_by_their_top_1(desk: Desk, tmp_path: Path) -> N
     write_draft(CausalLM(tiny_model(seed=5, **SIZES)), desk.tokenizer, tmp_path / "served")
     fine, printed = diagnosed(desk, exported=tmp_path / "served")
     assert not fine and printed.startswith(f"first difference: {TOP_1}\n") and "other weights" in printed
-
-
-def test_a_server_that_takes_no_controls_is_asked_without_them(desk: Desk) -> None:
-    fine, printed = diagnosed(desk, desk.server(refused=("top_k", "min_p")), temperature=1.0)
-    assert fine and "it takes no top_k and no min_p: its own may be in force" in printed
 
 
 def test_a_metrics_page_alone_is_compared_too(desk: Desk, tmp_path: Path) -> None:

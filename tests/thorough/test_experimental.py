@@ -8,7 +8,7 @@ import torch
 from drafter_checks import accept_some, assert_same, check_greedy, check_text_of_the_seed, opened, request
 from test_generate_sampling import FALSE_ALARM, decode_many, small_llama
 from tiny_models import counting_model, naive_greedy, tiny_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from decoding.drafters import (
@@ -73,15 +73,6 @@ def tokenizer(words: Sequence[str], special: Sequence[str] = ()) -> PreTrainedTo
     return PreTrainedTokenizerFast(tokenizer_object=raw, clean_up_tokenization_spaces=False, **named)
 
 
-def byte_level() -> PreTrainedTokenizerFast:
-    """One token per byte of UTF-8."""
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, clean_up_tokenization_spaces=False)
-
-
 def following(successors: Mapping[int, int], vocab: int) -> CausalLM:
     """Write ``successors[x]`` after token x."""
     model = counting_model(vocab)
@@ -120,19 +111,6 @@ def test_a_draft_is_translated_and_aligned_with_the_text() -> None:
     ):
         found = drafted(from_letters, alphabet_model(DOUBLE), [DOUBLE.index(word) for word in text])
         assert [DOUBLE[token] for token in found] == wanted
-
-
-def test_special_tokens_and_half_characters_are_not_drafted() -> None:
-    draft = following({index: index + 1 for index in range(16)}, vocab=20)  # after p comes <end>
-    drafter = OtherTokenizerDrafter(draft, tokenizer(SINGLE, ["<end>"]), tokenizer(SINGLE), 6)
-    assert drafted(drafter, alphabet_model(SINGLE), [12, 13]) == [14, 15]
-    bytes_of = byte_level()
-    text, letter = bytes_of("x")["input_ids"], bytes_of("é")["input_ids"]
-    draft = following({text[0]: letter[0], letter[0]: letter[1], letter[1]: letter[0]}, vocab=256)
-    for count, wanted in ((1, []), (2, letter), (3, letter), (4, letter * 2)):
-        drafter = OtherTokenizerDrafter(draft, byte_level(), bytes_of, count)
-        assert drafted(drafter, CausalLM(tiny_model(vocab=256)), text) == wanted
-    assert drafted(drafter, CausalLM(tiny_model(vocab=256)), [*text, letter[0]]) == [], "the text ends in a character"
 
 
 def test_the_loop_with_another_tokenizer_is_lossless(tiny_llama: CausalLM) -> None:

@@ -1,4 +1,4 @@
-"""Texts written during the training: whose they are, where they are learnt from, when they collapsed, their files."""
+"""Texts written during the training: whose they are, where they are learnt from, their files."""
 
 from functools import cache
 from pathlib import Path
@@ -10,39 +10,8 @@ from tiny_policies import PROMPTS, draft, orders_of, policy_of, target, writer_o
 from tiny_training import tiny_tokenizer
 
 from trainer.data.batch import Example
-from trainer.drafts.on_policy import GeneratedText, Origin, WindowFiles, is_collapsed
+from trainer.drafts.on_policy import GeneratedText, Origin, WindowFiles
 from trainer.processes import Process
-
-TABLE = [token for row in range(12) for token in (7, 20 + row, 7, 40 + row, 7, 9)]
-"""Twelve rows of six tokens, of which two differ from row to row."""
-
-
-@pytest.mark.parametrize(
-    ("answer", "ended", "collapsed"),
-    [
-        ([1], True, True),  # nothing but the end
-        ([5, 1], True, False),
-        ([5] * 64, False, True),
-        ([5] * 63 + [1], True, False),  # it came to an end by itself
-        ([*range(96), *[5] * 32], False, True),
-        ([*range(97), *[5] * 31], False, False),  # 31 are too few for a long text
-        ([*range(64), *[5, 6, 7] * 11], False, True),
-        ([*range(64), *[5, 6, 7] * 10, 5, 6], False, True),  # cut off inside the eleventh
-        ([*range(20, 84), *range(16), *range(16), *range(16), *range(16)], False, True),
-        ([*range(20, 84), *range(16), *range(16), *range(16)], False, False),  # three times are no collapse
-        ([*range(20, 84), *[*range(17)] * 4], False, False),  # seventeen tokens are more than it looks for
-        ([5] * 40 + [6], False, False),  # it had got out of it
-        (TABLE, False, False),
-        (TABLE[:40], False, False),
-        ([3, 4, *[5] * 8], False, True),  # a short one: eight of ten
-        ([2, 3, 4, *[5] * 7], False, False),
-        ([5] * 7, False, False),  # too short to say
-    ],
-)
-def test_a_text_has_collapsed_if_it_is_empty_or_repeats_itself_to_no_end(
-    answer: list[int], ended: bool, collapsed: bool
-) -> None:
-    assert is_collapsed(answer, ended) == collapsed
 
 
 @cache
@@ -84,7 +53,7 @@ def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: p
     assert text.example("all") == Example((*PROMPTS[0], *t), (False,) * 3 + (True,) * 12, 3)
 
 
-@pytest.mark.parametrize("kind", ["target", "draft", "loop"])
+@pytest.mark.parametrize("kind", ["target", "loop"])
 def test_what_a_text_says_does_not_depend_on_those_beside_it(kind: Origin) -> None:
     """At temperature 1, alone and among others, in an order or the other, in batches of any size."""
     orders = orders_of(kind)
@@ -95,7 +64,7 @@ def test_what_a_text_says_does_not_depend_on_those_beside_it(kind: Origin) -> No
     assert len({text.answer for text in together}) > 4
 
 
-TEXT = GeneratedText(4, 2, 7, "loop", 2, (14, 15, 4, 5, 6), (3,), False)
+TEXT = GeneratedText(4, 2, 7, "loop", 2, (14, 15, 4, 5, 6), (3,))
 
 
 def files_in(folder: Path, process: int = 0, processes: int = 1, kept_steps: int = 100) -> WindowFiles:

@@ -16,8 +16,8 @@ from rich.console import Console
 from tiny_training import recipe_content, write_corpus, write_target
 
 from decoding.model.fingerprint import stored_fingerprint
-from trainer.export import export
 from trainer.export.companions import target_of
+from trainer.export.exporter import export
 from trainer.processes import Process
 from trainer.recipe.reading import AnyRecipe, parse_recipe
 from trainer.run.assemble import assemble

@@ -17,18 +17,18 @@ from transformers import PreTrainedModel
 
 from decoding.drafters import DraftModelDrafter
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import measure_acceptance
 from decoding.measure.figures import told
+from decoding.measure.measurement import count_steps
+from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer
 from trainer.commands import realign
+from trainer.commands.options import RealignOptions
 from trainer.commands.realign import recipe_of, run_realign, split_prompts
-from trainer.commands.training_options import RealignOptions
-from trainer.recipe.draft import DraftRecipe
 
 NOBODY = Console(file=io.StringIO())
 """Listens."""
-STALE = "lr=1e-3,of yesterday"
+STALE = "lr=1e-3 of yesterday"
 """The draft's folder: a path with characters at which the text of a drafter is split."""
 
 
@@ -127,7 +127,7 @@ def test_a_stale_draft_fits_its_tuned_target_again(straight: Straight) -> None:
     draft = load_draft(str(workshop / "run" / "final"), target, load_tokenizer(str(workshop / "tuned")))
     prompts = [[WORDS.index(word) for word in prompt(index).split()] for index in (38, 39)]
     config = DecodingConfig(12, eos_token_ids=(1,))
-    again = measure_acceptance(target, DraftModelDrafter(draft, 4), prompts, config)
+    again = acceptance(count_steps(target, DraftModelDrafter(draft, 4), prompts, config))
     assert after["tokens_per_pass"] == told(again.tokens_per_pass) and after["tokens_per_pass"]["low"] is None
     assert after["accepted_per_drafted"] == told(again.accepted_per_drafted)
 
@@ -198,15 +198,3 @@ def test_adapters_are_a_target_too(workshop: Path) -> None:
     adapted.save_pretrained(str(workshop / "adapters"))
     found = measure_stale(prepared(options(workshop, target=str(workshop / "adapters"))))
     assert found == measure_stale(options(workshop))
-
-
-def test_the_recipe_starts_from_the_stale_draft_and_keeps_the_best(workshop: Path) -> None:
-    given = options(workshop, steps=500, draft_tokens=7, temperature=0.6, overrides=["training.seed=3"])
-    recipe = realign.recipe_of(given, 96)
-    assert isinstance(recipe, DraftRecipe) and recipe.draft.init.from_model == str(workshop / STALE)
-    training = recipe.training
-    assert (training.steps, training.seed) == (500, 3)
-    assert recipe.evaluation.temperature == 0.6  # the best is chosen as the target is used
-    assert recipe.draft.num_draft_tokens == 7 and recipe.draft.loss.mix == {"forward_kl": 1.0}
-    assert (recipe.evaluation.keep, recipe.evaluation.every, recipe.data.max_length) == ("best", 50, 84)
-    assert realign.recipe_of(options(workshop), 1 << 20).data.max_length == 1024

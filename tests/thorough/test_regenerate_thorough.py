@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_regenerate import finished, models, options, regenerate  # noqa: F401  # fixtures
 
-from trainer.commands.training_options import RegenerateOptions
+from trainer.commands.options import RegenerateOptions
 
 
 @pytest.mark.parametrize("speculator", ["heads", "draft"])

@@ -11,11 +11,12 @@ import torch
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from test_medusa_drafter import random_heads
+from tiny_dspark import tiny_dspark
 from tiny_models import tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 from two_devices import MixedDevicesError, moved, spread, two_devices
 
-from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, PromptLookupDrafter
+from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -75,7 +76,7 @@ def drafter(name: str, family: str, width: int, device: torch.device | None = No
 
 
 def texts_of(target: CausalLM, drafted: Drafter | None, sampling: SamplingConfig) -> list[tuple[int, ...]]:
-    config = DecodingConfig(6, sampling, logprobs=True)
+    config = DecodingConfig(6, sampling)
     return [text.tokens for text in Engine(target, drafted).decode(PROMPTS, config, batch_size=3)]
 
 
@@ -104,6 +105,15 @@ def test_a_spread_target_writes_the_texts_of_a_whole_one(devices: Devices, name:
     assert texts_of(target, drafter(name, "llama", whole.hidden_size, target.device), sampling) == expected
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_a_dspark_draft_reads_layers_of_both_devices(devices: Devices, sampling: SamplingConfig) -> None:
+    whole = CausalLM(tiny_model("llama", num_hidden_layers=4))
+    target, draft = CausalLM(spread(tiny_model("llama", num_hidden_layers=4), devices)), tiny_dspark(whole)
+    expected = texts_of(whole, DSparkDrafter(draft), sampling)
+    moved(draft, target.device)
+    assert texts_of(target, DSparkDrafter(draft), sampling) == expected
+
+
 @pytest.mark.parametrize("family", ["gemma3", "gpt2", "falcon"])
 def test_every_architecture_may_be_spread(devices: Devices, family: str) -> None:
     """Masks by type of layer, windows, weights that are tied across devices, positions that are learnt."""
@@ -120,7 +130,7 @@ def test_steps_of_fixed_shapes_are_refused_on_several_devices(devices: Devices) 
         CausalLM(model, static="graphs")
 
 
-@pytest.mark.parametrize("kind", ["shared", "draft"])
+@pytest.mark.parametrize("kind", ["shared", "draft", "dspark"])
 def test_a_run_on_a_spread_target_trains_and_evaluates_as_on_a_whole_one(
     devices: Devices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -141,10 +151,12 @@ def test_a_run_on_a_spread_target_trains_and_evaluates_as_on_a_whole_one(
     heads = {"shared": {"shared_lm_head": True}, "soft": {"loss": {"forward_kl": 1}}}
     rows = {}
     for placed in ("whole", "spread"):
-        content = recipe_content(tmp_path, "draft" if kind == "draft" else "medusa")
+        content = recipe_content(tmp_path, "medusa" if kind == "shared" else "draft")
         content |= {"output": str(tmp_path / placed)}
         content["evaluation"]["every"] = 2
-        if kind != "draft":
+        if kind == "dspark":
+            content["draft"] |= {"dspark": {"markov_rank": 3}}
+        if kind == "shared":
             content["heads"] = {"num_heads": 2, "tree_nodes": 4, **heads.get(kind, {})}
         AcceleratorState._reset_state(True)
         run_recipe(parse_recipe(content, "test"), Console(quiet=True))

@@ -13,9 +13,8 @@ from decoding.stream import Tally
 from trainer.commands.generate import Decoder, read_decoder
 from trainer.commands.options import ChatOptions
 from trainer.terminal.console import say, say_error, standard_error, standard_output
-from trainer.terminal.streaming import CtrlC, PlainSpeed, summary
+from trainer.terminal.streaming import CtrlC, summary
 
-PROMPT = "> "
 COMMANDS = """\
 /undo   take the last question and its answer back
 /reset  begin anew; the system message stays
@@ -27,7 +26,7 @@ follows."""
 
 def run_chat(options: ChatOptions) -> bool:
     """Answer questions until their end; return False if Ctrl-C stopped the answer to a question from a pipe."""
-    decoder = read_decoder(options, None)
+    decoder = read_decoder(options)
     conversation = Conversation(decoder.engine, decoder.tokenizer, decoder.config, options.system)
     chat = Chat(decoder, conversation, standard_output())
     chat.begin()
@@ -41,7 +40,7 @@ def run_chat(options: ChatOptions) -> bool:
 
 @dataclass
 class Chat:
-    """A conversation on a console. ``plain`` is the speed of plain decoding; ``notes`` takes what is no answer.
+    """A conversation on a console. ``notes`` takes what is no answer.
 
     ``stopped`` is True if Ctrl-C stopped the last answer, ``left`` after /exit.
     """
@@ -49,22 +48,16 @@ class Chat:
     decoder: Decoder
     conversation: Conversation
     console: Console
-    plain: PlainSpeed | None = None
     notes: Console = field(default_factory=standard_error)
     stopped: bool = False
     left: bool = False
 
     def begin(self) -> None:
-        """Check system message, rule and drafter; measure plain decoding after a first greeting."""
+        """Check system message, rule and drafter before the first question, by a greeting that is not answered."""
         prompt = self.conversation.encode("Hello")
-        most = self.conversation.max_positions
-        room = self.decoder.config.max_new_tokens if most is None else max(1, most - len(prompt))
-        config = self.decoder.config
-        first = replace(self.decoder, config=replace(config, max_new_tokens=min(room, config.max_new_tokens)))
-        first.engine.steps(prompt, first.config)
+        self.decoder.engine.steps(prompt, replace(self.decoder.config, max_new_tokens=1))
         if self.decoder.tokenizer.chat_template is None:
             say(self.notes, "note: the target has no chat template: it continues the messages, joined by line ends")
-        self.plain = first.plain_speed(prompt)
 
     def talk(self) -> None:
         """Answer what is typed, until Ctrl-D or /exit; Ctrl-C at the prompt clears the line."""
@@ -72,7 +65,7 @@ class Chat:
             import readline  # noqa: F401  # gives `input` line editing and a history
         while not self.left:
             try:
-                self._take(self._typed())
+                self._take(input("> "))
             except KeyboardInterrupt:
                 say(self.console, "", "Ctrl-D leaves")
             except EOFError:
@@ -93,15 +86,6 @@ class Chat:
             if self.left or self.stopped:
                 break
         return not self.stopped
-
-    def _typed(self) -> str:
-        if sys.stdout.isatty():
-            return input(PROMPT)
-        sys.stderr.write(PROMPT)  # standard output holds answers alone
-        sys.stderr.flush()
-        if not (line := sys.stdin.readline()):
-            raise EOFError
-        return line.rstrip("\n")
 
     def _take(self, line: str) -> None:
         """Obey a command, or answer a question that is not blank."""
@@ -132,7 +116,7 @@ class Chat:
         with CtrlC() as ctrl_c:
             self.decoder.show(_noted(ctrl_c.until_asked(steps), tokens), self.console, tally)
         self.stopped = ctrl_c.asked
-        told = summary(tally, self.plain, self.decoder.label)
+        told = summary(tally, self.decoder.label)
         if not tokens:
             told = "stopped before the first token: the question is dropped"
         elif self.stopped:

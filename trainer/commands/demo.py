@@ -1,7 +1,5 @@
 """The command `headstart demo`: what the web demo shows, and the server that shows it."""
 
-import json
-import os
 import socket
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +13,7 @@ from trainer import quickstart
 from trainer.commands.models import load_models
 from trainer.commands.options import DemoOptions
 from trainer.demo.race import Models
+from trainer.export.companions import trained_for
 from trainer.run.train import ensure_built
 from trainer.terminal.console import say, standard_error
 
@@ -35,18 +34,13 @@ QUESTIONS = (
     "Write a Python function that returns the longest word of a text.",
     "List the months of the year, each with the number of its days.",
 )
-BEGINNINGS = (
-    "Once upon a time, there was a little girl who",
-    'def read_lines(path):\n    """Return the lines of a file."""\n',
-    "The three states of matter are",
-)
 
 
 def run_demo(options: DemoOptions, console: Console | None = None) -> None:
     """Read the models and serve the page until Ctrl-C."""
     console = console or standard_error()
     app = imported_app()
-    check_port(options.host, options.port)
+    socket.create_server((options.host, options.port)).close()  # an error before any model is read
     asked, notes = asked_drafters(options)
     loaded = load_models(options, asked)
     models = Models.of(loaded.target, loaded.tokenizer, loaded.drafters)
@@ -74,16 +68,6 @@ def imported_app() -> ModuleType:
     return app
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise ValueError, before any model is read, where nothing can listen on the port."""
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        code = error.errno or 0
-        reason = os.strerror(code) if code > 0 else error  # a name that is not found has a code below 0
-        raise ValueError(f"--host {host} --port {port} cannot be listened on ({reason}): give another") from error
-
-
 def asked_drafters(options: DemoOptions) -> tuple[list[str], list[str]]:
     """Return the drafters to read, and notes for the page: as asked, else lookup and those of the embedded target."""
     if options.drafter:
@@ -99,15 +83,10 @@ def asked_drafters(options: DemoOptions) -> tuple[list[str], list[str]]:
 
 def fits(artefact: Path) -> bool:
     """Return True if a run's artefact was trained on the embedded target of this machine."""
-    provenance = artefact / "provenance.json"
-    if not provenance.is_file():
-        return False
-    trained_on = json.loads(provenance.read_text(encoding="utf-8")).get("target", {}).get("fingerprint")
-    return bool(trained_on == stored_fingerprint(quickstart.folder()))
+    wanted = trained_for(artefact)
+    return wanted is not None and wanted == stored_fingerprint(quickstart.folder())
 
 
 def examples(target: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return prompts to try: code for the embedded target, questions for a chat model, else beginnings of texts."""
-    if target == quickstart.NAME:
-        return CODE
-    return QUESTIONS if tokenizer.chat_template is not None else BEGINNINGS
+    """Return prompts to try: questions for a chat model, else code, which the embedded target knows."""
+    return QUESTIONS if target != quickstart.NAME and tokenizer.chat_template is not None else CODE

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from rich.console import Console
@@ -11,7 +11,7 @@ from decoding.dtypes import parse_dtype
 from decoding.measure.proof.finding import Finding, all_pass, note
 from trainer import quickstart
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings
-from trainer.commands.proof_options import DoctorOptions
+from trainer.commands.options import DoctorOptions
 from trainer.doctor.machine import free_bytes, installed_packages, machine_findings
 from trainer.terminal.console import say, standard_error, standard_output
 
@@ -36,7 +36,12 @@ def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
     if options.json is not None:
         write_findings(options.json, report(sections, next=commands))
     if options.json != PRINTED:
-        show(sections, commands, console)
+        for title, found in sections.items():
+            say(console, title, style="bold")
+            say_findings(console, found)
+        say(console, "next", style="bold")
+        say(console, *(f"  {command}" for command in commands))
+        say(console, summary([finding for findings in sections.values() for finding in findings]))
     return fits
 
 
@@ -66,17 +71,6 @@ def _models(options: DoctorOptions, name: str) -> dict[str, list[Finding]]:
         for section, finding in zip(sections.values(), found, strict=False):  # after a problem there are fewer
             section.append(finding)
     return sections
-
-
-def show(sections: Mapping[str, Sequence[Finding]], commands: Sequence[str], console: Console) -> None:
-    """Print the sections, what to run next, and a last line that counts problems and notes."""
-    for title, findings in sections.items():
-        say(console, title, style="bold")
-        say_findings(console, findings)
-    say(console, "next", style="bold")
-    for command in commands:
-        say(console, f"  {command}")
-    say(console, summary([finding for findings in sections.values() for finding in findings]))
 
 
 def next_commands(target: str | None, drafters: Sequence[str], fits: bool) -> list[str]:

@@ -29,7 +29,7 @@ from trainer.run.finish import finish
 from trainer.run.heldout import evaluator_of
 from trainer.run.loop import Hooks, train
 from trainer.run.state import gather_weights
-from trainer.run.train import ensure_answered, ensure_built
+from trainer.run.train import ensure_built
 from trainer.terminal.console import say, standard_error, standard_output, title
 
 STEPS = 4
@@ -80,7 +80,7 @@ def dry_run(recipe: AnyRecipe, console: Console | None = None) -> None:
     """
     console = console or standard_output()
     ensure_built(recipe.target_name)
-    ensure_answered(recipe.data.train)
+    ensure_built(recipe.data.train)
     agreed(lambda: check_folders(recipe))
     accelerator = build_accelerator(recipe.training.mixed_precision)
     process = Process(accelerator.process_index, accelerator.num_processes, standard_error())

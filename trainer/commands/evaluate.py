@@ -14,9 +14,8 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from decoding.measure.evaluate import Measurement, report_of, write_report
-from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.markdown import one_line
+from decoding.measure.measurement import Measurement, report_of, write_report
 from decoding.measure.methods import EvaluationConfig, settings_of, standard_methods
 from decoding.measure.questions import Asker, Question, evenly, read_questions, waves_of
 from decoding.measure.records import check_identity, open_records, provenances, record_files
@@ -27,6 +26,7 @@ from decoding.measure.samples import samples_of
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.hub import revisions, short_name
 from decoding.model.loading import eos_token_ids
+from trainer.commands.findings import account
 from trainer.commands.models import LoadedModels, load_models, published_specs
 from trainer.commands.options import EvaluateOptions
 from trainer.commands.plan import asked_or_planned
@@ -92,9 +92,7 @@ def _prepared(
     )
     temperatures = [setting.temperature for setting in settings_of(config)]
     notes = process.console if process.is_first else Console(quiet=True)
-    drafters = asked_or_planned(
-        options.drafter or (), options.plan, options, temperatures, config.batch_sizes, config.contexts, notes
-    )
+    drafters = asked_or_planned(options.drafter or (), options.plan, options, temperatures, config.batch_sizes, notes)
     every = read_questions(resolve(options.prompts), options.prompt_field)
     chosen = _chosen(every, options, process)
     models = load_models(options, drafters)
@@ -115,11 +113,7 @@ def _prepared(
 
 
 def _measured(
-    output: Path,
-    measurement: Measurement,
-    about: Mapping[str, Any],
-    accelerator: Accelerator | None,
-    watched: Console,
+    output: Path, measurement: Measurement, about: Mapping[str, Any], accelerator: Accelerator | None, watched: Console
 ) -> Measurement:
     """Decode this process's share into its file of runs; return the measurement with the records of all processes."""
     names = ("setting", "name", "label", "drafter", "artefact", "temperature")
@@ -127,10 +121,7 @@ def _measured(
         "identity": _identity(about),
         "methods": [{name: getattr(method, name) for name in names} for method in measurement.methods],
         "processes": measurement.world,
-        "command": about["command"],
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": commit(),
+        **account(),
     }
     records = agreed(lambda: open_records(output, measurement.rank, provenance))
     measurement = replace(measurement, records=records)

@@ -42,12 +42,7 @@ def summary(findings: Sequence[Finding]) -> Text:
 
 def account() -> dict[str, Any]:
     """Return the command line as it may be published, the machine, the versions and the commit."""
-    return {
-        "command": published_command(sys.argv),
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": commit(),
-    }
+    return {"command": published_command(sys.argv), "hardware": hardware(), "versions": versions(), "commit": commit()}
 
 
 def report(findings: Mapping[str, Sequence[Finding]], **more: Any) -> dict[str, Any]:

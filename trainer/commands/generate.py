@@ -1,14 +1,14 @@
 """The command `headstart generate`: one text on a console. `Decoder` serves `headstart chat` too."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Step
-from decoding.model.loading import eos_token_ids, load_tokenizer
+from decoding.model.loading import eos_token_ids
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
@@ -16,33 +16,22 @@ from decoding.stream import Tally
 from trainer.commands.models import load_models
 from trainer.commands.options import DecodingOptions, GenerateOptions
 from trainer.commands.plan import asked_or_planned
-from trainer.quickstart import resolve
 from trainer.run.train import ensure_built
 from trainer.terminal.console import say, standard_error, standard_output, waiting
-from trainer.terminal.streaming import CtrlC, PlainSpeed, legend, show_steps, shows_styles, summary
-
-PLAIN_PASSES = 24
-PLAIN_SECONDS = 2.0
-"""Bounds of the measurement of plain decoding, in passes and in seconds of their own."""
+from trainer.terminal.streaming import CtrlC, legend, show_steps, shows_styles, summary
 
 
 def run_generate(options: GenerateOptions, console: Console | None = None) -> bool:
     """Stream the text on the console, and print its figures on standard error; return False if Ctrl-C stopped it."""
     console = console or standard_output()
-    context = None
-    if options.plan is not None:  # the plan's choice depends on the prompt's length
-        tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
-        context = len(encode_prompt(options.prompt, tokenizer, chat=True))
-    decoder = read_decoder(options, context)
+    decoder = read_decoder(options)
     prompt = encode_prompt(options.prompt, decoder.tokenizer, chat=True)
-    decoder.engine.steps(prompt, decoder.config)  # bad input is found before anything is measured
-    plain = decoder.plain_speed(prompt)
+    steps = decoder.engine.steps(prompt, decoder.config)
     decoder.show_legend(console)
     tally = Tally()
     with CtrlC() as ctrl_c:
-        steps = decoder.engine.steps(prompt, decoder.config)
         decoder.show(ctrl_c.until_asked(steps), console, tally)
-    say(standard_error(), summary(tally, plain, decoder.label), style="dim")
+    say(standard_error(), summary(tally, decoder.label), style="dim")
     return not ctrl_c.asked
 
 
@@ -60,26 +49,6 @@ class Decoder:
         """Name of the drafter and label of the rule, lossless or lossy."""
         return f"{self.name} ({self.config.label})"
 
-    def plain_speed(self, prompt: Sequence[int]) -> PlainSpeed | None:
-        """Measure plain decoding after this prompt, for up to `PLAIN_PASSES` passes and `PLAIN_SECONDS`.
-
-        None without a drafter, or if not even one pass fits.
-        """
-        if self.engine.drafter is None:
-            return None
-        tally = Tally()
-        with waiting("measuring plain decoding"):
-            most = self.config.max_new_tokens
-            self.engine.decode(prompt, replace(self.config, max_new_tokens=min(8, most)))  # warms up
-            tokens = min(PLAIN_PASSES + 1, most)
-            config = replace(self.config, rule=None, max_new_tokens=tokens, eos_token_ids=(), stop_strings=())
-            for _ in tally.watch(replace(self.engine, drafter=None).steps(prompt, config)):
-                if tally.total_seconds > PLAIN_SECONDS:
-                    break
-        if not tally.passes:
-            return None
-        return PlainSpeed(tally.tokens_per_second, f", measured over {tally.tokens} tokens before")
-
     def show_legend(self, console: Console) -> None:
         """Say which style means which origin, if there are styles and a drafter."""
         if self.engine.drafter is not None and shows_styles(console):
@@ -91,12 +60,10 @@ class Decoder:
         show_steps(console, tally.watch(steps), self.tokenizer, self.config.eos_token_ids, coloured)
 
 
-def read_decoder(options: DecodingOptions, context: int | None) -> Decoder:
-    """Read target and drafter as asked, else as planned for a prompt of ``context`` tokens (None: any)."""
+def read_decoder(options: DecodingOptions) -> Decoder:
+    """Read target and drafter as asked, else as planned."""
     given = [] if options.drafter is None else [options.drafter]
-    drafters = asked_or_planned(
-        given, options.plan, options, (options.temperature,), (1,), (context,), standard_error()
-    )
+    drafters = asked_or_planned(given, options.plan, options, (options.temperature,), (1,), standard_error())
     ensure_built(options.target)
     with waiting(f"loading {options.target}"):
         models = load_models(options, drafters)

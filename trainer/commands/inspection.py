@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.errors import UserError
 from decoding.model.loading import load_tokenizer
 from trainer import quickstart
-from trainer.commands.training_options import InspectOptions
+from trainer.commands.options import InspectOptions
 from trainer.data.batch import Example, cut
 from trainer.data.chat import Encoded
 from trainer.data.dataset import Dataset, load_dataset

@@ -1,7 +1,5 @@
 """Options of the commands: name, type, default and help stand nowhere else, and those of several in `shared_options`.
 
-Proofs and diagnoses: `proof_options`. Training data and realign: `training_options`.
-
 This module imports no PyTorch, so that ``--help`` need not wait for it.
 """
 
@@ -12,100 +10,63 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from trainer.commands.shared_options import (
-    DRAFTERS,
-    QUESTIONS_HELP,
-    SPEC,
-    TARGET_HELP,
-    Drafter,
-    JsonFile,
-    MaxNewTokens,
-    ModelOptions,
-    PlanFile,
-    PromptField,
-    Rounds,
-    Rule,
-    Seed,
-    Stop,
-    Target,
-    Temperature,
-    Trusted,
-    names,
-    numbers,
-    whole_numbers,
-)
+from trainer.commands import shared_options as shared
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(ModelOptions):
+class EvaluateOptions(shared.ModelOptions):
     """Options of `headstart evaluate`."""
 
-    prompts: Annotated[
-        str,
-        Option(metavar="FILE", help=QUESTIONS_HELP),
-    ]
-    output: Annotated[
-        Path,
-        Option(metavar="FOLDER", help="Folder for report.json and report.html."),
-    ]
+    prompts: Annotated[str, Option(metavar="FILE", help=shared.QUESTIONS_HELP)]
+    output: Annotated[Path, Option(metavar="FOLDER", help="Folder for report.json and report.html.")]
     drafter: Annotated[
-        list[str] | None,
-        Option(metavar=SPEC, help=f"Drafter to measure, any number; {DRAFTERS}."),
+        list[str] | None, Option(metavar=shared.SPEC, help=f"Drafter to measure, any number; {shared.DRAFTERS}.")
     ] = None
-    prompt_field: PromptField = None
-    limit: Annotated[
-        int,
-        Option(min=1, help="Number of questions, dealt over the tasks of the file."),
-    ] = 20
+    prompt_field: shared.PromptField = None
+    limit: Annotated[int, Option(min=1, help="Number of questions, dealt over the tasks of the file.")] = 20
     task: Annotated[
         Sequence[str] | None,
-        Option(metavar="NAME,...", parser=names, help="Ask only questions of these tasks.", hidden=True),
+        Option(metavar="NAME,...", parser=shared.names, help="Ask only questions of these tasks.", hidden=True),
     ] = None
     thinking: Annotated[
         bool | None,
-        Option(
-            "--thinking/--no-thinking",
-            help="Value of enable_thinking for the chat template.",
-            hidden=True,
-        ),
+        Option("--thinking/--no-thinking", help="Value of enable_thinking for the chat template.", hidden=True),
     ] = None
-    max_new_tokens: MaxNewTokens = 96
+    max_new_tokens: shared.MaxNewTokens = 96
     temperature: Annotated[
-        Sequence[float],
-        Option(metavar="X,...", parser=numbers, help="Temperatures of the sampling settings."),
+        Sequence[float], Option(metavar="X,...", parser=shared.numbers, help="Temperatures of the sampling settings.")
     ] = (1.0,)
     batch_size: Annotated[
-        Sequence[int],
-        Option(metavar="N,...", parser=whole_numbers, help="Texts decoded at a time."),
+        Sequence[int], Option(metavar="N,...", parser=shared.whole_numbers, help="Texts decoded at a time.")
     ] = (1,)
     context: Annotated[
         Sequence[int] | None,
         Option(
             metavar="N,...",
-            parser=whole_numbers,
+            parser=shared.whole_numbers,
             help="Lengths to fill prompts up to, in tokens, with earlier rows of the file.",
         ),
     ] = None
     settings: Annotated[
         Sequence[str],
-        Option(metavar="NAME,...", parser=names, help="Any of greedy, sampling and typical (lossy)."),
+        Option(metavar="NAME,...", parser=shared.names, help="Any of greedy, sampling and typical (lossy)."),
     ] = ("greedy", "sampling")
-    rounds: Rounds = 1
+    rounds: shared.Rounds = 1
     restart: Annotated[bool, Option("--restart", help="Drop the runs in --output, and begin anew.")] = False
-    plan: PlanFile = None
+    plan: shared.PlanFile = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingOptions(ModelOptions):
+class DecodingOptions(shared.ModelOptions):
     """Options of the commands that show texts while they decode them."""
 
-    drafter: Drafter = None
-    plan: PlanFile = None
-    rule: Rule = None
-    max_new_tokens: MaxNewTokens = 128
-    temperature: Temperature = 0.0
-    stop: Stop = None
-    seed: Seed = 0
+    drafter: shared.Drafter = None
+    plan: shared.PlanFile = None
+    rule: shared.Rule = None
+    max_new_tokens: shared.MaxNewTokens = 128
+    temperature: shared.Temperature = 0.0
+    stop: shared.Stop = None
+    seed: shared.Seed = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,20 +81,20 @@ class ChatOptions(DecodingOptions):
     """Options of `headstart chat`."""
 
     system: Annotated[str | None, Option(help="System message that begins the conversation.")] = None
-    max_new_tokens: MaxNewTokens = 512
+    max_new_tokens: shared.MaxNewTokens = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoOptions(ModelOptions):
+class DemoOptions(shared.ModelOptions):
     """Options of `headstart demo`."""
 
-    target: Target = "quickstart"
+    target: shared.Target = "quickstart"
     drafter: Annotated[
         list[str] | None,
         Option(
-            metavar=SPEC,
+            metavar=shared.SPEC,
             help="Drafter to choose from on the page, any number; by default lookup, and for quickstart those of "
-            f"'make demo'; {DRAFTERS}.",
+            f"'make demo'; {shared.DRAFTERS}.",
         ),
     ] = None
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1"
@@ -141,34 +102,26 @@ class DemoOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(ModelOptions):
+class PlanOptions(shared.ModelOptions):
     """Options of `headstart plan`."""
 
     prompts: Annotated[
         str,
-        Option(metavar="FILE", help=f"{QUESTIONS_HELP} Best held out, and like those that the target gets in use."),
+        Option(
+            metavar="FILE", help=f"{shared.QUESTIONS_HELP} Best held out, and like those that the target gets in use."
+        ),
     ]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for plan.json.")]
     drafter: Annotated[
-        list[str],
-        Option(metavar=SPEC, help=f"Drafter to plan with, any number; {DRAFTERS}."),
+        list[str], Option(metavar=shared.SPEC, help=f"Drafter to plan with, any number; {shared.DRAFTERS}.")
     ]
-    prompt_field: PromptField = None
+    prompt_field: shared.PromptField = None
     limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 24
     max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 96
     temperature: Annotated[float, Option(min=0, help="Sampling temperature of later use; 0 is greedy.")] = 0.0
     batch_size: Annotated[
-        Sequence[int],
-        Option(metavar="N,...", parser=whole_numbers, help="Texts decoded at a time."),
+        Sequence[int], Option(metavar="N,...", parser=shared.whole_numbers, help="Texts decoded at a time.")
     ] = (1, 8)
-    context: Annotated[
-        Sequence[int],
-        Option(
-            metavar="N,...",
-            parser=whole_numbers,
-            help="Tokens before the new ones, besides the prompts' own lengths. Those that do not fit are left out.",
-        ),
-    ] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,14 +130,13 @@ class CompareOptions:
 
     a: Annotated[Path, Argument(help="Output folder of an evaluation.")]
     b: Annotated[
-        Path | None,
-        Argument(help="Another one to compare with the first; the first itself if not given."),
+        Path | None, Argument(help="Another one to compare with the first; the first itself if not given.")
     ] = None
     method: Annotated[
         str | None, Option(metavar="NAME", help="Method of A, by default every method that both have.")
     ] = None
     other: Annotated[str | None, Option(metavar="NAME", help="Method of B, by default that of A.")] = None
-    json: JsonFile = None
+    json: shared.JsonFile = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +158,8 @@ class ExportOptions:
         Option(metavar="FILE", help="plan.json of these weights; its tree goes with them, its depths to the servers."),
     ] = None
     target: Annotated[
-        str | None, Option(metavar="MODEL", help=f"{TARGET_HELP}; by default where the training run recorded it.")
+        str | None,
+        Option(metavar="MODEL", help=f"{shared.TARGET_HELP}; by default where the training run recorded it."),
     ] = None
     type: Annotated[
         str | None, Option(metavar="TYPE", help="Type of the numbers in a gguf file; f32, f16, bf16 or q8_0.")
@@ -220,15 +173,11 @@ class ExportOptions:
             hidden=True,
         ),
     ] = None
-    merge: Annotated[
-        bool,
-        Option("--merge", help="Merge adapters into the target beside the heads, into a whole model.", hidden=True),
-    ] = False
     license: Annotated[
         str | None,
         Option(metavar="NAME", help="Licence of the weights for their card, such as apache-2.0.", hidden=True),
     ] = None
-    trust_remote_code: Trusted = False
+    trust_remote_code: shared.Trusted = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,8 +188,201 @@ class PushOptions:
     repository: Annotated[str, Argument(help="ORG/NAME on the Hub.")]
     public: Annotated[bool, Option("--public", help="Make the repository public; it is private otherwise.")] = False
     revision: Annotated[
-        str | None,
-        Option(metavar="NAME", help="Branch to push to, main if not given; it is made if it is missing."),
+        str | None, Option(metavar="NAME", help="Branch to push to, main if not given; it is made if it is missing.")
     ] = None
     pull_request: Annotated[bool, Option("--pull-request", help="Open a pull request in place of a commit.")] = False
     message: Annotated[str | None, Option(help="Message of the commit.")] = None
+
+
+# --- proofs and checks ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseOptions(shared.ModelOptions):
+    """Options of `headstart diagnose`."""
+
+    speculator: Annotated[
+        str,
+        Argument(help="heads:PATH, draft:PATH,tokens=4 or dspark:PATH; or a folder, of a run or as it was exported."),
+    ]
+    prompts: Annotated[str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP}; best held out.")]
+    exported: Annotated[
+        Path | None, Option(metavar="FOLDER", help="Folder that the server reads; by default SPECULATOR's.")
+    ] = None
+    endpoint: Annotated[
+        str | None, Option(metavar="URL", help="An OpenAI-compatible server; such as http://localhost:8000/v1.")
+    ] = None
+    model: shared.ServedName = None
+    metrics: Annotated[
+        str | None, Option(metavar="FILE_OR_URL", help="The server's metrics page; by default that of --endpoint.")
+    ] = None
+    limit: shared.Limit = 32
+    max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 128
+    temperature: Annotated[
+        float, Option(min=0, help="Temperature of a second replay; 0 leaves it out.", hidden=True)
+    ] = 1.0
+    json: shared.JsonFile = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(shared.ModelOptions):
+    """Options of `headstart verify`. The target is loaded here and scores every token."""
+
+    prompts: Annotated[str, Option(metavar="FILE", help=shared.QUESTIONS_HELP)]
+    drafter: Annotated[
+        list[str] | None,
+        Option(metavar=shared.SPEC, help=f"Drafter to prove in this process, any number; {shared.DRAFTERS}."),
+    ] = None
+    endpoint: Annotated[
+        str | None,
+        Option(metavar="URL", help="Instead, an OpenAI-compatible server to prove; such as http://localhost:8000/v1."),
+    ] = None
+    model: shared.ServedName = None
+    prompt_field: shared.PromptField = None
+    limit: shared.Limit = 20
+    max_new_tokens: shared.MaxNewTokens = 64
+    temperature: Annotated[float, Option(min=0, help="Temperature of the tests of sampling; 0 leaves them out.")] = 1.0
+    top_k: Annotated[int, Option(min=0, help="Top-k of the tests of sampling; 0 switches it off.", hidden=True)] = 0
+    top_p: Annotated[float, Option(help="Nucleus of the tests of sampling; 1 switches it off.", hidden=True)] = 1.0
+    rule: shared.Rule = None
+    draws: Annotated[int, Option(min=1, help="Short texts drawn after each of two prompts.", hidden=True)] = 500
+    seed: shared.Seed = 0
+    dtype: Annotated[
+        str,
+        Option(
+            metavar="TYPE",
+            help=f"{shared.DTYPE_HELP} Best the server's own; in fp32 rounding hides the least.",
+            hidden=True,
+        ),
+    ] = "fp32"
+    json: shared.JsonFile = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Options of `headstart doctor`."""
+
+    target: Annotated[
+        str | None,
+        Option(metavar="MODEL", help=f"{shared.TARGET_HELP} to check too; 'quickstart' is the embedded default."),
+    ] = None
+    drafter: Annotated[
+        list[str] | None,
+        Option(metavar=shared.SPEC, help=f"Drafter to check against the target, any number; {shared.DRAFTERS}."),
+    ] = None
+    dtype: Annotated[
+        str, Option(metavar="TYPE", help="Type of the weights in later use; fast, bf16, fp16 or fp32.")
+    ] = "fast"
+    decode: Annotated[
+        bool | None,
+        Option("--decode/--no-decode", help="Load the models and decode 16 tokens; by default those that are small."),
+    ] = None
+    json: shared.JsonFile = None
+    trust_remote_code: shared.Trusted = False
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options of `headstart train`."""
+
+    recipe: Annotated[str, Argument(help="A YAML recipe, such as recipes/any/medusa1.yaml.")]
+    overrides: shared.Overrides = None
+    dry_run: Annotated[
+        bool,
+        Option(
+            "--dry-run",
+            help="Train nothing: print a row as trained, memory, disk and hours, by a few steps; write an untrained "
+            "artefact to OUTPUT/dry-run, to load into the server.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerateOptions(shared.LoadingOptions):
+    """Options of `headstart regenerate`."""
+
+    prompts: Annotated[
+        str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP}; or one list of turns, or one conversation.")
+    ]
+    output: Annotated[
+        Path, Option(metavar="FILE", help=".jsonl file of the answers; answers that it holds already are kept.")
+    ]
+    target: Annotated[str | None, Option(metavar="MODEL", help=f"{shared.TARGET_HELP}; it runs in this process.")] = (
+        None
+    )
+    endpoint: Annotated[
+        list[str] | None,
+        Option(
+            metavar="URL",
+            help="Instead, an OpenAI-compatible server; such as http://localhost:8000/v1. Several of one model, by "
+            "commas or repeated, are asked in turns.",
+        ),
+    ] = None
+    model: shared.ServedName = None
+    prompt_field: shared.PromptField = None
+    limit: Annotated[int | None, Option(min=1, help="Number of rows, all if not given.")] = None
+    n: Annotated[int, Option(min=1, help="Answers for each prompt.")] = 1
+    temperature: shared.Temperature = 0.0
+    top_p: shared.TopP = 1.0
+    max_new_tokens: shared.MaxNewTokens = 256
+    seed: shared.Seed = 0
+    keep_truncated: Annotated[
+        bool,
+        Option(
+            "--keep-truncated/--drop-truncated", help="Keep answers that are cut off by --max-new-tokens.", hidden=True
+        ),
+    ] = True
+    drafter: Annotated[
+        str | None,
+        Option(metavar=shared.SPEC, help=f"Drafter, to make a target in this process faster; {shared.DRAFTERS}."),
+    ] = None
+    batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time; of a target in this process.")] = 16
+    concurrency: shared.Concurrency = 16
+    timeout: shared.Timeout = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealignOptions:
+    """Options of `headstart realign`."""
+
+    overrides: shared.Overrides = None
+    target: Annotated[
+        str, Option(metavar="MODEL", help=f"{shared.TARGET_HELP} after its tuning; a whole one, or its LoRA adapters.")
+    ]
+    draft: Annotated[str, Option(metavar="MODEL", help="Hub id or folder of the stale draft; it is not changed.")]
+    prompts: Annotated[
+        str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP}; like those that the target gets in use.")
+    ]
+    output: Annotated[
+        Path, Option(metavar="FOLDER", help="Folder of the run; final/ with the draft, realigned.json, and its steps.")
+    ]
+    heldout: Annotated[
+        str | None,
+        Option(
+            metavar="FILE", help=".jsonl file of prompts to measure with; else the last 5% of --prompts, at most 50."
+        ),
+    ] = None
+    temperature: Annotated[
+        float,
+        Option(help="Sampling temperature; 0 is greedy. That of the answers to train on, best that of later use."),
+    ] = 0.0
+    max_new_tokens: shared.MaxNewTokens = 256
+    steps: Annotated[int, Option(min=1, help="Training steps.")] = 200
+    draft_tokens: Annotated[int, Option(min=1, help="Tokens drafted at a time.")] = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """Options of `headstart data inspect`. Overrides such as data.format=text also go with a file."""
+
+    source: Annotated[
+        str, Argument(help="A recipe, a file, a folder or a hub id; files are .jsonl or .parquet, ids are ORG/NAME.")
+    ]
+    overrides: shared.Overrides = None
+    target: Annotated[str | None, Option(metavar="MODEL", help=f"{shared.TARGET_HELP}; its tokenizer is used.")] = None
+    rows: Annotated[int, Option(min=0, help="Number of rows to show; all are counted.")] = 3
+    heldout: Annotated[bool, Option("--heldout", help="Show the held-out rows, not the training rows.")] = False
+    trust_remote_code: shared.Trusted = False

@@ -1,4 +1,4 @@
-"""`headstart plan`: what to draft on this machine, at every batch size and context; and plans for other commands."""
+"""`headstart plan`: what to draft on this machine, at every batch size; and plans for other commands."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +34,6 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     config = PlanConfig(
         batch_sizes=tuple(options.batch_size),
-        contexts=tuple(options.context),
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
         eos_token_ids=eos_token_ids(target.model, tokenizer),
@@ -70,8 +69,6 @@ def _print(plan: dict[str, Any], console: Console) -> None:
     say(console, basis(plan))
     if plan["prompts_left_out"]:
         say(console, f"left out, as target and drafters cannot hold them: {plan['prompts_left_out']} prompts")
-    if left_out := plan["contexts_left_out"]:
-        say(console, f"left out, as target and drafters cannot hold them: contexts of {', '.join(map(str, left_out))}")
 
 
 # --- a plan for another command ---------------------------------------------------------------------------------------
@@ -83,12 +80,11 @@ def asked_or_planned(
     options: ModelOptions,
     temperatures: Sequence[float],
     batch_sizes: Sequence[int],
-    contexts: Sequence[int | None],
     notes: Console,
 ) -> Sequence[str]:
     """Return the specs of the ``given`` drafters, or those that the plan in ``path`` chooses; plain decoding has none.
 
-    ``temperatures``, ``batch_sizes`` and ``contexts`` are those of the texts to decode, contexts as in `Plan.choice`.
+    ``temperatures`` and ``batch_sizes`` are those of the texts to decode.
     Prints to ``notes`` what may make the plan a poor guide. ValueError for drafters beside a plan, and for a plan of
     another target, drafter or dtype.
     """
@@ -101,11 +97,11 @@ def asked_or_planned(
     found = plan.check(resolve(options.target), dtype, options.trust_remote_code)
     if other := [f"{each:g}" for each in temperatures if each != plan.content["temperature"]]:
         found.append(f"{path} was made at temperature {plan.content['temperature']:g}, not {', '.join(other)}")
-    choices = {(size, context): plan.choice(size, context) for size in batch_sizes for context in contexts}
+    choices = {size: plan.choice(size) for size in batch_sizes}
     if unplanned := [str(size) for size in batch_sizes if size not in plan.batch_sizes]:
         known = ", ".join(map(str, plan.batch_sizes))
         found.append(f"{path} is of batch sizes {known}: for {', '.join(unplanned)} the nearest is taken")
-    if slow := dict.fromkeys(str(size) for (size, _), choice in choices.items() if choice is None):
+    if slow := [str(size) for size, choice in choices.items() if choice is None]:
         gain = f"{LEAST_GAIN - 1:.0%} over plain decoding at batch size {', '.join(slow)}"
         found.append(f"{path} finds no drafter that gains {gain}")
     say(notes, *(f"note: {note}" for note in found))

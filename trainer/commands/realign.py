@@ -16,18 +16,18 @@ from rich.console import Console
 from rich.table import Table
 
 from decoding.drafters.registry import named_drafter
-from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
-from decoding.measure.evaluate import measure_acceptance
 from decoding.measure.figures import estimate, told
-from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.measurement import count_steps
+from decoding.metrics import acceptance
 from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_draft, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
+from trainer.commands.findings import account
 from trainer.commands.models import read_target
+from trainer.commands.options import RealignOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.shared_options import ModelOptions
-from trainer.commands.training_options import RealignOptions, RegenerateOptions
 from trainer.data.conversations import read_heldout
 from trainer.data.dataset import not_held_out
 from trainer.files.folders import check_can_be_folder, sha256_of
@@ -82,10 +82,8 @@ def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, wat
     found = "; ".join(f"{name}: {estimate(each['tokens_per_pass'])}" for name, each in before.figures.items())
     say(console, f"the stale draft, tokens per pass: {found}")
     recipe = recipe_of(options, before.positions)
-    # The stale draft speculates, which saves time and changes no answer.
-    spec = DrafterSpec("draft", options.draft, {"tokens": recipe.draft.num_draft_tokens})
     for name in (_PROMPTS, _CHOOSING):
-        run_regenerate(_questions(options, recipe, name), console, spec)
+        run_regenerate(_questions(options, recipe, name), console)
     final = run_recipe(recipe, watched)
     after = _measure(options, recipe, str(final), watched)
     report = {
@@ -96,9 +94,7 @@ def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, wat
         "draft_tokens": recipe.draft.num_draft_tokens,
         "before": before.figures,
         "after": after.figures,
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": commit(),
+        **account(),
     }
     write_text(options.output / REPORT, json.dumps(report, indent=2) + "\n")
     columns = {"stale": before.figures, "realigned": after.figures}
@@ -134,6 +130,7 @@ def _questions(options: RealignOptions, recipe: DraftRecipe, name: str) -> Regen
         prompts=str(options.output / name),
         output=answers_to(options.output / name),
         target=options.target,
+        drafter=f"draft:{options.draft},tokens={recipe.draft.num_draft_tokens}",  # saves time, changes no answer
         prompt_field=recipe.data.prompt_field,
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
@@ -209,7 +206,8 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
     for setting, temperature in _TEMPERATURES.items():
         sampled = replace(config, sampling=SamplingConfig(temperature))
         with ProgressBar(console, f"measuring the draft, {setting}", len(prompts)) as bar:
-            found = measure_acceptance(target, drafter, prompts, sampled, recipe.training.batch_size, bar.advance)
+            batch_size = recipe.training.batch_size
+            found = acceptance(count_steps(target, drafter, prompts, sampled, batch_size, on_text=bar.advance))
         if not found.passes:
             raise ValueError(f"every text ended with its first token, {setting}: give held-out prompts to be answered")
         figures[setting] = {name: told(getattr(found, name)) for name in _NAMES}

@@ -13,14 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from decoding.drafters.registry import DrafterLoader, parse_drafter
-from decoding.drafters.spec import DrafterSpec
 from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import check_endpoint, read_target
-from trainer.commands.training_options import RegenerateOptions
+from trainer.commands.options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend, Summary, answer
 from trainer.data.conversations import OpenConversation, read_conversations
 from trainer.files.folders import sha256_of
@@ -30,19 +29,15 @@ from trainer.terminal.console import say, standard_error, standard_output
 
 _SETTINGS = ("prompt_field", "n", "temperature", "top_p", "max_new_tokens", "seed", "keep_truncated")
 """Options that decide the answers."""
+_OF_THIS_PROCESS, _OF_ENDPOINTS = ("drafter", "batch_size", "dtype", "trust_remote_code"), ("concurrency", "timeout")
+"""Options that a target in this process reads alone, and those that endpoints read alone."""
 
 
-def run_regenerate(
-    options: RegenerateOptions, console: Console | None = None, spec: DrafterSpec | None = None
-) -> Summary:
-    """Answer the prompts that have no answer yet; prints and returns the counts.
-
-    ``spec`` is a drafter in place of ``options.drafter``: its path may hold characters that a text splits at.
-    """
+def run_regenerate(options: RegenerateOptions, console: Console | None = None) -> Summary:
+    """Answer the prompts that have no answer yet; prints and returns the counts."""
     watched, console = console or standard_error(), console or standard_output()
     sampling = SamplingConfig(temperature=options.temperature, top_p=options.top_p)
-    spec = parse_drafter(options.drafter) if options.drafter is not None else spec
-    backend, made_by = _backend(options, sampling, spec)
+    backend, made_by = _backend(options, sampling)
     chat = made_by.pop("chat")
     prompts = resolve(options.prompts)
     conversations = read_conversations(prompts, options.prompt_field, options.limit, options.n, chat)
@@ -96,20 +91,20 @@ def _table(summary: Summary) -> Table:
     return table
 
 
-def _backend(
-    options: RegenerateOptions, sampling: SamplingConfig, spec: DrafterSpec | None
-) -> tuple[Backend, dict[str, Any]]:
+def _backend(options: RegenerateOptions, sampling: SamplingConfig) -> tuple[Backend, dict[str, Any]]:
     """Return the backend that was asked for, and the settings that make its answers."""
     if (options.target is None) == (options.endpoint is None):
         raise ValueError("give --target for a model in this process, or --endpoint with --model for one that is served")
-    if options.endpoint is not None and options.drafter:
-        raise ValueError("--drafter speeds up a --target in this process; an --endpoint decodes as it likes")
     if options.n > 1 and sampling.greedy:
         raise ValueError(f"n is {options.n} at temperature 0, where all answers are the same: give a temperature")
     check_endpoint(options.endpoint, options.model)
+    unread = _OF_ENDPOINTS if options.endpoint is None else _OF_THIS_PROCESS
+    if changed := [name for name in unread if getattr(options, name) != getattr(RegenerateOptions, name)]:
+        given = "without" if options.endpoint is None else "with"
+        raise ValueError(f"--{changed[0].replace('_', '-')} has no effect {given} --endpoint: leave it out")
     config = DecodingConfig(options.max_new_tokens, sampling, seed=options.seed)
     if options.target is not None:
-        return _target(options, options.target, config, spec)
+        return _target(options, options.target, config)
     from trainer.servers.connection import Endpoint
     from trainer.servers.endpoint import EndpointBackend
 
@@ -120,14 +115,14 @@ def _backend(
     return backend, {"chat": True, "model": options.model}  # without the addresses, which may move or hold a secret
 
 
-def _target(
-    options: RegenerateOptions, target_name: str, config: DecodingConfig, spec: DrafterSpec | None
-) -> tuple[Backend, dict[str, Any]]:
+def _target(options: RegenerateOptions, target_name: str, config: DecodingConfig) -> tuple[Backend, dict[str, Any]]:
     """Return the backend of a target in this process, and the settings that make its answers."""
     target = read_target(target_name, options)
     name, trusted = resolve(target_name), options.trust_remote_code
     tokenizer = load_tokenizer(name, trusted)
-    drafter = None if spec is None else DrafterLoader(target, tokenizer, trusted).load(spec)
+    drafter = None
+    if options.drafter is not None:
+        drafter = DrafterLoader(target, tokenizer, trusted).load(parse_drafter(options.drafter))
     config = replace(config, eos_token_ids=eos_token_ids(target.model, tokenizer))
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
     static = {} if target.static is None else {"static": target.static}  # other kernels may round otherwise

@@ -13,15 +13,12 @@ from typer import Argument, BadParameter, Option
 
 # --- lists ------------------------------------------------------------------------------------------------------------
 
-Value = TypeVar("Value")
 Number = TypeVar("Number", int, float)
 
 
 def names(text: Any) -> Sequence[str]:
-    """Read names with commas between them, each given once. A default is no text, and is returned as it is."""
-    if not isinstance(text, str):
-        return tuple(text)
-    return _each_once(text, [name.strip() for name in text.split(",")])
+    """Read names with commas between them, each kept once. A default is no text, and is returned as it is."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(","))) if isinstance(text, str) else tuple(text)
 
 
 def whole_numbers(text: Any) -> Sequence[int]:
@@ -36,18 +33,12 @@ def numbers(text: Any) -> Sequence[float]:
 
 def _numbers(text: Any, kind: type[Number], wanted: str) -> Sequence[Number]:
     try:
-        values = [kind(each) for each in names(text)]
+        values = tuple(dict.fromkeys(kind(each) for each in names(text)))
     except ValueError:
-        values = [kind(0)]
+        values = (kind(0),)
     if not all(0 < value < math.inf for value in values):
         raise BadParameter(f"{text} does not list {wanted}, with commas between them")
-    return _each_once(text, values)
-
-
-def _each_once(text: str, values: Sequence[Value]) -> Sequence[Value]:
-    if len(set(values)) < len(values):
-        raise BadParameter(f"{text} lists a value twice: give it once")
-    return tuple(values)
+    return values
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
@@ -57,22 +48,9 @@ Overrides = Annotated[list[str] | None, Argument(help="Values over the recipe's,
 # --- the target -------------------------------------------------------------------------------------------------------
 
 TARGET_HELP = "Hub id or folder of the target"
-Target = Annotated[
-    str,
-    Option(
-        metavar="MODEL",
-        help=f"{TARGET_HELP}; 'quickstart' is the embedded default.",
-    ),
-]
+Target = Annotated[str, Option(metavar="MODEL", help=f"{TARGET_HELP}; 'quickstart' is the embedded default.")]
 DTYPE_HELP = "Type of the target's weights; bf16, fp16, fp32, or fast: bf16 where the device multiplies it, else fp32."
-Dtype = Annotated[
-    str,
-    Option(
-        metavar="TYPE",
-        help=DTYPE_HELP,
-        hidden=True,
-    ),
-]
+Dtype = Annotated[str, Option(metavar="TYPE", help=DTYPE_HELP, hidden=True)]
 Trusted = Annotated[bool, Option(help="Run code that comes with a hub model.", hidden=True)]
 
 
@@ -95,16 +73,11 @@ class ModelOptions(LoadingOptions):
 
 SPEC = "NAME[:PATH]"
 DRAFTERS = "such as lookup, heads:PATH or draft:PATH,tokens=4 (all: docs/reference/commands.md)"
-Drafter = Annotated[
-    str | None,
-    Option(metavar=SPEC, help=f"Drafter, plain decoding if not given; {DRAFTERS}."),
-]
+Drafter = Annotated[str | None, Option(metavar=SPEC, help=f"Drafter, plain decoding if not given; {DRAFTERS}.")]
 PlanFile = Annotated[
     Path | None,
     Option(
-        metavar="FILE",
-        help="plan.json of 'headstart plan', whose choice drafts, in place of --drafter.",
-        hidden=True,
+        metavar="FILE", help="plan.json of 'headstart plan', whose choice drafts, in place of --drafter.", hidden=True
     ),
 ]
 Rule = Annotated[
@@ -123,8 +96,7 @@ QUESTIONS_HELP = ".jsonl or .parquet file of prompts; or the folder of a data se
 """Help of prompts that `decoding.measure.questions` reads."""
 PROMPTS_HELP = ".jsonl file, one prompt per line"
 PromptField = Annotated[
-    str | None,
-    Option(metavar="NAME", help="Field of the prompt; found by name if not given.", hidden=True),
+    str | None, Option(metavar="NAME", help="Field of the prompt; found by name if not given.", hidden=True)
 ]
 Limit = Annotated[int, Option(min=1, help="Number of prompts.")]
 MaxNewTokens = Annotated[int, Option(min=1, help="Longest continuation, in tokens.")]

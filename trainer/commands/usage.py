@@ -1,6 +1,5 @@
 """Commands of the typer application: options, help, and usage errors of one sentence before the work."""
 
-import math
 import os
 import sys
 import textwrap
@@ -10,10 +9,11 @@ from inspect import signature
 from typing import Any, TypeVar, get_type_hints
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
-from decoding.errors import UserError, check_once
+from decoding.errors import UserError
 from trainer.commands.guarded import guarded
+from trainer.terminal.exit_codes import ExitCode
 
 
 class Group(TyperGroup):
@@ -34,46 +34,31 @@ class Group(TyperGroup):
         sys.exit(guarded(work))
 
 
-class Command(TyperCommand):
-    """A command that rejects a second value of an option that takes one. Typer alone would use the last value."""
-
-    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
-        """Parse the words behind the command's name."""
-        options: dict[str, Any] = {name: each for each in self.params for name in (*each.opts, *each.secondary_opts)}
-        given, words = [], iter(arguments)
-        for word in words:
-            if word == "--":
-                break
-            name, equals, _ = word.partition("=")
-            option = options.get(name)
-            if option is None or not name.startswith("-"):
-                continue
-            if not option.multiple:
-                given.append(option.opts[0])
-            if not (equals or option.is_flag):
-                next(words, None)  # the option's value
-        check_once("the option", given)
-        return super().parse_args(context, arguments)
-
-
 Options = TypeVar("Options")
 
 
 def command(
-    app: typer.Typer, options: type[Options], *examples: str, name: str | None = None, resumes: bool = False
-) -> Callable[[Callable[[Options], None]], Callable[[Options], None]]:
-    """Make a command of a function; its options are a dataclass, with their types, defaults and help.
+    app: typer.Typer, *examples: str, resumes: bool = False, failed: ExitCode = ExitCode.FAILED
+) -> Callable[[Callable[[Options], object]], Callable[[Options], object]]:
+    """Make a command of a function of ``options``, a dataclass with their types, defaults and help.
 
-    ``examples`` end the help. ``resumes``: started again, the command goes on where it was stopped.
+    ``examples`` end the help. ``resumes``: the same command resumes what was stopped. ``failed``: the exit code if the
+    function returns False.
     """
 
-    def decorate(work: Callable[[Options], None]) -> Callable[[Options], None]:
+    def decorate(work: Callable[[Options], object]) -> Callable[[Options], object]:
+        options: Any = signature(work).parameters["options"].annotation
+
         @wraps(work)
         def run(**values: Any) -> None:
-            raise typer.Exit(guarded(lambda: work(options(**_finite(values))), debugging(), resumes))
+            def to_its_end() -> None:
+                if work(options(**values)) is False:
+                    raise typer.Exit(failed)
+
+            raise typer.Exit(guarded(to_its_end, os.environ.get("HEADSTART_DEBUG") == "1", resumes))
 
         run.__signature__ = signature(options)  # type: ignore[attr-defined]  # what typer reads
-        app.command(name, cls=Command, epilog=_epilog(options, examples))(run)
+        app.command(epilog=_epilog(options, examples))(run)
         return work
 
     return decorate
@@ -84,23 +69,6 @@ def _epilog(options: Any, examples: Sequence[str]) -> str:
     lines = "\n".join(f"  {line}" for example in examples for line in example.splitlines())
     shown = f"\b\nExample{'s' if len(examples) > 1 else ''}:\n{lines}"  # \b: the paragraph keeps its lines
     hints = get_type_hints(options, include_extras=True)
-    rare = [_name(field) for field, hint in hints.items() if hint.__metadata__[0].hidden]
+    rare = [f"--{field.replace('_', '-')}" for field, hint in hints.items() if hint.__metadata__[0].hidden]
     more = f"More options, in docs/reference/commands.md: {', '.join(rare)}"
     return f"{shown}\n\n\b\n{textwrap.fill(more, 76, break_on_hyphens=False)}" if rare else shown
-
-
-def _name(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values; UserError for a number that is not finite, which typer lets through."""
-    for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{_name(name)} is {value}", "give a finite number")
-    return values
-
-
-def debugging() -> bool:
-    """Return True under ``headstart --debug``."""
-    return os.environ.get("HEADSTART_DEBUG") == "1"

@@ -1,6 +1,6 @@
 """The command `headstart verify`: PASS or FAIL of an engine in this process or of a server."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -8,25 +8,22 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from decoding.drafters.registry import DrafterLoader
-from decoding.drafters.spec import DrafterSpec
 from decoding.dtypes import parse_dtype
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.proof.finding import Finding, all_pass
-from decoding.measure.proof.loop import EngineWriter, cache_consistency
-from decoding.measure.proof.prove import Effort, power, prove
+from decoding.measure.proof.prove import Effort, EngineWriter, prove
 from decoding.measure.proof.reference import Reference
 from decoding.measure.questions import read_prompts
 from decoding.measure.redact import published_name
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint
 from decoding.model.hub import revisions
-from decoding.model.loading import eos_token_ids, load_tokenizer
+from decoding.model.loading import eos_token_ids
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings
-from trainer.commands.models import check_endpoint, connect, read_specs, read_target
-from trainer.commands.proof_options import VerifyOptions
+from trainer.commands.models import LoadedModels, check_endpoint, connect, load_models
+from trainer.commands.options import VerifyOptions
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, standard_error, standard_output
 from trainer.terminal.progress import ProgressBar
@@ -34,8 +31,6 @@ from trainer.terminal.progress import ProgressBar
 if TYPE_CHECKING:
     from trainer.servers.writer import ServedWriter
 
-_CACHE_PROMPTS = 4
-"""Prompts after which the cache is compared; each takes a text of its own."""
 _BATCH = 8
 
 
@@ -52,13 +47,13 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     """Prove, print each finding, write --json; return True for PASS."""
     watch = console or standard_error()
     console = watch if options.json == PRINTED else console or standard_output()
-    specs = _check(options)
-    given = _read_input(options, max(1, len(specs)))
-    sentences, figures = power(given.reference, given.prompts, given.effort)
-    say(console, *(f"power: {sentence}" for sentence in sentences))
+    _check(options)
+    models = load_models(options, options.drafter or ())
+    given = _read_input(options, models)
     engines: dict[str, list[Finding]] = {}
     served = options.endpoint is not None
-    for name, finding in _served(options, given, watch) if served else _in_process(options, given, specs, watch):
+    found = _served(options, given, watch) if served else _in_process(options, given, models.drafters, watch)
+    for name, finding in found:
         if name not in engines:
             say(console, f"{name}:")
         engines.setdefault(name, []).append(finding)
@@ -68,20 +63,19 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     say(console, summary(every))
     if options.json is not None:
         fingerprint = stored_fingerprint(resolve(options.target), options.trust_remote_code)
-        models = {"target": resolve(options.target), **{str(spec): spec.path for spec in specs}}
+        paths = {"target": resolve(options.target), **{str(spec): spec.path for spec in models.specs.values()}}
         about = {
             "verdict": "PASS" if passed else "FAIL",
             "dtype": str(parse_dtype(options.dtype)).removeprefix("torch."),
             "fingerprints": {"target": fingerprint, "prompts": prompts_fingerprint(given.prompts)},
-            "revisions": revisions(models),
-            "power": figures,
+            "revisions": revisions(paths),
         }
         write_findings(options.json, report(engines, **about))
     return passed
 
 
-def _check(options: VerifyOptions) -> list[DrafterSpec]:
-    """Reject options that do not go together, before anything is loaded; return the drafters to prove."""
+def _check(options: VerifyOptions) -> None:
+    """Reject options that do not go together, before anything is loaded."""
     check_endpoint(options.endpoint, options.model)
     if options.endpoint is not None and (options.drafter or options.rule):
         raise ValueError("--drafter and --rule are of this process; an --endpoint decodes as it likes")
@@ -89,42 +83,34 @@ def _check(options: VerifyOptions) -> list[DrafterSpec]:
         named_rule(options.rule)
         if options.temperature == 0:
             raise ValueError(f"--rule {options.rule} is of sampling: give a --temperature above 0")
-    return read_specs(options.drafter or ())
 
 
-def _read_input(options: VerifyOptions, engines: int) -> ProofInput:
-    """Read target and prompts; ValueError for a prompt that the target cannot continue for so long."""
+def _read_input(options: VerifyOptions, models: LoadedModels) -> ProofInput:
+    """Read the prompts; ValueError for a prompt that the target cannot continue for so long."""
+    target, tokenizer = models.target, models.tokenizer
     sampling = SamplingConfig(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    engines = max(1, len(models.drafters))
     effort = Effort(options.max_new_tokens, options.draws, seed=options.seed, engines=engines)
-    tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
     prompts = read_prompts(resolve(options.prompts), tokenizer, options.limit, options.prompt_field)
-    target = read_target(options.target, options)
     for prompt in prompts:
         check_prompt(target, prompt, DecodingConfig(options.max_new_tokens))
     return ProofInput(Reference(target, sampling, eos_token_ids(target.model, tokenizer)), tokenizer, prompts, effort)
 
 
 def _in_process(
-    options: VerifyOptions, given: ProofInput, specs: Sequence[DrafterSpec], watch: Console
+    options: VerifyOptions, given: ProofInput, drafters: Mapping[str, Drafter | None], watch: Console
 ) -> Iterator[tuple[str, Finding]]:
     """Yield the findings of each drafter's engine, or of plain decoding if there is none."""
     reference = given.reference
-    target = reference.target
-    loader = DrafterLoader(target, given.tokenizer, options.trust_remote_code)
-    drafters: list[Drafter | None] = [loader.load(spec) for spec in specs]
-    drafters = drafters or [None]
-    ends = reference.eos_token_ids
     rule = named_rule(options.rule) if options.rule else None
+    ends = reference.eos_token_ids
     config = DecodingConfig(options.max_new_tokens, reference.sampling, rule, ends, seed=options.seed)
-    labels = ["plain decoding" if drafter is None else drafter.label for drafter in drafters]
-    for number, (label, drafter) in enumerate(zip(labels, drafters, strict=True), start=1):
-        name = f"{label} ({number})" if labels.count(label) > 1 else label
-        engine = Engine(target, drafter)
+    for name, drafter in (drafters or {"plain decoding": None}).items():
+        engine = Engine(reference.target, drafter)
         with _progress(watch, name) as (on_texts, on_answer):
             writer = EngineWriter(engine, config, _BATCH, on_answer)
             for finding in prove(reference, writer, given.prompts, given.effort, on_texts):
                 yield name, finding
-        yield name, cache_consistency(engine, given.prompts[:_CACHE_PROMPTS], config)
 
 
 def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterator[tuple[str, Finding]]:

@@ -1,9 +1,9 @@
 """Rows to sequences, with an account of every row; in other processes too, for large sources."""
 
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import islice
@@ -125,20 +125,13 @@ def encoded_rows(
     if processes == 1:
         yield from map(RowEncoder(section, tokenizer).encode_all, tasks)
         return
-    waiting: deque[Future[tuple[list[list[Example]], Account]]] = deque()  # at most twice as many as processes
     with ProcessPoolExecutor(processes, get_context(_START), _begin, (section, tokenizer)) as pool:
         try:
-            for task in tasks:
-                waiting.append(pool.submit(_encode_here, task))
-                if len(waiting) > 2 * processes:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+            while some := list(islice(tasks, 4 * processes)):
+                yield from pool.map(_encode_here, some)
         except BrokenProcessPool as error:
             message = f"one of the {processes} processes that tokenize was ended from outside, perhaps for its memory"
             raise UserError(message, "lower data.num_proc") from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
 _HERE: list[RowEncoder] = []

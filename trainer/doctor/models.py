@@ -19,7 +19,7 @@ from decoding.measure.proof.finding import Finding, all_pass, note, ok, problem
 from decoding.measure.proof.greedy import greedy_identity
 from decoding.measure.proof.reference import EngineText, Reference
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import read_config as read_dspark_config
+from decoding.model.dspark import read_described
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.folder import adapted_model, check_model_folder
 from decoding.model.heads import CONFIG_NAME, read_config
@@ -33,7 +33,7 @@ from decoding.model.loading import (
     model_without_weights,
     reason,
 )
-from decoding.model.stored import WEIGHTS_NAME, check_tensors, weights_header
+from decoding.model.stored import check_tensors, weights_header
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from trainer.doctor.machine import size
@@ -224,8 +224,7 @@ def _tokens(draft: Skeleton, target: Skeleton) -> Finding:
 def _dspark(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> Finding:
     if (missing := _not_fetched(name, folder)) is not None:
         return missing
-    config, header = read_dspark_config(folder), weights_header(folder, _COPY)
-    check_tensors(folder / WEIGHTS_NAME, header, config.shapes(), _COPY)
+    config, header = read_described(folder)
     config.check_fits(target.model)
     bytes_of.append(sum(prod(tensor.shape) for tensor in header.values()) * target.model.dtype.itemsize)
     taps = ", ".join(map(str, config.target_layer_ids))

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter, DSparkDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSpark, DSparkConfig, DSparkDraft
+from decoding.model.dspark import DSpark, DSparkDraft
+from decoding.model.dspark_config import DSparkConfig
 from decoding.model.lm_head import input_embeddings
 from decoding.model.loading import load_dspark
 from decoding.rules.best_tree import FITTED_RANKS, best_tree

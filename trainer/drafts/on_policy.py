@@ -1,4 +1,4 @@
-"""Batches of which a part is written during the training: by the target, by the draft, or by both together."""
+"""Batches of which a part is written during the training: by the target, or by the target and the draft together."""
 
 import json
 import random
@@ -16,7 +16,6 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
-from decoding.model.vocabulary import with_whole_vocabulary
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example
 from trainer.data.source import Offline, PlacedExample
@@ -30,37 +29,8 @@ TEXT_PROMPT = 64
 """A plain text has no prompt of its own: its first `TEXT_PROMPT` tokens serve as one, or half of a short text."""
 GENERATED = "generated"
 """The folder of the written texts in a run's output."""
-Origin = Literal["offline", "target", "draft", "loop"]
+Origin = Literal["offline", "target", "loop"]
 """Where a sequence comes from: see `PolicySection`."""
-LONGEST_PERIOD = 16
-"""Tokens of the longest pattern that a collapsed text may repeat."""
-REPEATS = 4
-"""Repetitions of the pattern, at least."""
-ENDLESS = 32
-"""Tokens at the end of a collapsed text that repeat one pattern, at least."""
-
-
-def is_collapsed(answer: Sequence[int], ended: bool) -> bool:
-    """Return True for an answer that is empty or repeats itself without end.
-
-    An answer that ``ended`` includes its end token.
-
-    Empty: the first token ended it. Endless: it was cut off, and the last `ENDLESS` or more tokens (of a short answer
-    three quarters, at least 8) are one pattern of at most `LONGEST_PERIOD` tokens, at least `REPEATS` times. The rows
-    of a table differ from one another; an answer that ended has not collapsed however often it repeats itself.
-    """
-    if ended:
-        return len(answer) == 1
-    needed = max(8, min(ENDLESS, 3 * len(answer) // 4))
-    return any(_repeated(answer, period) >= max(needed, REPEATS * period) for period in range(1, LONGEST_PERIOD + 1))
-
-
-def _repeated(tokens: Sequence[int], period: int) -> int:
-    """Return the length of the end that repeats with this period, its first ``period`` tokens included."""
-    length = period
-    while length < len(tokens) and tokens[-length - 1] == tokens[-length - 1 + period]:
-        length += 1
-    return length
 
 
 class Order(NamedTuple):
@@ -86,7 +56,6 @@ class GeneratedText(NamedTuple):
     prompt_length: int
     tokens: tuple[int, ...]
     rejected: tuple[int, ...]
-    collapsed: bool
 
     @property
     def answer(self) -> tuple[int, ...]:
@@ -126,9 +95,6 @@ class TextWriter:
             "target": (target, drafter if self._speculates else None),
             "loop": (target, drafter),
         }
-        if isinstance(draft, CausalLM):
-            alone = draft.output_tokens is None and draft.vocab_size == target.vocab_size
-            writers["draft"] = (draft if alone else with_whole_vocabulary(draft, target.vocab_size), None)
         written = []
         for writer in dict.fromkeys(writers.values()):
             if of_it := [order for order in orders if writers[order.kind] == writer]:
@@ -151,9 +117,8 @@ class TextWriter:
         texts = []
         for order, text, corrected in zip(orders, tokens, rejected, strict=True):
             length = len(order.prompt)
-            collapsed = is_collapsed(text[length:], text[-1] in self._config.eos_token_ids)
             where = order.step, order.position, order.place, order.kind
-            texts.append(GeneratedText(*where, length, tuple(text), tuple(corrected), collapsed))
+            texts.append(GeneratedText(*where, length, tuple(text), tuple(corrected)))
         return texts
 
 
@@ -237,7 +202,7 @@ def policy_source(
 
 
 class PolicySource:
-    """A step's batch in the shares that a policy gives it, in its order: offline, target, draft, loop.
+    """A step's batch in the shares that a policy gives it, in its order: offline, target, loop.
 
     The kind of a position, its prompt and its random numbers are functions of seed, step and position. Texts are
     written with the draft's weights at the last multiple of ``policy.every``, and are on disk before they are trained
@@ -271,8 +236,8 @@ class PolicySource:
     def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
         """Write texts for these positions of the window's steps.
 
-        The figures count texts, their new tokens, those at which the draft was rejected, texts that collapsed, and
-        seconds: the processes' mean.
+        The figures count texts, their new tokens, those at which the draft was rejected, and seconds: the
+        processes' mean.
         """
         start = time.perf_counter()
         orders = self._orders(step, positions)
@@ -283,7 +248,6 @@ class PolicySource:
             "generated/texts": len(texts),
             "generated/tokens": sum(len(text.answer) for text in texts),
             "generated/rejected": sum(len(text.rejected) for text in texts),
-            "generated/collapsed": sum(text.collapsed for text in texts),
             "generated/seconds": (time.perf_counter() - start) / self._files.process.world,
         }
 
@@ -297,8 +261,8 @@ class PolicySource:
         ]
 
     def _trained(self, row: PlacedExample, text: GeneratedText | None) -> PlacedExample:
-        """Return the data's own row where no text was written, or the text collapsed."""
-        if text is None or text.collapsed:
+        """Return the data's own row where no text was written."""
+        if text is None:
             return row
         return PlacedExample(text.example(self._policy.loop_trains if text.kind == "loop" else "all"), -1)
 

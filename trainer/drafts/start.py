@@ -206,15 +206,9 @@ def draft_from_config(
     names = ("num_hidden_layers", base.attribute_map.get("num_hidden_layers", "num_hidden_layers"))  # GPT-2: n_layer
     layers = next((changes[name] for name in names if name in changes), base.num_hidden_layers)
     try:
-        for key, value in changes.items():
-            is_size = type(getattr(base, key)) is int and not key.endswith("token_id")
-            if is_size and not (type(value) is int and value >= 1):
-                raise ValueError(f"{key} is {value!r}: give a whole number, 1 or more")
         _set_layers(config, _evenly_spaced(layers, base.num_hidden_layers))
         config = type(base).from_dict({**config.to_dict(), **_heads_that_follow(base, changes), **changes})
         draft = _new_model(config, torch.float32, trust_remote_code)
-        if draft.config.num_attention_heads % (getattr(draft.config, "num_key_value_heads", None) or 1):
-            raise ValueError("num_attention_heads is not a multiple of num_key_value_heads")
         with torch.no_grad():
             draft.eval()(torch.zeros((1, 2), dtype=torch.long), use_cache=False)
     except Exception as error:  # whatever its family raises for sizes that do not fit together

@@ -13,11 +13,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import ModelCardData, try_to_load_from_cache
+from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined, Template
 
 from decoding.measure.figures import greedy_sentence
-from decoding.measure.markdown import code, fenced, one_line, text
+from decoding.measure.markdown import code, fenced, text
 from decoding.measure.redact import is_hub_id, without_local_paths
 from decoding.measure.report.tables import markdown_table
 from decoding.model.fingerprint import stored_fingerprint
@@ -33,7 +33,7 @@ from trainer.export.companions import (
 )
 from trainer.export.serve import ServerCommand
 from trainer.export.task import FORMATS, HEADS, Artefact, kind_held_in
-from trainer.export.upload import CARD_NAME, TAG, card_data
+from trainer.export.upload import TAG
 
 FOLDER_NAME = "DIR"
 """The artefact's folder in the card's commands."""
@@ -131,23 +131,6 @@ def _speed(row: dict[str, Any], key: str) -> float:
     return float(value) if isinstance(value, int | float) else math.inf
 
 
-# --- licences ---------------------------------------------------------------------------------------------------------
-
-
-def target_license(target: str | None) -> str | None:
-    """Return the licence that a model's own card names: the folder's README.md, or the Hub's in the cache.
-
-    None if there is no card on this machine, or it names no licence.
-    """
-    repository, _, revision = (target or "").partition("@")
-    card: Any = Path(target or UNKNOWN_TARGET) / CARD_NAME
-    if is_hub_id(repository):
-        card = try_to_load_from_cache(repository, CARD_NAME, revision=revision or None)
-    data = card_data(Path(card)) if isinstance(card, str | Path) else {}
-    license = (data.get("license_name") if data.get("license") == "other" else None) or data.get("license")
-    return one_line(without_local_paths(license))[:200] if isinstance(license, str) else None
-
-
 # --- the card ---------------------------------------------------------------------------------------------------------
 
 
@@ -159,15 +142,13 @@ def render_card(
     commands: Sequence[ServerCommand] = (),
     compared: Sequence[str] = (),
     license: str | None = None,
-    target_license: str | None = None,
-    adapted: str | None = None,
+    adapted: bool = False,
 ) -> str:
     """Return the card: YAML front matter for the Hub, then Markdown. Missing facts are named as missing.
 
     ``commands``: those of the servers that take the artefact, with `FOLDER_NAME` and `target_argument` as names.
-    ``compared``: sentences on what was read back after writing. ``license`` is the artefact's, as its owner gives it;
-    ``target_license`` the one that the target's own card names. ``adapted``: the form of the adapted target beside
-    heads, ``merged`` or ``adapter``; None if there is none.
+    ``compared``: sentences on what was read back after writing. ``license`` is the artefact's, as its owner gives it.
+    ``adapted``: the adapted target lies beside heads.
     """
     target, published = target_name(provenance), None if provenance is None else published_provenance(provenance)
     on_hub, argument = is_hub_id(target), target_argument(provenance, adapted)
@@ -187,8 +168,8 @@ def render_card(
         pipeline_tag="text-generation",
     )
     means = "the model that these weights were trained for"
-    if argument == f"{FOLDER_NAME}/target":
-        means = "the adapted target, as a whole model" if adapted == "merged" else "the adapters of the target"
+    if adapted:
+        means = "the adapted target"
     elif provenance is not None and is_adapted(provenance):
         means = "the adapted target's folder, `final/target` of the training run"
     drafter = "heads" if artefact.heads else "dspark" if artefact.at_once else "draft"
@@ -207,16 +188,15 @@ def render_card(
         headstart=headstart,
         compared=compared,
         license=license,
-        target_license=target_license,
         provenance=published,
         provenance_json=json.dumps(published, indent=1, ensure_ascii=False),
     )
 
 
-def target_argument(provenance: Provenance | None, adapted: str | None = None) -> str:
+def target_argument(provenance: Provenance | None, adapted: bool = False) -> str:
     """Return the target's name in the card's commands: a folder there, its id on the Hub, or a word explained there."""
     name = target_name(provenance)
-    if adapted is not None:
+    if adapted:
         return f"{FOLDER_NAME}/target"
     return shlex.quote(name) if is_hub_id(name) and not is_adapted(provenance) else UNKNOWN_TARGET
 

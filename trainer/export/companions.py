@@ -1,10 +1,11 @@
-"""What lies next to the weights: provenance, report and plan, read from a run and written fit to publish.
+"""What is known of weights: provenance and report, written fit to publish beside them, and the part of a plan.
 
 The published form holds no path of this machine and no secret.
 """
 
+import filecmp
 import json
-from collections.abc import Mapping
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from decoding.drafters.registry import parse_drafter
 from decoding.measure.markdown import one_line
 from decoding.measure.planning.plan_file import read_plan
-from decoding.measure.redact import basename, hub_repository, is_hub_id, published_name, without_local_paths
+from decoding.measure.redact import basename, hub_repository, is_hub_id, without_local_paths
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.stored import read_object
 from decoding.rules.best_tree import Paths
@@ -20,11 +21,13 @@ from decoding.rules.tree import checked_paths
 from trainer import quickstart
 from trainer.heads.medusa2 import TARGET_FOLDER
 
-PROVENANCE_NAME, REPORT_NAME, PLAN_NAME = "provenance.json", "report.json", "plan.json"
+PROVENANCE_NAME, REPORT_NAME = "provenance.json", "report.json"
 UNKNOWN_TARGET = "TARGET"
 """The target's name in commands if no folder and no id of the Hub is known."""
 USUAL_DRAFT_TOKENS = 4
 """Depth of a draft's chain if neither its training nor a plan records one."""
+_COPIED = (".safetensors", ".json", ".jinja", ".txt", ".model")
+"""Suffixes of a model's files, code not among them."""
 _OBJECTS = ("recipe", "target", "revisions", "versions", "hardware", "data")
 
 Provenance = dict[str, Any]
@@ -142,37 +145,31 @@ def read_serving_plan(path: Path, source: Path) -> ServingPlan:
     )
 
 
-def published_plan(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan whose drafters are named without their folders."""
-    paths = {path for spec in content["fingerprints"]["drafters"] if (path := parse_drafter(spec).path) is not None}
-    names = {path: published_name(basename(path) if Path(path).is_absolute() else path) for path in paths}
-    published: dict[str, Any] = without_local_paths(_renamed(dict(content), names))
-    return published
-
-
-def _renamed(value: Any, names: Mapping[str, str]) -> Any:
-    """Replace the paths in all specs of a JSON value (``draft:PATH,tokens=4``), keys included."""
-    if isinstance(value, dict):
-        return {_renamed(key, names): _renamed(held, names) for key, held in value.items()}
-    if isinstance(value, list):
-        return [_renamed(held, names) for held in value]
-    if isinstance(value, str):
-        drafter, _, rest = value.partition(":")
-        path, comma, options = rest.partition(",")
-        return f"{drafter}:{names[path]}{comma}{options}" if path in names else value
-    return value
-
-
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write_companions(folder: Path, source: Path, report: dict[str, Any] | None, plan: Path | None) -> None:
-    """Write to the exported ``folder`` what is known of the weights in ``source``: provenance, report and plan."""
+def copy_target(source: Path, folder: Path) -> str:
+    """Copy the adapted target beside the heads in ``source``, read it back and compare; return a sentence.
+
+    ValueError for files that read back differently.
+    """
+    source, folder = source / TARGET_FOLDER, folder / TARGET_FOLDER
+    folder.mkdir()
+    names = sorted(path.name for path in source.iterdir() if path.is_file() and path.suffix in _COPIED)
+    for name in names:
+        shutil.copyfile(source / name, folder / name)
+    _, mismatched, unreadable = filecmp.cmpfiles(source, folder, names, shallow=False)
+    if wrong := [*mismatched, *unreadable]:
+        raise ValueError(f"{folder / wrong[0]} reads back with other bytes than were written: export again")
+    return f"the adapted target beside them: {len(names)} files equal to the bit"
+
+
+def write_companions(folder: Path, source: Path, report: dict[str, Any] | None) -> None:
+    """Write to the exported ``folder`` what is known of the weights in ``source``: provenance and report."""
     provenance = read_provenance(source)
     contents = {
         PROVENANCE_NAME: None if provenance is None else published_provenance(provenance),
         REPORT_NAME: None if report is None else without_local_paths(report),
-        PLAN_NAME: None if plan is None else published_plan(read_plan(plan).content),
     }
     for name, content in contents.items():
         if content is not None:

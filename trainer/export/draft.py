@@ -25,7 +25,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     if hasattr(model.config, "auto_map"):
         del model.config.auto_map  # names code that is not exported with it
     check_finite(dict(model.named_parameters()), f"{source}", "give an earlier checkpoint, or train the draft again")
-    write_model(model, tokenizer, folder, shard_bytes=task.shard_bytes)
+    write_model(model, tokenizer, folder)
     if (output_tokens := read_output_tokens(model, str(source))) is not None:
         write_output_tokens(folder, output_tokens)
     read_model, read_tokenizer = _load(folder)

@@ -7,18 +7,18 @@ import torch
 
 from decoding.drafters.dspark import DSparkDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft, read_config
+from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark_config import read_config
 from decoding.model.loading import load_dspark
-from decoding.model.stored import read_weights, stored_weights
-from trainer.export.readback import Readers, check_stored
+from decoding.model.stored import stored_weights
+from trainer.export.readback import Readers, check_bit_equal
 from trainer.export.task import Artefact, ExportTask
-
-_AGAIN = "train the draft again"
 
 
 def stored_draft(folder: Path) -> DSparkDraft:
     """Load a draft in its stored dtype."""
-    dtype = next((tensor.dtype for _, tensor in stored_weights(folder, _AGAIN)), torch.float32)
+    stored = stored_weights(folder, "train the draft again")
+    dtype = next((tensor.dtype for name, tensor in stored if name == "fc.weight"), torch.float32)
     return DSparkDraft.from_pretrained(folder, dtype)
 
 
@@ -45,8 +45,8 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     draft.save_pretrained(task.folder)
     if read_config(task.folder) != draft.config:
         raise ValueError(f"{task.folder} reads back with another config than was written: export again")
-    trained = read_weights(task.source, _AGAIN)
-    check_stored(trained, task.folder)
+    trained = draft.state_dict()
+    check_bit_equal(trained, stored_draft(task.folder).state_dict().items(), task.folder)
     artefact = describe_dspark(draft, task.format, str(draft.fc.weight.dtype).removeprefix("torch."))
     return artefact, (f"{len(trained)} tensors and the config read back bit-equal",)
 

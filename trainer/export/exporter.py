@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decoding.measure.redact import without_local_paths
-from decoding.model.stored import SHARD_BYTES
 from trainer import quickstart
-from trainer.export.adapted import form_of, write_target
 from trainer.export.card import (
     FOLDER_NAME,
     CardFigures,
@@ -15,9 +13,15 @@ from trainer.export.card import (
     read_own_report,
     render_card,
     target_argument,
-    target_license,
 )
-from trainer.export.companions import ServingPlan, read_provenance, read_serving_plan, target_of, write_companions
+from trainer.export.companions import (
+    ServingPlan,
+    copy_target,
+    read_provenance,
+    read_serving_plan,
+    target_of,
+    write_companions,
+)
 from trainer.export.readback import check_drafts
 from trainer.export.serve import ServerCommand, Serving, commands_of
 from trainer.export.task import FORMATS, Artefact, ExportTask, artefact_folder, check_format, opened
@@ -61,10 +65,8 @@ def export(
     target: str | None = None,
     type: str | None = None,
     prompts: Path | None = None,
-    merge: bool = False,
     license: str | None = None,
     trust_remote_code: bool = False,
-    shard_bytes: int = SHARD_BYTES,
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
@@ -74,14 +76,12 @@ def export(
     go on the card. ``plan``: a ``plan.json`` whose tree the formats headstart and dspark store, and whose depths by
     batch size the servers' commands have. ``target``: the model that the artefact drafts for, if it is not the recorded
     one. ``type``: one of the format's types of numbers. ``license``: the Hub's identifier of the weights' licence.
-    ``shard_bytes``: the greatest size of a file of weights. Provenance, report and plan go with the weights, without
-    local paths.
+    Provenance and report go with the weights, without local paths.
 
     The target decodes prompts with the trained weights and with the files, if it is on this machine: prompts of the
     .jsonl file ``prompts``, by default those that the training run held out; `NO_PROMPTS` decodes none.
 
-    Heads that were trained jointly with adapters get the adapted target beside them, in ``target``: as trained in our
-    own format unless ``merge``, and merged in others.
+    Heads that were trained jointly with adapters get the adapted target beside them, in ``target``.
 
     `ValueError` for a format that does not fit the artefact, a source without weights, a destination that is not empty,
     a report or a plan that is malformed or of other weights, and files that read back differently.
@@ -94,23 +94,21 @@ def export(
         measured = None if report is None else read_own_report(Path(report), source)
         request = _Request(
             made,
-            form_of(source, format, merge),
             measured,
             None if measured is None else card_figures(measured, chains=format != "headstart"),
-            plan,
             None if plan is None else read_serving_plan(Path(plan), source),
             license,
             target,
             prompts,
         )
         tree, model = request.planned.tree if request.planned else (), target or target_of(source)
-        task = ExportTask(source, destination, format, model, tree, type, trust_remote_code, shard_bytes)
+        task = ExportTask(source, destination, format, model, tree, type, trust_remote_code)
         results: list[tuple[Artefact, tuple[str, ...]]] = []
         write_folder(destination, lambda folder: results.append(_write(replace(task, folder=folder), request)))
     artefact, compared = results[0]
     paths = (path for path in sorted(destination.rglob("*")) if path.is_file())
     files = {path.relative_to(destination).as_posix(): path.stat().st_size for path in paths}
-    served = str(destination / TARGET_FOLDER) if request.form is not None else model
+    served = str(destination / TARGET_FOLDER) if (destination / TARGET_FOLDER).is_dir() else model
     commands = commands_of(Serving(artefact, destination, str(destination), served, plan=request.planned))
     return ExportSummary(format, destination, files, compared, commands)
 
@@ -127,11 +125,8 @@ class _Request(NamedTuple):
 
     made: tuple[str, ...]
     """Sentences on how the source was made."""
-    form: str | None
-    """Form of the adapted target beside heads; None if there is none."""
     report: dict[str, Any] | None
     figures: CardFigures | None
-    plan: Path | None
     planned: ServingPlan | None
     license: str | None
     target: str | None
@@ -143,22 +138,21 @@ def _write(task: ExportTask, request: _Request) -> tuple[Artefact, tuple[str, ..
     """Fill the task's folder; return the artefact in numbers, and sentences on what was read back."""
     artefact, sentences = task.module.write(task)
     compared = [*request.made, *sentences]
-    if request.form is not None:
-        compared.append(write_target(task, request.form))
-    write_companions(task.folder, task.source, request.report, request.plan)
+    if adapted := (task.source / TARGET_FOLDER).is_dir():
+        compared.append(copy_target(task.source, task.folder))
+    write_companions(task.folder, task.source, request.report)
     if request.prompts != NO_PROMPTS:
-        compared.extend(check_drafts(task, request.target, request.prompts))
+        compared.extend(check_drafts(task, request.target, request.prompts, artefact.rounded))
     provenance = read_provenance(task.source)
-    argument = target_argument(provenance, request.form)
+    argument = target_argument(provenance, adapted)
     card = render_card(
         artefact,
         provenance,
         request.figures,
         commands=commands_of(Serving(artefact, task.folder, FOLDER_NAME, task.target, argument, request.planned)),
         compared=without_local_paths(compared),
-        adapted=request.form,
+        adapted=adapted,
         license=request.license,
-        target_license=target_license(task.target),
     )
     (task.folder / CARD_NAME).write_text(card, encoding="utf-8")
     mode = (task.folder / CARD_NAME).stat().st_mode  # safetensors writes for the owner; servers run as other users

@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkConfig, DSparkDraft, read_config
+from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark_config import DSparkConfig, read_config
 from decoding.model.hub import local_folder
 from decoding.model.loading import (
     UNREADABLE,
@@ -32,7 +33,7 @@ from decoding.model.loading import (
     model_without_weights,
     reason,
 )
-from decoding.model.stored import check_finite, weights_header
+from decoding.model.stored import check_finite
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary, with_filled_vocabulary
 from trainer.export.companions import chain_length
 from trainer.export.draft import describe_model, probe_logits
@@ -51,8 +52,6 @@ TYPES = {
 }
 _TYPE_OF = {torch.bfloat16: "bf16", torch.float16: "f16"}
 """Stored dtype -> type of the file, if none is given; f32 for any other dtype."""
-_EXACT = {"F32": ("f32",), "F16": ("f16", "f32"), "BF16": ("bf16", "f32")}
-"""Type of stored weights, by its safetensors name -> types of the file that have a number for each of them."""
 _TORCH = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -100,7 +99,8 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
         compared += f", a logit of a probe by {change:.3g}"
     else:
         compared += ", and the logits of a probe, as transformers reads the file"
-    return describe_model(model, task.format, type), (compared, *remarks, *told)
+    artefact = replace(describe_model(model, task.format, type), rounded=rounded > 0)
+    return artefact, (compared, *remarks, *told)
 
 
 def _write_dspark(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
@@ -120,10 +120,10 @@ def _write_dspark(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     vocabulary, told = vocabulary_of(tokenizer, target.vocab_size, eos_token_ids(target.model, tokenizer))
     metadata, names, state = {**dspark_metadata(draft.config), **vocabulary}, dspark_names(draft), draft.state_dict()
     type = task.type or _TYPE_OF.get(draft.fc.weight.dtype, "f32")
-    compared, _ = _written(
+    compared, rounded = _written(
         task.folder / FILE_NAME, metadata, lambda: ((names[name], tensor) for name, tensor in state.items()), type
     )
-    return describe_dspark(draft, task.format, type), (compared, *told)
+    return replace(describe_dspark(draft, task.format, type), rounded=rounded > 0), (compared, *told)
 
 
 def _written(
@@ -159,12 +159,6 @@ def readers(task: ExportTask, target: CausalLM) -> Readers:
         return DraftModelDrafter(CausalLM(read), chain)
 
     return [(trained, exported)]
-
-
-def rounds(task: ExportTask) -> bool:
-    """Return True if the file's type has no number for some of the stored weights."""
-    stored = {tensor.dtype for tensor in weights_header(task.source, "train the model again").values()}
-    return task.type is not None and any(task.type not in _EXACT.get(dtype, ()) for dtype in stored)
 
 
 def _read(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

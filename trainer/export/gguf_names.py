@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from decoding.model.architecture import shortest_window
-from decoding.model.dspark import DSparkConfig, DSparkDraft
+from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark_config import DSparkConfig
 
 ARCHITECTURES = {
     "llama": MODEL_ARCH.LLAMA,

@@ -38,7 +38,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     folder, heads = task.folder, MedusaHeads.from_pretrained(task.source)
     if task.tree:
         heads.config = replace(heads.config, tree=task.tree)
-    heads.save_pretrained(folder, task.shard_bytes)
+    heads.save_pretrained(folder)
     if read_config(folder) != heads.config:
         raise ValueError(f"{folder} reads back with another config than was written: export again")
     state = heads.state_dict()

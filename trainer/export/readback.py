@@ -2,8 +2,7 @@
 
 Each format's module has ``readers(task, target)``: pairs of functions that load the trained weights and the exported
 files, the latter from the files alone, as drafters of the same chain or tree. One drafter is in memory at a time.
-``rounds(task)``, if the module has it, is True for files that hold other numbers by design: then the texts alone must
-be equal, and the acceptance of both is reported.
+Of files that hold rounded weights by design the texts alone must be equal, and the acceptance of both is reported.
 
 The target runs in fp32: there a text does not depend on the number of tokens in a pass, and weights with equal bits
 draft equal tokens.
@@ -21,8 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters.base import Drafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.dtypes import default_device
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig, Generation
 from decoding.measure.proof.greedy import is_near_tie, margin_of
 from decoding.measure.redact import basename
+from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from decoding.model.hub import only_cached
@@ -33,8 +35,7 @@ from decoding.rules.tree import common_length
 from trainer.data.conversations import read_heldout
 from trainer.data.dataset import heldout_prompts, load_heldout_data
 from trainer.export.companions import read_provenance
-from trainer.export.decoded import Decoded, decode_greedily
-from trainer.export.task import ExportTask, form_beside
+from trainer.export.task import ExportTask
 from trainer.heads.medusa2 import TARGET_FOLDER
 from trainer.quickstart import resolve
 from trainer.recipe.reading import parse_recipe
@@ -143,17 +144,17 @@ def _read_prompts(
 # --- decoding with both -----------------------------------------------------------------------------------------------
 
 
-def check_drafts(task: ExportTask, target: str | None, prompts: Path | None) -> tuple[str, ...]:
+def check_drafts(task: ExportTask, target: str | None, prompts: Path | None, rounded: bool = False) -> tuple[str, ...]:
     """Decode prompts with the trained weights and with the written files; return a sentence on each comparison.
 
     ``target`` and ``prompts``: the user's; None takes those of the training run. ValueError, naming prompt and token,
     if they differ, or if a text is not the target's own. If target or prompts are not on this machine the sentence
-    says so.
+    says so. ``rounded``: the files hold rounded weights by design.
     """
     try:
         model, tokenizer = _read_target(target or task.target, target is not None, task.trust_remote_code)
         return tuple(
-            _compared(task, model, tokenizer, trained, exported, prompts, target is None)
+            _compared(task, model, tokenizer, trained, exported, prompts, target is None, rounded)
             for trained, exported in task.module.readers(task, model)
         )
     except _NotHere as reason:
@@ -164,8 +165,8 @@ class _Reading(NamedTuple):
     """One side's texts and counts, and the logits of its heads at some positions, if it has heads."""
 
     label: str
-    decoded: Decoded
-    plain: Decoded
+    decoded: list[Generation]
+    plain: list[Generation]
     """The same prompts without a drafter."""
     logits: Float[Tensor, "heads positions vocab"] | None
 
@@ -178,6 +179,7 @@ def _compared(
     exported: Callable[[], Drafter],
     prompts: Path | None,
     own_target: bool,
+    rounded: bool,
 ) -> str:
     """Return the sentence on a pair. ValueError if they differ."""
     drafter = trained()
@@ -185,12 +187,9 @@ def _compared(
     asked = _read_prompts(task.source, prompts, tokenizer, longest)
     ours = _read_with(model, tokenizer, drafter, asked)
     del drafter  # before the next one is loaded
-    beside = form_beside(task.folder)
-    if beside is not None and own_target:
+    if own_target and (task.folder / TARGET_FOLDER).is_dir():
         model, tokenizer = _read_target(str(task.folder / TARGET_FOLDER), True, task.trust_remote_code)
     theirs = _read_with(model, tokenizer, exported(), asked)
-    # merging rounds weights with their adapters
-    rounded = getattr(task.module, "rounds", lambda task: False)(task) or beside != form_beside(task.source)
     if not rounded:
         _check_equal(task.folder, asked, ours, theirs)
     count, plain = len(asked.tokens), _equal(theirs.decoded, theirs.plain)
@@ -208,25 +207,22 @@ def _compared(
 
 def _read_with(model: CausalLM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, prompts: _Prompts) -> _Reading:
     """Decode with a drafter and without. ValueError for a text that is not the target's own."""
-    ends = eos_token_ids(model.model, tokenizer)
-    plain, decoded = (
-        decode_greedily(model, each, prompts.tokens, prompts.max_new_tokens, ends, batch_size=10)
-        for each in (None, drafter)
-    )
-    for index, (text, own) in enumerate(zip(decoded.texts, plain.texts, strict=True)):
-        if not is_near_tie(margin_of(model, prompts.tokens[index], text, own), torch.float32):
+    config = DecodingConfig(prompts.max_new_tokens, eos_token_ids=eos_token_ids(model.model, tokenizer))
+    plain, decoded = (Engine(model, each).decode(prompts.tokens, config, batch_size=10) for each in (None, drafter))
+    for index, (text, own) in enumerate(zip(decoded, plain, strict=True)):
+        if not is_near_tie(margin_of(model, prompts.tokens[index], text.tokens, own.tokens), torch.float32):
             raise ValueError(
                 f"with the {drafter.label} {_first_difference(prompts, index, text, own)} is not the target's own "
                 "text: please report this, with the model's name"
             )
     logits = None
     if isinstance(drafter, MedusaDrafter):
-        logits = heads_logits(drafter.heads, model, (*prompts.tokens[0], *plain.texts[0]))
+        logits = heads_logits(drafter.heads, model, (*prompts.tokens[0], *plain[0].tokens))
     return _Reading(drafter.label, decoded, plain, logits)
 
 
-def _equal(some: Decoded, others: Decoded) -> int:
-    return sum(mine == other for mine, other in zip(some.texts, others.texts, strict=True))
+def _equal(some: Sequence[Generation], others: Sequence[Generation]) -> int:
+    return sum(mine.tokens == other.tokens for mine, other in zip(some, others, strict=True))
 
 
 def _check_equal(folder: Path, prompts: _Prompts, ours: _Reading, theirs: _Reading) -> None:
@@ -234,26 +230,26 @@ def _check_equal(folder: Path, prompts: _Prompts, ours: _Reading, theirs: _Readi
     remedy = "export again, and report this if it happens twice"
     if ours.logits is not None and (theirs.logits is None or not torch.equal(ours.logits, theirs.logits)):
         raise ValueError(f"{wrong}: the heads' logits differ after prompt 1 of {prompts.name}; {remedy}")
-    for index, (mine, other) in enumerate(zip(ours.decoded.texts, theirs.decoded.texts, strict=True)):
-        if mine != other:
+    for index, (mine, other) in enumerate(zip(ours.decoded, theirs.decoded, strict=True)):
+        if mine.tokens != other.tokens:
             raise ValueError(f"{wrong}: {_first_difference(prompts, index, other, mine)} differs; {remedy}")
-    if ours.decoded != theirs.decoded:
+    if [text.counts for text in ours.decoded] != [text.counts for text in theirs.decoded]:
         raise ValueError(f"{wrong}: {_counts(ours.decoded)}, exported {_counts(theirs.decoded)}; {remedy}")
 
 
-def _first_difference(prompts: _Prompts, index: int, text: Sequence[int], other: Sequence[int]) -> str:
+def _first_difference(prompts: _Prompts, index: int, text: Generation, other: Generation) -> str:
     """Name the first token, from 1, at which two texts of a prompt differ."""
-    token = common_length(text, other)
+    token = common_length(text.tokens, other.tokens)
     return f"token {token + 1} after prompt {index + 1} of {prompts.name}"
 
 
-def _counts(decoded: Decoded) -> str:
+def _counts(decoded: Sequence[Generation]) -> str:
     """Write ``2.31 tokens per pass; accepted 123/88/41 in 200 passes``, by position."""
-    if not decoded.passes:
+    found = acceptance([text.counts for text in decoded])
+    if not found.passes:
         return "no text has more than one token"
-    written = sum(map(len, decoded.texts)) - len(decoded.texts)  # a prefill writes the first token
-    accepted = "/".join(map(str, decoded.accepted)) or "none"
-    return f"{written / decoded.passes:.2f} tokens per pass, accepted {accepted} in {decoded.passes} passes"
+    accepted = "/".join(f"{share.value * found.passes:.0f}" for share in found.reached) or "none"
+    return f"{found.tokens_per_pass.value:.2f} tokens per pass, accepted {accepted} in {found.passes} passes"
 
 
 @torch.inference_mode()

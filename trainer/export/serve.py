@@ -22,31 +22,21 @@ from trainer.export.companions import UNKNOWN_TARGET, ServingPlan, chain_length
 from trainer.export.task import Artefact
 from trainer.files import server_traps as traps
 
-_PROMPT = "Once upon a time"
-
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """A command line that starts a server with a speculator, or a Python program that decodes with it."""
+    """A command line that starts a server with a speculator."""
 
     server: str
     argv: tuple[str, ...]
-    """The command line, word by word; for a program ``python``, ``-c`` and the program."""
     notes: tuple[str, ...] = ()
     """Sentences on its depth, on what it leaves out, and on the version that it was tried with."""
     warnings: tuple[str, ...] = ()
     """The traps that apply to this folder, each a sentence."""
 
     @property
-    def program(self) -> str | None:
-        """The Python program, for a code block; None for a command line."""
-        return self.argv[2] if self.argv[:2] == ("python", "-c") else None
-
-    @property
     def shell(self) -> str:
-        """The command as a shell reads it: one line, or a Python program as a here-document."""
-        if self.program is not None:
-            return f"python - <<'END'\n{self.program.rstrip()}\nEND"
+        """The command as a shell reads it."""
         return shlex.join(self.argv)
 
 
@@ -204,32 +194,10 @@ def _sglang(serving: Serving) -> ServerCommand:
     return ServerCommand("sglang", tuple(argv), tuple(notes), (*_warnings(serving), *drawn))
 
 
-def _transformers(serving: Serving) -> ServerCommand:
-    """Return a program with assisted generation of transformers."""
-    name, *revision = serving.target_words
-    target = json.dumps(name) + (f", revision={json.dumps(revision[1])}" if revision else "")
-    other = ", tokenizer=tokenizer, assistant_tokenizer=tokenizer" if serving.has_other_size else ""
-    program = f"""\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained({target})
-target = AutoModelForCausalLM.from_pretrained({target})
-draft = AutoModelForCausalLM.from_pretrained({json.dumps(serving.path)})
-draft.generation_config.num_assistant_tokens = {serving.tokens}
-draft.generation_config.num_assistant_tokens_schedule = "constant"
-draft.generation_config.assistant_confidence_threshold = 0
-inputs = tokenizer({json.dumps(_PROMPT)}, return_tensors="pt")
-texts = target.generate(**inputs, assistant_model=draft, max_new_tokens=64{other})
-print(tokenizer.decode(texts[0]))
-"""
-    notes = (_depth(serving), "one text at a time; 'transformers serve' takes no draft", "tried with transformers 5.23")
-    return ServerCommand("transformers", ("python", "-c", program), notes, tuple(_warnings(serving)))
-
-
 _SERVERS_OF: Mapping[str, tuple[Callable[[Serving], ServerCommand], ...]] = {
     "vllm": (_vllm,),
     "dspark": (_vllm, _sglang),
-    "draft": (_vllm, _sglang, _transformers),
+    "draft": (_vllm, _sglang),
     "gguf": (_llama_cpp,),
 }
 """Format -> the servers that take it."""

@@ -7,17 +7,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from decoding.model.dspark import is_dspark_folder
-from decoding.model.folder import adapted_model
+from decoding.model.dspark_config import is_dspark_folder
 from decoding.model.loading import is_heads_folder
-from decoding.model.stored import SHARD_BYTES, read_object
+from decoding.model.stored import read_object
 from decoding.rules.best_tree import Paths
 from trainer import quickstart
 from trainer.files.folders import check_links, scratch_beside
-from trainer.heads.medusa2 import TARGET_FOLDER
 
 HEADS, DRAFT, DSPARK = "heads", "a draft model", "a DSpark draft"
-MERGED, ADAPTER = "merged", "adapter"
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,6 @@ class ExportTask:
     type: str | None = None
     """Type of the stored numbers, for a format that has several; None for its default."""
     trust_remote_code: bool = False
-    shard_bytes: int = SHARD_BYTES
-    """Greatest size of a file of weights, in bytes, for formats with shards."""
 
     @property
     def module(self) -> Any:
@@ -90,6 +85,8 @@ class Artefact:
     """Rank of the bias by the token before; 0: none."""
     at_once: int = 0
     """Tokens that a DSpark draft drafts in one forward; 0 for any other artefact."""
+    rounded: bool = False
+    """True if the format's type of numbers has none for some of the weights."""
 
     @property
     def method(self) -> str:
@@ -104,14 +101,6 @@ def kind_held_in(source: Path) -> str:
     if is_heads_folder(source):
         return HEADS
     return DSPARK if is_dspark_folder(source) else DRAFT
-
-
-def form_beside(heads: Path) -> str | None:
-    """Return `MERGED` or `ADAPTER`, the form of the adapted target in a folder of heads; None if it holds none."""
-    target = heads / TARGET_FOLDER
-    if not target.is_dir():
-        return None
-    return MERGED if adapted_model(target) is None else ADAPTER
 
 
 def check_format(source: Path, format: str, type: str | None = None) -> None:

@@ -6,7 +6,6 @@ hold the token is rejected. ``huggingface_hub`` repeats what failed, and sends n
 Nothing here waits for transformers.
 """
 
-import json
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from huggingface_hub.errors import HTTPError as ClientError  # type: ignore[attr
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 from yaml import YAMLError
 
-from decoding.measure.redact import is_hub_id
 from decoding.model.hub import LOG_IN, shortened, without_login
 from trainer.files.folders import check_links
 
@@ -134,10 +132,6 @@ def _check_folder(folder: Path, token: str) -> None:
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         if path.suffix.lower() in _PICKLES:
             raise ValueError(f"{path} may be a pickle, which runs code when it is loaded: remove it, then push again")
-        if path.name == "adapter_config.json":
-            base = json.loads(path.read_bytes()).get("base_model_name_or_path")
-            if not is_hub_id(str(base)):
-                raise ValueError(f"{path} names {base}, a folder of this machine: export with --merge")
         if path.stat().st_size == 0:
             continue
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

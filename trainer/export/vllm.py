@@ -13,17 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fingerprint import files_of_tensors
-from decoding.model.folder import adapted_model
 from decoding.model.heads import CONFIG_NAME, MedusaConfig, MedusaHeads, loaded
-from decoding.model.loading import UNREADABLE, load_heads, model_folder, reason
+from decoding.model.loading import load_heads, load_model
 from decoding.model.stored import (
     WEIGHTS_NAME,
     check_tensors,
@@ -44,8 +40,6 @@ SHARED_LM_HEAD = "lm_heads.0.weight"
 _REMEDY = "export the heads again"
 _LAYER = re.compile(r"heads\.(\d+)\.blocks\.(\d+)\.linear\.(weight|bias)")
 _OUTPUT = re.compile(r"heads\.(\d+)\.lm_head\.weight")
-_OTHER_LM_HEADS = ("embed_out.weight",)
-"""Names of stored lm_heads that transformers renames when it reads them (GPT-NeoX)."""
 
 
 def vllm_name(name: str) -> str:
@@ -84,7 +78,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     if heads.config.shared_lm_head:
         state[SHARED_LM_HEAD] = _lm_head_of_target(task, heads.config)
     (folder / CONFIG_NAME).write_text(json.dumps(vllm_config(heads.config), indent=2) + "\n")
-    write_weights(folder, state, task.shard_bytes)
+    write_weights(folder, state)
     _read_config(folder)
     check_stored(state, folder)
     compared = f"{len(state)} tensors read back bit-equal under vLLM's names, biases included"
@@ -97,52 +91,16 @@ def _lm_head_of_target(task: ExportTask, config: MedusaConfig) -> Tensor:
     if task.target is None:
         raise ValueError(f"{needed}, but no provenance.json tells which target: give it as --target")
     try:
-        lm_head = read_lm_head(task.target, task.trust_remote_code)
+        model = load_model(task.target, "auto", torch.device("cpu"), task.trust_remote_code)
     except ValueError as error:
         raise ValueError(f"{needed}: {error} (or give --target, if the target is elsewhere)") from error
+    lm_head: Tensor = model.get_output_embeddings().weight.detach()
     if lm_head.shape != (config.vocab_size, config.hidden_size):
         raise ValueError(
             f"{needed}, but that of {task.target} is {tuple(lm_head.shape)} and theirs would be "
             f"{(config.vocab_size, config.hidden_size)}: give the target that they were trained on as --target"
         )
     return lm_head
-
-
-def read_lm_head(name: str, trust_remote_code: bool = False) -> Tensor:
-    """Read the weight (vocab, hidden) of the lm_head of a model in a folder or under a Hub id, as it is stored.
-
-    Tied embeddings are read from their place. For adapters it is that of the model below them. ValueError for a model
-    that is not here, or whose files hold no such weight in floats.
-    """
-    folder = model_folder(name)
-    try:
-        if (base := adapted_model(folder)) is not None:  # adapters leave the ends of the model alone
-            return read_lm_head(base, trust_remote_code)
-        stored = files_of_tensors(folder)
-        names = _lm_head_names(folder, trust_remote_code)
-    except UNREADABLE as error:
-        raise ValueError(f"the lm_head of {name!r} cannot be read: {reason(error)}") from error
-    found = next((each for each in names if each in stored), None)
-    if found is None:
-        raise ValueError(f"the weights of {name} hold no lm_head ({' or '.join(names)}): give the whole model")
-    with safe_open(stored[found], framework="pt", backend="pread") as file:
-        weight: Tensor = file.get_tensor(found)
-    if not weight.is_floating_point() or weight.itemsize < 2:
-        raise ValueError(
-            f"{stored[found]} holds {found} in {weight.dtype}: give a target whose lm_head is not quantised"
-        )
-    return weight
-
-
-def _lm_head_names(folder: Path, trust_remote_code: bool) -> list[str]:
-    """Return the names that the weight may have in the files, by the model's own code; no weights are made."""
-    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    weight = model.get_output_embeddings().weight
-    tied = [each for each, other in model.named_parameters(remove_duplicate=False) if other is weight]
-    without_prefix = [each.removeprefix(f"{model.base_model_prefix}.") for each in tied]
-    return list(dict.fromkeys((*tied, *without_prefix, *_OTHER_LM_HEADS)))
 
 
 def readers(task: ExportTask, target: CausalLM) -> Readers:

@@ -53,11 +53,8 @@ def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | N
             lock.acquire(timeout=0.0 if on_wait is None else _PATIENCE)
         except Timeout:
             if on_wait is None:
-                message, remedy = (
-                    f"{held} is being written by {_holder(path)}",
-                    "wait for its end, or give another output",
-                )
-                raise UserError(message, remedy) from None
+                message = f"{held} is being written by {_holder(path)}"
+                raise UserError(message, "wait for its end, or give another output") from None
             on_wait(f"waiting for {_holder(path)}, which writes {held}")
             lock.acquire()
         path.write_text(json.dumps(_self_description()))

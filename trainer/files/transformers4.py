@@ -35,14 +35,13 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     state_dict: dict[str, Tensor] | None = None,
-    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a model and its tokenizer as a plain transformers folder; ``state_dict`` replaces the model's own weights.
 
     Versions 4 and 5 read the same model from it, or a warning names the reason why not.
     """
     disable_progress_bar()  # the weights are written before a bar would be drawn
-    model.save_pretrained(folder, state_dict=state_dict, max_shard_size=shard_bytes)
+    model.save_pretrained(folder, state_dict=state_dict, max_shard_size=SHARD_BYTES)
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"
     stored = read_object(path, _REMEDY)

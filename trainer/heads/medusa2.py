@@ -111,7 +111,7 @@ class Medusa2Objective:
         adapters: AdaptersSection,
         steps: int,
     ) -> None:
-        _refuse_unfit(target, adapters)
+        _refuse_unfit(target)
         self._tokenizer = tokenizer
         self._section, self._adapters, self._steps, self._dtype = heads, adapters, steps, target.dtype
         self.terms = (*(f"head_{k}" for k in range(heads.num_heads)), "target")
@@ -161,24 +161,19 @@ class Medusa2Objective:
         fit_tree(self.module.heads.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
-        """Write the heads, and in ``target/`` the target they belong to: whole, or its adapters alone."""
+        """Write the heads, and in ``target/`` the target that they belong to, with the adapters merged into it."""
         heads_for_decoding(self.module.heads.heads, self._dtype).save_pretrained(folder)
-        if self._adapters.export == "adapter":
-            self._tokenizer.save_pretrained(folder / TARGET_FOLDER)
-            self.module.model.save_pretrained(str(folder / TARGET_FOLDER))
-            return
         merged = merged_weights(self.module.model)
         write_model(base_of(self.module.model), self._tokenizer, folder / TARGET_FOLDER, merged)
 
 
-def _refuse_unfit(target: CausalLM, section: AdaptersSection) -> None:
+def _refuse_unfit(target: CausalLM) -> None:
     model = target.model
     if is_spread(model):
         raise ValueError(
             "adapters train the target itself, which is spread over several devices here: launch a process on each GPU "
             "and shard the training, or train heads alone (a recipe without adapters)"
         )
-    refuse_embeddings(model, section)
     if cap := getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
         raise ValueError(
             f"the target caps its logits softly at {cap}, through which its own loss is not trained here: "
@@ -191,10 +186,7 @@ def _refuse_unfit(target: CausalLM, section: AdaptersSection) -> None:
 
 
 def with_adapters(model: PreTrainedModel, section: AdaptersSection) -> "PeftModel":
-    """Put untrained adapters, which change no output yet, into the model and freeze all its other parameters.
-
-    ValueError for modules that peft cannot adapt.
-    """
+    """Put untrained adapters, which change no output yet, into the model and freeze all its other parameters."""
     from peft import LoraConfig, get_peft_model
 
     model.requires_grad_(False)
@@ -202,24 +194,11 @@ def with_adapters(model: PreTrainedModel, section: AdaptersSection) -> "PeftMode
         r=section.rank,
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # a float is as good
         lora_dropout=section.dropout,
-        target_modules=section.modules if isinstance(section.modules, str) else list(section.modules),
+        target_modules="all-linear",  # without the lm_head
         task_type="CAUSAL_LM",
     )
-    try:
-        adapted: PeftModel = get_peft_model(model, config)
-    except ValueError as error:
-        raise ValueError(f"adapters.modules is {section.modules!r}, which peft cannot use: {error}") from error
+    adapted: PeftModel = get_peft_model(model, config)
     return adapted
-
-
-def refuse_embeddings(model: PreTrainedModel, section: AdaptersSection) -> None:
-    """Raise ValueError for an adapter on the embeddings or the lm_head, which may be tied or shared."""
-    if isinstance(section.modules, str):
-        return
-    ends = (model.get_output_embeddings(), model.get_input_embeddings())
-    names = [f".{name}" for name, module in model.named_modules() if any(module is end for end in ends)]
-    if wrong := [chosen for chosen in section.modules if any(name.endswith(f".{chosen}") for name in names)]:
-        raise ValueError(f"adapters.modules names {wrong[0]}, embeddings which may be tied or shared: leave it out")
 
 
 def base_of(model: "PeftModel") -> PreTrainedModel:

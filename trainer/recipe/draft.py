@@ -42,17 +42,14 @@ class InitSection(Section):
 
 
 class PolicySection(Section):
-    """Shares of the four sources of a step's sequences, divided by their sum. Prompts always come from the data.
+    """Shares of the three sources of a step's sequences, divided by their sum. Prompts always come from the data.
 
-    ``offline``: the data's own answers · ``target``: the target answers now · ``draft``: the draft answers (GKD,
-    2306.13649) · ``loop``: both answer together by the speculative loop, and ``loop_trains`` chooses the tokens that
-    are trained (Draft-OPD, 2605.29343). A text that is empty, or repeats itself without end, is counted, and the data's
-    own answer is trained on instead.
+    ``offline``: the data's own answers · ``target``: the target answers now · ``loop``: target and draft answer
+    together by the speculative loop, and ``loop_trains`` chooses the tokens that are trained (Draft-OPD, 2605.29343).
     """
 
     offline: Weight = 0.0
     target: Weight = 0.0
-    draft: Weight = 0.0
     loop: Weight = 0.0
     loop_trains: LoopTrains = "rejected"
     """``rejected``: the places at which the target replaced a drafted token · ``all``: the whole answer, which suits a
@@ -81,10 +78,10 @@ class PolicySection(Section):
     @property
     def generates(self) -> bool:
         """True if texts are generated during the training."""
-        return any((self.target, self.draft, self.loop))
+        return any((self.target, self.loop))
 
 
-_SOURCES = ("offline", "target", "draft", "loop")
+_SOURCES = ("offline", "target", "loop")
 
 
 class TeacherSection(Section):
@@ -155,7 +152,7 @@ class DraftSection(Section):
         if self.teacher is not None and self.policy.generates:
             raise ValueError(
                 "draft.teacher holds the target's logits on the data's own answers, but draft.policy writes others: "
-                "set draft.teacher=null, or the shares of target, draft and loop to 0"
+                "set draft.teacher=null, or the shares of target and loop to 0"
             )
         if self.teacher is not None and set(self.loss.mix) == {"cross_entropy"}:
             raise ValueError(
@@ -177,10 +174,6 @@ class DraftSection(Section):
         if given := [name for name, value in others.items() if value is not None]:
             raise ValueError(
                 f"draft.{given[0]} is for an ordinary draft: set it to null, and give sizes in draft.dspark"
-            )
-        if self.policy.draft:
-            raise ValueError(
-                "draft.policy.draft lets the draft answer alone, which a DSpark draft cannot: use target or loop"
             )
         return self
 
@@ -204,6 +197,6 @@ class DraftRecipe(TargetRecipe):
         if self.data.packing and self.draft.policy.generates:
             raise ValueError(
                 "data.packing puts several examples in one sequence, but draft.policy answers prompts one by one: "
-                "set data.packing=false, or the shares of target, draft and loop to 0"
+                "set data.packing=false, or the shares of target and loop to 0"
             )
         return self

@@ -30,13 +30,14 @@ class HeadsSection(Section):
 
 
 class AdaptersSection(Section):
-    """Medusa-2 (2401.10774, section 2.2.2): LoRA adapters (2106.09685) on the target, learnt with the heads."""
+    """Medusa-2 (2401.10774, section 2.2.2): LoRA adapters (2106.09685) on the target, learnt with the heads.
+
+    Every linear layer but the lm_head gets one.
+    """
 
     rank: Annotated[int, Field(ge=1)] = 32
     alpha: Annotated[float, Field(gt=0)] = 16.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Linear layers that get an adapter, by the end of their names; ``all-linear`` leaves the lm_head out."""
     heads_first_steps: Annotated[int, Field(ge=0)] = 0
     """Steps in which the heads alone are trained, before the adapters join."""
     base_loss: Literal["cross_entropy", "forward_kl"] = "cross_entropy"
@@ -47,8 +48,6 @@ class AdaptersSection(Section):
     heads_rate: Annotated[float, Field(gt=0)] = 4.0
     """Learning rate of the heads, their biases included, over the adapters'."""
     gradient_checkpointing: bool = True
-    export: Literal["merged", "adapter"] = "merged"
-    """Content of final/target: the whole target with the adapters merged into it, or the adapters alone."""
 
 
 StatesDtype = Literal["target", "int8"]

@@ -37,7 +37,7 @@ _ASIDE = "unreadable-"
 _ALWAYS = (
     *("name", "output", "tracking", "checkpoint", "draft.check_costs"),  # the weights do not depend on them
     *("launch", "training.micro_batch_size", "evaluation.batch_size"),
-    *("heads.tree_nodes", "draft.dspark.tree_nodes", "adapters.export"),  # apply where the artefact is written anew
+    *("heads.tree_nodes", "draft.dspark.tree_nodes"),  # apply where the artefact is written anew
 )
 """Settings that may always differ: they change nothing but rounding, or they take effect in a finished run too."""
 _WHILE_TRAINING = ("training.learning_rate", "training.mixed_precision")

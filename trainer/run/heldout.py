@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import count_steps
+from decoding.measure.measurement import count_steps
 from decoding.metrics import StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids

@@ -1,6 +1,7 @@
 """From a recipe to a finished folder: assemble, train, evaluate, write."""
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
     """
     console = console or standard_error()
     ensure_built(recipe.target_name)
-    ensure_answered(recipe.data.train)
+    ensure_built(recipe.data.train)
     precision, tracker = recipe.training.mixed_precision, tracker_of(recipe.tracking)
     accelerator = build_accelerator(precision, log_with=tracker, project_dir=recipe.output)
     agreed(lambda: check_folders(recipe))
@@ -149,34 +150,32 @@ def prepare_target(name: str) -> str:
     return quickstart.resolve(name)
 
 
-def ensure_built(target: str | None) -> None:
-    """Train the embedded default target if ``target`` names it and it is not there yet."""
-    if target is None or target.partition("/")[0] != quickstart.NAME or quickstart.is_built():
-        return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("the quickstart target is not built yet: train once with one process, which builds it first")
-    console = standard_error()
-    with hold(quickstart.folder().parent, lambda line: say(console, line)):
-        if quickstart.is_built():  # by the run that was waited for
-            return
-        run_recipe(quickstart.recipe(), console)
-    AcceleratorState._reset_state(True)  # what comes next in this process may want another precision
+def ensure_built(name: str | None) -> None:
+    """Train the embedded default target if ``name`` is its own or that of its answers, and let it write these.
 
-
-def ensure_answered(source: str) -> None:
-    """Let the embedded target, which is built already, answer its prompts if a recipe's ``source`` names the answers.
-
-    Answers that are there are not written again. ValueError with several processes, which would all write them.
+    What is there is not made again. ValueError with several processes, which would all make it.
     """
-    path = quickstart.answers()
-    if source != quickstart.ANSWERS or path.is_file():
+    if name is None or name not in (quickstart.ANSWERS, quickstart.NAME):
+        return
+    console = standard_error()
+    _make_once("target", quickstart.is_built, lambda: _train_target(console), console)
+    if name == quickstart.ANSWERS:
+        _make_once("answers", quickstart.answers().is_file, lambda: _write_answers(console), console)
+
+
+def _make_once(what: str, is_made: Callable[[], bool], make: Callable[[], None], console: Console) -> None:
+    if is_made():
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("the quickstart answers are not written yet: train once with one process, which writes them")
-    console = standard_error()
-    with hold(path.parent, lambda line: say(console, line)):
-        if not path.is_file():  # or the run that was waited for wrote them
-            _write_answers(console)
+        raise ValueError(f"the quickstart {what}: not made yet; train once with one process, which makes it first")
+    with hold(quickstart.folder().parent, lambda line: say(console, line)):
+        if not is_made():  # by the run that was waited for
+            make()
+
+
+def _train_target(console: Console) -> None:
+    run_recipe(quickstart.recipe(), console)
+    AcceleratorState._reset_state(True)  # what comes next in this process may want another precision
 
 
 def _write_answers(console: Console) -> None:

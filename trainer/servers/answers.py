@@ -1,9 +1,18 @@
 """Requests to a served model and its answers, as plain values: read by those who compare, without `openai`."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from decoding.errors import UserError
+from decoding.model.loading import first_line
+
+CONTROLS = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Controls that a server may have by default from the model's generation config, switched off.
+
+vLLM, SGLang and llama.cpp all take -1 for no top-k; SGLang refuses 0.
+"""
 Prompt = str | tuple[int, ...] | tuple[Mapping[str, str], ...]
 """Text or token ids to continue, or the messages of a chat."""
 
@@ -27,7 +36,8 @@ class Completion(NamedTuple):
     """A served model's answer. Fields of tokens are None if the server does not report them.
 
     ``token_ids`` may hold the end of the text as their last entry or leave it out: servers differ. ``prompt_ids``: the
-    prompt as the server read it. ``prompt_tokens`` and ``tokens`` are the lengths of prompt and answer.
+    prompt as the server read it. ``prompt_tokens`` and ``tokens`` are the lengths of prompt and answer. ``message`` is
+    that of a chat, as it was sent. ``model``: the server's name for what answered.
     """
 
     text: str
@@ -36,3 +46,46 @@ class Completion(NamedTuple):
     finish_reason: str | None
     prompt_tokens: int | None = None
     tokens: int | None = None
+    message: Mapping[str, Any] = {}
+    model: str | None = None
+
+
+def read_completion(sent: str) -> Completion:
+    """Return the answer in what a server sent; UserError for what is no completion."""
+    try:
+        found = json.loads(sent)
+    except json.JSONDecodeError as error:
+        raise UserError(f"the endpoint sent what is not JSON ({first_line(error)})", "check --endpoint") from None
+    choices = found.get("choices") if isinstance(found, dict) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(choice, dict):
+        raise UserError("what the endpoint sent is no completion", "check --endpoint and --model")
+    message = message if isinstance(message := choice.get("message"), dict) else {}
+    text = message.get("content") if message else choice.get("text")
+    logprobs = told if isinstance(told := choice.get("logprobs"), dict) else {}
+    content = [entry for entry in logprobs.get("content") or () if isinstance(entry, dict)]
+    ids = _integers(choice.get("token_ids")) or _integers(choice.get("tokens"))
+    ids = ids or _integers([entry.get("id") for entry in content])  # llama.cpp's place for them
+    return Completion(
+        text=text if isinstance(text, str) else "",
+        token_ids=ids,
+        prompt_ids=_integers(choice.get("prompt_token_ids")) or _integers(found.get("prompt_token_ids")),
+        finish_reason=choice.get("finish_reason"),
+        prompt_tokens=_count(found.get("usage"), "prompt_tokens"),
+        tokens=_count(found.get("usage"), "completion_tokens") if ids is None else len(ids),
+        message=message,
+        model=found.get("model"),
+    )
+
+
+def _count(usage: Any, name: str) -> int | None:
+    """Return a number of tokens in an answer's usage."""
+    tokens = usage.get(name) if isinstance(usage, dict) else None
+    return tokens if type(tokens) is int else None
+
+
+def _integers(values: Any) -> tuple[int, ...] | None:
+    """Return a list of token ids as a tuple; None for anything else, an empty list included."""
+    if not isinstance(values, list) or not values or not all(type(value) is int for value in values):
+        return None
+    return tuple(values)

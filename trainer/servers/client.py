@@ -5,15 +5,12 @@ Token ids of an answer come under several names, or not at all. `/metrics` is ne
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 from openai import APIError, BadRequestError, UnprocessableEntityError
 
-from decoding.model.loading import first_line
-from trainer.servers.answers import Completion, CompletionRequest, Prompt
+from trainer.servers.answers import CONTROLS, Completion, CompletionRequest, Prompt
 from trainer.servers.connection import Connection, Endpoint
 
 Result = TypeVar("Result")
@@ -43,9 +40,7 @@ class ServedModel:
     def __enter__(self) -> "ServedModel":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._runner.run(self._client.close())
         self._runner.close()
 
@@ -73,17 +68,16 @@ class ServedModel:
         """Return the answer; a server that refuses the wish for token ids is asked without it from then on."""
         asked_for = self._extra
         try:
-            return _read(await self._send(request, asked_for))
+            return await self._send(request, asked_for)
         except _REFUSED:
             if not asked_for:
                 raise
-            found = _read(await self._send(request, {}))
+            found = await self._send(request, {})
             self._extra = {}
             return found
 
-    async def _send(self, request: CompletionRequest, extra: Mapping[str, Any]) -> str:
+    async def _send(self, request: CompletionRequest, extra: Mapping[str, Any]) -> Completion:
         body: dict[str, Any] = {
-            "model": self.served.model,
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
@@ -94,32 +88,29 @@ class ServedModel:
         if _is_chat(request.prompt):
             if request.logprobs is not None:
                 body |= {"logprobs": True, "top_logprobs": request.logprobs}
-            return await self._post("chat/completions", {**body, "messages": list(request.prompt)})
+            return await self._connection.ask({**body, "messages": list(request.prompt)})
         if request.logprobs is not None:
             body["logprobs"] = request.logprobs
         prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
-        return await self._post("completions", {**body, "prompt": prompt})
+        return await self._connection.ask({**body, "prompt": prompt})
 
     # --- what stands beside the answers ---------------------------------------------------------------------------
 
     def check_ids(self, prompt: Sequence[int]) -> bool:
         """Ask for one token after a prompt of token ids; return False, and remember it, if the server refuses."""
-        if self.takes_ids:
-            try:
-                self._run(self._answer(CompletionRequest(tuple(prompt), 1)), raw=_REFUSED)
-            except _REFUSED:
-                self.takes_ids = False
+        self.takes_ids = self.takes_ids and self._takes(CompletionRequest(tuple(prompt), 1))
         return self.takes_ids
 
-    def taken_controls(self, prompt: Prompt, controls: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask for one token with further fields, all and then each alone; return those the server does not refuse."""
-        if self._takes(prompt, controls):
-            return dict(controls)
-        return {name: value for name, value in controls.items() if self._takes(prompt, {name: value})}
+    def taken_controls(self, prompt: Prompt) -> dict[str, Any]:
+        """Ask for one token with all `CONTROLS`, and then with each alone; return those the server does not refuse."""
+        if self._takes(CompletionRequest(prompt, 1, controls=CONTROLS)):
+            return dict(CONTROLS)
+        alone = {name: CompletionRequest(prompt, 1, controls={name: value}) for name, value in CONTROLS.items()}
+        return {name: CONTROLS[name] for name, request in alone.items() if self._takes(request)}
 
-    def _takes(self, prompt: Prompt, controls: Mapping[str, Any]) -> bool:
+    def _takes(self, request: CompletionRequest) -> bool:
         try:
-            self._run(self._answer(CompletionRequest(prompt, 1, controls=controls)), raw=_REFUSED)
+            self._run(self._answer(request), raw=_REFUSED)
         except _REFUSED:
             return False
         return True
@@ -131,9 +122,6 @@ class ServedModel:
             return self._run(self._client.get(url, cast_to=str), raw=(APIError,))
         except APIError:
             return None
-
-    def _post(self, path: str, body: Mapping[str, Any]) -> Coroutine[Any, Any, str]:
-        return self._client.post(path, cast_to=str, body=body)
 
     def _run(self, work: Coroutine[Any, Any, Result], raw: tuple[type[APIError], ...] = ()) -> Result:
         """Run a coroutine; an error of the server becomes one sentence, unless it is one of ``raw``."""
@@ -148,48 +136,3 @@ class ServedModel:
 
 def _is_chat(prompt: Prompt) -> bool:
     return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
-
-
-def _object_in(sent: str) -> dict[str, Any]:
-    try:
-        found = json.loads(sent)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the endpoint sent what is no JSON: {first_line(error)}") from None
-    return found if isinstance(found, dict) else {}
-
-
-def _read(sent: str) -> Completion:
-    """Return the answer in what a server sent; ValueError for what is no completion."""
-    found = _object_in(sent)
-    choices = found.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    if not isinstance(choice, dict):
-        raise ValueError("what the endpoint sent is no completion: check --endpoint and --model")
-    message = choice.get("message")
-    text = message.get("content") if isinstance(message, dict) else choice.get("text")
-    told = choice.get("logprobs")
-    logprobs = told if isinstance(told, dict) else {}
-    content = [entry for entry in logprobs.get("content") or () if isinstance(entry, dict)]
-    ids = _integers(choice.get("token_ids")) or _integers(choice.get("tokens"))
-    ids = ids or _integers([entry.get("id") for entry in content])  # llama.cpp's place for them
-    return Completion(
-        text=text if isinstance(text, str) else "",
-        token_ids=ids,
-        prompt_ids=_integers(choice.get("prompt_token_ids")) or _integers(found.get("prompt_token_ids")),
-        finish_reason=choice.get("finish_reason"),
-        prompt_tokens=_count(found.get("usage"), "prompt_tokens"),
-        tokens=_count(found.get("usage"), "completion_tokens") if ids is None else len(ids),
-    )
-
-
-def _count(usage: Any, name: str) -> int | None:
-    """Return a number of tokens in an answer's usage."""
-    tokens = usage.get(name) if isinstance(usage, dict) else None
-    return tokens if type(tokens) is int else None
-
-
-def _integers(values: Any) -> tuple[int, ...] | None:
-    """Return a list of token ids as a tuple; None for anything else, an empty list included."""
-    if not isinstance(values, list) or not values or not all(type(value) is int for value in values):
-        return None
-    return tuple(values)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from decoding.errors import UserError
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import is_dspark_folder, read_config
+from decoding.model.dspark_config import is_dspark_folder, read_config
 from decoding.model.loading import UNREADABLE, check_same_tokenizer, load_tokenizer, reason
 from decoding.model.stored import read_object
 from trainer.files.server_traps import misread, other_size, taken_over, too_few_positions, trimmed
@@ -88,18 +88,10 @@ def _other_dspark(served: Path, trained: Path) -> list[Difference]:
         theirs, ours = (vars(replace(read_config(folder), tree=())) for folder in (served, trained))
     except ValueError as error:
         return [(f"the draft's config.json cannot be read: {error}", _REMEDY)]
-    stored = read_object(served / "config.json", _REMEDY)
-    causal = [key for key in ("is_causal", "causal") if {**stored, **(stored.get("dflash_config") or {})}.get(key)]
     return [
-        *(
-            (f"the served draft has {key} {theirs[key]} where {ours[key]} was trained with", _REMEDY)
-            for key in ours
-            if theirs[key] != ours[key]
-        ),
-        *(
-            (f"the served draft has {key} true, and its block was trained to attend to all of it", _REMEDY)
-            for key in causal
-        ),
+        (f"the served draft has {key} {theirs[key]} where {ours[key]} was trained with", _REMEDY)
+        for key in ours
+        if theirs[key] != ours[key]
     ]
 
 

@@ -1,8 +1,10 @@
 """A connection to a served model: its address and key checked, its errors in one line without the key."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from openai import (
@@ -20,6 +22,7 @@ from pydantic import HttpUrl, ValidationError
 
 from decoding.errors import UserError
 from decoding.model.loading import first_line
+from trainer.servers.answers import Completion, read_completion
 
 RETRIES = 5
 """Times that `openai`'s client repeats a request that may succeed later, with growing delays between them."""
@@ -62,6 +65,11 @@ class Connection:
             # prompt follows a redirect, which may lead to another host.
             http_client=DefaultAsyncHttpxClient(trust_env=not _is_here(self.address), follow_redirects=False),
         )
+
+    async def ask(self, body: Mapping[str, Any]) -> Completion:
+        """Send a request with ``messages`` or a ``prompt``; APIError, and UserError for an answer that is none."""
+        path = "chat/completions" if "messages" in body else "completions"
+        return read_completion(await self.client.post(path, cast_to=str, body={"model": self.endpoint.model, **body}))
 
     @property
     def host(self) -> str:

@@ -7,25 +7,20 @@ their folders, and acceptance by a metrics page from elsewhere. A later differen
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.evaluate import measure_acceptance
+from decoding.measure.measurement import count_steps
 from decoding.measure.proof.finding import Finding, undecided
 from decoding.measure.proof.reference import Reference
+from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
-from trainer.servers.acceptance import (
-    ACCEPTANCE,
-    SAMPLING,
-    LoopAcceptance,
-    compare_acceptance,
-    compare_sampling,
-)
-from trainer.servers.answers import Completion, CompletionRequest
+from trainer.servers.acceptance import ACCEPTANCE, SAMPLING, LoopAcceptance, compare_acceptance, compare_sampling
+from trainer.servers.answers import CONTROLS, Completion, CompletionRequest
 from trainer.servers.configs import compare_settings, compare_vocabularies
 from trainer.servers.counters import Counts, parse_counts
 from trainer.servers.rendered import TEMPLATE, HeldOutPrompt, ask_rendered, compare_rendered
@@ -42,13 +37,6 @@ _NO_COUNTS = (
     "the server shows no counts of speculation: start it with speculation and metrics (SGLang --enable-metrics, "
     "llama.cpp --metrics), or name its page with --metrics"
 )
-
-_CONTROLS = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Controls that a server may have by default from the model's generation config, switched off above temperature 0.
-
-vLLM, SGLang and llama.cpp all take -1 for no top-k; SGLang refuses 0. Greedy requests keep the server's own: its
-penalties show in the greedy text.
-"""
 
 Page = Callable[[], str | None]
 """Function that reads the server's metrics page; None without one."""
@@ -149,10 +137,10 @@ def _ask(
         prompt.ids if as_ids else prompt.text if prompt.messages is None else tuple(prompt.messages)
         for prompt in replay.heldout
     ]
-    controls, note = {}, ""
-    if temperature > 0:
-        controls = served.taken_controls(sent[0], _CONTROLS)
-        refused = [name for name in _CONTROLS if name not in controls]
+    controls, note = dict[str, Any](), ""
+    if temperature > 0:  # greedy requests keep the server's own: its penalties show in the greedy text
+        controls = served.taken_controls(sent[0])
+        refused = [name for name in CONTROLS if name not in controls]
         note = f" (it takes no {' and no '.join(refused)}: its own may be in force)" if refused else ""
     before = _page_counts(page)
     requests = [
@@ -198,7 +186,7 @@ def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool) -> Lo
     tokens = replay.speculator.chain_length(counts.tokens or replay.speculator.named.tokens or per_draft)
     config = replace(replay.config, sampling=SamplingConfig(temperature=counted.temperature))
     drafter = replay.speculator.chain(tokens, sampled)
-    found = measure_acceptance(replay.target, drafter, replay.prompts, config, _BATCH)
+    found = acceptance(count_steps(replay.target, drafter, replay.prompts, config, _BATCH))
     if not found.passes:
         raise ValueError("every text ended with its first token: give prompts to be answered")
     return LoopAcceptance(found, tokens, len(replay.prompts))

@@ -8,17 +8,16 @@ import asyncio
 import json
 from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from openai import APIConnectionError, APIError, APITimeoutError, BaseModel, omit
-from openai.types.chat import ChatCompletion, ChatCompletionMessageParam, ChatCompletionToolParam
+from openai import APIConnectionError, APIError, APITimeoutError
 
 from decoding.errors import UserError, check_once
 from decoding.generate import DecodingConfig
-from decoding.model.loading import first_line
 from trainer.data.answers import AnsweredConversation, FailedConversation, Outcome, Problem
 from trainer.data.chat import whole_characters
 from trainer.data.conversations import AnswerKey, Message, OpenConversation, answer_message, is_empty
+from trainer.servers.answers import Completion
 from trainer.servers.connection import Connection, Endpoint
 
 HOPELESS = 50
@@ -126,9 +125,9 @@ class EndpointBackend:
         problems, unreached = list[str](), 0
         for connection in sorted(in_turn, key=self._unreached.__contains__):
             try:
-                completion = await self._request(connection, conversation, answers)
-            except json.JSONDecodeError as error:
-                problems.append(f"the endpoint sent what is not JSON: {first_line(error)}")
+                completion = await connection.ask(self._request(conversation, answers))
+            except UserError as error:
+                problems.append(error.message)
             except APIError as error:
                 if fatal := connection.fatal(error):
                     raise fatal from None
@@ -146,36 +145,28 @@ class EndpointBackend:
             ) from None
         raise _NoAnswer("failed", "; ".join(problems))
 
-    async def _request(
-        self, connection: Connection, conversation: OpenConversation, answers: Sequence[Message]
-    ) -> ChatCompletion:
-        """Ask an endpoint; the seed follows from the conversation and the turn, not from the endpoint."""
+    def _request(self, conversation: OpenConversation, answers: Sequence[Message]) -> dict[str, Any]:
+        """Return a request; its seed follows from the conversation and the turn, not from the endpoint."""
         config = self._config
-        return await connection.client.chat.completions.create(
-            model=connection.endpoint.model,
-            messages=cast(list[ChatCompletionMessageParam], conversation.open_after(answers)),
-            tools=cast(list[ChatCompletionToolParam], conversation.tools) if conversation.tools else omit,
-            temperature=config.sampling.temperature,
-            top_p=config.sampling.top_p,
-            max_tokens=config.max_new_tokens,
-            seed=(config.seed + conversation.index + _TURNS_APART * len(answers)) % 2**31,
-        )
+        body = {
+            "messages": conversation.open_after(answers),
+            "temperature": config.sampling.temperature,
+            "top_p": config.sampling.top_p,
+            "max_tokens": config.max_new_tokens,
+            "seed": (config.seed + conversation.index + _TURNS_APART * len(answers)) % 2**31,
+        }
+        return {**body, "tools": conversation.tools} if conversation.tools else body
 
 
-def _read(completion: ChatCompletion) -> _Reply:
-    """Return the reply in a completion; neither the endpoint nor the client promises that it keeps to the schema."""
-    choices: Any = getattr(completion, "choices", None)
-    message = getattr(choices[0], "message", None) if isinstance(choices, list) and choices else None
-    if not isinstance(message, BaseModel):
-        raise _NoAnswer("failed", "what the endpoint sent is no completion")
-    held = message.to_dict(mode="python", warnings=False)
-    truncated = getattr(choices[0], "finish_reason", None) == "length"
+def _read(completion: Completion) -> _Reply:
+    """Return the reply in a completion; no endpoint promises that it keeps to the schema."""
+    truncated = completion.finish_reason == "length"
 
     def text(*names: str) -> str:
-        found = (value for name in names if isinstance(value := held.get(name), str) and value.strip())
-        return whole_characters(next(found, ""), truncated)
+        held = (value for name in names if isinstance(value := completion.message.get(name), str) and value.strip())
+        return whole_characters(next(held, ""), truncated)
 
-    calls = called if isinstance(called := held.get("tool_calls"), list) else None
+    calls = called if isinstance(called := completion.message.get("tool_calls"), list) else None
     reasoning = text("reasoning_content", "reasoning")
     answer = answer_message(text("content"), reasoning_content=reasoning, tool_calls=calls)
     if is_empty(answer):
@@ -184,5 +175,4 @@ def _read(completion: ChatCompletion) -> _Reply:
         json.dumps(answer, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # neither the next request nor a row for training can hold it
         raise _NoAnswer("failed", f"the answer holds half a character ({error.reason})") from error
-    tokens, model = getattr(completion.usage, "completion_tokens", None), getattr(completion, "model", None)
-    return _Reply(answer, tokens if isinstance(tokens, int) else 0, truncated, model)
+    return _Reply(answer, completion.tokens or 0, truncated, completion.model)

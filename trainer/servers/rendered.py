@@ -56,9 +56,9 @@ def compare_rendered(
             return problem(TEMPLATE, found, remedy, ours=list(prompt.ids), server=list(server.ids))
         if server.length is not None and server.length != len(prompt.ids):
             found = f"the server reads a prompt of {server.length} tokens where it has {len(prompt.ids)} here"
-            likely = [each for each in _variants(prompt, tokenizer) if len(each.ids) == server.length]
+            likely = [(name, remedy) for name, remedy, ids in _variants(prompt, tokenizer) if len(ids) == server.length]
             if len(likely) == 1:
-                return problem(TEMPLATE, f"{found}, as one that {likely[0].name}", likely[0].remedy)
+                return problem(TEMPLATE, f"{found}, as one that {likely[0][0]}", likely[0][1])
             return problem(TEMPLATE, found, "compare chat template, system prompt and thinking mode with the server's")
         compared += server.length is not None
     if not compared:
@@ -67,23 +67,15 @@ def compare_rendered(
     return ok(TEMPLATE, f"{compared} prompts have the same {'token ids' if by_ids else 'number of tokens'}")
 
 
-class _Variant(NamedTuple):
-    """Another way to render a prompt, and what to do about a server that renders it so."""
-
-    name: str
-    remedy: str
-    ids: tuple[int, ...]
-
-
-def _variants(prompt: HeldOutPrompt, tokenizer: PreTrainedTokenizerBase) -> Iterator[_Variant]:
-    """Yield the renderings that are known to be mistaken for one another."""
+def _variants(prompt: HeldOutPrompt, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield the renderings that are known to be mistaken for one another: what each does, its remedy, and its ids."""
     bos = tokenizer.bos_token_id
+    if bos is not None and prompt.ids[:1] == (bos,):
+        yield f"lacks the BOS ({bos})", "serve the tokenizer that was trained with", prompt.ids[1:]
     if bos is not None:
         once = "let one of template and tokenizer add it: send the rendered text with add_special_tokens false"
-        twice = prompt.ids[:1] == (bos,)
-        yield _Variant(f"begins with BOS ({bos}){' twice' if twice else ''}", once, (int(bos), *prompt.ids))
-        if twice:
-            yield _Variant(f"lacks the BOS ({bos})", "serve the tokenizer that was trained with", prompt.ids[1:])
+        twice = " twice" if prompt.ids[:1] == (bos,) else ""
+        yield f"begins with BOS ({bos}){twice}", once, (int(bos), *prompt.ids)
     if prompt.messages is None or tokenizer.chat_template is None:
         return
 
@@ -92,16 +84,16 @@ def _variants(prompt: HeldOutPrompt, tokenizer: PreTrainedTokenizerBase) -> Iter
         return tuple(rendered["input_ids"])
 
     ask = "let the server add the generation prompt (add_generation_prompt true), or send the conversation to its chat"
-    yield _Variant("lacks the generation prompt", ask, render(add_generation_prompt=False))
-    for thinking in (True, False):
+    yield "lacks the generation prompt", ask, render(add_generation_prompt=False)
+    for mode, here in (("on", "false"), ("off", "true")):
         remedy = (
-            "use one mode in training and serving: chat_template_kwargs {'enable_thinking': "
-            f"{'false' if thinking else 'true'}}} in the request makes the server render as here"
+            "use one mode in training and serving: chat_template_kwargs "
+            f"{{'enable_thinking': {here}}} in the request makes the server render as here"
         )
-        ids = render(add_generation_prompt=True, enable_thinking=thinking)
-        yield _Variant(f"has the thinking mode {'on' if thinking else 'off'}", remedy, ids)
+        ids = render(add_generation_prompt=True, enable_thinking=mode == "on")
+        yield f"has the thinking mode {mode}", remedy, ids
     plain = encode_prompt(prompt.messages, tokenizer, chat=False)
-    yield _Variant("has no chat template around it", "serve the target's chat template (--chat-template)", plain)
+    yield "has no chat template around it", "serve the target's chat template (--chat-template)", plain
 
 
 def _explained(prompt: HeldOutPrompt, server: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
@@ -113,9 +105,9 @@ def _explained(prompt: HeldOutPrompt, server: tuple[int, ...], tokenizer: PreTra
         text = str(tokenizer.decode(list(tokens[index : index + _CONTEXT])))
         shown.append(f"{tokens[index]} ({text!r}…)" if index < len(tokens) else "missing (the prompt ends)")
     where = f"behind {before!r}, token {index} is {shown[0]}, here {shown[1]}"
-    for variant in _variants(prompt, tokenizer):
-        if variant.ids == server:
-            return f"the server's prompt {variant.name}: {where}", variant.remedy
+    for name, remedy, ids in _variants(prompt, tokenizer):
+        if ids == server:
+            return f"the server's prompt {name}: {where}", remedy
     rest = prompt.ids[index:]
     if len(server) > len(prompt.ids) and server[len(server) - len(rest) :] == rest:
         added = server[index : len(server) - len(rest)]

@@ -1,13 +1,13 @@
 """A served model that writes texts to be proved: its answers as the target's token ids."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.measure.proof.reference import EngineText, Reference
-from trainer.servers.answers import Completion, CompletionRequest
+from trainer.servers.answers import CONTROLS, Completion, CompletionRequest
 from trainer.servers.client import ServedModel
 
 Source = Literal["token ids", "token ids beside the log-probabilities", "texts alone, tokenized again here"]
@@ -32,9 +32,8 @@ class ServedWriter:
         self._served, self._reference, self._tokenizer = served, reference, tokenizer
         self.on_answer = on_answer
         self.takes_ids = served.check_ids(prompt)
-        wanted = self._controls(greedy=True)
-        taken = served.taken_controls(self._prompt_to_send(prompt), wanted)
-        self.refused_controls = tuple(name for name in wanted if name not in taken)
+        self._controls = served.taken_controls(self._prompt_to_send(prompt))
+        self.refused_controls = tuple(name for name in CONTROLS if name not in self._controls)
         if "top_k" in self.refused_controls and reference.sampling.top_k:
             raise UserError("the server takes no top_k", "leave --top-k out")
         self.source: Source = "token ids"
@@ -56,7 +55,7 @@ class ServedWriter:
         """Ask for each prompt's continuation, with a seed of its own."""
         sampling = self._reference.sampling
         temperature, top_p = (0.0, 1.0) if greedy else (sampling.temperature, sampling.top_p)
-        controls = {name: at for name, at in self._controls(greedy).items() if name not in self.refused_controls}
+        controls = self._controls if greedy or not sampling.top_k else {**self._controls, "top_k": sampling.top_k}
         requests = [
             CompletionRequest(
                 self._prompt_to_send(prompt), max_new_tokens, temperature, top_p, seed + index, self._logprobs, controls
@@ -68,11 +67,6 @@ class ServedWriter:
             EngineText(self._read(prompt, answer), self._tokens(answer))
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
-
-    def _controls(self, greedy: bool) -> dict[str, Any]:
-        """Return the controls of a request: servers may have others by default, from the model's generation config."""
-        top_k = 0 if greedy else self._reference.sampling.top_k
-        return {"top_k": top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
     def _answer(self, prompt: tuple[int, ...], logprobs: int | None) -> Completion:
         return self._served.many([CompletionRequest(self._prompt_to_send(prompt), 2, logprobs=logprobs)])[0]

@@ -165,5 +165,5 @@ def ensure_features(
     """
     identity = FeatureIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section)
     folder = Path(section.folder)
-    ensure_store(FeatureWriter(target.model, identity), examples, folder, section.shard_tokens, process)
-    return FeatureStore.open(folder, identity, verify=False)  # each process has verified its share
+    layout = ensure_store(FeatureWriter(target.model, identity), examples, folder, section.shard_tokens, process)
+    return FeatureStore(folder, identity, layout)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -132,30 +132,23 @@ MadeFrom = TypeVar("MadeFrom", bound=Identity)
 
 
 class Store(Generic[MadeFrom]):
-    """A folder to read, memory-mapped: only the rows of a batch are copied."""
+    """A whole folder to read, memory-mapped: only the rows of a batch are copied. ``layout``: by `ensure_store`.
+
+    UserError for a folder that the machines of a run do not share.
+    """
 
     def __init__(self, folder: Path, identity: MadeFrom, layout: ShardLayout) -> None:
         self._folder = folder
         self.identity = identity
         self._layout = layout
         self._files: dict[str, Any] = {}
-
-    @classmethod
-    def open(cls, folder: Path, identity: MadeFrom, verify: bool = True) -> Self:
-        """Open a folder; UserError unless it is complete and of this identity.
-
-        ``verify`` reads every file and compares its digest; a folder that `ensure_store` has just checked needs none.
-        """
-        found = _read_manifest(folder, identity)
-        if found is None:
-            raise UserError(f"{folder} holds no {identity.noun} (no {MANIFEST})", _remedy(identity))
-        files = _files(identity, found)
-        if missing := [name for name in files if not is_whole(folder / name, _stamp(identity, found), verify)]:
-            raise UserError(
-                f"{folder} has {len(missing)} of {len(files)} files missing or damaged, {missing[0]} first",
-                f"{_remedy(identity)}, which leaves the other files as they are",
-            )
-        return cls(folder, identity, found)
+        stamp = _stamp(identity, layout)
+        for name in _files(identity, layout):
+            if not is_whole(folder / name, stamp, verify=False):
+                raise UserError(
+                    f"{folder} has no {name} here, which another process wrote",
+                    f"name a folder that all machines share in {identity.setting}",
+                )
 
     def _weight(self, name: str) -> Tensor:
         """Return a tensor that belongs to no example."""
@@ -176,10 +169,6 @@ class Store(Generic[MadeFrom]):
         if name not in self._files:
             self._files[name] = safe_open(self._folder / name, framework="pt")
         return self._files[name]
-
-
-def _remedy(identity: Identity) -> str:
-    return f"train a recipe whose {identity.setting} names this folder"
 
 
 def _files(identity: Identity, layout: ShardLayout) -> list[str]:
@@ -230,25 +219,18 @@ def _read_manifest(folder: Path, identity: Identity) -> ShardLayout | None:
 
 def ensure_store(
     writer: Writer, examples: Sequence[Example], folder: Path, shard_rows: int, process: Process = ALONE
-) -> None:
-    """Write the missing and the damaged files of a folder for these examples; whole files stay untouched.
+) -> ShardLayout:
+    """Write the missing and the damaged files of a folder for these examples; return the layout of the whole folder.
 
-    May be killed at any time and called again. Every process calls this and writes its own shards; each waits for the
-    others, and for another run that writes the same folder. UserError for a folder of another identity, and for a disk
-    that is too small.
+    Whole files stay untouched. May be killed at any time and called again. Every process calls this and writes its own
+    shards; each waits for the others, and for another run that writes the same folder. UserError for a folder of
+    another identity, and for a disk that is too small.
     """
     with ExitStack() as held:
-        on_first(lambda: _hold(held, writer.identity, folder, process))
+        on_first(lambda: held.enter_context(hold(folder, process.say)))
         layout = agreed(lambda: _begin(writer.identity, examples, folder, shard_rows, process))
         agreed(lambda: _write_missing(writer, examples, folder, layout, process), patient=True)
-
-
-def _hold(held: ExitStack, identity: Identity, folder: Path, process: Process) -> None:
-    """Lock a folder against other runs; a whole folder may lie on a disk where no lock can be written."""
-    try:
-        held.enter_context(hold(folder, process.say))
-    except OSError:
-        Store.open(folder, identity, verify=False)
+    return layout
 
 
 def _begin(

@@ -190,5 +190,5 @@ def ensure_teacher_cache(
     """
     identity = TeacherIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section, temperature)
     folder = Path(section.folder)
-    ensure_store(TeacherWriter(target.model, identity), examples, folder, section.shard_tokens, process)
-    return TeacherStore.open(folder, identity, verify=False)  # each process has verified its share
+    layout = ensure_store(TeacherWriter(target.model, identity), examples, folder, section.shard_tokens, process)
+    return TeacherStore(folder, identity, layout)

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Container, Generator, Iterable
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.style import Style
@@ -55,25 +55,14 @@ def show_steps(
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-class PlainSpeed(NamedTuple):
-    """Measured speed of plain decoding; ``origin`` says on what."""
-
-    tokens_per_second: float
-    origin: str = ""
-
-
-def summary(tally: Tally, plain: PlainSpeed | None, name: str) -> str:
-    """Return one line: tokens per target pass, tokens/s, speed-up; ``name`` is that of the drafter with its label."""
+def summary(tally: Tally, name: str) -> str:
+    """Return one line: tokens per target pass and tokens/s; ``name`` is that of the drafter with its label."""
     if not tally.passes:
         return f"{name}: no token behind the prefill"
-    line = (
+    return (
         f"{name}: {tally.tokens_per_pass:.2f} tokens per target pass "
         f"({tally.accepted} of {tally.tokens} tokens drafted), {tally.tokens_per_second:.0f} tokens/s"
     )
-    if plain is not None:
-        gain = tally.tokens_per_second / plain.tokens_per_second
-        line += f", {gain:.2f}× plain decoding ({plain.tokens_per_second:.0f} tokens/s{plain.origin})"
-    return line
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------

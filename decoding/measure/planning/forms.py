@@ -38,11 +38,6 @@ class Family:
     def depth(self) -> int:
         return self.drafter.max_depth
 
-    @property
-    def label(self) -> str:
-        """Name in pictures, without a size where that is free."""
-        return self.drafter.label if self.kind == "fixed" else self.drafter.name
-
     def chain(self, depth: int) -> DrafterSpec:
         """Return the spec of a chain of ``depth`` tokens."""
         if self.kind == "tree":

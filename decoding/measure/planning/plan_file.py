@@ -16,7 +16,7 @@ from decoding.model.hub import short_name
 from decoding.model.stored import read_object
 
 FORMAT = "headstart plan 1"
-_KEYS = frozenset({"cells", "curves", "drafters", "dtype", "fingerprints", "hardware", "temperature", "text_tokens"})
+_KEYS = frozenset({"cells", "curves", "drafters", "dtype", "fingerprints", "hardware", "temperature"})
 _REMEDY = "make one with `headstart plan`"
 
 
@@ -82,28 +82,17 @@ class Plan:
         """The batch sizes that were planned for."""
         return sorted({cell["batch_size"] for cell in self.content["cells"]})
 
-    def choice(self, batch_size: int, context: int | None = None) -> dict[str, Any] | None:
-        """Return the choice with the greatest speed-up in the nearest cell; None if plain decoding is as fast.
-
-        ``context``: the tokens of the prompt; None takes the prompts of the plan at their own lengths.
-        """
-        choices = self._cell(batch_size, context)["choices"]
-        found: dict[str, Any] = max((choice["best"] for choice in choices), key=lambda best: best["speedup"])
+    def choice(self, batch_size: int) -> dict[str, Any] | None:
+        """Return the choice with the greatest speed-up at the nearest batch size; None if plain decoding is as fast."""
+        found: dict[str, Any] = max(
+            (choice["best"] for choice in self._choices(batch_size)), key=lambda best: best["speedup"]
+        )
         return found if found["speedup"] >= LEAST_GAIN else None
 
-    def _cell(self, batch_size: int, context: int | None) -> dict[str, Any]:
-        """Return the nearest cell: first by the batch size, then by the context, both as ratios."""
-
-        def distance(cell: Mapping[str, Any]) -> tuple[float, float]:
-            planned = cell["context"]
-            if context is None:
-                far = 0.0 if planned is None else math.inf
-            else:
-                far = abs(math.log((planned or self.content["text_tokens"]) / max(context, 1)))
-            return abs(math.log(cell["batch_size"] / batch_size)), far
-
-        found: dict[str, Any] = min(self.content["cells"], key=distance)
-        return found
+    def _choices(self, batch_size: int) -> list[dict[str, Any]]:
+        nearest = min(self.content["cells"], key=lambda cell: abs(math.log(cell["batch_size"] / batch_size)))
+        choices: list[dict[str, Any]] = nearest["choices"]
+        return choices
 
     def drafter_of(self, fingerprint: str) -> dict[str, Any]:
         """Return the plan's drafter with these weights; ValueError if there is none.
@@ -118,8 +107,6 @@ class Plan:
         found: dict[str, Any] = min(with_them, key=lambda each: each["kind"] == "fixed")
         return found
 
-    def best_of(self, spec: str, batch_size: int = 1) -> dict[str, Any]:
-        """Return the choice of one drafter, by its spec in the plan, for prompts at their own lengths."""
-        choices = self._cell(batch_size, None)["choices"]
-        found: dict[str, Any] = next(choice for choice in choices if choice["drafter"] == spec)
-        return found
+    def best_of(self, spec: str) -> dict[str, Any]:
+        """Return the choice of one drafter, by its spec in the plan, for one text at a time."""
+        return next(choice for choice in self._choices(1) if choice["drafter"] == spec)

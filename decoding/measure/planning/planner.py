@@ -1,10 +1,9 @@
-"""The plan: measure acceptance and costs, choose at every batch size and context, and say what to expect."""
+"""The plan: measure acceptance and costs, choose at every batch size, and say what to expect."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, cycle, islice
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
@@ -17,7 +16,6 @@ from decoding.measure.planning.step_costs import (
     best,
     depth_by_batch_size,
     survey_steps,
-    with_tokens,
 )
 from decoding.metrics import StepCount, tokens_per_pass
 from decoding.model.causal_lm import CausalLM
@@ -30,19 +28,13 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """New tokens of the measured passes; the sizes of the trees that are tried, the root included, but for the first."""
 _LEAST_TO_SPLIT = 8
 """Prompts from which on trees are chosen on one half of them and judged on the other."""
-_LEAST_ROOM = 48
-"""New tokens that a context must leave room for."""
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Settings of a plan. ``contexts`` are measured besides the prompts' own lengths, if target and drafts hold them.
-
-    ``seconds`` bounds each measurement of costs: one for every drafter, batch size and context.
-    """
+    """Settings of a plan. ``seconds`` bounds each measurement of costs: one for every drafter and batch size."""
 
     batch_sizes: tuple[int, ...] = (1, 8)
-    contexts: tuple[int, ...] = ()
     temperature: float = 0.0
     max_new_tokens: int = 96
     most_nodes: int = 64
@@ -61,20 +53,13 @@ class PlanConfig:
         return DecodingConfig(self.max_new_tokens, sampling, eos_token_ids=self.eos_token_ids)
 
 
-class PlanCell(NamedTuple):
-    """A cell of the plan. ``context``: the tokens before a step; None: prompts at their own lengths."""
-
-    batch_size: int
-    context: int | None
-
-
 @dataclass
 class MeasuredFamily:
-    """A family with its measured acceptance, its candidates, and the costs of its steps in every cell."""
+    """A family with its measured acceptance, its candidates, and the costs of its steps at every batch size."""
 
     family: Family
     candidates: list[Candidate]
-    costs: dict[PlanCell, StepCosts] = field(default_factory=dict)
+    costs: dict[int, StepCosts] = field(default_factory=dict)
 
     @property
     def chains(self) -> list[Candidate]:
@@ -84,7 +69,7 @@ class MeasuredFamily:
 class Planner:
     """The measurements of one plan. ``advance`` is called after each of `steps` pieces of work, for a progress bar.
 
-    Prompts that the target or a drafter cannot hold with their new tokens are left out, and so are such contexts.
+    Prompts that the target or a drafter cannot hold with their new tokens are left out.
     """
 
     def __init__(
@@ -94,36 +79,28 @@ class Planner:
         specs: Sequence[DrafterSpec],
         prompts: Sequence[Sequence[int]],
         config: PlanConfig,
-        advance: Callable[[], Any] = lambda: None,
     ) -> None:
         """ValueError, before anything is measured, if no prompt fits."""
-        self.target, self.load, self.config, self.advance = target, load, config, advance
+        self.target, self.load, self.config = target, load, config
+        self.advance: Callable[[], Any] = lambda: None
         self.families = [family_of(spec, load, config.most_nodes, config.deepest) for spec in specs]
         limits = [target.max_positions, *(family.drafter.max_positions for family in self.families)]
-        self._longest = min((limit for limit in limits if limit is not None), default=None)
-        self.prompts = self.fitting(prompts)
+        longest = min((limit for limit in limits if limit is not None), default=None)
+        self.prompts = [each for each in prompts if longest is None or len(each) + config.max_new_tokens <= longest]
         if not self.prompts:
             raise ValueError(
-                f"no prompt fits with {config.max_new_tokens} new tokens into the {self._longest} that target and "
+                f"no prompt fits with {config.max_new_tokens} new tokens into the {longest} that target and "
                 "drafters can hold: give shorter prompts, or lower --max-new-tokens"
             )
-        contexts = [each for each in config.contexts if self._longest is None or each + _LEAST_ROOM <= self._longest]
-        self.left_out = [context for context in config.contexts if context not in contexts]
-        self.cells = [PlanCell(rows, context) for context in (None, *contexts) for rows in config.batch_sizes]
         split = len(self.prompts) >= _LEAST_TO_SPLIT
         self._halves = (self.prompts[::2], self.prompts[1::2]) if split else (self.prompts, self.prompts)
         self._text_tokens = round(fmean(map(len, self.prompts)) + config.max_new_tokens / 2)
         self._tokens: dict[str, float] = {}
 
-    def fitting(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Return the prompts that the target and every drafter hold with their new tokens."""
-        longest, new = self._longest, self.config.max_new_tokens
-        return [prompt for prompt in prompts if longest is None or len(prompt) + new <= longest]
-
     @property
     def steps(self) -> int:
-        """Pieces of work: a family's acceptance, a cell's curve, a cell's steps with a family, a cell's choices."""
-        return len(self.families) + len(self.cells) * (2 + len(self.families))
+        """Pieces of work: each family's acceptance; by batch size the curve, each family's steps, the choices."""
+        return len(self.families) + len(self.config.batch_sizes) * (2 + len(self.families))
 
     def run(self) -> dict[str, Any]:
         """Measure and choose; return the plan's figures as JSON values (see `decoding.measure.planning.plan_file`)."""
@@ -132,14 +109,16 @@ class Planner:
             measured.append(self.measure(family))
             self.advance()
         curves, choices = [], []
-        for cell in self.cells:
-            curve = self.curve(cell)
-            curves.append({**cell._asdict(), "seconds": {str(size): value for size, value in curve.items()}})
+        for rows in self.config.batch_sizes:
+            curve = self.curve(rows)
+            curves.append({"batch_size": rows, "seconds": {str(size): value for size, value in curve.items()}})
             self.advance()
             for each in measured:
-                each.costs[cell] = self.costs(each.family, cell, curve)
+                config, seconds = self.config.decoding, self.config.seconds
+                steps = survey_steps(self.target, each.family.drafter, self.prompts, config, rows, seconds=seconds)
+                each.costs[rows] = StepCosts(steps, curve)
                 self.advance()
-            choices.append({**cell._asdict(), "choices": [self._choice(each, cell) for each in measured]})
+            choices.append({"batch_size": rows, "choices": [self._choice(each, rows) for each in measured]})
             self.advance()
         return {
             "temperature": self.config.temperature,
@@ -148,7 +127,6 @@ class Planner:
             "halves": [len(half) for half in self._halves],
             "seconds": self.config.seconds,
             "text_tokens": self._text_tokens,
-            "contexts_left_out": self.left_out,
             "curves": curves,
             "drafters": [_described(each) for each in measured],
             "cells": choices,
@@ -163,8 +141,7 @@ class Planner:
         """
         config = self.config.decoding
         rows, counts, children = min(max(self.config.batch_sizes), 8), [], RankCounts()
-        trees = DecodingConfig(config.max_new_tokens, config.sampling, eos_token_ids=config.eos_token_ids, trees=True)
-        for _, step in Engine(self.target, family.drafter).steps(prompts, trees, batch_size=rows):
+        for _, step in Engine(self.target, family.drafter).steps(prompts, replace(config, trees=True), batch_size=rows):
             if not step.is_prefill:
                 counts.append(step.counts)
             if step.tree is not None and step.room >= family.drafter.max_depth:
@@ -213,36 +190,20 @@ class Planner:
         if str(spec) not in self._tokens:
             steps, _ = self.decode(Family(spec, "tree", self.load(spec)), self._halves[1])
             self._tokens[str(spec)] = tokens_per_pass(steps)
-        return with_tokens(found, self._tokens[str(spec)])
+        return replace(found, candidate=replace(found.candidate, tokens=self._tokens[str(spec)]))
 
     # --- costs and choice ---------------------------------------------------------------------------------------------
 
-    def curve(self, cell: PlanCell) -> dict[int, float]:
+    def curve(self, rows: int) -> dict[int, float]:
         """Measure the seconds of a target pass by its tokens, up to the largest draft of any family."""
-        prefix = self._text_tokens if cell.context is None else cell.context
         largest = max(family.drafter.max_nodes for family in self.families)
         sizes = self.config.sizes[: 1 + sum(size < largest for size in self.config.sizes)]
-        costs = measure_costs(
-            self.target, sizes, prefix=prefix, rows=cell.batch_size, repeats=9, seconds=self.config.seconds
-        )
+        seconds = self.config.seconds
+        costs = measure_costs(self.target, sizes, prefix=self._text_tokens, rows=rows, repeats=9, seconds=seconds)
         return dict(costs.target_pass)
 
-    def costs(self, family: Family, cell: PlanCell, curve: dict[int, float]) -> StepCosts:
-        """Measure the seconds of the family's steps, next to the cell's ``curve``."""
-        config, prompts = self.config.decoding, self.prompts
-        if (context := cell.context) is not None:
-            # Each prompt and those after it, round and round, without an end: such a text may end at once.
-            endless = (chain.from_iterable(islice(cycle(prompts), first, None)) for first in range(len(prompts)))
-            prompts = [tuple(islice(tokens, context)) for tokens in endless]
-            room = config.max_new_tokens if self._longest is None else self._longest - context
-            config = DecodingConfig(min(config.max_new_tokens, room), config.sampling)
-        seconds = self.config.seconds
-        return StepCosts(
-            survey_steps(self.target, family.drafter, prompts, config, cell.batch_size, seconds=seconds), curve
-        )
-
-    def _choice(self, measured: MeasuredFamily, cell: PlanCell) -> dict[str, Any]:
-        costs = measured.costs[cell]
+    def _choice(self, measured: MeasuredFamily, rows: int) -> dict[str, Any]:
+        costs = measured.costs[rows]
         found = self._judged(measured, best(measured.candidates, costs))
         straight = self._judged(measured, best(measured.chains, costs)) if measured.chains else None
         if straight is not None and straight.speedup > found.speedup:  # on other prompts than it was chosen on
@@ -257,13 +218,11 @@ class Planner:
 
 def _described(measured: MeasuredFamily) -> dict[str, Any]:
     family = measured.family
-    own = {cell.batch_size: costs for cell, costs in measured.costs.items() if cell.context is None}
     chains = {candidate.budget.depth: candidate.tokens for candidate in measured.chains}
     return {
         "drafter": str(family.spec),
-        "label": family.label,
         "kind": family.kind,
-        "depth_by_batch_size": depth_by_batch_size(chains, own) if chains else None,
+        "depth_by_batch_size": depth_by_batch_size(chains, measured.costs) if chains else None,
     }
 
 

@@ -7,7 +7,7 @@ catches up, masks, rules, the commit. Plain steps and drafts of several sizes ta
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import NamedTuple
 
@@ -77,13 +77,12 @@ class StepSurvey:
         self._left -= 1
         return next(self._turns)
 
-    def observe(self, budget: Budget, rows: int, steps: Sequence[StepCount], *seconds: float) -> None:
+    def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float) -> None:
         """Keep a step's seconds unless it is the first of its budget, lacks rows, or a text had no room for it."""
         first, self._last = budget != self._last, budget
-        if first or rows < self._rows or budget not in self._wanted or any(step.room < budget.depth for step in steps):
-            return
-        draft, verify, total = seconds
-        self._found[budget].append(StepSeconds(draft, verify, total - draft - verify))
+        no_room = any(step.room < budget.depth for step in steps)
+        if not (first or no_room or len(steps) < self._rows or budget not in self._wanted):
+            self._found[budget].append(StepSeconds(draft, verify, total - draft - verify))
 
     def seconds(self) -> dict[Budget, StepSeconds]:
         """Return the usual seconds of each budget's steps."""
@@ -138,7 +137,7 @@ def survey_steps(
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a step with one drafter, at one batch size and context, for every depth and number of nodes.
+    """Seconds of a step with one drafter, at one batch size, for every depth and number of nodes.
 
     ``found`` are the measured steps, `PLAIN` among them; ``curve`` the seconds of a target pass alone by its tokens.
     Between the measured ones drafting is linear in depth and nodes, the overhead in nodes, and verifying follows the
@@ -244,11 +243,6 @@ def best(candidates: Sequence[Candidate], costs: StepCosts) -> Prediction:
     """Return the candidate with the greatest speed-up by these costs; of equals the smaller one."""
     predictions = [Prediction(each, costs.step(each.budget), costs.plain) for each in candidates]
     return max(predictions, key=lambda found: (found.speedup, -found.candidate.budget.nodes))
-
-
-def with_tokens(found: Prediction, tokens: float) -> Prediction:
-    """Return the prediction with tokens per pass that were measured anew for its very form."""
-    return replace(found, candidate=replace(found.candidate, tokens=tokens))
 
 
 def depth_by_batch_size(chains: Mapping[int, float], costs: Mapping[int, StepCosts]) -> list[tuple[int, int, int]]:

@@ -17,8 +17,8 @@ _NOTES = (
 
 
 def plan_table(plan: Mapping[str, Any]) -> Table:
-    """Return a table with a row for each batch size, context and drafter; the best of a cell is bold."""
-    columns = ("batch", "context", "drafter", "best size", "tokens/pass", "step cost", "speed-up", "best chain")
+    """Return a table with a row for each batch size and drafter; the best of a batch size is bold."""
+    columns = ("batch", "drafter", "best size", "tokens/pass", "step cost", "speed-up", "best chain")
     table = Table(
         *columns,
         title=Text("What to draft here", style="bold"),
@@ -33,7 +33,6 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
             pays = form["speedup"] >= LEAST_GAIN
             table.add_row(
                 str(cell["batch_size"]),
-                f"own, {plan['text_tokens']}" if cell["context"] is None else f"{cell['context']:,}",
                 one_line(choice["drafter"]),
                 _size(form),
                 f"{form['tokens_per_pass']:.2f}",
@@ -60,5 +59,5 @@ def basis(plan: Mapping[str, Any]) -> str:
     trees = f" (trees chosen {halves})" if any(each["kind"] == "tree" for each in plan["drafters"]) else ""
     return (
         f"measured: acceptance on {plan['prompts']} prompts, up to {plan['max_new_tokens']} new tokens each{trees}; "
-        f"costs for about {plan['seconds']:g} s with each drafter, batch size and context"
+        f"costs for about {plan['seconds']:g} s with each drafter and batch size"
     )

@@ -28,10 +28,10 @@ def log_probability(reference: Reference, texts: Sequence[EngineText], alpha: fl
             loose += int(border.sum())
             found = found._replace(impossible=found.impossible - int(border.sum()))
         total = total.plus(found)
-    p_value = total.p_value
+    p_value, least = total.p_value, total.least_found(alpha)
     seen = (
         f"{total.tokens:,} tokens, mean log-probability {total.shift:+.3f} nats from its expectation "
-        f"(standard error {total.standard_error:.3f}, z = {total.z:+.1f})"
+        f"(standard error {total.standard_error:.3f}, z = {total.z:+.1f}; a shift of {least:.2f} would be found)"
     )
     if total.impossible:
         seen += f"; {total.impossible} tokens have probability 0 under the target's controls"
@@ -44,6 +44,7 @@ def log_probability(reference: Reference, texts: Sequence[EngineText], alpha: fl
         p_value=p_value,
         tokens=total.tokens,
         shift=total.shift,
+        least_found=least,
         standard_error=total.standard_error,
         z=total.z,
         impossible=total.impossible,

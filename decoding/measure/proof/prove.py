@@ -1,21 +1,18 @@
-"""The proof: what its samples can find, told first; then every test of an engine's texts, with its verdict."""
+"""The proof: every test of an engine's texts, with its verdict."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.measure.proof.distribution import DEPTH, TESTS, log_probability, next_tokens, open_beginnings
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
 from decoding.measure.proof.reference import EngineText, Reference
-from decoding.measure.proof.statistics import LogProbability, found_shift
 
 _DRAWN = 8
 """Tokens of a text whose first `DEPTH` are counted: room for a draft of usual depth."""
-_MEASURED = 4
-"""Prompts whose tokens give the variance of a log-probability, for what the sampled tokens can find."""
-_MEASURED_TOKENS = 256
-"""Last tokens of each of these prompts that are taken."""
 
 
 class EngineUnderTest(Protocol):
@@ -25,6 +22,33 @@ class EngineUnderTest(Protocol):
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
     ) -> list[EngineText]:
         """Return each prompt's text, the seeds being ``seed``, ``seed + 1``, …; ``prompt`` as the engine read it."""
+
+
+@dataclass(frozen=True, eq=False)
+class EngineWriter:
+    """An engine of this process that writes texts to be tested; ``config`` is that of T > 0.
+
+    ``on_answer`` is called for each text that it begins, for a progress bar.
+    """
+
+    engine: Engine
+    config: DecodingConfig
+    batch_size: int = 8
+    on_answer: Callable[[], None] = lambda: None
+
+    def write(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
+    ) -> list[EngineText]:
+        """Decode the prompts, each with a seed of its own."""
+        config = replace(self.config, max_new_tokens=max_new_tokens, seed=seed)
+        if greedy:
+            config = replace(config, sampling=replace(config.sampling, temperature=0.0), rule=None)
+        tokens: list[list[int]] = [[] for _ in prompts]
+        for index, step in self.engine.steps(prompts, config, batch_size=self.batch_size):
+            tokens[index] += step.tokens
+            if step.is_prefill:
+                self.on_answer()
+        return [EngineText(tuple(prompt), tuple(text)) for prompt, text in zip(prompts, tokens, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -87,28 +111,3 @@ def prove(
     for text in cut_at_ends(reference, written, length):
         drawn.setdefault(text.prompt, []).append(text.tokens)
     yield from next_tokens(reference, drawn, alpha)
-
-
-def power(reference: Reference, prompts: Sequence[tuple[int, ...]], effort: Effort) -> tuple[list[str], dict[str, Any]]:
-    """Return what the samples can find, as sentences and as figures, from the target's distributions in the prompts.
-
-    Nothing at temperature 0, where nothing is drawn.
-    """
-    if reference.sampling.greedy:
-        return [], {}
-    long = [prompt for prompt in prompts[:_MEASURED] if len(prompt) > 1]
-    cuts = [max(1, len(prompt) - _MEASURED_TOKENS) for prompt in long]
-    texts = [EngineText(prompt[:cut], prompt[cut:]) for prompt, cut in zip(long, cuts, strict=True)]
-    moments = LogProbability.none()
-    for p, _ in reference.probabilities(texts):
-        moments = moments.plus(LogProbability.of(p, p.argmax(1)))
-    variance = moments.variance / max(1, moments.tokens)
-    alpha, tokens = effort.alpha_of_a_test, len(prompts) * effort.rounds * effort.max_new_tokens
-    shift = found_shift(tokens, variance, alpha)
-    sentences = [
-        f"up to {tokens:,} sampled tokens find a shift of the mean log-probability of {shift:.2f} nats in 4 of 5 "
-        "cases; half of it needs four times as many (--limit, --max-new-tokens)",
-        f"a right engine fails with a probability of at most {effort.alpha:g}: {TESTS * effort.engines} tests have a "
-        f"p-value, and each fails below {alpha:.1e}",
-    ]
-    return sentences, {"tokens": tokens, "variance": variance, "shift": shift, "alpha": alpha}

@@ -83,6 +83,10 @@ class LogProbability(NamedTuple):
         """Standard error of the shift, in nats."""
         return math.sqrt(self.variance) / self.tokens if self.tokens else math.inf
 
+    def least_found(self, alpha: float) -> float:
+        """Return the shift, in nats, that a test at level ``alpha`` finds with 80% probability in so many tokens."""
+        return (math.sqrt(2 * math.log(len(_TILTS) / alpha)) + _POWER) * self.standard_error
+
     @property
     def p_value(self) -> float:
         return 0.0 if self.impossible else _p_value(self.log_evidence)
@@ -152,11 +156,3 @@ class CountTest(NamedTuple):
         draws = int(sum(float(cells.counts.sum()) for cells in every))
         degrees = sum(max(0, int((cells.p > 0).sum()) - 1) for cells in every)
         return CountTest(draws, degrees, 0.0 if bool(evidence.isinf().any()) else _p_value(evidence))
-
-
-# --- power ------------------------------------------------------------------------------------------------------------
-
-
-def found_shift(tokens: int, variance: float, alpha: float) -> float:
-    """Return the shift of the mean log-probability, in nats, that ``tokens`` tokens find with 80% probability."""
-    return (math.sqrt(2 * math.log(len(_TILTS) / alpha)) + _POWER) * math.sqrt(variance / tokens)

@@ -142,7 +142,7 @@ def page_tables(report: Report) -> list[PageTable]:
     drafted = [row for row in rows if row.get("conditional_acceptance")]
     acceptance = (
         *("setting", "method", "rule", "drafted as", "drafts", "passes", "tokens per target pass"),
-        *("accepted per pass", "acceptance length, 1 + Σ", "ended in a draft", "reached 1, 2, …"),
+        *("acceptance length, 1 + Σ", "ended in a draft", "reached 1, 2, …"),
         "accepted per drafted (of)",
     )
     parts = ("draft", "verify", "overhead")
@@ -188,7 +188,6 @@ def _acceptance(row: Report) -> tuple[str, ...]:
         *(one_line(row.get(key) or NONE) for key in ("rule", "shape", "drafts")),
         _count(row.get("passes")),
         estimate(row.get("tokens_per_pass")),
-        estimate(row.get("accepted_per_pass")),
         number(row.get("acceptance_length")),
         _count(row.get("ended_in_draft")),
         " ".join(number(each["value"]) for each in row.get("reached") or []) or NONE,

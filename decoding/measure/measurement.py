@@ -24,7 +24,7 @@ from decoding.measure.proof.greedy import margin_of
 from decoding.measure.questions import PromptSource, TokenPrompts, Wave, waves_of
 from decoding.measure.records import GridCell, Records, RunKey, line_of
 from decoding.measure.rows import figures_of
-from decoding.metrics import Acceptance, StepCount, acceptance
+from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_costs
 
@@ -210,17 +210,16 @@ def evaluate(
     methods: Sequence[Method],
     prompts: Sequence[Sequence[int]],
     config: EvaluationConfig,
-    on_run: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Measure every method on every prompt; return the report (see `write_report` and `decoding.measure.report`).
 
-    ``on_run`` is called after each run, for a progress bar. ValueError, before any run, for a prompt that is too long.
+    ValueError, before any run, for a prompt that is too long.
     """
     if not prompts:
         raise ValueError("there are no prompts to evaluate on: give at least one")
     for prompt in prompts:  # before the first run, not after an hour
         check_prompt(target, prompt, DecodingConfig(config.max_new_tokens))
-    measurement = Measurement(target, methods, TokenPrompts(prompts), config, on_run=on_run)
+    measurement = Measurement(target, methods, TokenPrompts(prompts), config)
     measurement.run()
     return report_of(measurement)
 
@@ -245,21 +244,6 @@ def report_of(measurement: Measurement) -> dict[str, Any]:
     }
 
 
-def measure_acceptance(
-    target: CausalLM,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    config: DecodingConfig,
-    batch_size: int = 1,
-    on_text: Callable[[], None] = lambda: None,
-) -> Acceptance:
-    """Decode the prompts by the decoding loop, without peers or timing, and return the acceptance figures.
-
-    Prompt i is decoded with the seed ``config.seed + i``. ``on_text`` is called after each text, for a progress bar.
-    """
-    return acceptance(count_steps(target, drafter, prompts, config, batch_size, on_text=on_text))
-
-
 def count_steps(
     target: CausalLM,
     drafter: Drafter,
@@ -269,18 +253,16 @@ def count_steps(
     seeds: Sequence[int] | None = None,
     on_text: Callable[[], None] = lambda: None,
 ) -> list[list[StepCount]]:
-    """Decode the prompts as `measure_acceptance` does; return the counts of each text's steps without its prefill.
+    """Decode the prompts by the decoding loop; return the counts of each text's steps without its prefill.
 
-    ``seeds``: one for each prompt, in place of those that follow from the config.
+    Prompt i is decoded with ``seeds[i]``, by default ``config.seed + i``. ``on_text`` is called as each text begins.
     """
     texts: list[list[StepCount]] = [[] for _ in prompts]
-    room = [config.max_new_tokens for _ in prompts]
     for index, step in Engine(target, drafter).steps(prompts, config, batch_size=batch_size, seeds=seeds):
-        if not step.is_prefill:
-            texts[index].append(step.counts)
-        room[index] -= len(step.tokens)
-        if not room[index] or (step.tokens and step.tokens[-1] in config.eos_token_ids):
+        if step.is_prefill:
             on_text()
+        else:
+            texts[index].append(step.counts)
     return texts
 
 

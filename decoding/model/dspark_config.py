@@ -1,0 +1,193 @@
+"""The sizes of a DSpark or DFlash draft: DeepSpec's flat ``config.json``, and the spellings of other trainers.
+
+Taps have four names: ``target_layer_ids`` (DeepSpec, and SpecForge and z-lab in a ``dflash_config``) count the layers
+from 0; ``aux_hidden_state_layer_ids`` (speculators) and ``eagle_aux_hidden_state_layer_ids`` count the state before the
+first layer as 0.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from decoding.model.causal_lm import CausalLM
+from decoding.model.stored import check_whole, read_object
+from decoding.rules.tree import MOST_NODES, checked_paths
+
+CONFIG_NAME = "config.json"
+ARCHITECTURE, WITHOUT_BIAS = "Qwen3DSparkModel", "DFlashDraftModel"
+_READ = (ARCHITECTURE, WITHOUT_BIAS, "DSparkDraftModel")
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of an attention head for which servers have kernels."""
+REMEDY = "give a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
+
+
+@dataclass(frozen=True)
+class DSparkConfig:
+    """Sizes of a draft, by the names of its ``config.json``; ValueError for what no server loads.
+
+    ``hidden_size`` and ``vocab_size``: the target's. ``target_layer_ids``: the layers (from 0) behind which its states
+    are read. ``block_size``: K, the tokens drafted in one forward. ``mask_token_id``: a token that no text holds.
+    ``sample_from_anchor``: slot j predicts token j behind the newest one; False: each mask predicts its own place, in a
+    block of one more token. ``markov_rank`` 0: no bias. ``tree``: the paths of ranks that it drafts unless told
+    otherwise; empty for a chain. ``num_target_layers`` None: not recorded.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int | None = None
+    markov_rank: int = 0
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = True
+    sample_from_anchor: bool = True
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    max_position_embeddings: int = 2048
+    tree: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type is int:
+                check_whole(field.name, getattr(self, field.name), field.name not in ("mask_token_id", "markov_rank"))
+        taps = tuple(self.target_layer_ids)
+        for tap in taps:
+            check_whole("an entry of target_layer_ids", tap, 0)
+        highest = (self.num_target_layers or 1 << 20) - 2
+        if not taps or list(taps) != sorted(set(taps)) or taps[-1] > highest:
+            raise ValueError(
+                f"target_layer_ids is {list(taps)}: give increasing layers from 0 to {highest}; no server reads the "
+                "states behind the last layer"
+            )
+        if self.mask_token_id >= self.vocab_size:
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id}: give one of the target's {self.vocab_size} tokens"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) is no multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})"
+            )
+        if self.head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim is {self.head_dim}: servers take {', '.join(map(str, HEAD_DIMS))}")
+        if self.block_size >= MOST_NODES:
+            raise ValueError(f"block_size is {self.block_size}: give at most {MOST_NODES - 1}")
+        paths = checked_paths(self.tree, self.vocab_size)
+        deepest = max((len(path) for path in paths), default=0)
+        if deepest > self.block_size:
+            raise ValueError(
+                f"the tree is {deepest} deep but a forward drafts {self.block_size} tokens: shorten its paths"
+            )
+        object.__setattr__(self, "target_layer_ids", taps)
+        object.__setattr__(self, "tree", paths)
+
+    @property
+    def slots(self) -> int:
+        """Tokens of a block: the newest one, and masks."""
+        return self.block_size + (not self.sample_from_anchor)
+
+    def check_fits(self, target: CausalLM) -> None:
+        """Raise ValueError for a target of other sizes."""
+        found = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        for name, size in {**found, "num_target_layers": target.num_layers}.items():
+            if getattr(self, name) not in (None, size):
+                raise ValueError(
+                    f"this DSpark draft is for a target whose {name} is {getattr(self, name)}, and the target's is "
+                    f"{size}: give a draft that was trained on this target"
+                )
+        if (width := target.model.config.get_text_config(decoder=True).hidden_size) != self.hidden_size:
+            raise ValueError(
+                f"the target's embedding and lm_head are {self.hidden_size} wide but its layers {width}, and a DSpark "
+                "draft is as wide as both: give another target"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object of ``config.json``, as vLLM, SGLang and llama.cpp's converter read it."""
+        own = asdict(self)
+        tree = own.pop("tree")
+        theta = own.pop("rope_theta")
+        if not self.markov_rank:
+            own["block_size"] = self.slots
+            own["dflash_config"] = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layer_ids}
+        return {
+            "architectures": [ARCHITECTURE if self.markov_rank else WITHOUT_BIAS],
+            "model_type": "qwen3",
+            **own,
+            "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention"] * self.num_hidden_layers,
+            "markov_head_type": "vanilla",
+            "headstart": {"tree": tree},
+        }
+
+
+def is_dspark_folder(folder: Path) -> bool:
+    """Return True if a folder's config is that of a DSpark or DFlash draft."""
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        return False
+    stored = read_object(path, REMEDY)
+    names = stored.get("architectures")
+    of_speculators = stored.get("speculators_model_type") in ("dspark", "dflash")
+    return of_speculators or (isinstance(names, list) and len(names) == 1 and names[0] in _READ)
+
+
+def read_config(folder: Path) -> DSparkConfig:
+    """Read a draft's ``config.json``. ValueError for one that lacks a size or asks for what is not run here."""
+    path = folder / CONFIG_NAME
+    stored = read_object(path, REMEDY)
+    try:
+        if not is_dspark_folder(folder):
+            raise ValueError(f"architectures is {stored.get('architectures')}")
+        return _config_of(stored)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not describe a DSpark draft ({error}): {REMEDY}") from error
+
+
+def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
+    of_speculators = "speculators_model_type" in stored
+    nested = stored.get("dflash_config") or {}
+    flat = {**stored, **(stored.get("transformer_layer_config") or {}), **nested}
+    is_dspark = flat.get("markov_rank", 0) > 0 or "dspark" in (
+        nested.get("projector_type"),
+        stored.get("speculators_model_type"),
+    )
+    rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        raise ValueError(f"its rotary embeddings are {kind}")
+    refused = {"attention_bias": True, "is_causal": True, "causal": True, "markov_head_type": ("gated", "rnn")}
+    for key, values in refused.items():
+        if flat.get(key) in (values if isinstance(values, tuple) else (values,)):
+            raise ValueError(f"{key} is {flat[key]}")
+    if set(flat.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError("some of its layers attend to a window")
+    if flat.get("draft_vocab_size", flat["vocab_size"]) != flat["vocab_size"]:
+        raise ValueError(f"it writes {flat['draft_vocab_size']} of {flat['vocab_size']} tokens")
+    anchored = flat.get("sample_from_anchor", is_dspark and not of_speculators)
+    config = DSparkConfig(
+        **{
+            **{field.name: flat[field.name] for field in fields(DSparkConfig) if field.name in flat},
+            "target_layer_ids": _taps(flat),
+            "sample_from_anchor": anchored,
+            "rope_theta": float(rope.get("rope_theta", flat.get("rope_theta", 10_000.0))),
+            "tree": (stored.get("headstart") or {}).get("tree", ()),
+        }
+    )
+    return config if is_dspark else replace(config, block_size=config.block_size - 1)
+
+
+def _taps(flat: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the layers (from 0) behind which states are read, by whatever name a config has for them."""
+    for name in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
+        if flat.get(name):
+            return tuple(index - 1 for index in flat[name])
+    return tuple(flat.get("target_layer_ids") or flat.get("dspark_target_layer_ids") or ())

@@ -1,0 +1,185 @@
+"""DSpark drafts as drafters: each step's block is what a plain forward of the whole text says, in every row."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from drafter_checks import Follower, accept_some, check_greedy
+from tiny_dspark import block_logits, tiny_dflash, tiny_dspark
+from tiny_models import naive_greedy, tiny_model
+from torch import Tensor
+
+from decoding.drafters import DSparkDrafter
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSpark, DSparkDraft, TextKeys
+from decoding.rules.sampling import SamplingConfig
+
+
+@pytest.fixture(scope="module")
+def deep() -> CausalLM:
+    """A target of four layers, of which three may be read."""
+    return CausalLM(tiny_model(num_hidden_layers=4))
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The logits of each step's blocks, (rows, K, vocab), as the drafter computes them."""
+    found, logits = list[Tensor](), DSpark.logits
+    monkeypatch.setattr(DSpark, "logits", lambda self, hidden: found.append(logits(self, hidden)) or found[-1])
+    return found
+
+
+# --- one forward ------------------------------------------------------------------------------------------------------
+
+FORMS: dict[str, dict[str, Any]] = {
+    "one layer": {},
+    "several layers, three key heads": {"num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "no grouped keys, two taps": {"num_key_value_heads": 2, "target_layer_ids": (0, 2)},
+    "another rope and epsilon": {"rope_theta": 300.0, "rms_norm_eps": 1e-2, "head_dim": 64},
+    "one token": {"tokens": 1},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sample_from_anchor", [True, False])
+def test_every_slot_of_every_step_is_that_of_a_plain_forward_of_the_whole_text(
+    deep: CausalLM, seen: list[Tensor], form: str, sample_from_anchor: bool
+) -> None:
+    """Rows of other lengths, which accept, pause and move as they like."""
+    draft = tiny_dspark(deep, sample_from_anchor=sample_from_anchor, **FORMS[form])
+    chance = random.Random(form)
+    follower = Follower(DSparkDrafter(draft), deep, rows=3)
+    texts = [[3, 1, 4, 1, 5], [9], [2, 7, 1]]
+    for step in range(6):
+        depths = [chance.randint(0, 5) for _ in texts]
+        seen.clear()
+        proposals = follower.propose(*texts, depths=depths)
+        assert len(seen) == any(depths)
+        for row, text in enumerate(texts if seen else ()):
+            found, wanted = seen[0][row], block_logits(draft, deep, text)
+            assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+        for text, proposal in zip(texts, proposals, strict=True):
+            text += accept_some(proposal, chance)
+        if step == 3:
+            follower.move(2, 0)
+            texts = [texts[2], texts[1]]
+
+
+def test_rows_of_one_length_need_no_mask_and_draft_the_same(deep: CausalLM, seen: list[Tensor]) -> None:
+    draft, texts = tiny_dspark(deep), ([3, 1, 4], [1, 5, 9])
+    Follower(DSparkDrafter(draft), deep, rows=2).propose(*texts)
+    for found, text in zip(seen[0], texts, strict=True):
+        torch.testing.assert_close(found, block_logits(draft, deep, text), rtol=0, atol=1e-5)
+
+
+def test_the_plain_forward_tells_a_causal_block_and_shifted_positions_and_normed_context_apart(
+    deep: CausalLM, seen: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft, text = tiny_dspark(deep), [3, 1, 4, 1, 5]
+    wanted, run, rotary, keys = block_logits(draft, deep, text), TextKeys.run, DSparkDraft.rotary, DSparkDraft.text_keys
+    own = draft.layers[0].input_layernorm
+
+    def causal(self: DSparkDraft, embedded: Tensor, positions: Tensor, held: Any, mask: Any = None) -> Tensor:
+        slots = torch.arange(embedded.shape[1])
+        hidden = torch.nn.functional.pad(slots > slots[:, None], (len(text) - 1, 0))
+        return forward(self, embedded, positions, held, torch.zeros(hidden.shape).masked_fill(hidden, -1e9))
+
+    forward = DSparkDraft.forward
+    mutants = [
+        (DSparkDraft, "forward", causal),
+        (DSparkDraft, "rotary", lambda self, positions: rotary(self, positions * (positions < len(text) - 1))),
+        (DSparkDraft, "text_keys", lambda self, states, positions: keys(self, states.roll(1, 1), positions)),
+        (TextKeys, "run", lambda self, embedded: own(run(self, embedded))),
+    ]
+    for owner, name, mutant in mutants:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, mutant)
+            seen.clear()
+            Follower(DSparkDrafter(draft), deep).propose(text)
+        assert (seen[0][0] - wanted).abs().max() > 0.01
+
+
+def test_a_step_runs_one_block_and_reads_each_token_of_the_text_once(deep: CausalLM) -> None:
+    draft = tiny_dspark(deep)
+    read, run = list[int](), list[tuple[int, ...]]()
+    draft.fc.register_forward_pre_hook(lambda module, args: read.append(args[0].shape[1]))
+    draft.register_forward_pre_hook(lambda module, args: run.append(tuple(args[0].shape)))
+    follower = Follower(DSparkDrafter(draft), deep, rows=2)
+    follower.propose([1, 2, 3], [4])
+    assert read == [2], "of one text two tokens, of the other none: its newest token is read when it has been run"
+    follower.propose([1, 2, 3, 4, 5], [4, 5], depths=[0, 0])
+    follower.propose([1, 2, 3, 4, 5, 6], [4, 5, 6])
+    assert read == [2, 5] and run == [(2, 4, 16)] * 2
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "granite"])
+def test_targets_of_other_families_write_plain_greedy_too(family: str) -> None:
+    """Scaled embeddings and logits, learned positions, windows."""
+    target = CausalLM(tiny_model(family))
+    check_greedy(target, DSparkDrafter(tiny_dspark(target)), count=8)
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0)], ids=["greedy", "T=1"])
+def test_static_shapes_write_the_same_texts_with_the_same_counts(deep: CausalLM, sampling: SamplingConfig) -> None:
+    drafter = DSparkDrafter(tiny_dspark(deep), tree=((0,), (1,), (2,), (0, 0), (1, 0)))
+    found = [
+        [
+            (text.tokens, [step.accepted for step in text.steps])
+            for text in Engine(target, drafter).decode(
+                [[3, 1, 4], [5], [9, 2, 6, 5, 3]], DecodingConfig(24, sampling), batch_size=2
+            )
+        ]
+        for target in (deep, deep.with_static("eager"))
+    ]
+    assert found[0] == found[1] and sum(sum(accepted) for _, accepted in found[0]) > 3
+
+
+def test_a_text_to_the_last_of_the_targets_positions_is_drafted_for_to_its_end() -> None:
+    target = CausalLM(tiny_model(max_position_embeddings=80))
+    prompts = [[1, 2, 3], list(range(16)) * 4]
+    texts = Engine(target, DSparkDrafter(tiny_dflash(target))).decode(prompts, DecodingConfig(16), batch_size=2)
+    assert [text.tokens for text in texts] == [naive_greedy(target.model, prompt, 16) for prompt in prompts]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"hidden_size": 32}, "hidden_size is 16, and the target's is 32"),
+        ({"vocab_size": 20}, "vocab_size is 16, and the target's is 20"),
+        ({"num_hidden_layers": 3}, "num_target_layers is 2, and the target's is 3"),
+    ],
+)
+def test_a_target_of_other_sizes_is_refused(tiny_llama: CausalLM, changes: dict[str, int], problem: str) -> None:
+    other = CausalLM(tiny_model(**{"vocab": changes.pop("vocab_size", 16), **changes}))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"a target whose {problem}: give a draft that was trained on this target"):
+        Engine(other, DSparkDrafter(tiny_dspark(tiny_llama))).decode([1, 2], DecodingConfig(4))
+
+
+def test_a_target_whose_embeddings_are_narrower_than_its_layers_is_refused(tiny_llama: CausalLM) -> None:
+    target = CausalLM(tiny_model("opt"))
+    with pytest.raises(ValueError, match=r"lm_head are 12 wide but its layers 16, .*: give another target"):
+        Engine(target, DSparkDrafter(tiny_dspark(target))).decode([1, 2], DecodingConfig(4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"tokens": 5}, "tokens is 5, but the draft has 1 to 4"),
+        ({"tokens": 2, "tree": [[0]]}, "tree and tokens are both given"),
+        ({"tree": [[0] * depth for depth in range(1, 6)]}, "the tree is 5 deep but the draft has 4 tokens"),
+    ],
+)
+def test_drafts_that_a_block_has_no_tokens_for_are_refused(
+    tiny_llama: CausalLM, settings: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        DSparkDrafter(tiny_dspark(tiny_llama), **settings)

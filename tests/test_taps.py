@@ -1,0 +1,84 @@
+"""Taps: the states behind a model's layers are those of `transformers`, family by family and pass by pass."""
+
+import threading
+from functools import cache
+
+import pytest
+import torch
+from tiny_dspark import states_at
+from tiny_models import FAMILIES, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decoding.model.causal_lm import CausalLM
+from decoding.model.lm_head import lm_head_input
+from decoding.model.taps import capture_taps, layers_of
+from decoding.rules.tree import TokenTree, TreeShape
+
+TAPS = (0, 2)
+TEXTS = ([3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5])
+TREE = TreeShape((-1, 0, 0, 1, 1, 2))
+
+
+_MIXED = {"layer_types": ["full_attention", "sliding_attention"] * 2}
+_DEPTH = {"gpt2": {"n_layer": 4}, **dict.fromkeys(("qwen2-mixed", "gemma2", "gemma3"), _MIXED)}
+
+
+@cache
+def model_of(family: str) -> PreTrainedModel:
+    """A model of four layers; of both kinds of attention if the family mixes them."""
+    return tiny_model(family, **_DEPTH.get(family, {}), **{} if family == "gpt2" else {"num_hidden_layers": 4})
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    assert found.shape == wanted.shape and (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("static", [None, "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_behind_a_layer_are_those_of_transformers_in_every_pass(family: str, static: str | None) -> None:
+    """Prompts of a ragged batch, a chain and a tree behind each, in shapes as they come and in fixed ones."""
+    model = CausalLM(model_of(family), static=static)
+    cache = model.new_cache(32, len(TEXTS))
+    output = model.prefill(TEXTS, cache, taps=TAPS)
+    for found, text in zip(output.states, TEXTS, strict=True):
+        close(found, states_at(model, text, TAPS))
+    blocks = [[7, 7], [1, 2, 3], [8]]
+    output = model.append(blocks, cache, taps=TAPS)
+    texts = [[*text, *block] for text, block in zip(TEXTS, blocks, strict=True)]
+    for found, text, block in zip(output.states, texts, blocks, strict=True):
+        close(found, states_at(model, text, TAPS)[-len(block) :])
+    trees = [TokenTree(torch.arange(6), TREE), TokenTree.chain([9, 8]), TokenTree.chain([4])]
+    output = model.verify(trees, cache, taps=TAPS)
+    for found, text, tree in zip(output.states, texts, trees, strict=True):
+        for node in range(len(tree)):
+            path = [tree.token_list[ancestor] for ancestor in (0, *tree.shape.path(node))]
+            close(found[node], states_at(model, [*text, *path], TAPS)[-1])
+
+
+def test_a_pass_without_taps_hooks_no_layer_and_one_with_them_no_other_and_leaves_none(
+    tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, hooked = layers_of(tiny_llama.model, 2), list[list[int]]()
+    forward = type(layers[0]).forward
+
+    def noting(layer: torch.nn.Module, *args: object, **named: object) -> object:
+        hooked.append([index for index, each in enumerate(layers) if each._forward_hooks])
+        assert not named.get("output_hidden_states")
+        return forward(layer, *args, **named)
+
+    monkeypatch.setattr(type(layers[0]), "forward", noting)
+    for taps in ((), (0,), (1,)):
+        hooked.clear()
+        output = tiny_llama.prefill([[1, 2, 3], [4]], tiny_llama.new_cache(8, 2), taps=taps)
+        assert hooked == [list(taps)] * 2 and not any(layer._forward_hooks for layer in layers)
+        assert [states.shape for states in output.states] == ([(3, 16), (1, 16)] if taps else [])
+
+
+def test_another_threads_forward_adds_nothing(tiny_llama: CausalLM) -> None:
+    with capture_taps(tiny_llama.model, 2, (0,)) as found:
+        other = threading.Thread(target=lm_head_input, args=(tiny_llama.model, {"input_ids": torch.ones(1, 2).long()}))
+        other.start()
+        other.join()
+        lm_head_input(tiny_llama.model, {"input_ids": torch.ones(1, 3).long()})
+    assert [states.shape for states in found] == [(1, 3, 16)]
