@@ -54,6 +54,8 @@ class VllmCase:
 class LlamaCppCase:
     """One start of llama.cpp on the file ``target``, with the file ``draft`` that drafts ``tokens`` at a time, or none.
 
+    ``method``: how it drafts, ``simple``, ``dspark`` or ``dflash``.
+
     ``drafter``: the same chain in our own loop; None for plain decoding, or if there is nothing to compare with.
     """
 
@@ -66,6 +68,12 @@ class LlamaCppCase:
     """Texts of token ids whose next token's log-probabilities are wanted."""
     texts: tuple[str, ...] = ()
     """Texts to split into tokens."""
+    method: str = "simple"
+
+    @property
+    def speculation(self) -> dict[str, Any] | None:
+        """What the worker is told of the draft."""
+        return None if self.draft is None else {"draft": str(self.draft), "tokens": self.tokens, "method": self.method}
 
 
 def serve_vllm(
@@ -129,7 +137,7 @@ def serve_llama_cpp(
         {
             "artefact": case.artefact,
             "target": str(case.target),
-            "speculation": None if case.draft is None else {"draft": str(case.draft), "tokens": case.tokens},
+            "speculation": case.speculation,
             "prompts": [list(prompt) for prompt in prompts],
             "max_new_tokens": max_new_tokens,
             "probed": case.probed,

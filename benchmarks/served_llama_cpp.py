@@ -3,8 +3,8 @@
 Run by the Python of the engines' own environment (`make engines` makes it); imports `xllamacpp` and the standard
 library alone. The task on standard input is ``{"cases": [case, ...]}``, a case being
 
-    {"artefact": NAME, "target": FILE, "speculation": {"draft": FILE, "tokens": K} or null, "prompts": [[id, ...], ...],
-     "max_new_tokens": n, "probed": [[id, ...], ...], "texts": [text, ...]}
+    {"artefact": NAME, "target": FILE, "speculation": {"draft": FILE, "tokens": K, "method": "dspark"} or null,
+     "prompts": [[id, ...], ...], "max_new_tokens": n, "probed": [[id, ...], ...], "texts": [text, ...]}
 
 The answer on standard output has one result for each case. ``theirs`` holds llama.cpp's own counters: a pass is a
 decode of the target behind a text's prefill; ``accepted`` are accepted drafted tokens by position, without those that
@@ -82,7 +82,8 @@ def _parameters(case: dict[str, Any]) -> Any:
     parameters.endpoint_metrics, parameters.verbosity = True, -1
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 1
     if case["speculation"] is not None:
-        parameters.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+        name = f"COMMON_SPECULATIVE_TYPE_DRAFT_{case['speculation']['method'].upper()}"
+        parameters.speculative.types = [getattr(xllamacpp.common_speculative_type, name)]
         draft = parameters.speculative.draft
         draft.mparams.path, draft.n_max = case["speculation"]["draft"], case["speculation"]["tokens"]
         draft.n_min, draft.p_min, draft.n_gpu_layers = 0, 0.0, 0

@@ -53,7 +53,7 @@ def main() -> None:
     stage("2. its answers", lambda: ensure_built(quickstart.ANSWERS))
     stage("3. heads", lambda: launch("medusa1", "training.steps=8"))
     stage("4. a distilled draft", lambda: launch("draft", "training.steps=8"))
-    stage("5. a parallel draft", lambda: launch("parallel", "training.steps=8"))
+    stage("5. a DSpark draft", lambda: launch("dspark", "training.steps=8"))
     stage("6. decoding and measuring", measure)
     stage("7. exporting", export_all)
     console.print(timing(seconds))
@@ -106,7 +106,7 @@ def measure() -> None:
         EvaluateOptions(
             target=quickstart.NAME,
             drafter=[
-                f"parallel:{artefact('parallel')}",
+                f"dspark:{artefact('dspark')}",
                 f"heads:{artefact('medusa1')}",
                 f"draft:{artefact('draft')}",
                 "lookup",
@@ -123,9 +123,9 @@ def measure() -> None:
 
 
 def export_all() -> None:
-    """Export the heads and the parallel draft for this project, and the draft for servers, each with its card."""
+    """Export the heads for this project, and the drafts for servers, each with its card."""
     report = OUTPUT / "report.json"
-    for recipe, form in (("medusa1", "headstart"), ("parallel", "headstart"), ("draft", "draft")):
+    for recipe, form in (("medusa1", "headstart"), ("dspark", "dspark"), ("draft", "draft")):
         folder = OUTPUT / "export" / f"{recipe}-{form}"
         shutil.rmtree(folder, ignore_errors=True)
         summary = export(Path(artefact(recipe)), folder, form, report=report)

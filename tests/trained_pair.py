@@ -55,11 +55,18 @@ def train_pair(folder: Path, steps: int = 70, draft_steps: int = 6) -> tuple[Pat
     for name, count in (("train", 400), ("heldout", 4)):
         lines = "".join(json.dumps({"text": text + END}) + "\n" for text in sentences(count, seed=count))
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 1}
     model = {"tokenizer": str(folder / "tokenizer"), "max_position_embeddings": 256, **sizes}
     target = _trained(folder, "pretrain", steps, model=model)
     draft = {"check_costs": False, "init": {"from_target": {"layers": [0]}}}
     return target, _trained(folder, "draft", draft_steps, target=str(target), dtype="fp32", draft=draft)
+
+
+def train_dspark(folder: Path, target: Path, name: str, steps: int = 12, **section: Any) -> Path:
+    """Train a DSpark draft of the target of `train_pair` in ``folder``, with these settings; returns its folder."""
+    section = {"layers": 1, "tokens": 4, "taps": (0, 1), "markov_rank": 32, "mask_token": "Ā", **section}
+    draft = {"check_costs": False, "dspark": section}
+    return _trained(folder, "draft", steps, target=str(target), dtype="fp32", draft=draft, output=str(folder / name))
 
 
 def _trained(folder: Path, kind: str, steps: int, **sections: Any) -> Path:

@@ -23,7 +23,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import CONFIG_NAME, REMEDY, DSparkConfig, read_config
 from decoding.model.lm_head import unscaled_embeddings
 from decoding.model.markov import MarkovBias
-from decoding.model.stored import check_finite, check_tensors, read_weights, weights_header, write_weights
+from decoding.model.stored import StoredTensor, check_finite, check_tensors, read_weights, weights_header, write_weights
 
 _SPREAD = 0.02
 _OF_FILES = {
@@ -167,9 +167,7 @@ class DSparkDraft(nn.Module):
         ValueError, before anything is built, for a tensor that the config does not describe or that is missing;
         ValueError for a weight that is not finite in the dtype.
         """
-        config = read_config(folder)
-        header = {name: part for name, part in weights_header(folder, REMEDY).items() if name not in _TARGETS_OWN}
-        check_tensors(folder, header, stored_shapes(config), REMEDY)
+        config, header = read_described(folder)
         draft, ours = DSparkDraft(config), {theirs: name for name, theirs in _OF_FILES.items()}
         draft.load_state_dict(
             {ours.get(name, name): tensor for name, tensor in read_weights(folder, REMEDY).items() if name in header}
@@ -179,7 +177,15 @@ class DSparkDraft(nn.Module):
         return draft.to(device).requires_grad_(False).eval()
 
 
-def stored_shapes(config: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]:
+    """Read a draft's config and the header of its own tensors. ValueError if they do not fit each other."""
+    config = read_config(folder)
+    header = {name: part for name, part in weights_header(folder, REMEDY).items() if name not in _TARGETS_OWN}
+    check_tensors(folder, header, _stored_shapes(config), REMEDY)
+    return config, header
+
+
+def _stored_shapes(config: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the name in files and the shape of every tensor of a draft."""
     with torch.device("meta"):
         tensors = DSparkDraft(config).state_dict()

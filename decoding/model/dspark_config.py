@@ -105,7 +105,7 @@ class DSparkConfig:
         if self.target_layer_ids[-1] > target.num_layers - 2:
             raise ValueError(
                 f"this DSpark draft reads the states behind layer {self.target_layer_ids[-1]} and the target has "
-                f"{target.num_layers} layers, of which the last is not read: give a draft that was trained on this target"
+                f"{target.num_layers} layers, of which the last is not read: give a draft trained on this target"
             )
         if (width := target.model.config.get_text_config(decoder=True).hidden_size) != self.hidden_size:
             raise ValueError(

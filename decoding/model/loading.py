@@ -11,7 +11,14 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
     StrictDataclassError,
 )
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from decoding.dtypes import default_device, parse_dtype
@@ -85,6 +92,22 @@ def load_model(
             f"{name} does not fit the GPUs together: a part of it would stay on the {' and the '.join(left)}, from "
             "where every pass would fetch it; give more GPUs, a narrower dtype, or a smaller target"
         )
+    model.eval()
+    return model
+
+
+def model_without_weights(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Build a model's class on the meta device, where weights take no memory; adapters have their base's."""
+    while (base := adapted_model(folder)) is not None and not (folder / "config.json").is_file():
+        folder = local_folder(base, weights=False)
+    disable_progress_bar()
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(folder))
     model.eval()
     return model
 

@@ -17,7 +17,7 @@ from trainer.export.companions import trained_for
 from trainer.run.train import ensure_built
 from trainer.terminal.console import say, standard_error
 
-TRAINED = {"parallel": "parallel", "medusa1": "heads", "draft": "draft"}
+TRAINED = {"dspark": "dspark", "medusa1": "heads", "draft": "draft"}
 """Drafter of each folder in `RUNS`, as `scripts/demo.py` trains them for the embedded target."""
 RUNS = Path("runs/quickstart")
 TRAIN_THEM = "'make demo' in a copy of the repository trains heads and drafts of this target; start the demo again then"

@@ -93,7 +93,7 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
     if options.endpoint is not None and options.model is not None:
         connection = connect(options.endpoint, options.model)
     target = read_target(options.target, options)
-    speculator = load_speculator(named, target, tokenizer, options.trust_remote_code)
+    speculator = load_speculator(named, target, options.trust_remote_code)
     replay = Replay(
         target,
         tokenizer,

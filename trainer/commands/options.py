@@ -149,7 +149,7 @@ class ExportOptions:
         str,
         Option(
             metavar="NAME",
-            help="Heads: headstart, or vllm (<= 0.32). A draft: draft or gguf. A parallel draft: headstart or draft.",
+            help="Heads: headstart, or vllm (<= 0.32). A draft: draft or gguf. A DSpark draft: dspark or gguf.",
         ),
     ]
     report: Annotated[Path | None, Option(metavar="FILE", help="report.json of these weights, for their card.")] = None
@@ -203,7 +203,7 @@ class DiagnoseOptions(shared.ModelOptions):
 
     speculator: Annotated[
         str,
-        Argument(help="heads:PATH, draft:PATH,tokens=4 or parallel:PATH; or a folder, of a run or as it was exported."),
+        Argument(help="heads:PATH, draft:PATH,tokens=4 or dspark:PATH; or a folder, of a run or as it was exported."),
     ]
     prompts: Annotated[str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP}; best held out.")]
     exported: Annotated[

@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters.registry import DrafterLoader, weights_of
 from decoding.drafters.spec import DrafterSpec
@@ -20,11 +19,20 @@ from decoding.measure.proof.finding import Finding, all_pass, note, ok, problem
 from decoding.measure.proof.greedy import greedy_identity
 from decoding.measure.proof.reference import EngineText, Reference
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import read_described
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.folder import adapted_model, check_model_folder
 from decoding.model.heads import CONFIG_NAME, read_config
 from decoding.model.hub import hub_name, local_folder
-from decoding.model.loading import UNREADABLE, check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, reason
+from decoding.model.loading import (
+    UNREADABLE,
+    check_same_tokenizer,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    model_without_weights,
+    reason,
+)
 from decoding.model.stored import check_tensors, weights_header
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
@@ -69,7 +77,7 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
     built: list[Skeleton] = []
 
     def build() -> Finding:
-        model = CausalLM(_on_meta(folder, dtype, trusted))
+        model = CausalLM(model_without_weights(folder, dtype, trusted))
         tokenizer = load_tokenizer(name, trusted)
         shapes = {key: tuple(tensor.shape) for key, tensor in model.model.state_dict().items()}
         for key, stored in weights_header(folder, _COPY).items() if any(folder.glob("*.safetensors")) else ():
@@ -109,19 +117,6 @@ def _not_fetched(name: str, folder: Path) -> Finding | None:
     revision = f" --revision {named.revision}" if named.revision else ""
     remedy = f"hf download {named.repo_id}{revision}, or let the first command fetch them"
     return note("files", f"the weights of {name} are not in the cache, so they are not checked", remedy)
-
-
-def _on_meta(folder: Path, dtype: torch.dtype, trusted: bool) -> Any:
-    """Build the model's class on the meta device, where weights take no memory; adapters have their base's."""
-    while (base := adapted_model(folder)) is not None and not (folder / "config.json").is_file():
-        folder = local_folder(base, weights=False)
-    logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trusted)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trusted)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(str(folder))
-    return model.eval()
 
 
 # --- the target -------------------------------------------------------------------------------------------------------
@@ -189,9 +184,10 @@ def check_drafter(spec: DrafterSpec, target: Skeleton, trusted: bool = False) ->
     if weights is None or spec.path is None:
         return DrafterCheck([ok("weights", f"{spec.name} needs none: it drafts from the text, on any target")])
     folder = local_folder(spec.path, weights=False)
-    if weights == "heads":
+    if weights in ("heads", "dspark draft"):
         bytes_of: list[int] = []
-        findings = [attempt("heads", lambda: _heads(str(spec.path), folder, target, bytes_of), _TRAINED_ON_IT)]
+        compare, name = (_heads, "heads") if weights == "heads" else (_dspark, "draft")
+        findings = [attempt(name, lambda: compare(str(spec.path), folder, target, bytes_of), _TRAINED_ON_IT)]
         if all_pass(findings):
             findings.append(attempt("origin", lambda: _origin(folder, target, trusted, True), _TRAINED_ON_IT))
         return DrafterCheck(findings, sum(bytes_of))
@@ -223,6 +219,16 @@ def _tokens(draft: Skeleton, target: Skeleton) -> Finding:
         remedy = f"{error.remedy}, or other-tokenizer:{draft.name}, which drafts by text"
         raise UserError(error.message, remedy) from error
     return ok("tokens", "the target's tokenizer")
+
+
+def _dspark(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> Finding:
+    if (missing := _not_fetched(name, folder)) is not None:
+        return missing
+    config, header = read_described(folder)
+    config.check_fits(target.model)
+    bytes_of.append(sum(prod(tensor.shape) for tensor in header.values()) * target.model.dtype.itemsize)
+    taps = ", ".join(map(str, config.target_layer_ids))
+    return ok("draft", f"{config.block_size} tokens in one forward, from the states behind the layers {taps}")
 
 
 def _origin(folder: Path, target: Skeleton, trusted: bool, reads_target: bool) -> Finding:

@@ -5,14 +5,14 @@ there, which read the text's true tokens. The draft knows them up to the anchor,
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
@@ -280,29 +280,38 @@ class DSparkObjective:
 def rank_accuracies(dspark: DSpark, texts: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
     """Return at ``[d][r]`` the share of labels that are the draft's rank-r token d + 1 tokens behind a root (from 0).
 
-    Every new token of ``texts``, pairs of tokens and prompt length, is a root once, as in decoding. The bias reads the
-    text's own token before each label.
+    Every new token of ``texts``, pairs of tokens and prompt length, is a root once, as in decoding.
     """
-    draft, config, online = dspark.draft, dspark.config, OnlineTarget(dspark.target)
+    config = dspark.config
     ranks = min(FITTED_RANKS, config.vocab_size)
     counts, totals = torch.zeros(config.block_size, ranks), torch.zeros(config.block_size, 1)
     for tokens, prompt_length in texts:
-        batch = collate([Example(tokens, [True] * len(tokens), prompt_length)]).to(dspark.target.device)
-        anchors = torch.arange(prompt_length, len(tokens) - 1, device=batch.tokens.device)[None]
-        if not anchors.numel():
-            continue
-        blocks = blocks_at(batch, anchors, torch.ones_like(anchors, dtype=torch.bool), config.block_size)
-        _, states = online.tapped(batch, config.target_layer_ids)
-        given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
-        embedded = unscaled_embeddings(dspark.target.model, given.tokens)
-        hidden = run_blocks(draft, states, embedded, given)
-        for depth in range(config.block_size):
-            labels = labels_of(batch, blocks, depth, config.slots)
-            logits = F.linear(flat_rows(hidden, labels.slots).to(online.lm_head), online.lm_head)
-            if draft.markov is not None:
-                logits = draft.markov.added_to(logits, labels.before)
-            hits = logits.topk(ranks).indices == labels.labels[:, None].to(logits.device)
+        for depth, (labels, logits) in enumerate(block_logits(dspark, tokens, prompt_length)):
+            hits = logits.topk(ranks).indices == labels[:, None].to(logits.device)
             counts[depth] += hits.sum(0).cpu()
-            totals[depth] += len(labels.labels)
+            totals[depth] += len(labels)
     shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()
     return shares
+
+
+@torch.inference_mode()
+def block_logits(
+    dspark: DSpark, tokens: Sequence[int], prompt_length: int
+) -> Iterator[tuple[Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]]:
+    """Yield labels and logits of each depth, with a block behind every new token of a text.
+
+    The bias reads the text's own token before each label.
+    """
+    draft, config, online = dspark.draft, dspark.config, OnlineTarget(dspark.target)
+    batch = collate([Example(tokens, [True] * len(tokens), prompt_length)]).to(dspark.target.device)
+    anchors = torch.arange(prompt_length, len(tokens) - 1, device=batch.tokens.device)[None]
+    if not anchors.numel():
+        return
+    blocks = blocks_at(batch, anchors, torch.ones_like(anchors, dtype=torch.bool), config.block_size)
+    _, states = online.tapped(batch, config.target_layer_ids)
+    given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
+    hidden = run_blocks(draft, states, unscaled_embeddings(dspark.target.model, given.tokens), given)
+    for depth in range(config.block_size):
+        labels = labels_of(batch, blocks, depth, config.slots)
+        logits = F.linear(flat_rows(hidden, labels.slots).to(online.lm_head), online.lm_head)
+        yield labels.labels, logits if draft.markov is None else draft.markov.added_to(logits, labels.before)

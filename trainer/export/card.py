@@ -152,8 +152,9 @@ def render_card(
     """
     target, published = target_name(provenance), None if provenance is None else published_provenance(provenance)
     on_hub, argument = is_hub_id(target), target_argument(provenance, adapted)
-    method = "medusa" if artefact.heads else "parallel-draft" if artefact.at_once else "draft-model"
-    kind = {"medusa": "Medusa heads", "parallel-draft": "Parallel draft", "draft-model": "Draft model"}[method]
+    method = artefact.method
+    kinds = {"medusa": "Medusa heads", "dspark": "DSpark draft", "dflash": "DFlash draft", "draft-model": "Draft model"}
+    kind = kinds[method]
     title = kind if target == UNKNOWN_TARGET else f"{kind} for {target}"
     sources = [about.get("source") for about in (published or {"data": {}})["data"].values()]
     datasets = list(dict.fromkeys(each for each in sources if isinstance(each, str) and is_hub_id(each)))
@@ -161,9 +162,9 @@ def render_card(
         library_name=FORMATS[artefact.format].library,
         license=license,
         base_model=target if on_hub else None,
-        base_model_relation="adapter" if on_hub and artefact.heads else None,
+        base_model_relation="adapter" if on_hub and method != "draft-model" else None,
         datasets=datasets or None,
-        tags=["speculative-decoding", method, *(["draft-model"] if artefact.at_once else []), TAG],
+        tags=["speculative-decoding", method, TAG],
         pipeline_tag="text-generation",
     )
     means = "the model that these weights were trained for"
@@ -171,7 +172,7 @@ def render_card(
         means = "the adapted target"
     elif provenance is not None and is_adapted(provenance):
         means = "the adapted target's folder, `final/target` of the training run"
-    drafter = "heads" if artefact.heads else "parallel" if artefact.at_once else "draft"
+    drafter = "heads" if artefact.heads else "dspark" if artefact.at_once else "draft"
     headstart = f"headstart generate --target {argument} --drafter {drafter}:{FOLDER_NAME} --prompt TEXT"
     return _template().render(
         front_matter=metadata.to_yaml(),

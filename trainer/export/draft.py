@@ -1,45 +1,26 @@
-"""A draft as a plain transformers folder: safetensors, config, tokenizer; a parallel one with its parts beside it."""
+"""A draft as a plain transformers folder: safetensors, config, tokenizer."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-from decoding.drafters.parallel import ParallelDrafter
-from decoding.model.parallel import ParallelParts, is_parallel_folder, read_config
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import (
-    TOKENIZER_PROBE,
-    load_draft,
-    load_model,
-    load_parallel_draft,
-    load_tokenizer,
-)
-from decoding.model.stored import check_finite, read_object
+from decoding.model.loading import TOKENIZER_PROBE, load_draft, load_model, load_tokenizer
+from decoding.model.stored import check_finite
 from decoding.model.vocabulary import read_output_tokens, write_output_tokens
-from decoding.rules.best_tree import Paths
 from trainer.export.companions import chain_length
 from trainer.export.readback import Readers, check_bit_equal
 from trainer.export.task import Artefact, ExportTask
 from trainer.files.transformers4 import write_model
 
 _PROBE_LENGTH = 16
-PARD_TOKEN = "pard_token"
-"""Key of config.json for the id of a parallel draft's mask token (PARD's published code, vLLM)."""
 
 
 def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write the draft, read it back, compare weights, logits and tokenizer.
-
-    In the format ``draft`` a parallel draft is for any program that drafts in parallel by mask tokens: ValueError for
-    one with a bias or a reader of the target. The task's tree replaces that of a parallel draft.
-    """
+    """Write the draft, read it back, compare weights, logits and tokenizer."""
     source, folder = task.source, task.folder
-    if is_parallel_folder(source) and task.format == "draft":
-        _check_plain(source)
     model, tokenizer = _load(source)
     if hasattr(model.config, "auto_map"):
         del model.config.auto_map  # names code that is not exported with it
@@ -51,77 +32,19 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     check_bit_equal(model.state_dict(), read_model.state_dict().items(), folder)
     check_bit_equal({"logits": probe_logits(model)}, [("logits", probe_logits(read_model))], folder)
     _check_same_tokenizer(tokenizer, read_tokenizer, folder)
-    parts = _write_parts(source, folder, model.dtype, task.tree)
-    modules = [model] if parts is None else [model, parts]
+    compared = f"{len(model.state_dict())} tensors, the logits of a probe of {_PROBE_LENGTH} tokens and the tokenizer"
     artefact = describe_model(model, task.format, str(model.dtype).removeprefix("torch."))
-    if parts is not None:
-        config = parts.config
-        artefact = replace(
-            artefact,
-            parameters=sum(parameter.numel() for module in modules for parameter in module.parameters()),
-            at_once=config.tokens,
-            tree_nodes=len(config.tree),
-            markov_rank=config.markov_rank,
-            reads_target=config.target_hidden_size is not None,
-            has_mask_row=config.mask_token == config.vocab_size - 1,
-        )
-    count = sum(len(module.state_dict()) for module in modules)
-    compared = f"{count} tensors, the logits of a probe of {_PROBE_LENGTH} tokens and the tokenizer"
     return artefact, (f"{compared} read back equal, to the bit",)
 
 
 def readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained draft and the written one.
-
-    In the format ``draft`` a parallel draft is read first as programs without mask tokens read it, as an ordinary
-    draft, and then with masks.
-    """
-    found: Readers = []
-    parallel, trusted = is_parallel_folder(task.source), task.trust_remote_code
+    """Return readers of the trained draft and the written one."""
 
     def chain(folder: Path) -> DraftModelDrafter:
-        draft = load_draft(str(folder), target, None, trusted)
+        draft = load_draft(str(folder), target, None, task.trust_remote_code)
         return DraftModelDrafter(draft, chain_length(task.source))
 
-    def masked(folder: Path, tree: Paths) -> ParallelDrafter:
-        return ParallelDrafter(load_parallel_draft(str(folder), target, None, trusted), tree=tree or None)
-
-    if not parallel or task.format == "draft":
-        found.append((lambda: chain(task.source), lambda: chain(task.folder)))
-    if parallel:
-        found.append((lambda: masked(task.source, task.tree), lambda: masked(task.folder, ())))
-    return found
-
-
-def _check_plain(source: Path) -> None:
-    """Refuse a parallel draft that other programs would read without what its acceptance depends on."""
-    config = read_config(source)
-    if tensors := [name for name, _ in config.shapes()]:
-        part = "a bias by the token before" if tensors[0].startswith("markov") else "a reader of the target's states"
-        raise ValueError(
-            f"the parallel draft in {source} has {part}, which every program but this one would leave out: give format "
-            "headstart, or train one with draft.parallel.markov_rank=0 and draft.parallel.reads_target=false"
-        )
-
-
-def _write_parts(source: Path, folder: Path, dtype: torch.dtype, tree: Paths) -> ParallelParts | None:
-    """Write a parallel draft's parts, read them back and compare; None for an ordinary draft.
-
-    The mask token also stands in config.json, under the name by which vLLM looks for it.
-    """
-    if not is_parallel_folder(source):
-        return None
-    parts = ParallelParts.from_pretrained(source, dtype)
-    if tree:
-        parts.config = replace(parts.config, tree=tree)
-    parts.save_pretrained(folder)
-    config = read_object(folder / "config.json", "export again") | {PARD_TOKEN: parts.config.mask_token}
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    read = ParallelParts.from_pretrained(folder, dtype)
-    check_bit_equal(parts.state_dict(), read.state_dict().items(), folder)
-    if read.config != parts.config:
-        raise ValueError(f"{folder} reads back with other parts than were written: export again")
-    return parts
+    return [(lambda: chain(task.source), lambda: chain(task.folder))]
 
 
 def describe_model(model: PreTrainedModel, format: str, dtype: str) -> Artefact:

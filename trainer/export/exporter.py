@@ -73,10 +73,10 @@ def export(
     ``source`` is a run's folder, its ``final`` folder or one of its checkpoints (the newest of a run that was stopped),
     or ``quickstart``: servers of a draft want the embedded target too. The destination appears whole or not at all, and
     only after the written files were read back and found equal to the bit. ``report``: a ``report.json`` whose figures
-    go on the card. ``plan``: a ``plan.json`` whose tree the format headstart stores, and whose depths by batch size the
-    servers' commands have. ``target``: the model that the artefact drafts for, if it is not the recorded one. ``type``:
-    one of the format's types of numbers. ``license``: the Hub's identifier of the weights' licence. Provenance and
-    report go with the weights, without local paths.
+    go on the card. ``plan``: a ``plan.json`` whose tree the formats headstart and dspark store, and whose depths by
+    batch size the servers' commands have. ``target``: the model that the artefact drafts for, if it is not the recorded
+    one. ``type``: one of the format's types of numbers. ``license``: the Hub's identifier of the weights' licence.
+    Provenance and report go with the weights, without local paths.
 
     The target decodes prompts with the trained weights and with the files, if it is on this machine: prompts of the
     .jsonl file ``prompts``, by default those that the training run held out; `NO_PROMPTS` decodes none.

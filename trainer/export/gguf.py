@@ -5,7 +5,7 @@ key are written, and a model with any other that changes the logits is rejected.
 """
 
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
@@ -13,41 +13,37 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import (
-    MODEL_ARCH,
-    MODEL_ARCH_NAMES,
-    GGMLQuantizationType,
-    GGUFReader,
-    GGUFWriter,
-    LlamaFileType,
-    get_tensor_name_map,
-    quants,
-)
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, quants
 from gguf.constants import GGML_QUANT_SIZES, GGUFValueType
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from decoding.drafters import Drafter, DraftModelDrafter
-from decoding.model.architecture import shortest_window
+from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import eos_token_ids, load_draft, load_model, load_tokenizer
+from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark_config import DSparkConfig, read_config
+from decoding.model.hub import local_folder
+from decoding.model.loading import (
+    UNREADABLE,
+    eos_token_ids,
+    load_draft,
+    load_dspark,
+    load_model,
+    load_tokenizer,
+    model_without_weights,
+    reason,
+)
 from decoding.model.stored import check_finite
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary, with_filled_vocabulary
 from trainer.export.companions import chain_length
 from trainer.export.draft import describe_model, probe_logits
+from trainer.export.dspark import describe_dspark, stored_draft
+from trainer.export.gguf_names import dspark_metadata, dspark_names, metadata_of, tensors_of
 from trainer.export.gguf_vocabulary import vocabulary_of
 from trainer.export.readback import Readers
-from trainer.export.task import Artefact, ExportTask
+from trainer.export.task import DSPARK, Artefact, ExportTask, kind_held_in
 
 FILE_NAME = "model.gguf"
-ARCHITECTURES = {
-    "llama": MODEL_ARCH.LLAMA,
-    "mistral": MODEL_ARCH.LLAMA,
-    "qwen2": MODEL_ARCH.QWEN2,
-    "qwen3": MODEL_ARCH.QWEN3,
-}
-"""Model type -> llama.cpp's architecture, for models whose every tensor it holds under one name of its own."""
 TYPES = {
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
@@ -68,20 +64,19 @@ _VALUES = {
     str: GGUFValueType.STRING,
 }
 """llama.cpp reads whole numbers as unsigned."""
-_YARN_UNWRITTEN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-"""Settings of yarn for which llama.cpp's defaults, transformers' own, are kept."""
 _UNREAD = ("attention_bias", "mlp_bias", "head_dim", "rope_parameters")
 """Settings that llama.cpp takes from the tensors and from keys that transformers' reader of GGUF does not know."""
-_OTHER_PROGRAM = "serve it with a program that reads transformers folders, such as vLLM"
 _AGAIN = "export again, and check the disk if it happens twice"
 
 
 def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     """Write a model's GGUF file, read it back and compare.
 
-    A trimmed draft gets a full lm_head, by which it drafts the same tokens. ValueError for a model or a tokenizer that
-    llama.cpp would read as another.
+    A trimmed draft gets a full lm_head, by which it drafts the same tokens; a DSpark draft gets its target's tokenizer.
+    ValueError for a model or a tokenizer that llama.cpp would read as another.
     """
+    if kind_held_in(task.source) == DSPARK:
+        return _write_dspark(task)
     name, remarks = str(task.source), []
     model = load_model(name, "auto", torch.device("cpu"), task.trust_remote_code)
     check_finite(dict(model.named_parameters()), name, "give an earlier checkpoint, or train the model again")
@@ -95,33 +90,71 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     vocabulary, told = vocabulary_of(tokenizer, model.config.vocab_size, eos_token_ids(model, tokenizer))
     metadata = {**metadata_of(model), **vocabulary}
     type, path = task.type or _TYPE_OF.get(model.dtype, "f32"), task.folder / FILE_NAME
-    write_file(path, metadata, tensors_of(model), type)
-    count, rounded, error = compare_file(path, metadata, tensors_of(model))
+    compared, rounded = _written(path, metadata, lambda: tensors_of(model), type)
     before, after = probe_logits(model), probe_logits(_read(path, model.config, model.dtype))
     change = float((before.float() - after.float()).abs().max())
     if change and not rounded:
         raise ValueError(f"{path.name} reads back with other logits than were written (by {change:.3g}): export again")
-    compared = f"{path.name}: {len(metadata)} keys, {count - rounded} of {count} tensors"
     if rounded:
-        compared += (
-            f" are equal, to the bit; the others are the weights rounded to {type}: a weight changes by at most "
-            f"{error:.3g}, a logit of a probe by {change:.3g}"
-        )
+        compared += f", a logit of a probe by {change:.3g}"
     else:
-        compared += " and the logits of a probe, as transformers reads the file, are equal, to the bit"
+        compared += ", and the logits of a probe, as transformers reads the file"
     artefact = replace(describe_model(model, task.format, type), rounded=rounded > 0)
     return artefact, (compared, *remarks, *told)
 
 
+def _write_dspark(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
+    """Write a DSpark draft's file. ValueError for a target that is not here, or that it does not fit."""
+    if task.target is None:
+        raise ValueError(f"a GGUF file holds the target's tokenizer, and {task.source} names no target: give --target")
+    draft, trusted = stored_draft(task.source), task.trust_remote_code
+    try:
+        model = model_without_weights(local_folder(task.target, weights=False), torch.float32, trusted)
+        target, tokenizer = CausalLM(model), load_tokenizer(task.target, trusted)
+    except UNREADABLE as error:
+        raise ValueError(
+            f"the target {task.target}, whose tokenizer the file holds, cannot be read ({reason(error)}): give it as "
+            "--target"
+        ) from error
+    draft.config.check_fits(target)
+    vocabulary, told = vocabulary_of(tokenizer, target.vocab_size, eos_token_ids(target.model, tokenizer))
+    metadata, names, state = {**dspark_metadata(draft.config), **vocabulary}, dspark_names(draft), draft.state_dict()
+    type = task.type or _TYPE_OF.get(draft.fc.weight.dtype, "f32")
+    compared, rounded = _written(
+        task.folder / FILE_NAME, metadata, lambda: ((names[name], tensor) for name, tensor in state.items()), type
+    )
+    return replace(describe_dspark(draft, task.format, type), rounded=rounded > 0), (compared, *told)
+
+
+def _written(
+    path: Path, metadata: Mapping[str, Any], tensors: Callable[[], Iterator[tuple[str, Tensor]]], type: str
+) -> tuple[str, int]:
+    """Write a file and read it back; return a sentence, and the number of tensors that were rounded."""
+    write_file(path, metadata, tensors(), type)
+    count, rounded, error = compare_file(path, metadata, tensors())
+    compared = f"{path.name}: {len(metadata)} keys and {count - rounded} of {count} tensors are equal, to the bit"
+    if rounded:
+        compared += f"; the others are the weights rounded to {type}: a weight changes by at most {error:.3g}"
+    return compared, rounded
+
+
 def readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained draft and the exported file. Both draft in the target's dtype."""
-    chain = chain_length(task.source)
+    """Return readers of the trained draft and the exported file. Both draft a chain, in the target's dtype."""
+    path, chain = task.folder / FILE_NAME, chain_length(task.source)
+    if kind_held_in(task.source) == DSPARK:
+        config = replace(read_config(task.source), tree=())
+        return [
+            (
+                lambda: DSparkDrafter(load_dspark(task.source, target), config.block_size),
+                lambda: DSparkDrafter(_read_dspark(path, config).to(target.device, target.dtype)),
+            )
+        ]
 
     def trained() -> Drafter:
         return DraftModelDrafter(load_draft(str(task.source), target, None, task.trust_remote_code), chain)
 
     def exported() -> Drafter:
-        read = _read(task.folder / FILE_NAME, AutoConfig.from_pretrained(task.source), target.dtype)
+        read = _read(path, AutoConfig.from_pretrained(task.source), target.dtype)
         read.to(target.device)  # type: ignore[arg-type]  # transformers' stubs
         return DraftModelDrafter(CausalLM(read), chain)
 
@@ -142,100 +175,14 @@ def _read(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTraine
     return model
 
 
-# --- the model by llama.cpp's names -----------------------------------------------------------------------------------
-
-
-def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return GGUF's keys for the model's sizes and rotary embeddings; ValueError for what llama.cpp would misread."""
-    config = model.config
-    if config.model_type not in ARCHITECTURES:
-        raise ValueError(
-            f"a model of type {config.model_type} cannot be written as GGUF here, only {', '.join(ARCHITECTURES)}: "
-            "convert it with llama.cpp's convert_hf_to_gguf.py"
-        )
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act is {config.hidden_act}, and llama.cpp computes silu: {_OTHER_PROGRAM}")
-    if (window := shortest_window(config)) is not None:
-        raise ValueError(
-            f"the model attends to a window of {window} tokens, which llama.cpp would not: set sliding_window to null, "
-            f"and max_position_embeddings to at most {window}, in its config.json"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError("the model is quantised: give its folder before that, and choose --type q8_0")
-    prefix = MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]]
-    sizes = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": _head_size(config),
-        "attention.value_length": _head_size(config),
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "rope.dimension_count": _head_size(config),
-        **_rope(config),
-    }
-    return {"general.architecture": prefix, **{f"{prefix}.{key}": value for key, value in sizes.items()}}
-
-
-def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and values of each tensor of the file, in the stored dtype, as llama.cpp lays it out.
-
-    A tied lm_head is left out: llama.cpp then takes the embeddings.
-    """
-    config = model.config
-    architecture = ARCHITECTURES[config.model_type]
-    names = get_tensor_name_map(architecture, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        stem, _, suffix = name.rpartition(".")
-        theirs = names.get_name(stem)
-        if theirs is None or suffix not in ("weight", "bias"):
-            raise ValueError(f"llama.cpp's {config.model_type} has no place for the tensor {name}: {_OTHER_PROGRAM}")
-        values = tensor.detach().cpu()
-        if architecture == MODEL_ARCH.LLAMA and ".q_proj." in name:
-            values = _interleaved(values, config.num_attention_heads)
-        if architecture == MODEL_ARCH.LLAMA and ".k_proj." in name:
-            values = _interleaved(values, config.num_key_value_heads)
-        yield f"{theirs}.{suffix}", values
-    if config.rope_parameters.get("rope_type") == "llama3":  # the numbers by which llama.cpp divides the frequencies
-        size = _head_size(config)
-        unscaled: Tensor = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
-        yield "rope_freqs.weight", unscaled / ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
-
-
-def _head_size(config: PreTrainedConfig) -> int:
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return size
-
-
-def _rope(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the keys of the rotary embeddings."""
-    rope = config.rope_parameters
-    kind = rope.get("rope_type", "default")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"the model turns {rope['partial_rotary_factor']} of each head only: {_OTHER_PROGRAM}")
-    base = {"rope.freq_base": float(rope["rope_theta"])}
-    if kind == "default" or (kind == "llama3" and ARCHITECTURES[config.model_type] == MODEL_ARCH.LLAMA):
-        return base
-    scaled = {**base, "rope.scaling.type": kind, "rope.scaling.factor": float(rope.get("factor", 1.0))}
-    if kind == "linear":
-        return scaled
-    if kind == "yarn" and not any(rope.get(key) is not None for key in _YARN_UNWRITTEN):
-        return {**scaled, "rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
-    raise ValueError(
-        f"the model's rotary embeddings are scaled by {kind} ({rope}), which a GGUF file of a {config.model_type} "
-        f"written here cannot say: {_OTHER_PROGRAM}"
-    )
-
-
-def _interleaved(rows: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of q or k: transformers turns row i with i + half a head, llama.cpp's llama with i + 1."""
-    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
-    return halves.transpose(1, 2).reshape(rows.shape)
+def _read_dspark(path: Path, config: DSparkConfig) -> DSparkDraft:
+    """Read a DSpark draft's weights from its file."""
+    draft = DSparkDraft(config)
+    stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    for name, theirs in dspark_names(draft).items():
+        found, values = stored[theirs], draft.state_dict()[name]
+        values.copy_(torch.from_numpy(quants.dequantize(found.data, found.tensor_type).copy()).reshape(values.shape))
+    return draft.requires_grad_(False).eval()
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------

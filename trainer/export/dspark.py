@@ -1,0 +1,57 @@
+"""DSpark drafts in the folder that training writes, which vLLM and SGLang load: DeepSpec's flat form."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from decoding.drafters.dspark import DSparkDrafter
+from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark_config import read_config
+from decoding.model.loading import load_dspark
+from decoding.model.stored import stored_weights
+from trainer.export.readback import Readers, check_bit_equal
+from trainer.export.task import Artefact, ExportTask
+
+
+def stored_draft(folder: Path) -> DSparkDraft:
+    """Load a draft in its stored dtype."""
+    stored = stored_weights(folder, "train the draft again")
+    dtype = next((tensor.dtype for name, tensor in stored if name == "fc.weight"), torch.float32)
+    return DSparkDraft.from_pretrained(folder, dtype)
+
+
+def describe_dspark(draft: DSparkDraft, format: str, dtype: str) -> Artefact:
+    """Return the card's description of a draft."""
+    config = draft.config
+    return Artefact(
+        format=format,
+        parameters=sum(parameter.numel() for parameter in draft.parameters()),
+        dtype=dtype,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        layers=config.num_hidden_layers,
+        tree_nodes=len(config.tree),
+        markov_rank=config.markov_rank,
+        at_once=config.block_size,
+    )
+
+
+def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
+    """Write the draft with the task's tree, if there is one; read it back, compare."""
+    draft = stored_draft(task.source)
+    draft.config = replace(draft.config, tree=task.tree or draft.config.tree)
+    draft.save_pretrained(task.folder)
+    if read_config(task.folder) != draft.config:
+        raise ValueError(f"{task.folder} reads back with another config than was written: export again")
+    trained = draft.state_dict()
+    check_bit_equal(trained, stored_draft(task.folder).state_dict().items(), task.folder)
+    artefact = describe_dspark(draft, task.format, str(draft.fc.weight.dtype).removeprefix("torch."))
+    return artefact, (f"{len(trained)} tensors and the config read back bit-equal",)
+
+
+def readers(task: ExportTask, target: CausalLM) -> Readers:
+    """Return readers of the trained draft and the written one, which draft the written tree."""
+    trained = lambda: DSparkDrafter(load_dspark(task.source, target), tree=task.tree or None)  # noqa: E731
+    return [(trained, lambda: DSparkDrafter(load_dspark(task.folder, target)))]
