@@ -22,8 +22,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_dspark, load_model, load_tokenizer
 from trainer.export.exporter import NO_PROMPTS, export
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from engines import LLAMA_CPP, LlamaCppCase, serve_llama_cpp
 
 pytestmark = pytest.mark.skipif(

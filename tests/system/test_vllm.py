@@ -19,8 +19,7 @@ from decoding.model.loading import load_draft, load_dspark, load_heads
 from decoding.model.stored import read_weights, write_weights
 from trainer.export.exporter import export
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from engines import VllmCase, serve_vllm, vllm_python
 
 ASKED_FOR = "HEADSTART_VLLM" in os.environ and vllm_python() is not None
