@@ -93,6 +93,8 @@ def divergence(
         covered = log_p.exp().sum(-1)
     if kind == "acceptance":
         return -torch.minimum(log_p, log_q).logsumexp(-1).sum()
+    if kind == "total_variation":
+        return (1 - torch.minimum(log_p.exp(), log_q.exp()).sum(-1)).sum()
     return ((log_p.exp() * (log_p - log_q)).sum(-1) - torch.special.xlogy(covered, covered)).sum()
 
 

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState
 from rich.console import Console
+from tiny_dspark import tiny_dspark
 from tiny_models import tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs, _Passes, measure_costs
+from decoding.model.dspark import DSpark
 from trainer.drafts import job as job_module
 from trainer.drafts.job import DEEPEST, check_pays, payoff
 from trainer.recipe.reading import parse_recipe
@@ -34,7 +36,7 @@ def flat(draft_step: float) -> Costs:
         (flat(0.505), 0.51, 17 / 9.08),
         # Two tokens cost 1.3 passes, and more cost 4: one token pays if 1 + a > 0.2 + 1.3, and no longer draft does.
         (Costs({1: 1.0, 2: 1.3, **dict.fromkeys(range(3, DEEPEST + 2), 4.0)}, {1: 0.2}), 0.51, 17 / 7.2),
-        # Six tokens of a parallel draft for 0.2 of a pass: Σ a^i up to a^6 is 1.2 at a = 0.167, and 7 at a = 1.
+        # Six tokens of a DSpark draft for 0.2 of a pass: Σ a^i up to a^6 is 1.2 at a = 0.167, and 7 at a = 1.
         (Costs(dict.fromkeys(range(1, 8), 1.0), {1: 0.2, 6: 0.2}), 0.17, 7 / 1.2),
     ],
 )
@@ -44,10 +46,8 @@ def test_a_draft_pays_from_an_acceptance_on_by_its_steps_and_the_targets_passes(
     assert payoff(costs) == (least, pytest.approx(most))
 
 
-def test_the_forward_of_a_parallel_draft_is_measured_over_all_its_positions(
-    tiny_llama: CausalLM, tiny_draft: CausalLM
-) -> None:
-    found = measure_costs(tiny_llama, range(1, 5), tiny_draft, at_once=3)
+def test_the_forward_of_a_dspark_draft_is_that_of_its_block(tiny_llama: CausalLM) -> None:
+    found = measure_costs(tiny_llama, range(1, 5), DSpark(tiny_dspark(tiny_llama, 3), tiny_llama))
     assert found.draft.keys() == {1, 3} and found.draft_to(1) == found.draft_to(2) == found.draft_to(3) > 0
 
 
@@ -108,7 +108,7 @@ def flat_run(folder: Path, monkeypatch: pytest.MonkeyPatch, draft_step: float, *
     content = recipe_content(folder, "draft", steps=1)
     content["draft"] = draft
     said = io.StringIO()
-    monkeypatch.setattr(job_module, "best_costs", lambda target, draft, at_once: flat(draft_step))
+    monkeypatch.setattr(job_module, "best_costs", lambda target, draft: flat(draft_step))
     AcceleratorState._reset_state(True)
     try:
         run_recipe(parse_recipe(content), Console(width=200, file=said))

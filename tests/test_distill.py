@@ -30,12 +30,11 @@ def test_what_predicts_a_trained_token_is_compared_and_nothing_else() -> None:
     model, batch = tiny_model("llama"), collate(EXAMPLES)
     objective = objective_for(model)
     (inputs,) = objective.inputs(batch, step=0)
-    (own,) = inputs.labels
-    assert own.at.places.tolist() == [3, 4, 5, 6, 8, 9, 10]  # of rows of 8
+    assert inputs.places.tolist() == [3, 4, 5, 6, 8, 9, 10]  # of rows of 8
     expected = torch.cat(
         [full_forward(model, EXAMPLES[0].tokens.tolist())[3:7], full_forward(model, EXAMPLES[1].tokens.tolist())[:3]]
     )
-    assert torch.allclose(own.teacher.known_logits(0, 7, 1.0).logits, expected, atol=1e-5)
+    assert torch.allclose(inputs.teacher.known_logits(0, 7, 1.0).logits, expected, atol=1e-5)
 
 
 def test_training_brings_the_draft_to_its_target_which_stays_byte_identical(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_draft_is_trained_through_the_window_that_it_drafts_by() -> None:
         (inputs,) = objective.inputs(batch, step=0)
         states = lm_head_input(objective.module.draft.eval(), inputs.model_inputs)
         logits = objective.module.draft.get_output_embeddings()(states)
-        draft = objective.draft_for_decoding()
+        draft = objective.writing_draft()
         assert draft.window == WINDOW
         for row, length in ((0, 40), (1, 25)):
             for end in range(1, length + 1):

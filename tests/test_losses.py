@@ -14,7 +14,7 @@ Q = torch.tensor([[0.25, 0.75], [0.5, 0.5], [0.1, 0.9]], dtype=torch.float64)
 def test_divergences_by_hand() -> None:
     ln = math.log
     forward = 0.5 * ln(2) + 0.5 * ln(2 / 3) + 0.75 * ln(1.5) + 0.25 * ln(0.5)
-    expected = {"forward_kl": forward, "acceptance": -2 * ln(0.75)}
+    expected = {"forward_kl": forward, "acceptance": -2 * ln(0.75), "total_variation": 0.25 + 0.25}
     for kind in KINDS:
         assert divergence(Q.log(), P.log(), kind).item() == pytest.approx(expected[kind], abs=1e-12)
 
@@ -25,6 +25,6 @@ def test_of_some_tokens_by_hand() -> None:
     draft = torch.zeros(1, 2, dtype=torch.float64)
     ln = math.log
     forward = 0.75 * (1 / 3 * ln(2 / 3) + 2 / 3 * ln(4 / 3))
-    expected = {"forward_kl": forward, "acceptance": -ln(0.75)}
+    expected = {"forward_kl": forward, "acceptance": -ln(0.75), "total_variation": 1 - 0.25 - 0.5}
     for kind in KINDS:
         assert divergence(draft, target, kind, tokens=tokens).item() == pytest.approx(expected[kind], abs=1e-12)

@@ -21,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rot
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import CONFIG_NAME, REMEDY, DSparkConfig, read_config
-from decoding.model.lm_head import input_embeddings
+from decoding.model.lm_head import unscaled_embeddings
 from decoding.model.markov import MarkovBias
 from decoding.model.stored import StoredTensor, check_finite, check_tensors, read_weights, weights_header, write_weights
 
@@ -149,7 +149,7 @@ class DSparkDraft(nn.Module):
         """Return the logit of each slot's acceptance, given that the token before it was accepted."""
         assert self.confidence is not None, "this draft has no confidence head"
         if self.markov is not None and self.config.confidence_head_with_markov:
-            hidden = torch.cat((hidden, self.markov.embedding(before).to(hidden)), -1)
+            hidden = torch.cat((hidden, self.markov.embedding(before).detach().to(hidden)), -1)
         logits: Tensor = self.confidence(hidden)[..., 0]
         return logits
 
@@ -188,8 +188,9 @@ def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]
 def _stored_shapes(config: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the name in files and the shape of every tensor of a draft."""
     with torch.device("meta"):
-        for name, tensor in DSparkDraft(config).state_dict().items():
-            yield _OF_FILES.get(name, name), tuple(tensor.shape)
+        tensors = DSparkDraft(config).state_dict()
+    for name, tensor in tensors.items():
+        yield _OF_FILES.get(name, name), tuple(tensor.shape)
 
 
 class TextKeys:
@@ -269,8 +270,7 @@ class DSpark:
     def embed(self, newest: Int[Tensor, " rows"]) -> Float[Tensor, "rows slots hidden"]:
         """Return the embeddings of a block behind each row: its newest token, then masks; unscaled, as in servers."""
         masks = newest.new_full((len(newest), self.config.slots - 1), self.config.mask_token_id)
-        block = torch.cat((newest[:, None], masks), 1)
-        return F.embedding(block, input_embeddings(self.target.model).weight)
+        return unscaled_embeddings(self.target.model, torch.cat((newest[:, None], masks), 1))
 
     def logits(self, hidden: Float[Tensor, "rows slots hidden"]) -> Float[Tensor, "rows block vocab"]:
         """Return the logits of the next K tokens without the bias, by the target's lm_head, as servers compute them."""

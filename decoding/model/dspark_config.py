@@ -102,6 +102,11 @@ class DSparkConfig:
                     f"this DSpark draft is for a target whose {name} is {getattr(self, name)}, and the target's is "
                     f"{size}: give a draft that was trained on this target"
                 )
+        if self.target_layer_ids[-1] > target.num_layers - 2:
+            raise ValueError(
+                f"this DSpark draft reads the states behind layer {self.target_layer_ids[-1]} and the target has "
+                f"{target.num_layers} layers, of which the last is not read: give a draft trained on this target"
+            )
         if (width := target.model.config.get_text_config(decoder=True).hidden_size) != self.hidden_size:
             raise ValueError(
                 f"the target's embedding and lm_head are {self.hidden_size} wide but its layers {width}, and a DSpark "
@@ -170,8 +175,10 @@ def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
             raise ValueError(f"{key} is {flat[key]}")
     if set(flat.get("layer_types") or ()) - {"full_attention"}:
         raise ValueError("some of its layers attend to a window")
-    if flat.get("draft_vocab_size", flat["vocab_size"]) != flat["vocab_size"]:
-        raise ValueError(f"it writes {flat['draft_vocab_size']} of {flat['vocab_size']} tokens")
+    if (hidden_act := flat.get("hidden_act", "silu")) != "silu":
+        raise ValueError(f"hidden_act is {hidden_act}")
+    if (written := flat.get("draft_vocab_size")) not in (None, vocab := flat.get("vocab_size")):
+        raise ValueError(f"it writes {written} of {vocab} tokens")
     anchored = flat.get("sample_from_anchor", is_dspark and not of_speculators)
     config = DSparkConfig(
         **{

@@ -29,10 +29,10 @@ class OutputLayer(nn.Linear):
         return read(hidden, self.weight)
 
 
-def input_embeddings(model: nn.Module) -> nn.Embedding:
-    """Return the layer that embeds the tokens."""
-    layer: nn.Embedding = model.get_input_embeddings()  # type: ignore[operator]  # nn.Module's getattr
-    return layer
+def unscaled_embeddings(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the embeddings of tokens, on their device, without the factor of families that scale them."""
+    weight: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]  # nn.Module's getattr
+    return F.embedding(tokens.to(weight.device), weight).to(tokens.device)
 
 
 def _lm_head(model: nn.Module) -> nn.Linear:

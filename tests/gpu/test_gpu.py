@@ -8,13 +8,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from decoding.model.parallel import ParallelDraft
 from grouped_queries import check_grouped_queries
+from tiny_dspark import tiny_dspark
 from tiny_models import tiny_model
-from tiny_parallel import tiny_parallel_draft
 from transformers import PreTrainedModel
 
-from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter, ParallelDrafter
+from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter, MedusaDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -29,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9], [3, 2, 3, 8, 4, 6])
 FAMILIES = ("llama", "mistral", "qwen2-mixed", "gpt2")
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0)
-NAMES = ("plain", "chain", "draft tree", "medusa", "markov", "drawn markov", "parallel")
+NAMES = ("plain", "chain", "draft tree", "medusa", "markov", "drawn markov", "dspark")
 
 
 def model_on(device: str, family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -46,12 +45,6 @@ def heads_on(device: str, dtype: torch.dtype = torch.float32, markov_rank: int =
     return heads.to(device, dtype)
 
 
-def parallel_on(device: str, static: str | None, dtype: torch.dtype = torch.float32) -> ParallelDraft:
-    made = tiny_parallel_draft(CausalLM(tiny_model("llama")))
-    model: PreTrainedModel = made.model.model.to(device, dtype)  # type: ignore[arg-type]  # its stubs
-    return ParallelDraft(CausalLM(model, static=static), made.parts.to(device, dtype))
-
-
 def drafter_on(
     device: str, name: str, static: str | None, family: str = "llama", dtype: torch.dtype = torch.float32
 ) -> Drafter | None:
@@ -61,8 +54,8 @@ def drafter_on(
         return MedusaDrafter(heads_on(device, dtype))
     if "markov" in name:
         return MedusaDrafter(heads_on(device, dtype, markov_rank=3), sampled="drawn" in name)
-    if name == "parallel":
-        return ParallelDrafter(parallel_on(device, static, dtype))
+    if name == "dspark":
+        return DSparkDrafter(tiny_dspark(CausalLM(tiny_model(family))).to(device, dtype))
     draft = CausalLM(model_on(device, family, seed=1, dtype=dtype), static=static)
     if name == "draft tree":
         return DraftTreeDrafter(draft, depth=3, width=2, nodes=7)
@@ -146,7 +139,7 @@ def test_a_target_on_two_gpus_writes_the_texts_of_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("name", ["plain", "chain", "markov", "parallel"])
+@pytest.mark.parametrize("name", ["plain", "chain", "markov", "dspark"])
 def test_a_greedy_step_waits_for_the_gpu_once(name: str, batch_size: int) -> None:
     target, drafter = CausalLM(model_on("cuda"), static="graphs"), drafter_on("cuda", name, "graphs")
     prompts, config = [PROMPTS[0]] * batch_size, DecodingConfig(24)

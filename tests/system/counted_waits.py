@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import distilling
-import parallel_training
+import dspark_training
 import torch
 import two_devices
 from tiny_models import tiny_model
@@ -55,7 +55,7 @@ KINDS: dict[str, Callable[[PreTrainedModel], Objective]] = {
     "heads": heads(shared_lm_head=True, loss={"acceptance": 1.0}, markov_rank=3),
     "Medusa-2": joint,
     "draft": lambda model: distilling.objective_for(model, loss={"forward_kl": 1.0}),
-    "parallel draft": lambda model: parallel_training.objective_for(model),
+    "DSpark draft": lambda model: dspark_training.objective_for(model),
 }
 
 

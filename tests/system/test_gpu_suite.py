@@ -32,11 +32,7 @@ def few_packages(folder: Path) -> Path:
     folder.mkdir()
     for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
         name = re.split(r"[-.]", entry.name.lower())[0]
-        if (
-            name not in LEFT_OUT.split()
-            and not entry.name.endswith((".pth", ".egg-link"))
-            and "editable" not in entry.name
-        ):
+        if name not in LEFT_OUT and not entry.name.endswith((".pth", ".egg-link")) and "editable" not in entry.name:
             (folder / entry.name).symlink_to(entry)
     return folder
 

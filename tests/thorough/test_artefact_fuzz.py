@@ -3,18 +3,19 @@
 import json
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
 import pytest
-from decoding.model.parallel import ParallelConfig, ParallelParts
+from tiny_dspark import tiny_dflash, tiny_dspark
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.loading import load_heads, load_parallel_draft
+from decoding.model.loading import load_dspark, load_heads
 from trainer.export.exporter import export
 
 MUTATIONS = 60
@@ -52,6 +53,11 @@ def mutate(folder: Path, draw: random.Random) -> str:
     return f"{path.name}: missing"
 
 
+@cache
+def target() -> CausalLM:
+    return CausalLM(tiny_model(vocab=128))
+
+
 def write_heads(folder: Path) -> None:
     MedusaHeads(MedusaConfig(16, 128, num_heads=3, tree=((0,), (1,), (0, 0), (0, 2)))).save_pretrained(folder)
 
@@ -61,14 +67,10 @@ def write_draft(folder: Path, vocab: int = 128) -> None:
     byte_tokenizer().save_pretrained(folder)
 
 
-def write_parallel(folder: Path) -> None:
-    write_draft(folder, vocab=129)
-    ParallelParts(ParallelConfig(4, 128, 129, 128, 16, markov_rank=3, target_hidden_size=16)).save_pretrained(folder)
-
-
 CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path, CausalLM], Any]]] = {
     "heads": (write_heads, load_heads),
-    "parallel": (write_parallel, lambda folder, target: load_parallel_draft(str(folder), target, byte_tokenizer())),
+    "DSpark": (lambda folder: tiny_dspark(target(), tree=((0,), (1,), (0, 0))).save_pretrained(folder), load_dspark),
+    "DFlash": (lambda folder: tiny_dflash(target()).save_pretrained(folder), load_dspark),
     "export": (write_draft, lambda folder, _: export(folder, folder.parent / f"out-{folder.name}", "draft")),
 }
 
@@ -76,16 +78,15 @@ CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path, CausalLM], Any]]]
 @pytest.mark.parametrize("case", CASES)
 def test_a_broken_artefact_is_read_or_refused_in_one_sentence(case: str, tmp_path: Path) -> None:
     write, read = CASES[case]
-    target = CausalLM(tiny_model(vocab=128))
     write(tmp_path / "whole")
-    read(tmp_path / "whole", target)
+    read(tmp_path / "whole", target())
     refusals = []
     for seed in range(MUTATIONS):
         broken = tmp_path / f"broken-{seed}"
         copytree(tmp_path / "whole", broken)
         done = mutate(broken, random.Random(seed))
         try:
-            read(broken, target)
+            read(broken, target())
         except ValueError as error:
             refusals.append((done, str(error)))
     assert len(refusals) > MUTATIONS / 3

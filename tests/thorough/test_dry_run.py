@@ -15,12 +15,12 @@ from trainer.cli import app
 CASES: dict[str, dict[str, Any]] = {
     "medusa": {"features": {"folder": "features"}},
     "draft": {"draft": {"check_costs": False, "policy": {"loop": 1, "max_new_tokens": 8, "every": 2}}},
-    "parallel": {
+    "dspark": {
         "kind": "draft",
         "draft": {
             "check_costs": False,
             "policy": {"loop": 1, "max_new_tokens": 8, "every": 2},
-            "parallel": {"tokens": 3},
+            "dspark": {"tokens": 3, "mask_token": "<user>"},
         },
     },
 }

@@ -126,7 +126,7 @@ class Distilling:
     def train(self, **training: Any) -> list[Tensor]:
         """To the end, or to where the recorder stops it; returns the weights."""
         self.objective = self._fresh()
-        writer = self.objective.draft_for_decoding
+        writer = self.objective.writing_draft
         settings = {"steps": 7, "batch_size": 4, "micro_batch_size": 4, **training}
         source = source_of(self._folder / "generated", self._policy, training_of(**settings), writer)
         train_toy(self._folder / "checkpoints", self.objective, self.recorder, source, **settings)

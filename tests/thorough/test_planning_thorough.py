@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 from test_cli import models  # noqa: F401  # a fixture
+from tiny_dspark import tiny_dspark
 from tiny_models import tiny_model
-from tiny_parallel import tiny_parallel_draft
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import LoadedWeights, named_drafter
@@ -29,13 +29,13 @@ def load(tiny_llama: CausalLM, tiny_draft: CausalLM) -> Callable[[DrafterSpec], 
         "same": CausalLM(tiny_model("llama")),
         "other": tiny_draft,
         "short": CausalLM(tiny_model("llama", max_position_embeddings=19)),
-        "parallel": tiny_parallel_draft(tiny_llama),
+        "dspark": tiny_dspark(tiny_llama),
     }
     return lambda spec: named_drafter(spec.name, None if spec.path is None else weights[spec.path], **spec.options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", ["heads", "parallel"])
+@pytest.mark.parametrize("name", ["heads", "dspark"])
 def test_the_counted_children_of_a_tree_are_those_that_the_loop_accepted(
     tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter], name: str, temperature: float
 ) -> None:
@@ -73,8 +73,8 @@ def test_families_are_as_free_as_their_spec_leaves_them(load: Callable[[DrafterS
 
     assert kind("heads", "heads") == ("tree", 3)
     assert kind("heads", "heads", tree=((0,), (1,))) == ("fixed", 1)
-    assert kind("parallel", "parallel") == ("tree", 4)  # all its tokens, where a typical tree is 3 deep
-    assert kind("parallel", "parallel", tokens=2) == ("chain", 2)
+    assert kind("dspark", "dspark") == ("tree", 4)  # all its tokens, where a typical tree is 3 deep
+    assert kind("dspark", "dspark", tokens=2) == ("chain", 2)
     assert kind("draft", "other") == ("chain", 5)
     assert kind("draft", "other", tokens=3) == ("chain", 3)
     assert kind("lookup") == ("chain", 10)
@@ -89,7 +89,7 @@ def test_a_plan_of_every_family_expects_of_its_choice_what_the_loop_decodes(
 ) -> None:
     specs = [
         DrafterSpec("heads", "heads", {}),
-        DrafterSpec("parallel", "parallel", {}),
+        DrafterSpec("dspark", "dspark", {}),
         DrafterSpec("draft", "same", {}),
         DrafterSpec("lookup", None, {"tokens": 3}),
         DrafterSpec("hybrid", "heads", {"of": "heads"}),

@@ -29,7 +29,7 @@ def test_a_recipe_of_a_small_target_or_for_any_trains_to_its_end_in_a_few_steps(
     given += [f"data.train={train}", f"data.heldout={heldout}", "dtype=fp32"]
     if path.stem == "medusa2":
         small += ["adapters.heads_first_steps=1"]
-    if path.stem.startswith(("draft", "parallel")):
+    if path.stem.startswith(("draft", "dspark")):
         small += ["draft.check_costs=false", "draft.init.from_model=null", "draft.policy.max_new_tokens=4"]
     AcceleratorState._reset_state(True)
     final = run_recipe(load_recipe(path, [*given, *small]), Console(file=io.StringIO()))

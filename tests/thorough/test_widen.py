@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_dspark import block_logits, tiny_dspark
 from tiny_models import full_forward, tiny_model
-from tiny_parallel import tiny_parallel_draft
 from transformers import PreTrainedModel
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from widen import widened, widened_heads, widened_parallel, widened_to
+from widen import widened, widened_dspark, widened_heads, widened_to
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen2-mixed", "qwen3")
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
@@ -54,17 +54,15 @@ def test_widened_heads_predict_what_the_heads_predict(layers: int) -> None:
         assert parameter[:16].all() and parameter[16:].any() == (".blocks." not in name and len(parameter) > 16), name
 
 
-def test_a_widened_parallel_draft_reads_what_the_draft_reads() -> None:
-    target = CausalLM(source())
-    draft = tiny_parallel_draft(target)
-    wide = widened_parallel(draft, 4)
-    wide.check_fits(CausalLM(widened(source(), 4, 1)))
-    states = torch.randn(5, target.hidden_size)
-    padded = torch.nn.functional.pad(states, (0, 3 * target.hidden_size))
-    assert torch.allclose(wide.parts.read(padded), draft.parts.read(states), atol=1e-5)
-    assert wide.parts.reader is not None and wide.parts.reader.weight.all(), "the added columns cost as much"
-    assert wide.parts.markov is draft.parts.markov and wide.model is draft.model
-    assert widened_parallel(without := tiny_parallel_draft(target, reads_target=False), 4) is without
+@pytest.mark.parametrize("extra_layers", [0, 3])
+def test_a_widened_dspark_draft_drafts_what_the_draft_drafts(extra_layers: int) -> None:
+    model = source(num_hidden_layers=3)
+    target, wide_target = CausalLM(model), CausalLM(widened(model, 4, extra_layers))
+    draft = tiny_dspark(target)
+    wide = widened_dspark(draft, wide_target, 4)
+    found, wanted = block_logits(wide, wide_target, TEXT), block_logits(draft, target, TEXT)
+    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max() and wide.config.hidden_size == 64
+    assert wide.layers[0].self_attn.q_proj.weight[:, 16:].all(), "the added columns cost as much"
 
 
 @pytest.mark.parametrize(

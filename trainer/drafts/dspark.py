@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters import Drafter, DSparkDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkDraft
-from decoding.model.dspark_config import DSparkConfig
-from decoding.model.lm_head import input_embeddings
+from decoding.model.dspark_config import HEAD_DIMS, DSparkConfig
+from decoding.model.lm_head import unscaled_embeddings
 from decoding.model.loading import load_dspark
 from decoding.rules.best_tree import FITTED_RANKS, best_tree
 from trainer.data.batch import Batch, Example, collate, flat_rows
@@ -45,6 +45,7 @@ def initial_dspark(
     """
     assert section.dspark is not None, "the recipe asks for a DSpark draft"
     config = dspark_config(target, tokenizer, section.dspark)
+    config.check_fits(target)
     if any((example.tokens == config.mask_token_id).any() for example in examples):
         raise ValueError(
             f"token {config.mask_token_id} would be the draft's mask, but the training data holds it: give "
@@ -64,16 +65,22 @@ def initial_dspark(
 
 
 def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DSparkSection) -> DSparkConfig:
-    """Return the sizes of a recipe's draft: those of the target's layers, unless the recipe gives others."""
+    """Return the sizes of a recipe's draft: those of the target's layers, unless the recipe gives others.
+
+    Its attention heads are as wide as the target's, or wider, where servers have no kernel for such heads.
+    """
     config = target.model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or target.hidden_size // heads
     return DSparkConfig(
         hidden_size=target.hidden_size,
-        intermediate_size=section.intermediate_size or config.intermediate_size,
+        intermediate_size=section.intermediate_size
+        or getattr(config, "intermediate_size", None)
+        or 4 * target.hidden_size,
         num_hidden_layers=section.layers,
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or target.hidden_size // heads,
+        head_dim=min((dim for dim in HEAD_DIMS if dim >= head_dim), default=head_dim),
         vocab_size=target.vocab_size,
         block_size=section.tokens,
         mask_token_id=mask_token(tokenizer, target.vocab_size, section.mask_token),
@@ -243,16 +250,16 @@ class DSparkObjective:
         hidden, states = self._online.tapped(batch, config.target_layer_ids)
         given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
         labels = tuple(labels_of(batch, blocks, depth, config.slots) for depth in range(config.block_size))
-        lm_head = self._online.lm_head
+        lm_head = self._online.lm_head.to(batch.tokens.device)  # of a spread target it may be elsewhere
         teachers = tuple(
             HiddenTeacher(flat_rows(hidden, of_depth.text), lm_head, self._online.transform) for of_depth in labels
         )
-        embedded = F.embedding(given.tokens, input_embeddings(self._target.model).weight)
+        embedded = unscaled_embeddings(self._target.model, given.tokens)
         return (DSparkInputs(states, embedded, given, labels, teachers, lm_head),)
 
     def writing_draft(self) -> DSparkDraft:
         """Return a copy of the draft by its present weights, in the target's dtype."""
-        return copy.deepcopy(self.module.draft).to(self._target.dtype).requires_grad_(False).eval()
+        return copy.deepcopy(self.module.draft).to(self._target.device, self._target.dtype).requires_grad_(False).eval()
 
     def drafter(self) -> Drafter:
         """Return a drafter of the tree, once there is one; until then of a chain."""
@@ -280,7 +287,7 @@ def rank_accuracies(dspark: DSpark, texts: Sequence[tuple[Sequence[int], int]]) 
     counts, totals = torch.zeros(config.block_size, ranks), torch.zeros(config.block_size, 1)
     for tokens, prompt_length in texts:
         for depth, (labels, logits) in enumerate(block_logits(dspark, tokens, prompt_length)):
-            hits = logits.topk(ranks).indices == labels[:, None]
+            hits = logits.topk(ranks).indices == labels[:, None].to(logits.device)
             counts[depth] += hits.sum(0).cpu()
             totals[depth] += len(labels)
     shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()
@@ -303,7 +310,7 @@ def block_logits(
     blocks = blocks_at(batch, anchors, torch.ones_like(anchors, dtype=torch.bool), config.block_size)
     _, states = online.tapped(batch, config.target_layer_ids)
     given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
-    hidden = run_blocks(draft, states, F.embedding(given.tokens, input_embeddings(dspark.target.model).weight), given)
+    hidden = run_blocks(draft, states, unscaled_embeddings(dspark.target.model, given.tokens), given)
     for depth in range(config.block_size):
         labels = labels_of(batch, blocks, depth, config.slots)
         logits = F.linear(flat_rows(hidden, labels.slots).to(online.lm_head), online.lm_head)

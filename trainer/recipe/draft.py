@@ -171,6 +171,8 @@ class DraftSection(Section):
             )
         others: dict[str, Any] = {"teacher": self.teacher, "vocabulary": self.vocabulary, "window": self.window}
         others["init.from_config"] = self.init.from_config
+        if self.init.from_target != FromTargetSection():
+            others["init.from_target"] = self.init.from_target
         if given := [name for name, value in others.items() if value is not None]:
             raise ValueError(
                 f"draft.{given[0]} is for an ordinary draft: set it to null, and give sizes in draft.dspark"

@@ -16,7 +16,7 @@ from trainer.cli import app
 from trainer.commands.guarded import guarded
 from trainer.terminal.exit_codes import ExitCode, exit_code_line
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import os, signal, sys, types, typer

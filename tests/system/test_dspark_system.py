@@ -1,4 +1,4 @@
-"""A parallel draft under several launchers: what two processes train, whole or sharded, is what one does."""
+"""A DSpark draft under several launchers: what two processes train, whole or sharded, is what one does."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from whole_runs import (
     write_workshop,
 )
 
-PARALLEL = {"tokens": 3, "markov_rank": 5, "anchors": 4}
+DSPARK = {"tokens": 3, "markov_rank": 5, "anchors": 4, "layers": 1, "mask_token": "<user>"}
 POLICY = {"offline": 0.5, "loop": 0.5, "loop_trains": "all", "max_new_tokens": 6, "every": 3}
 
 
@@ -31,7 +31,7 @@ def recipe(workshop: Path, name: str) -> tuple[str, Path]:
     """A recipe of which half the rows are written by the loop, evaluated on the way."""
     path = Path(write_recipe(workshop, "draft", workshop / name, steps=6, micro_batch_size=2, learning_rate=1e-2))
     content = yaml.safe_load(path.read_text())
-    content["draft"] |= {"parallel": PARALLEL, "policy": POLICY}
+    content["draft"] |= {"dspark": DSPARK, "policy": POLICY}
     content["evaluation"] |= {"every": 3}
     path.write_text(yaml.safe_dump(content))
     return str(path), workshop / name
@@ -46,15 +46,12 @@ def alone(workshop: Path) -> Path:
 
 def check_equal(output: Path, alone: Path) -> None:
     assert losses(output) == pytest.approx(losses(alone), rel=1e-4)
-    for file in ("model.safetensors", "parallel.safetensors"):
-        ours, theirs = (load_file(folder / "final" / file) for folder in (output, alone))
-        assert {name: tensor.shape for name, tensor in ours.items()} == {name: t.shape for name, t in theirs.items()}
-        assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours)
+    ours, theirs = (load_file(folder / "final" / "model.safetensors") for folder in (output, alone))
+    assert {name: tensor.shape for name, tensor in ours.items()} == {name: t.shape for name, t in theirs.items()}
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours)
 
 
-def test_two_processes_train_the_draft_and_its_parts_as_one_does_though_two_are_killed(
-    alone: Path, workshop: Path
-) -> None:
+def test_two_processes_train_the_draft_as_one_does_though_two_are_killed(alone: Path, workshop: Path) -> None:
     """torchrun starts both again after each kill -9; they go on from the last whole checkpoint, inside of a window."""
     path, output = recipe(workshop, "pair")
     restarting = [*TORCHRUN, "--standalone", "--nproc_per_node", "2", "--max-restarts", "2"]

@@ -55,7 +55,7 @@ def test_a_push_delivers_every_byte_to_a_private_repository_and_keeps_the_token_
         "print(push(sys.argv[1], sys.argv[2]))\n"
     )
     settings = {"HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "HF_DEBUG": "1"}
-    environment = {**os.environ, **settings, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, **settings, "PYTHONPATH": str(Path(__file__).parents[2])}
     words = [sys.executable, "-c", program, str(folder), REPOSITORY]
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from tiny_tokenizer import byte_tokenizer
 
 from trainer.recipe.reading import load_recipe
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes" / "storyteller-11m"
 
 
@@ -93,7 +93,7 @@ def test_every_arm_is_a_recipe_that_can_be_read(scripts: dict[str, ModuleType]) 
 
 @pytest.mark.parametrize(
     ("shipped", "name"),
-    [("medusa1", "Medusa-1"), ("markov", "Markov, KL"), ("draft", "draft"), ("parallel", "parallel, reads the target")],
+    [("medusa1", "Medusa-1"), ("markov", "Markov, KL"), ("draft", "draft"), ("dspark", "DSpark")],
 )
 def test_a_shipped_recipe_trains_what_its_arm_was_measured_with(
     scripts: dict[str, ModuleType], shipped: str, name: str

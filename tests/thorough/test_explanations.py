@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 from decoding.rules.proposal import ProposalKind
 from decoding.rules.verify import RULES
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))  # where the scripts stand
 explained, pictures = import_module("explained"), import_module("explanation_pictures")
 tables, drawn, loop = (
@@ -99,12 +99,6 @@ def test_the_pictures_and_tables_in_docs_are_those_that_the_script_writes_now(tm
     for path in tmp_path.iterdir():
         committed = (drawn.FOLDER / path.name).read_text()
         assert path.read_text() == committed, f"{path.name}: run scripts/draw_explanations.py"
-
-
-def test_each_picture_is_shown_by_a_page_and_described() -> None:
-    text = "".join(path.read_text() for path in sorted(drawn.FOLDER.glob("*.md")))
-    shown = re.findall(r"!\[([^\]]{20,})\]\(([\w-]+)\.svg\)", text)
-    assert {name for _, name in shown} >= set(drawn.PICTURES)
 
 
 def test_the_figures_in_the_prose_are_the_computed_ones() -> None:

@@ -22,7 +22,7 @@ from trainer.doctor.machine import (
 )
 from trainer.recipe.reading import load_recipe
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CLI = CliRunner()
 
 

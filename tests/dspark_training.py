@@ -1,0 +1,59 @@
+"""A DSpark draft's objective on tiny models, and its losses by one plain forward for each anchor."""
+
+from typing import Any
+
+import torch
+from loss_references import divergence
+from tiny_dspark import logits_after
+from tiny_models import full_forward
+from tiny_training import tiny_tokenizer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decoding.model.causal_lm import CausalLM
+from trainer.data.batch import Example, collate
+from trainer.drafts.dspark import DSparkObjective, initial_dspark
+from trainer.recipe.draft import DraftSection
+
+TEXTS = (
+    Example((3, 1, 4, 1, 5, 9, 2, 6, 5, 3), (False,) * 4 + (True,) * 6, 4),
+    Example((2, 7, 1, 8, 2, 8), (True,) * 6, 0),
+)
+"""Positions 3 to 8 of the first text predict its answer, 0 to 4 of the second all but its first token: 11 labels."""
+TURNS = Example((3, 1, 4, 1, 5, 9, 2, 6, 5, 3), (False, False, True, True, True, False, True, True, True, True), 2)
+"""Token 5 is no answer's."""
+MASK = "l"
+"""Token 15, which no text here holds."""
+
+
+def section_of(loss: dict[str, float] | None = None, init: dict[str, Any] | None = None, **dspark: Any) -> DraftSection:
+    settings = {"layers": 1, "tokens": 4, "markov_rank": 3, "anchors": 3, "mask_token": MASK, "tree_nodes": 5, **dspark}
+    return DraftSection.model_validate({"loss": loss or {"forward_kl": 1.0}, "init": init or {}, "dspark": settings})
+
+
+def objective_for(model: PreTrainedModel, **section: Any) -> DSparkObjective:
+    """A draft whose weights are random where a start would have zeros and ones."""
+    parsed, target = section_of(**section), CausalLM(model)
+    torch.manual_seed(3)
+    draft = initial_dspark(target, tiny_tokenizer(), parsed, TEXTS)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            parameter.normal_(float("norm" in name), 0.3)
+    return DSparkObjective(target, tiny_tokenizer(), draft, parsed, seed=0)
+
+
+def reference_terms(objective: DSparkObjective, target: PreTrainedModel, kind: Any) -> list[Tensor]:
+    """Σ divergence at each depth: each anchor's block by a forward of its own, behind its text alone."""
+    blocks, draft, model = objective.ahead(collate(TEXTS), 0), objective.module.draft, CausalLM(target)
+    terms = [torch.zeros((), dtype=torch.float64) for _ in range(draft.config.block_size)]
+    for row, example in enumerate(TEXTS):
+        text = example.tokens.tolist()
+        wanted = full_forward(target, text).clone()
+        for anchor in blocks.anchors[row][blocks.given[row]].tolist():
+            for depth in range(draft.config.block_size):
+                place = anchor + depth
+                if place + 1 >= len(text) or not example.trained[place + 1]:
+                    break
+                q = logits_after(draft, model, text[: anchor + 1], text[anchor + 1 : place + 1])
+                terms[depth] = terms[depth] + divergence(q[None], wanted[place][None], kind)
+    return terms

@@ -1,0 +1,220 @@
+"""Folders of DSpark and DFlash drafts: what servers read, read back to the bit, and refused in one sentence."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_dspark import tiny_dflash, tiny_dspark
+from tiny_models import tiny_model
+
+from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSparkDraft, stored_shapes
+from decoding.model.dspark_config import DSparkConfig, is_dspark_folder, read_config
+from decoding.model.loading import load_draft, load_dspark
+
+
+@pytest.fixture(scope="module")
+def target() -> CausalLM:
+    return CausalLM(tiny_model(num_hidden_layers=4))
+
+
+def test_the_tensors_are_those_that_servers_read_by_name_and_shape(target: CausalLM, tmp_path: Path) -> None:
+    """H 16, two heads of 32, one key head, I 24, V 16, r 3, three taps of a target as wide."""
+    tiny_dspark(target, enable_confidence_head=True).save_pretrained(tmp_path)
+    layer = {
+        "input_layernorm": [16],
+        "post_attention_layernorm": [16],
+        "self_attn.q_proj": [64, 16],
+        "self_attn.k_proj": [32, 16],
+        "self_attn.v_proj": [32, 16],
+        "self_attn.q_norm": [32],
+        "self_attn.k_norm": [32],
+        "self_attn.o_proj": [16, 64],
+        "mlp.gate_proj": [24, 16],
+        "mlp.up_proj": [24, 16],
+        "mlp.down_proj": [16, 24],
+    }
+    wanted = {
+        "fc.weight": [16, 48],
+        "hidden_norm.weight": [16],
+        **{f"layers.0.{name}.weight": shape for name, shape in layer.items()},
+        "norm.weight": [16],
+        "markov_head.markov_w1.weight": [16, 3],
+        "markov_head.markov_w2.weight": [16, 3],
+        "confidence_head.proj.weight": [1, 19],
+        "confidence_head.proj.bias": [1],
+    }
+    assert {name: list(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()} == wanted
+
+
+def test_the_config_is_that_which_servers_read(target: CausalLM, tmp_path: Path) -> None:
+    tiny_dspark(target, num_hidden_layers=2, mask_token_id=7).bfloat16().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("headstart") == {"tree": []}
+    assert config == {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"},
+        "max_position_embeddings": 2048,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "vocab_size": 16,
+        "tie_word_embeddings": False,
+        "layer_types": ["full_attention"] * 2,
+        "dtype": "bfloat16",
+        "block_size": 4,
+        "mask_token_id": 7,
+        "target_layer_ids": [0, 1, 2],
+        "num_target_layers": 4,
+        "markov_rank": 3,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": True,
+        "sample_from_anchor": True,
+    }
+
+
+def test_a_draft_without_a_bias_is_a_dflash_folder_whose_block_counts_the_newest_token(
+    target: CausalLM, tmp_path: Path
+) -> None:
+    tiny_dflash(target).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 5
+    assert config["dflash_config"] == {"mask_token_id": 15, "target_layer_ids": [0, 1, 2]}
+    assert read_config(tmp_path).block_size == 4 and read_config(tmp_path).slots == 5
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "DSpark": {"tree": ((0,), (1,), (0, 0))},
+    "fill-in, with confidence": {"sample_from_anchor": False, "enable_confidence_head": True},
+    "DFlash": {"rank": 0, "sample_from_anchor": False},
+    "other sizes": {"rope_theta": 500.0, "rms_norm_eps": 1e-5, "target_layer_ids": (2,), "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_draft_is_read_back_to_the_bit(tmp_path: Path, form: str, dtype: torch.dtype) -> None:
+    target = CausalLM(tiny_model(num_hidden_layers=4).to(dtype))
+    draft = tiny_dspark(target, **FORMS[form]).to(dtype)
+    draft.save_pretrained(tmp_path)
+    read = load_dspark(tmp_path, target)
+    assert read.config == draft.config and is_dspark_folder(tmp_path)
+    found, wanted = read.state_dict(), draft.state_dict()
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert not any(parameter.requires_grad for parameter in read.parameters()) and not read.training
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+SIZES: dict[str, tuple[dict[str, Any], str]] = {
+    "the last layer": (
+        {"target_layer_ids": (1, 3)},
+        r"target_layer_ids is \[1, 3\]: give increasing layers from 0 to 2",
+    ),
+    "falling layers": ({"target_layer_ids": (2, 0)}, "give increasing layers"),
+    "a layer twice": ({"target_layer_ids": (1, 1)}, "give increasing layers"),
+    "no layer": ({"target_layer_ids": ()}, "give increasing layers"),
+    "the embedding's output": ({"target_layer_ids": (-1, 2)}, "an entry of target_layer_ids is -1"),
+    "a mask beyond": ({"mask_token_id": 16}, "mask_token_id is 16: give one of the target's 16 tokens"),
+    "heads in no groups": (
+        {"num_attention_heads": 3, "num_key_value_heads": 2},
+        "is no multiple of num_key_value_heads",
+    ),
+    "heads of no kernel": ({"head_dim": 8}, "head_dim is 8: servers take 32, 64"),
+    "a deep tree": ({"tokens": 2, "tree": ((0,), (0, 0), (0, 0, 0))}, "3 deep but a forward drafts 2 tokens: shorten"),
+    "a tree without a parent": ({"tree": ((1, 0),)}, r"tree path \[1, 0\] has no parent"),
+    "no tokens": ({"tokens": 0}, "block_size is 0"),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_that_no_server_loads_are_refused(target: CausalLM, name: str) -> None:
+    changes, problem = SIZES[name]
+    with pytest.raises(ValueError, match=problem) as raised:
+        tiny_dspark(target, **changes)
+    assert "\n" not in str(raised.value)
+
+
+def _config(**changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return write
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "sizes that no memory holds": (_config(vocab_size=10**12, markov_rank=10**6), "vocab_size is 1000000000000"),
+    "a layer that is not there": (_config(num_hidden_layers=2), "layers.1"),
+    "another target": (_config(num_target_layers=9), "num_target_layers is 9, and the target's is 4"),
+    "a tap beyond": (_config(num_target_layers=None, target_layer_ids=[0, 1, 3]), "behind layer 3 .* has 4 layers"),
+    "a size that is none": (_config(block_size="six"), "does not describe a DSpark draft .*block_size is 'six'"),
+    "another rope": (_config(rope_parameters={"rope_type": "yarn"}), "its rotary embeddings are yarn"),
+    "a missing size": (lambda folder: (folder / "config.json").write_text('{"architectures": ["Qwen3DSparkModel"]}'),
+                       "does not describe a DSpark draft"),
+    "a missing tensor": (_tensors(lambda tensors: tensors.pop("fc.weight")), "fc.weight"),
+    "a tensor too many": (_tensors(lambda tensors: tensors.update(more=torch.ones(2))), "more"),
+    "no number": (_tensors(lambda tensors: tensors["fc.weight"].fill_(torch.nan)), "NaN or infinite"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no tensors"),
+    "another architecture": (_config(architectures=["Qwen3ForCausalLM"]), "holds no DSpark draft: give draft:"),
+}  # fmt: skip
+"""Also what servers read and this draft does not do: causal blocks, gated biases, windows, trimmed vocabularies."""
+BROKEN |= {
+    name: (_config(**{name: value}), f"{name} is {value}")
+    for name, value in {
+        "is_causal": True,
+        "markov_head_type": "gated",
+        "attention_bias": True,
+        "hidden_act": "gelu",
+    }.items()
+}
+BROKEN["a window"] = _config(layer_types=["sliding_attention"]), "some of its layers attend to a window"
+BROKEN["fewer tokens"] = _config(draft_vocab_size=8), "it writes 8 of 16 tokens"
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_folder_is_refused_in_one_sentence(target: CausalLM, tmp_path: Path, name: str) -> None:
+    tiny_dspark(target).save_pretrained(tmp_path)
+    change, problem = BROKEN[name]
+    change(tmp_path)
+    with pytest.raises(ValueError, match=problem.replace("[", r"\[")) as raised:
+        load_dspark(tmp_path, target)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_dspark_draft_is_no_ordinary_one_nor_an_ordinary_one_a_dspark_draft(target: CausalLM, tmp_path: Path) -> None:
+    tiny_dspark(target).save_pretrained(tmp_path / "dspark")
+    tiny_model().save_pretrained(tmp_path / "draft")
+    with pytest.raises(ValueError, match="which reads the target's states: give it as dspark:"):
+        load_draft(str(tmp_path / "dspark"), target, None)
+    with pytest.raises(ValueError, match="holds no DSpark draft: give draft:"):
+        load_dspark(tmp_path / "draft", target)
+    with pytest.raises(ValueError, match="there is no folder"):
+        load_dspark(str(tmp_path / "nowhere"), target)
+
+
+def test_shapes_are_known_without_weights() -> None:
+    draft = DSparkDraft(config := DSparkConfig(16, 24, 1, 2, 1, 32, 16, 4, 3, (0,), 2, 3))
+    shapes = dict(stored_shapes(config))
+    assert sorted(shapes.values()) == sorted(tuple(tensor.shape) for tensor in draft.state_dict().values())

@@ -1,0 +1,167 @@
+"""The start of a DSpark draft: its sizes, its mask, what a recipe may not ask for, and going on with a stored one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dspark_training import TEXTS, objective_for, section_of
+from tiny_dspark import logits_after
+from tiny_models import tiny_model
+from tiny_training import WORDS, tiny_tokenizer
+from tokenizers import AddedToken
+from transformers import PreTrainedModel
+
+from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSpark, DSparkDraft
+from decoding.model.dspark_config import read_config
+from decoding.model.loading import load_dspark
+from decoding.rules.best_tree import best_tree
+from trainer.drafts.dspark import initial_dspark, mask_token, rank_accuracies, spread_taps
+
+
+def started(target: PreTrainedModel, **section: Any) -> DSparkDraft:
+    return initial_dspark(CausalLM(target), tiny_tokenizer(), section_of(**section), TEXTS)
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "inner", "key_heads", "dim"),
+    [("llama", {}, 24, 1, 32), ("gpt2", {}, 64, 2, 32), ("llama", {"hidden_size": 140, "head_dim": 70}, 24, 1, 80)],
+)
+def test_a_draft_has_the_sizes_of_the_targets_layers_with_heads_that_servers_have_kernels_for(
+    family: str, changes: dict[str, int], inner: int, key_heads: int, dim: int
+) -> None:
+    config = started(tiny_model(family, **changes)).config
+    found = config.intermediate_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    assert found == (inner, 2, key_heads, dim)
+    assert (config.num_target_layers, config.vocab_size, config.target_layer_ids) == (2, 16, (0,))
+    assert started(tiny_model(family, **changes), intermediate_size=10).config.intermediate_size == 10
+
+
+def test_taps_are_spread_from_the_second_layer_to_the_last_but_one() -> None:
+    spread = {layers: spread_taps(layers) for layers in (2, 3, 4, 8, 24, 36)}
+    assert spread == {
+        2: (0,), 3: (1,), 4: (1, 2), 8: (1, 3, 6), 24: (1, 6, 11, 16, 22), 36: (1, 9, 17, 25, 34)
+    }  # fmt: skip
+
+
+def test_a_target_of_one_layer_and_one_of_two_widths_have_no_layer_to_read() -> None:
+    with pytest.raises(ValueError, match="target_layer_ids"):
+        started(tiny_model("llama", num_hidden_layers=1))
+    with pytest.raises(ValueError, match="lm_head are 12 wide but its layers 16"):
+        started(tiny_model("opt"))
+
+
+# --- the mask ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_mask_is_the_padding_else_a_reserved_token_else_an_id_that_no_word_has() -> None:
+    tokenizer = tiny_tokenizer()
+    assert mask_token(tokenizer, 20) == 16, "of 16 words in a vocabulary of 20"
+    tokenizer.add_tokens([AddedToken("<|reserved_1|>", special=True), AddedToken("<|call|>", special=True)])
+    assert mask_token(tokenizer, 20) == 16
+    tokenizer.chat_template = "<|reserved_1|>"
+    assert mask_token(tokenizer, 20) == 18, "a template may write a reserved token"
+    tokenizer.pad_token = "k"
+    assert mask_token(tokenizer, 20) == 14
+    tokenizer.pad_token = "<eos>"
+    assert mask_token(tokenizer, 20) == 18, "the end of a text is no mask, though many pad with it"
+
+
+def test_the_mask_may_be_named_and_must_be_where_no_token_is_free() -> None:
+    assert mask_token(tiny_tokenizer(), 16, "k") == WORDS.index("k")
+    with pytest.raises(ValueError, match="mask_token is 'zz': give a token that the target knows"):
+        mask_token(tiny_tokenizer(), 16, "zz")
+    with pytest.raises(ValueError, match="has no token that texts never hold: name one in draft"):
+        mask_token(tiny_tokenizer(), 16)
+
+
+def test_a_mask_that_the_data_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"token 4 would be the draft's mask, but the training data holds it"):
+        started(tiny_model("llama"), mask_token="a")
+
+
+# --- what a recipe may not ask for ------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "DFlash from its anchor": ({"markov_rank": 0}, "set draft.dspark.sample_from_anchor=false"),
+    "a window": ({"window": 8}, "draft.window is for an ordinary draft: set it to null"),
+    "fewer tokens": ({"vocabulary": 8}, "draft.vocabulary is for an ordinary draft"),
+    "a teacher": ({"teacher": {"folder": "x"}}, "draft.teacher is for an ordinary draft"),
+    "a config": ({"init": {"from_config": {"hidden_size": 8}}}, "draft.init.from_config is for an ordinary draft"),
+    "layers": ({"init": {"from_target": {"layers": [1]}}}, "draft.init.from_target is for an ordinary draft"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_recipe_that_asks_for_an_ordinary_drafts_settings_is_refused(name: str) -> None:
+    changes, problem = REFUSED[name]
+    parsed = type(section_of())
+    content = {"dspark": {"markov_rank": changes.pop("markov_rank", 3)}, **changes}
+    with pytest.raises(ValueError, match=problem):
+        parsed.model_validate(content)
+
+
+# --- going on with a stored one ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    objective_for(tiny_model("llama"), intermediate_size=12).save(tmp_path / "stored")
+    return tmp_path / "stored"
+
+
+def test_a_stored_draft_goes_on_with_its_weights(stored: Path) -> None:
+    target = tiny_model("llama")
+    draft = started(target, init={"from_model": str(stored)}, intermediate_size=12)
+    found = load_dspark(stored, CausalLM(target))
+    assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), found.parameters(), strict=True))
+    assert all(parameter.requires_grad for parameter in draft.parameters()) and draft.training
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, "has 12 as intermediate_size, and not 24: set draft.dspark to fit"),
+        ({"intermediate_size": 12, "tokens": 6}, "has 4 as block_size, and not 6"),
+        ({"intermediate_size": 12, "confidence": False}, "has True as enable_confidence_head, and not False"),
+    ],
+)
+def test_a_stored_draft_of_other_sizes_is_refused(stored: Path, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        started(tiny_model("llama"), init={"from_model": str(stored)}, **changes)
+
+
+# --- the tree ---------------------------------------------------------------------------------------------------------
+
+TEXT, PROMPT = (3, 1, 4, 1, 5, 9, 2, 6), 3
+"""The roots are the tokens 3 to 6: of four labels one is four tokens behind its root, of five labels none."""
+
+
+@pytest.mark.parametrize("form", [{}, {"markov_rank": 0, "sample_from_anchor": False}])
+def test_a_ranks_accuracy_is_its_share_of_the_labels_behind_every_root(
+    tiny_llama: CausalLM, form: dict[str, Any]
+) -> None:
+
+    draft = objective_for(tiny_llama.model, **form).writing_draft()
+    found = rank_accuracies(DSpark(draft, tiny_llama), [(TEXT, PROMPT), ((1, 2), 1)])
+    for depth in range(4):
+        places = []
+        for root in range(PROMPT, len(TEXT) - 1 - depth):
+            logits = logits_after(draft, tiny_llama, TEXT[: root + 1], TEXT[root + 1 : root + 1 + depth])
+            places.append(logits.argsort(descending=True).tolist().index(TEXT[root + 1 + depth]))
+        assert found[depth] == pytest.approx([places.count(rank) / len(places) for rank in range(10)])
+
+
+def test_the_fitted_tree_is_saved_and_drafted_unless_a_chain_is_asked_for(tmp_path: Path) -> None:
+    target = CausalLM(tiny_model("llama"))
+    objective = objective_for(target.model)
+    assert objective.drafter().chains_only
+    texts = [(example.tokens.tolist(), example.prompt_length) for example in TEXTS]
+    objective.choose_tree(target, lambda: texts)
+    wanted = best_tree(rank_accuracies(DSpark(objective.writing_draft(), target), texts), 5)
+    objective.save(tmp_path)
+    assert read_config(tmp_path).tree == wanted and len(wanted) == 5 and objective.drafter().max_nodes == 6

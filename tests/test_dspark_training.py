@@ -1,0 +1,144 @@
+"""The training of DSpark drafts: one forward of all blocks is many plain ones, and only labels are trained."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from dspark_training import TEXTS, TURNS, objective_for, reference_terms
+from tiny_models import counting_model, tiny_model
+from torch import Tensor
+
+from trainer.data.batch import Example, collate
+from trainer.data.sequences import pack
+from trainer.drafts.blocks import labels_of, sample_blocks
+from trainer.drafts.dspark import CONFIDENCE, DSparkObjective
+
+
+def gradients(objective: DSparkObjective) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in objective.module.draft.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "form"),
+    [
+        ("llama", "forward_kl", {}),
+        ("llama", "total_variation", {"sample_from_anchor": False, "layers": 2}),
+        ("llama", "acceptance", {"markov_rank": 0, "sample_from_anchor": False}),
+        ("gpt2", "forward_kl", {"taps": (0,)}),
+        ("gemma3", "total_variation", {}),
+        ("granite", "forward_kl", {}),
+    ],
+)
+def test_losses_and_gradients_are_those_of_one_plain_forward_for_each_anchor(
+    family: str, kind: str, form: dict[str, Any]
+) -> None:
+    """The plain forward is what the drafter computes, so that training and decoding have the same logits."""
+    target = tiny_model(family).double()
+    objective = objective_for(target, loss={kind: 1.0}, confidence=False, **form)
+    objective.module.double()
+    sums = objective.module(*objective.inputs(collate(TEXTS), 0))
+    sums.losses.sum().backward()
+    ours = gradients(objective)
+    objective.module.zero_grad()
+    wanted = reference_terms(objective, target, kind)
+    torch.stack(wanted).sum().backward()
+    assert objective.terms == ("token_1", "token_2", "token_3", "token_4")
+    assert sums.losses.tolist() == pytest.approx([term.item() for term in wanted], rel=1e-5)
+    theirs = gradients(objective)
+    assert ours.keys() == theirs.keys() == dict(objective.module.draft.named_parameters()).keys()
+    for name, gradient in theirs.items():
+        assert gradient.abs().max() > 0
+        assert (ours[name] - gradient).abs().max() <= 2e-5 * gradient.abs().max(), name
+
+
+def test_no_block_sees_another_nor_a_text_beside_its_own() -> None:
+    """More anchors, other rows and packed documents change no block's loss; here every position is an anchor."""
+    objective = objective_for(tiny_model("llama"), anchors=20)
+    packed = collate(pack(list(TEXTS), max_length=16))
+    assert packed.tokens.shape == (1, 16)
+    together, apart = (objective.module(*objective.inputs(batch, 0)).losses for batch in (packed, collate(TEXTS)))
+    single = sum(objective.module(*objective.inputs(collate([text]), 0)).losses for text in TEXTS)
+    assert torch.allclose(together, apart, rtol=1e-5) and torch.allclose(single, apart, rtol=1e-5)
+    assert objective.counts(packed).tolist() == objective.counts(collate(TEXTS)).tolist()
+
+
+def test_a_block_is_trained_up_to_the_first_token_that_is_no_answers() -> None:
+    """The answers are tokens 2 to 4 and 6 to 9: positions 1, 2, 3, 5, 6, 7, 8 predict them, and are the anchors."""
+    batch = collate([TURNS])
+    blocks = sample_blocks(batch, anchors=20, depth=3, seed=0, step=0)
+    assert blocks.anchors.tolist() == [[1, 2, 3, 5, 6, 7, 8]] and blocks.given.all()
+    wanted = {1: 3, 2: 2, 3: 1, 5: 3, 6: 3, 7: 2, 8: 1}
+    found = [sum(block in labelled for labelled in blocks.labelled) for block in range(7)]
+    assert dict(zip(blocks.anchors[0].tolist(), found, strict=True)) == wanted
+    labels = labels_of(batch, blocks, 1, slots=3)
+    assert labels.text.tolist() == [2, 3, 6, 7, 8] and labels.slots.tolist() == [1, 4, 10, 13, 16]
+    assert labels.labels.tolist() == [1, 5, 6, 5, 3] and labels.before.tolist() == [4, 1, 2, 6, 5]
+    assert labels_of(batch, blocks, 1, slots=4).slots.tolist() == [2, 6, 14, 18, 22], "behind the newest token's slot"
+    assert objective_for(tiny_model("llama"), anchors=20, tokens=3).counts(batch).tolist() == [7, 5, 3, 15]
+
+
+def test_anchors_are_drawn_by_seed_step_and_example_alone() -> None:
+    def drawn(examples: Sequence[Example], step: int, seed: int = 0) -> list[list[int]]:
+        blocks = sample_blocks(collate(examples), 4, 3, seed, step)
+        return [row[given].tolist() for row, given in zip(blocks.anchors, blocks.given, strict=True)]
+
+    text = Example(tuple(range(4, 16)) * 3, (True,) * 36, 0)
+    ((alone,), beside) = drawn([text], step=5), drawn([TURNS, text, TEXTS[1]], step=5)
+    assert beside[1] == alone and len(alone) == 4
+    assert drawn([text], step=5) == [alone]
+    others = [drawn([text], step=6)[0], drawn([text], step=5, seed=1)[0]]
+    assert all(other != alone for other in others)
+
+
+def test_the_weights_of_the_tokens_fall_and_sum_to_one_beside_the_confidences() -> None:
+    assert objective_for(tiny_model("llama"), decay=0.5).weights(0) == pytest.approx(
+        (8 / 15, 4 / 15, 2 / 15, 1 / 15, 1)
+    )
+
+
+# --- confidence -------------------------------------------------------------------------------------------------------
+
+
+def test_confidence_changes_no_gradient_of_the_draft() -> None:
+    found = []
+    for confidence in (True, False):
+        objective = objective_for(tiny_model("llama"), confidence=confidence)
+        plain = objective_for(tiny_model("llama"), confidence=False).module.draft.state_dict()
+        objective.module.draft.load_state_dict(plain, strict=not confidence)
+        objective.module(*objective.inputs(collate(TEXTS), 0)).losses.sum().backward()
+        found.append(gradients(objective))
+    own = {name: found[0].pop(name) for name in ("confidence.weight", "confidence.bias")}
+    assert all(gradient.abs().max() > 0 for gradient in own.values()) and found[0].keys() == found[1].keys()
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+
+
+def test_the_best_confidence_is_the_acceptance() -> None:
+    """A draft that knows nothing: q is 1/16 everywhere, and its confidence is one number, best at the mean Σ min."""
+    objective = objective_for(tiny_model("llama"), markov_rank=0, sample_from_anchor=False, anchors=20)
+    draft = objective.module.draft
+    torch.nn.init.zeros_(draft.norm.weight)
+    (inputs,) = objective.inputs(collate(TEXTS), 0)
+    sums, counts = objective.module(inputs), objective.counts(collate(TEXTS))
+    share = sums.hits[:-1].sum() / counts[:-1].sum()
+    assert 0.1 < share < 0.9 and counts[-1] == counts[:-1].sum() and objective.terms[-1] == CONFIDENCE
+    torch.nn.init.constant_(draft.confidence.bias, float(share.logit()))
+    objective.module(inputs).losses[-1].backward()
+    assert draft.confidence.bias.grad.abs() < 1e-5 * counts[-1]
+
+
+def test_a_trained_draft_is_accepted_at_every_token_and_knows_it() -> None:
+    objective = objective_for(counting_model(), tokens=3, loss={"forward_kl": 1.0, "total_variation": 1.0})
+    texts = [Example(tuple((start + i) % 15 for i in range(10)), (True,) * 10, 0) for start in range(5)]
+    batch = collate(texts)
+    optimizer = torch.optim.AdamW(objective.module.parameters(), lr=2e-2)
+    shares = []
+    for step in range(60):
+        losses, hits = objective.module(*objective.inputs(batch, step))
+        counts = objective.counts(batch, step)
+        (losses / counts).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        shares.append((hits / counts)[:-1].tolist())
+    assert max(shares[0]) < 0.6 and min(shares[-1]) > 0.9
+    assert losses[-1] / counts[-1] < 0.5, "less than of even odds"
