@@ -64,6 +64,9 @@ DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
     "drawn hybrid": lambda target, draft: HybridDrafter(
         MedusaDrafter(nudged_heads(target, 3), TREE), PromptLookupDrafter(2, branches=2)
     ),
+    "DSpark hybrid": lambda target, draft: HybridDrafter(
+        DSparkDrafter(tiny_dspark(target, 3), tree=TREE), PromptLookupDrafter(4)
+    ),
     "lookahead": lambda target, draft: LookaheadDrafter(3, 3, 3),
     "cascade": lambda target, draft: CascadeDrafter(draft, PromptLookupDrafter(3), 4),
 }

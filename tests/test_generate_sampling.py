@@ -34,8 +34,9 @@ TARGET_SEED, DRAFT_SEED = 5, 3
 
 
 @cache
-def small_llama(seed: int) -> CausalLM:
-    return CausalLM(tiny_model("llama", vocab=VOCAB, seed=seed, initializer_range=0.7, **SMALL))
+def small_llama(seed: int, layers: int = 1) -> CausalLM:
+    sizes = {**SMALL, "num_hidden_layers": layers}
+    return CausalLM(tiny_model("llama", vocab=VOCAB, seed=seed, initializer_range=0.7, **sizes))
 
 
 def drafter_called(name: str) -> Drafter:

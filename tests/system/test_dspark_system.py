@@ -6,9 +6,12 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from test_distributed import FSDP2, cpu_of
 from whole_runs import (
+    ACCELERATE,
     DIRECT,
     ROOT,
+    SCRIPT,
     TORCHRUN,
     losses,
     provenance,
@@ -58,4 +61,21 @@ def test_two_processes_train_the_draft_as_one_does_though_two_are_killed(alone: 
     run([*restarting, str(ROOT / "tests" / "system" / "launched_killed.py"), path, "checkpoint.every=2"], workshop)
     assert provenance(output)["num_processes"] == 2
     assert [line["step"] for line in repeated(output) if "loss" in line] == [3, 3, 4]
+    check_equal(output, alone)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+def test_two_processes_that_shard_the_draft_train_it_as_one_does(alone: Path, workshop: Path, kind: str) -> None:
+    if kind == "zero3":
+        pytest.importorskip("deepspeed", reason="DeepSpeed is an optional extra")
+    path, output = recipe(workshop, kind)
+    zero = [
+        *ACCELERATE,
+        "--main_process_port",
+        "0",
+        "--config_file",
+        str(ROOT / "recipes" / "accelerate" / "zero3.yaml"),
+    ]
+    run([*(FSDP2 if kind == "fsdp2" else zero), SCRIPT, path], workshop, ACCELERATE_USE_CPU=cpu_of(kind))
+    assert provenance(output)["num_processes"] == 2
     check_equal(output, alone)

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from scripted_drafters import HostileDrafter
+from tiny_dspark import tiny_dspark
 from tiny_models import FAMILIES, tiny_model
 
-from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
+from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter, MedusaDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -48,6 +49,7 @@ def drafters(family: str, static: str | None, hidden_size: int = 16) -> dict[str
         "medusa": MedusaDrafter(heads),
         "markov": MedusaDrafter(markov),
         "markov, drawn": MedusaDrafter(markov, sampled=True),
+        **({} if family == "opt" else {"dspark": DSparkDrafter(tiny_dspark(CausalLM(tiny_model(family))))}),
     }
 
 
