@@ -48,11 +48,11 @@ def test_trained_drafters_of_the_embedded_target_are_found_unless_they_are_anoth
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "ensure_built", lambda name: None)
     monkeypatch.setattr(demo, "stored_fingerprint", lambda folder: "mine")
-    for recipe, fingerprint in (("parallel", "mine"), ("medusa1", "mine"), ("draft", "another")):
+    for recipe, fingerprint in (("dspark", "mine"), ("medusa1", "mine"), ("draft", "another")):
         (final := tmp_path / demo.RUNS / recipe / "final").mkdir(parents=True)
         (final / "provenance.json").write_text(json.dumps({"target": {"fingerprint": fingerprint}, "recipe": {}}))
     asked, notes = demo.asked_drafters(DemoOptions())
-    assert asked == ["parallel:runs/quickstart/parallel/final", "heads:runs/quickstart/medusa1/final", "lookup"]
+    assert asked == ["dspark:runs/quickstart/dspark/final", "heads:runs/quickstart/medusa1/final", "lookup"]
     assert len(notes) == 1
     (tmp_path / demo.RUNS / "draft" / "final" / "provenance.json").write_text(
         '{"target": {"fingerprint": "mine"}, "recipe": {}}'

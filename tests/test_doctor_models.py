@@ -11,8 +11,8 @@ import torch
 from fake_hub import FakeHub, folder_on
 from fake_hub import hub as hub
 from peft import LoraConfig, get_peft_model
+from tiny_dspark import tiny_dspark
 from tiny_models import tiny_model
-from tiny_parallel import tiny_parallel_draft
 from tiny_tokenizer import byte_tokenizer
 from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -53,11 +53,8 @@ def trained_on(folder: Path, target: Path) -> Path:
     return folder
 
 
-def save_parallel(folder: Path, target: Path, width: int = 16) -> Path:
-    draft = tiny_parallel_draft(CausalLM(tiny_model(vocab=128, hidden_size=width)), max_position_embeddings=256, seed=1)
-    draft.model.model.save_pretrained(folder)
-    draft.parts.save_pretrained(folder)
-    byte_tokenizer(TEMPLATE).save_pretrained(folder)
+def save_dspark(folder: Path, target: Path, **sizes: Any) -> Path:
+    tiny_dspark(CausalLM(tiny_model(vocab=128, **sizes))).save_pretrained(folder)
     return trained_on(folder, target)
 
 
@@ -172,13 +169,13 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_a_problem_and_padding_is
 # --- drafters ---------------------------------------------------------------------------------------------------------
 
 
-def test_fitting_heads_drafts_and_parallel_drafts_have_nothing_to_note(
+def test_fitting_heads_drafts_and_dspark_drafts_have_nothing_to_note(
     skeleton: Skeleton, target: Path, tmp_path: Path
 ) -> None:
     save_heads(tmp_path / "heads", target)
     draft = trained_on(save(tmp_path / "draft", seed=1), target)
-    save_parallel(tmp_path / "parallel", target)
-    specs = [f"heads:{tmp_path}/heads", f"{tmp_path}/heads", f"draft:{draft}", f"parallel:{tmp_path}/parallel"]
+    save_dspark(tmp_path / "dspark", target)
+    specs = [f"heads:{tmp_path}/heads", f"{tmp_path}/heads", f"draft:{draft}", f"dspark:{tmp_path}/dspark"]
     for text in [*specs, f"other-tokenizer:{draft}", "lookup"]:
         assert fits(of_drafter(text, skeleton)), text
 
@@ -208,6 +205,19 @@ def without_provenance(folder: Path, target: Path) -> str:
     return f"heads:{save_heads(folder, None)}"
 
 
+def dspark_of_another_target(folder: Path, target: Path) -> str:
+    return f"dspark:{save_dspark(folder / 'dspark', save(folder / 'other', seed=7))}"
+
+
+def dspark_of_a_deeper_target(folder: Path, target: Path) -> str:
+    return f"dspark:{save_dspark(folder / 'dspark', target, num_hidden_layers=4)}"
+
+
+def dspark_without_a_tensor(folder: Path, target: Path) -> str:
+    changed(save_dspark(folder, target), "config.json", num_hidden_layers=2)
+    return f"dspark:{folder}"
+
+
 def draft_of_another_target(folder: Path, target: Path) -> str:
     return f"draft:{trained_on(save(folder / 'draft', seed=1), save(folder / 'other', seed=7))}"
 
@@ -223,6 +233,15 @@ def other_tokenizer(folder: Path, target: Path) -> str:
         (broken_heads, "heads", "problem", "cannot be read as safetensors", "copy the folder again"),
         (of_another_target, "origin", "problem", "trained on another target", "on this target"),
         (adapted, "origin", "problem", "trained on another target", "heads/target"),
+        (dspark_of_another_target, "origin", "problem", "trained on another target", "on this target"),
+        (
+            dspark_of_a_deeper_target,
+            "draft",
+            "problem",
+            "num_target_layers is 4, and the target's is 2",
+            "on this target",
+        ),
+        (dspark_without_a_tensor, "draft", "problem", "layers.1.input_layernorm.weight is missing", "DSpark"),
         (without_provenance, "origin", "note", "no provenance.json", "headstart evaluate"),
         (draft_of_another_target, "origin", "note", "trained on another target", "headstart realign"),
         (other_tokenizer, "tokens", "problem", "is not the target's", "other-tokenizer:"),
