@@ -53,8 +53,8 @@ def trained_on(folder: Path, target: Path) -> Path:
     return folder
 
 
-def save_dspark(folder: Path, target: Path, **sizes: Any) -> Path:
-    tiny_dspark(CausalLM(tiny_model(vocab=128, **sizes))).save_pretrained(folder)
+def save_dspark(folder: Path, target: Path, width: int = 16) -> Path:
+    tiny_dspark(CausalLM(tiny_model(vocab=128, hidden_size=width))).save_pretrained(folder)
     return trained_on(folder, target)
 
 
@@ -169,7 +169,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_a_problem_and_padding_is
 # --- drafters ---------------------------------------------------------------------------------------------------------
 
 
-def test_fitting_heads_drafts_and_dspark_drafts_have_nothing_to_note(
+def test_fitting_heads_and_drafts_of_both_kinds_have_nothing_to_note(
     skeleton: Skeleton, target: Path, tmp_path: Path
 ) -> None:
     save_heads(tmp_path / "heads", target)
@@ -201,21 +201,21 @@ def adapted(folder: Path, target: Path) -> str:
     return text
 
 
-def without_provenance(folder: Path, target: Path) -> str:
-    return f"heads:{save_heads(folder, None)}"
-
-
 def dspark_of_another_target(folder: Path, target: Path) -> str:
     return f"dspark:{save_dspark(folder / 'dspark', save(folder / 'other', seed=7))}"
-
-
-def dspark_of_a_deeper_target(folder: Path, target: Path) -> str:
-    return f"dspark:{save_dspark(folder / 'dspark', target, num_hidden_layers=4)}"
 
 
 def dspark_without_a_tensor(folder: Path, target: Path) -> str:
     changed(save_dspark(folder, target), "config.json", num_hidden_layers=2)
     return f"dspark:{folder}"
+
+
+def wide_dspark(folder: Path, target: Path) -> str:
+    return f"dspark:{save_dspark(folder, target, width=24)}"
+
+
+def without_provenance(folder: Path, target: Path) -> str:
+    return f"heads:{save_heads(folder, None)}"
 
 
 def draft_of_another_target(folder: Path, target: Path) -> str:
@@ -234,13 +234,7 @@ def other_tokenizer(folder: Path, target: Path) -> str:
         (of_another_target, "origin", "problem", "trained on another target", "on this target"),
         (adapted, "origin", "problem", "trained on another target", "heads/target"),
         (dspark_of_another_target, "origin", "problem", "trained on another target", "on this target"),
-        (
-            dspark_of_a_deeper_target,
-            "draft",
-            "problem",
-            "num_target_layers is 4, and the target's is 2",
-            "on this target",
-        ),
+        (wide_dspark, "draft", "problem", "hidden_size is 24", "trained on this target"),
         (dspark_without_a_tensor, "draft", "problem", "layers.1.input_layernorm.weight is missing", "DSpark"),
         (without_provenance, "origin", "note", "no provenance.json", "headstart evaluate"),
         (draft_of_another_target, "origin", "note", "trained on another target", "headstart realign"),

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
 
+from decoding.model.dspark_config import is_dspark_folder
 from trainer.commands.inspection import marked_text
 from trainer.export.exporter import NO_PROMPTS, export
 from trainer.job import Job
@@ -109,7 +110,8 @@ def _write_artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scrat
     finish(job, made, Progress(0, 0), [], describe(accelerator))
     if (folder / "provenance.json").is_file():  # of an earlier dry run
         shutil.rmtree(folder)
-    for format in {"medusa": ("vllm", "headstart"), "draft": ("draft", "headstart")}.get(recipe.kind, ()):
+    formats = {"medusa": ("vllm", "headstart"), "draft": ("draft", "headstart")}.get(recipe.kind, ())
+    for format in ("dspark",) if is_dspark_folder(made) else formats:
         try:
             say(console, str(export(made, folder, format, prompts=NO_PROMPTS)))
             break
