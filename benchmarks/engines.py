@@ -153,6 +153,7 @@ def serve_llama_cpp(
         if "error" not in row and (case.draft is None or case.drafter is not None):
             ours = plain if case.draft is None else decode_greedily(target, case.drafter, prompts, max_new_tokens, ends)
             accepted = [count - ended for count, ended in zip(ours.accepted, ours.ended, strict=True)]
+            accepted += [0] * (len(row["theirs"]["accepted"]) - len(accepted))  # positions at which none was accepted
             row["ended"] = sum(ours.ended)
             row["ours"] = {"passes": ours.passes, "drafted": ours.drafted, "accepted": accepted}
         rows.append(row)

@@ -3,8 +3,8 @@
 One row for each engine and artefact, in fp32: how many texts equal our plain decoding's, and both sides' counts. An
 engine without its environment is left out: `make engines` makes llama.cpp's, `make vllm` makes vLLM's.
 
-    python benchmarks/served.py --target FOLDER --draft RUN --heads RUN --shared-heads RUN --parallel RUN \
-        --prompts FILE.jsonl --output FILE.json
+    python benchmarks/served.py --target FOLDER --draft RUN --heads RUN --shared-heads RUN --dspark RUN \
+        --dflash RUN --prompts FILE.jsonl --output FILE.json
 """
 
 # ruff: noqa: E402  # waiting of threads is set before torch is imported
@@ -24,18 +24,18 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
-from decoding.drafters.parallel import ParallelDrafter
+from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter, MedusaDrafter
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.questions import read_prompts
 from decoding.measure.redact import basename
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark_config import read_config
 from decoding.model.loading import (
     eos_token_ids,
     load_draft,
+    load_dspark,
     load_heads,
     load_model,
-    load_parallel_draft,
     load_tokenizer,
 )
 from trainer.export.companions import chain_length
@@ -43,8 +43,11 @@ from trainer.export.exporter import NO_PROMPTS, ExportSummary, export
 from trainer.export.task import artefact_folder
 from trainer.terminal.console import quiet_libraries, standard_output
 
-ARTEFACTS = {"draft": "draft", "heads": "vllm", "shared-heads": "vllm", "parallel": "draft"}
+ARTEFACTS = {"draft": "draft", "heads": "vllm", "shared-heads": "vllm", "dspark": "dspark", "dflash": "dspark"}
 """Names -> the formats in which vLLM takes them."""
+
+
+METHODS = ("dspark", "dflash")
 
 
 class Bench(NamedTuple):
@@ -66,8 +69,8 @@ class Bench(NamedTuple):
         """Return the drafter that a server is: one chain."""
         if name == "draft":
             return DraftModelDrafter(load_draft(folder, self.target, self.tokenizer), tokens)
-        if name == "parallel":
-            return ParallelDrafter(load_parallel_draft(folder, self.target, self.tokenizer), tokens=tokens)
+        if name in METHODS:
+            return DSparkDrafter(load_dspark(folder, self.target), tokens)
         chain = tuple((0,) * depth for depth in range(1, tokens + 1))
         return MedusaDrafter(load_heads(self.trained[name], self.target), chain)
 
@@ -84,14 +87,14 @@ def vllm_cases(bench: Bench) -> list[engines.VllmCase]:
 
 
 def llama_cpp_cases(bench: Bench) -> list[engines.LlamaCppCase]:
-    """Return a start of llama.cpp for plain decoding and one with the draft, by files in fp32."""
+    """Return a start of llama.cpp for plain decoding and one with each draft, by files in fp32."""
     target = bench.export("target", "gguf", type="f32").folder / "model.gguf"
     cases = [engines.LlamaCppCase("plain decoding", target)]
-    if "draft" in bench.trained:
-        draft = bench.export("draft", "gguf", type="f32").folder / "model.gguf"
-        tokens = chain_length(bench.trained["draft"])
-        drafter = bench.chain("draft", str(bench.trained["draft"]), tokens)
-        cases.append(engines.LlamaCppCase("draft", target, draft, tokens, drafter))
+    for name in bench.trained.keys() & {"draft", *METHODS}:
+        draft, trained = bench.export(name, "gguf", type="f32").folder / "model.gguf", bench.trained[name]
+        tokens = read_config(trained).block_size if name in METHODS else chain_length(trained)
+        drafter, method = bench.chain(name, str(trained), tokens), name if name in METHODS else "simple"
+        cases.append(engines.LlamaCppCase(name, target, draft, tokens, drafter, method=method))
     return cases
 
 

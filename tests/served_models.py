@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_dspark import tiny_dflash
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 from torch import Tensor, nn
@@ -15,13 +16,11 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.lm_head import lm_head_input
-from decoding.model.parallel import ParallelConfig, ParallelParts
-from trainer.drafts.mask_token import add_mask_token
+from decoding.model.lm_head import input_embeddings, lm_head_input
 from trainer.drafts.start import draft_from_target, write_draft
 
 TOKENS = 3
-"""Tokens that heads and parallel drafts draft."""
+"""Tokens that heads and DFlash drafts draft."""
 CHAIN = tuple((0,) * depth for depth in range(1, TOKENS + 1))
 _TEMPLATE = "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}{{ '[a]' }}"
 _SIZES: dict[str, Any] = {
@@ -83,23 +82,29 @@ class Desk:
         write_draft(CausalLM(draft.eval()), self.tokenizer, self.folder / name)
         return self.folder / name
 
-    def write_parallel(self, name: str) -> Path:
-        """Train a copy of the target, with a mask token of its own, to write several tokens in one forward."""
-        draft = draft_from_target(self.target.model, 2)
-        mask = add_mask_token(draft, self.tokenizer)
-        sizes = {"vocab_size": mask + 1, "outputs": mask + 1, "hidden_size": self.target.hidden_size}
-        parts = ParallelParts(ParallelConfig(TOKENS, mask, tree=CHAIN, **sizes))
+    def write_dflash(self, name: str) -> Path:
+        """Train a DFlash draft to write several tokens behind any of the target's own."""
+        draft, target = tiny_dflash(self.target, TOKENS, spread=0.05, intermediate_size=96), self.target
+        embeddings, lm_head = input_embeddings(target.model), target.model.get_output_embeddings()
+        layers = target.model(self.texts, output_hidden_states=True).hidden_states
+        states = torch.cat([layers[tap + 1].detach() for tap in draft.config.target_layer_ids], -1)
+        positions = torch.arange(self.texts.shape[1]).expand_as(self.texts)
+        masks = torch.full((len(self.texts), TOKENS), draft.config.mask_token_id)
         generator = torch.Generator().manual_seed(0)
 
         def loss() -> Tensor:
             end = int(torch.randint(_PROMPT_TOKENS, self.texts.shape[1] - TOKENS, (), generator=generator))
-            masks = torch.full((len(self.texts), TOKENS - 1), mask)
-            logits = draft(torch.cat((self.texts[:, :end], masks), 1)).logits[:, -TOKENS:]
-            return _loss(logits, self.texts[:, end : end + TOKENS])
+            text = draft.text_keys(states[:, :end], positions[:, :end])
+            block = embeddings(torch.cat((self.texts[:, end : end + 1], masks), 1)).detach()
+            hidden = draft(
+                block,
+                positions[:, end : end + TOKENS + 1],
+                lambda layer, *fresh: tuple(torch.cat(both, 2) for both in zip(text[layer], fresh, strict=True)),
+            )
+            return _loss(lm_head(hidden[:, 1:]), self.texts[:, end + 1 : end + 1 + TOKENS])
 
-        _fit(draft.train().parameters(), loss)
-        write_draft(CausalLM(draft.eval()), self.tokenizer, self.folder / name)
-        parts.save_pretrained(self.folder / name)
+        _fit(draft.requires_grad_(True).parameters(), loss, steps=60)
+        draft.save_pretrained(self.folder / name)
         return self.folder / name
 
 

@@ -205,6 +205,11 @@ def dspark_of_another_target(folder: Path, target: Path) -> str:
     return f"dspark:{save_dspark(folder / 'dspark', save(folder / 'other', seed=7))}"
 
 
+def dspark_without_a_tensor(folder: Path, target: Path) -> str:
+    changed(save_dspark(folder, target), "config.json", num_hidden_layers=2)
+    return f"dspark:{folder}"
+
+
 def wide_dspark(folder: Path, target: Path) -> str:
     return f"dspark:{save_dspark(folder, target, width=24)}"
 
@@ -230,6 +235,7 @@ def other_tokenizer(folder: Path, target: Path) -> str:
         (adapted, "origin", "problem", "trained on another target", "heads/target"),
         (dspark_of_another_target, "origin", "problem", "trained on another target", "on this target"),
         (wide_dspark, "draft", "problem", "hidden_size is 24", "trained on this target"),
+        (dspark_without_a_tensor, "draft", "problem", "layers.1.input_layernorm.weight is missing", "DSpark"),
         (without_provenance, "origin", "note", "no provenance.json", "headstart evaluate"),
         (draft_of_another_target, "origin", "note", "trained on another target", "headstart realign"),
         (other_tokenizer, "tokens", "problem", "is not the target's", "other-tokenizer:"),

@@ -237,7 +237,7 @@ def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_fold
     for source, format in refused:
         with pytest.raises(ValueError, match="does not take: give format"):
             export(source, tmp_path / "out", format)
-    with pytest.raises(ValueError, match="format is 'onnx': give one of headstart, vllm, draft"):
+    with pytest.raises(ValueError, match="format is 'onnx': give one of headstart, vllm, dspark"):
         export(heads_folder, tmp_path / "out", "onnx")
     with pytest.raises(ValueError, match="type of format 'vllm' is 'f32': leave it out"):
         export(heads_folder, tmp_path / "out", "vllm", type="f32")

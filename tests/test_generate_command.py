@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_cli import models as models
@@ -13,6 +14,7 @@ from writing_models import LINE, write_alphabet
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Step
 from decoding.model.causal_lm import CausalLM
+from decoding.model.forward import ModelOutput
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import RULES
 from trainer.cli import app
@@ -67,11 +69,11 @@ def test_ctrl_c_ends_the_text_and_its_figures_are_still_printed(target: Path, mo
     """The signal comes inside a pass; nothing is decoded after that pass."""
     verify, passes = CausalLM.verify, list[int]()
 
-    def interrupted(*given: object) -> object:
+    def interrupted(*given: Any, **named: Any) -> ModelOutput:
         passes.append(len(passes))
         if len(passes) == 4:
             os.kill(os.getpid(), signal.SIGINT)
-        return verify(*given)  # type: ignore[arg-type]  # handed on
+        return verify(*given, **named)
 
     monkeypatch.setattr(CausalLM, "verify", interrupted)
     result = generate(target, "--drafter", "lookup")

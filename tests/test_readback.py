@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_training import objective_for
 from test_export import random_heads
-from tiny_models import tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 
 from decoding.model.heads import MedusaConfig
@@ -148,12 +146,3 @@ def test_a_format_that_rounds_tells_both_acceptances_and_its_texts_are_equal(
     sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
     assert "texts equal 3/3, to plain decoding's 3/3; trained: 4.33 tokens per pass" in sentence
     assert "; exported: " in sentence and "4.33" not in sentence.partition("exported")[2]
-
-
-def test_a_plain_parallel_draft_is_decoded_with_as_an_ordinary_one_and_with_masks(tmp_path: Path) -> None:
-    final = run_of(tmp_path, "draft")
-    changes: dict[str, Any] = {"markov_rank": 0, "reads_target": False}
-    objective_for(tiny_model("llama", max_position_embeddings=128), **changes).save(final)
-    ordinary, masks = export(final, tmp_path / "out", "draft").compared[1:]
-    assert "(draft model, 4 tokens)" in ordinary and "(parallel draft, 4 tokens)" in masks
-    assert all("texts equal 3/3" in sentence for sentence in (ordinary, masks))

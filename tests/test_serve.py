@@ -16,7 +16,8 @@ TARGET = "org/target"
 PLAN = ServingPlan("M, 2 threads", (), ((1, 2, 3), (3, 8, 1), (9, 16, 0)))
 DRAFT = Artefact("draft", 9, "float32", hidden_size=8, vocab_size=128, layers=1)
 HEADS = replace(DRAFT, format="vllm", heads=3)
-PARALLEL = replace(DRAFT, at_once=4)
+DSPARK = replace(DRAFT, format="dspark", at_once=4, markov_rank=8)
+DFLASH = replace(DSPARK, markov_rank=0)
 GGUF = replace(DRAFT, format="gguf")
 
 
@@ -29,7 +30,8 @@ def folder_of(path: Path, **config: Any) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A draft's; of heads and GGUF files nothing is read."""
-    return folder_of(tmp_path / "a folder", model_type="llama", vocab_size=128, max_position_embeddings=64)
+    config = {"model_type": "llama", "vocab_size": 128, "max_position_embeddings": 64, "head_dim": 64}
+    return folder_of(tmp_path / "a folder", **config)
 
 
 def command(artefact: Artefact, folder: Path, server: str = "vllm", **given: Any) -> ServerCommand:
@@ -62,10 +64,11 @@ def noted(found: ServerCommand, text: str) -> bool:
     [
         (HEADS, ["vllm"]),
         (DRAFT, ["vllm", "sglang"]),
-        (PARALLEL, ["vllm"]),
+        (DSPARK, ["vllm", "sglang"]),
+        (DFLASH, ["vllm", "sglang"]),
         (GGUF, ["llama.cpp"]),
         (replace(HEADS, format="headstart"), []),
-        (replace(PARALLEL, format="headstart"), []),
+        (replace(DFLASH, format="gguf"), ["llama.cpp"]),
     ],
 )
 def test_each_format_has_the_commands_of_the_servers_that_take_it(
@@ -123,10 +126,21 @@ def test_sglang_verifies_one_token_more_than_is_drafted(folder: Path) -> None:
     )  # fmt: skip
 
 
-def test_a_parallel_draft_drafts_in_one_forward_in_vllm(folder: Path) -> None:
-    config = vllm_config(command(replace(PARALLEL, has_mask_row=True), folder))
-    assert config["num_speculative_tokens"] == 4 and config["parallel_drafting"] is True
-    assert config["use_heterogeneous_vocab"] is True, "its mask token is one more row than the target has"
+@pytest.mark.parametrize(("artefact", "method"), [(DSPARK, "dspark"), (DFLASH, "dflash")])
+def test_a_dspark_draft_is_named_by_its_method_in_every_server(
+    folder: Path, tmp_path: Path, artefact: Artefact, method: str
+) -> None:
+    found = command(artefact, folder, path="runs/dspark")
+    assert vllm_config(found) == {"method": method, "model": "runs/dspark", "num_speculative_tokens": 4}
+    assert not warned(found, "another method"), "vLLM keeps a method of these names, whatever the path"
+    assert noted(found, "GPUs alone") == (method == "dspark") and not warned(found, "64 or 128")
+    size = {"dspark": ("--speculative-dspark-block-size", "4"), "dflash": ("--speculative-num-draft-tokens", "5")}
+    words = command(artefact, folder, "sglang").argv
+    assert words[words.index("--speculative-algorithm") + 1] == method.upper() and words[-2:] == size[method]
+    file = command(replace(artefact, format="gguf"), folder, "llama.cpp", plan=replace(PLAN, drawn=True))
+    assert file.argv[5:7] == ("--spec-type", f"draft-{method}") and warned(file, "drafts by argmax")
+    narrow = folder_of(tmp_path / "narrow", head_dim=32)
+    assert warned(command(artefact, narrow), "32 numbers, and vLLM's kernels on GPUs take 64 or 128")
 
 
 # --- the traps --------------------------------------------------------------------------------------------------------

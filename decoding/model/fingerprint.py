@@ -29,7 +29,6 @@ _SAYS_NOTHING = (
     "dtype",
     "auto_map",
     "use_cache",
-    "pard_token",
 )
 """Keys of a config that tell a model's origin and the way it runs, but do not change its outputs."""
 _ADAPTERS_SAY_NOTHING = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")

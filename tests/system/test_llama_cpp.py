@@ -4,6 +4,7 @@ Needs the environment that `make engines` makes, of which `make test` takes care
 """
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,17 @@ import torch
 from test_gguf import LLAMA3, QWEN2, sentencepiece_like
 from tiny_models import tiny_model
 from tokenizers import Regex, pre_tokenizers
-from trained_pair import bpe_tokenizer, sentences, train_pair
+from trained_pair import bpe_tokenizer, sentences, train_dspark, train_pair
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from decoding.drafters import DraftModelDrafter
+from decoding.drafters import DraftModelDrafter, DSparkDrafter
 from decoding.measure.proof.greedy import margin_of
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
+from decoding.model.loading import eos_token_ids, load_dspark, load_model, load_tokenizer
 from trainer.export.exporter import NO_PROMPTS, export
 
-ROOT = Path(__file__).resolve().parents[2]
-with pytest.MonkeyPatch.context() as patched:
-    patched.syspath_prepend(str(ROOT / "benchmarks"))
-    from engines import LLAMA_CPP, LlamaCppCase, serve_llama_cpp
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from engines import LLAMA_CPP, LlamaCppCase, serve_llama_cpp
 
 pytestmark = pytest.mark.skipif(
     not LLAMA_CPP.is_file(), reason="runs in the engines' own environment, by `make engines`"
@@ -49,6 +48,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("qwen3", {"head_dim": 32, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **STRETCHED}}),
     "mistral": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+}
+DSPARK: dict[str, dict[str, Any]] = {
+    "dspark": {},
+    "dspark, two layers that fill in": {"layers": 2, "sample_from_anchor": False, "confidence": False},
+    "dflash": {"markov_rank": 0, "sample_from_anchor": False, "confidence": False},
 }
 Row = dict[str, Any]
 
@@ -121,6 +125,17 @@ class Desk:
         model.save_pretrained(folder)
         return self.file(folder, "damaged-gguf")
 
+    def dspark_cases(self, targets: dict[str, Path]) -> list[LlamaCppCase]:
+        """Of the first every type; the target's file is of the same."""
+        found = []
+        for name, section in DSPARK.items():
+            trained = train_dspark(self.folder, self.pair[0], name, tokens=DRAFT_TOKENS, **section)
+            own = DSparkDrafter(load_dspark(trained, self.target), DRAFT_TOKENS)
+            for type in TYPES if name == "dspark" else ("f32",):
+                file, method = self.file(trained, f"{name}-{type}", type), name.partition(",")[0]
+                found.append(LlamaCppCase(f"{name} {type}", targets[type], file, DRAFT_TOKENS, own, method=method))
+        return found
+
     def cases(self) -> list[LlamaCppCase]:
         target, draft = (
             {type: self.file(folder, f"{kind}-{type}", type) for type in TYPES}
@@ -129,6 +144,7 @@ class Desk:
         own = DraftModelDrafter(self.draft, DRAFT_TOKENS)
         found = [LlamaCppCase(f"plain {type}", target[type], probed=self.probed) for type in TYPES]
         found += [LlamaCppCase(f"draft {type}", target[type], draft[type], drafter=own) for type in TYPES]
+        found += self.dspark_cases(target)
         found.append(LlamaCppCase("damaged", target["f32"], self.with_other_embeddings(), drafter=own))
         for name, (family, changes) in ARCHITECTURES.items():
             found.append(
@@ -179,6 +195,17 @@ def test_every_type_speculates_without_loss_against_its_own_target(
         margin = margin_of(desk.target, prompt, text, own)
         assert margin is None or (type == "q8_0" and isinstance(margin, float) and margin < 0.2)
     assert sum(drafted["theirs"]["accepted"]) > 0.1 * drafted["theirs"]["drafted"]
+
+
+@pytest.mark.parametrize("name", [*(f"{name} f32" for name in DSPARK), "dspark f16", "dspark bf16", "dspark q8_0"])
+def test_a_dspark_draft_writes_our_text_in_as_many_passes_as_here(found: dict[str, Row], name: str) -> None:
+    """Rounding turns no drafted token over here: the counts are the unrounded draft's."""
+    row = found[name]
+    assert row["equal"] == row["prompts"] == PROMPTS
+    assert row["theirs"] == row["ours"]
+    accepted, passes = row["theirs"]["accepted"], row["theirs"]["passes"]
+    assert len(accepted) == DRAFT_TOKENS and 0 < accepted[1] < accepted[0] < passes, "neither none nor all"
+    assert row["theirs"]["drafted"] == DRAFT_TOKENS * passes
 
 
 def test_a_damaged_draft_shows_in_the_counts_and_not_in_the_text(found: dict[str, Row]) -> None:

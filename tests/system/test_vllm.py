@@ -6,23 +6,21 @@ Needs the environment that `make vllm` makes, 3 GB, and runs by that command alo
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from decoding.drafters.parallel import ParallelDrafter
 from served_models import CHAIN, TOKENS, Desk, prompts
 
-from decoding.drafters import DraftModelDrafter, MedusaDrafter
-from decoding.model.loading import load_draft, load_heads, load_parallel_draft
+from decoding.drafters import DraftModelDrafter, DSparkDrafter, MedusaDrafter
+from decoding.model.loading import load_draft, load_dspark, load_heads
 from decoding.model.stored import read_weights, write_weights
 from trainer.export.exporter import export
 
-ROOT = Path(__file__).resolve().parents[2]
-with pytest.MonkeyPatch.context() as patched:
-    patched.syspath_prepend(str(ROOT / "benchmarks"))
-    from engines import VllmCase, serve_vllm, vllm_python
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from engines import VllmCase, serve_vllm, vllm_python
 
 ASKED_FOR = "HEADSTART_VLLM" in os.environ and vllm_python() is not None
 pytestmark = pytest.mark.skipif(not ASKED_FOR, reason="runs in vLLM's own environment, by `make vllm`")
@@ -69,18 +67,18 @@ def cases_of(desk: Desk) -> list[VllmCase]:
         export(source, folder / name, "vllm")
     write_weights(folder / "biased", read_weights(folder / "biased", ""), 30_000)  # in shards
     export(desk.write_draft("draft-run"), folder / "draft", "draft")
-    export(desk.write_parallel("parallel-run"), folder / "parallel", "draft")
+    export(desk.write_dflash("dflash-run"), folder / "dflash", "dspark", target=str(folder / "target"))
     own = {name: load_heads(source, target) for name, source in trained.items()}
     draft = load_draft(str(folder / "draft"), target, desk.tokenizer)
-    parallel = load_parallel_draft(str(folder / "parallel"), target, desk.tokenizer)
+    dflash = DSparkDrafter(load_dspark(folder / "dflash", target))
     drafts = {"method": "draft_model", "num_speculative_tokens": DRAFT_TOKENS, "model": str(folder / "draft")}
-    at_once = {"parallel_drafting": True, "use_heterogeneous_vocab": True, "model": str(folder / "parallel")}
+    at_once = {"method": "dflash", "num_speculative_tokens": TOKENS, "model": str(folder / "dflash")}
     return [
         # First: what lies in memory then is no weights of an earlier case.
         VllmCase("silent", medusa(damaged(folder / "heads", "silent", without_output_layers)), batch_sizes=(1,)),
         VllmCase("plain"),
         VllmCase("draft", drafts, DraftModelDrafter(draft, DRAFT_TOKENS)),
-        VllmCase("parallel draft", {**drafts, **at_once, "num_speculative_tokens": TOKENS}, ParallelDrafter(parallel)),
+        VllmCase("dflash", at_once, dflash),
         *(VllmCase(name, medusa(folder / name), MedusaDrafter(own[name], CHAIN)) for name in trained),
         VllmCase("fewer than heads", medusa(folder / "heads", TOKENS - 1), MedusaDrafter(own["heads"], CHAIN[:-1])),
         VllmCase("more than heads", medusa(folder / "heads", TOKENS + 1), batch_sizes=(1,)),
@@ -97,7 +95,7 @@ def found(desk: Desk) -> Row:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("name", ["draft", "parallel draft", "heads", "shared", "biased", "fewer than heads"])
+@pytest.mark.parametrize("name", ["draft", "dflash", "heads", "shared", "biased", "fewer than heads"])
 def test_an_export_writes_our_text_in_as_many_passes_as_here(found: Row, name: str, batch_size: int) -> None:
     row = found[name, batch_size]
     assert row["equal"] == row["prompts"] == PROMPTS

@@ -1,0 +1,190 @@
+"""DSpark drafts exported: the folder that vLLM and SGLang load, llama.cpp's file, and a replay of damaged copies."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from safetensors.torch import load_file, save_file
+from test_gguf import SIZES, byte_level
+from tiny_dspark import tiny_dflash, tiny_dspark
+from tiny_models import tiny_model
+
+from decoding.drafters import DSparkDrafter
+from decoding.measure.proof.finding import Finding
+from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark_config import read_config
+from decoding.model.fingerprint import stored_fingerprint
+from trainer.export.exporter import export
+from trainer.export.gguf import readers
+from trainer.export.task import ExportTask
+from trainer.servers.configs import compare_settings, compare_vocabularies
+from trainer.servers.speculator import compare_top_1, load_speculator, named_speculator
+
+TREE = ((0,), (1,), (0, 0))
+MASK, TAPS = 261, (0, 1)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CausalLM]:
+    """A target of three layers with a tokenizer of 260 of its 264 tokens; its folder, and the model."""
+    folder = tmp_path_factory.mktemp("dspark") / "target"
+    model = tiny_model("llama", num_hidden_layers=3, **SIZES)
+    model.save_pretrained(folder)
+    byte_level().save_pretrained(folder)
+    return folder, CausalLM(model)
+
+
+def trained(folder: Path, target: tuple[Path, CausalLM], flash: bool = False, **changes: Any) -> Path:
+    """A draft in bf16 as training leaves it."""
+    sizes = {"mask_token_id": MASK, "tree": TREE, "enable_confidence_head": True, **changes}
+    draft = tiny_dflash(target[1], **sizes) if flash else tiny_dspark(target[1], **sizes)
+    draft.bfloat16().save_pretrained(folder)
+    (folder / "provenance.json").write_text(json.dumps({"target": {"name": str(target[0])}, "recipe": {}}))
+    return folder
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_is_what_training_wrote_and_its_card_says_what_it_reads(
+    tmp_path: Path, target: tuple[Path, CausalLM]
+) -> None:
+    source, out = trained(tmp_path / "run", target), tmp_path / "out"
+    summary = export(source, out, "dspark")
+    assert "read back bit-equal" in summary.compared[0]
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (source, out))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert read_config(out) == read_config(source) and stored_fingerprint(out) == stored_fingerprint(source)
+    assert sorted(summary.files) == ["README.md", "config.json", "model.safetensors", "provenance.json"]
+    assert [command.server for command in summary.commands] == ["vllm", "sglang"]
+    card = (out / "README.md").read_text()
+    assert "# DSpark draft for target\n" in card and "--drafter dspark:DIR" in card and "- dspark\n" in card
+    assert "reads the hidden states of this target" in card and "A bias of rank 3 by the token before" in card
+    assert "tree of 3 nodes, which the folder holds; servers draft a chain" in card
+    flash = export(trained(tmp_path / "flash", target, flash=True), tmp_path / "flash-out", "dspark")
+    assert "# DFlash draft for target\n" in (flash.folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("format", ["headstart", "draft", "vllm"])
+def test_formats_of_other_artefacts_do_not_take_it(tmp_path: Path, target: tuple[Path, CausalLM], format: str) -> None:
+    with pytest.raises(ValueError, match=r"holds a DSpark draft, which format .* give format dspark or gguf"):
+        export(trained(tmp_path / "run", target), tmp_path / "out", format)
+
+
+# --- llama.cpp's file -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_a_gguf_file_has_llama_cpps_keys_and_names_and_the_targets_tokenizer(
+    tmp_path: Path, target: tuple[Path, CausalLM], flash: bool
+) -> None:
+    source = trained(tmp_path / "run", target, flash, num_hidden_layers=2)
+    summary = export(source, tmp_path / "out", "gguf")
+    reader, weights = GGUFReader(tmp_path / "out" / "model.gguf"), load_file(source / "model.safetensors")
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    assert keys["general.architecture"] == "dflash" and keys["general.file_type"] == 32, "bf16, as it is stored"
+    assert keys["dflash.target_layers"] == [tap + 1 for tap in TAPS], "llama.cpp counts the inputs of layers"
+    assert (keys["dflash.block_size"], keys["dflash.sample_from_anchor"]) == ((5, False) if flash else (4, True))
+    assert keys["dflash.has_confidence_head"] is True and keys["tokenizer.ggml.mask_token_id"] == MASK
+    assert len(keys["tokenizer.ggml.tokens"]) == 264 and keys["tokenizer.ggml.merges"] == ["h e", "l l", "he ll"]
+    stored = {t.name: dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in reader.tensors}
+    names = {
+        "fc.weight": "fc.weight",
+        "enc.output_norm.weight": "hidden_norm.weight",
+        "output_norm.weight": "norm.weight",
+        "blk.1.attn_q.weight": "layers.1.self_attn.q_proj.weight",
+        "blk.1.attn_k_norm.weight": "layers.1.self_attn.k_norm.weight",
+        "blk.0.ffn_norm.weight": "layers.0.post_attention_layernorm.weight",
+        "conf_proj.bias": "confidence_head.proj.bias",
+        **({} if flash else {"markov_w1.weight": "markov_head.markov_w1.weight"}),
+        **({} if flash else {"markov_w2.weight": "markov_head.markov_w2.weight"}),
+    }
+    assert len(stored) == len(weights) and all(
+        np.array_equal(stored[theirs], weights[name].float()) for theirs, name in names.items()
+    )
+    kind = "dflash" if flash else "dspark"
+    assert summary.commands[0].argv[-5:] == (f"draft-{kind}", "--spec-draft-n-max", "4", "--spec-draft-p-min", "0")
+
+
+def test_the_file_drafts_what_the_trained_draft_does(tmp_path: Path, target: tuple[Path, CausalLM]) -> None:
+    source = trained(tmp_path / "run", target)
+    export(source, tmp_path / "out", "gguf")
+    ((ours, theirs),) = readers(ExportTask(source, tmp_path / "out", "gguf"), target[1])
+    trained_draft, read = ours(), theirs()
+    assert isinstance(trained_draft, DSparkDrafter) and isinstance(read, DSparkDrafter)
+    assert trained_draft.name == read.name == "dspark" and trained_draft.growth.tree.max_depth == 4, "a chain"
+    state = read.draft.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in trained_draft.draft.state_dict().items())
+
+
+def test_a_file_without_its_target_or_for_another_one_is_refused(tmp_path: Path, target: tuple[Path, CausalLM]) -> None:
+    source = trained(tmp_path / "run", target)
+    tiny_model("llama", num_hidden_layers=4, **SIZES).save_pretrained(tmp_path / "deeper")
+    byte_level().save_pretrained(tmp_path / "deeper")
+    with pytest.raises(ValueError, match="whose num_target_layers is 3, and the target's is 4"):
+        export(source, tmp_path / "out", "gguf", target=str(tmp_path / "deeper"))
+    with pytest.raises(ValueError, match=r"whose tokenizer the file holds, cannot be read .* give it as --target"):
+        export(source, tmp_path / "out", "gguf", target=str(tmp_path / "missing"))
+    (source / "provenance.json").unlink()
+    with pytest.raises(ValueError, match="names no target: give --target"):
+        export(source, tmp_path / "out", "gguf")
+    assert not (tmp_path / "out").exists()
+
+
+# --- what a server reads ----------------------------------------------------------------------------------------------
+
+
+def diagnosed(source: Path, served: Path, target: CausalLM) -> list[Finding]:
+    weights = load_speculator(named_speculator(f"dspark:{source}"), target).weights
+    texts = [list(range(5 + offset, 25 + offset)) for offset in range(3)]
+    return [
+        compare_settings(None, served, source, 64),
+        compare_vocabularies(target, byte_level(), served),
+        compare_top_1(target, weights, served, texts, False),
+    ]
+
+
+def test_an_untouched_copy_has_no_difference(tmp_path: Path, target: tuple[Path, CausalLM]) -> None:
+    source = trained(tmp_path / "run", target)
+    served = export(source, tmp_path / "dspark-out", "dspark").folder
+    assert [finding.status for finding in diagnosed(source, served, target[1])] == ["ok"] * 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("target_layer_ids", [1], "target_layer_ids"),
+        ("target_layer_ids", [1, 2], "cannot be read"),
+        ("mask_token_id", 3, "mask_token_id 3 where 261"),
+        ("is_causal", True, "is_causal is True"),
+        ("sample_from_anchor", False, "sample_from_anchor False where True"),
+        ("rope_parameters", {"rope_theta": 5e5}, "rope_theta 500000.0 where 10000.0"),
+    ],
+)
+def test_a_setting_that_differs_is_named(
+    tmp_path: Path, target: tuple[Path, CausalLM], key: str, value: Any, found: str
+) -> None:
+    source = trained(tmp_path / "run", target)
+    served = export(source, tmp_path / "out", "dspark").folder
+    config = json.loads((served / "config.json").read_text()) | {key: value}
+    (served / "config.json").write_text(json.dumps(config))
+    settings = compare_settings(None, served, source, 64)
+    assert settings.status == "problem" and found in settings.found
+
+
+def test_a_bias_by_other_ids_and_another_vocabulary_are_found(tmp_path: Path, target: tuple[Path, CausalLM]) -> None:
+    source = trained(tmp_path / "run", target)
+    served = export(source, tmp_path / "out", "dspark").folder
+    weights = load_file(served / "model.safetensors")
+    weights["markov_head.markov_w1.weight"] = weights["markov_head.markov_w1.weight"].roll(1, 0)
+    save_file(weights, served / "model.safetensors")
+    top_1 = diagnosed(source, served, target[1])[-1]
+    assert top_1.status == "problem" and "the served weights are other weights" in top_1.found
+    wider = CausalLM(tiny_model("llama", num_hidden_layers=3, **{**SIZES, "vocab": 300}))
+    vocabulary = compare_vocabularies(wider, byte_level(), served)
+    assert vocabulary.status == "problem" and "predict 264 tokens and the target knows 300" in vocabulary.found
