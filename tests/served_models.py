@@ -16,7 +16,7 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.lm_head import input_embeddings, lm_head_input
+from decoding.model.lm_head import lm_head_input
 from trainer.drafts.start import draft_from_target, write_draft
 
 TOKENS = 3
@@ -85,7 +85,7 @@ class Desk:
     def write_dflash(self, name: str) -> Path:
         """Train a DFlash draft to write several tokens behind any of the target's own."""
         draft, target = tiny_dflash(self.target, TOKENS, spread=0.05, intermediate_size=96), self.target
-        embeddings, lm_head = input_embeddings(target.model), target.model.get_output_embeddings()
+        embeddings, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
         layers = target.model(self.texts, output_hidden_states=True).hidden_states
         states = torch.cat([layers[tap + 1].detach() for tap in draft.config.target_layer_ids], -1)
         positions = torch.arange(self.texts.shape[1]).expand_as(self.texts)
