@@ -29,7 +29,11 @@ def test_calls_from_several_threads_write_the_texts_that_each_would_alone(name: 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_loop_writes_the_targets_distribution(name: str) -> None:
-    chance, accepted = decode_many(small_llama(TARGET_SEED), drafter_called(name), SamplingConfig(1.0))
+    target, drafter = small_llama(TARGET_SEED), None
+    if "DSpark" in name or "DFlash" in name:  # of one layer a target has no states that a server reads
+        target = small_llama(10, layers=2)
+        drafter = DRAFTERS[name](target, target)
+    chance, accepted = decode_many(target, drafter or drafter_called(name), SamplingConfig(1.0))
     assert chance > FALSE_ALARM
     assert accepted > TEXTS / 10, "a draft that is never accepted proves little"
 
