@@ -178,7 +178,7 @@ def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(
     for command in found:
         run(command + " draft.policy.max_new_tokens=8" * ("on-policy" in command), desk, environment, warm)
     assert (desk / "runs" / "realigned" / "realigned.json").is_file()
-    assert (desk / "exported" / "parallel" / "parallel.json").is_file()
+    assert (desk / "exported" / "one-pass" / "README.md").is_file()
 
 
 def test_every_command_of_the_page_on_data_runs_on_a_table_of_other_names(
@@ -331,7 +331,7 @@ def run(command: str, desk: Path, environment: dict[str, str], warm: WarmProgram
     words += TINY.get(" ".join(words[:2]), "").split()
     if "evaluate" in words and "--batch-size" in words:
         words[words.index("--limit") + 1] = "8"  # as many as the largest batch holds
-    if re.search("recipes/any/(draft|parallel)", command):
+    if re.search("recipes/any/(draft|dspark)", command):
         words.append("draft.check_costs=false")  # no draft pays for so small a target
     if warm is not None and words[0] in ("headstart", "accelerate"):
         done = warm.run(words, desk, seconds=240)
