@@ -8,7 +8,7 @@ import torch
 from decoding.drafters.dspark import DSparkDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
-from decoding.model.dspark_config import read_config
+from decoding.model.dspark_config import DSparkConfig, read_config
 from decoding.model.loading import load_dspark
 from decoding.model.stored import stored_weights
 from trainer.export.readback import Readers, check_bit_equal
@@ -16,10 +16,20 @@ from trainer.export.task import Artefact, ExportTask
 
 
 def stored_draft(folder: Path) -> DSparkDraft:
-    """Load a draft in its stored dtype."""
+    """Load a draft in its stored dtype, as `served_config` has it."""
     stored = stored_weights(folder, "train the draft again")
     dtype = next((tensor.dtype for name, tensor in stored if name == "fc.weight"), torch.float32)
-    return DSparkDraft.from_pretrained(folder, dtype)
+    draft = DSparkDraft.from_pretrained(folder, dtype)
+    draft.config = served_config(draft.config)
+    if not draft.config.enable_confidence_head:
+        draft.confidence = None
+    return draft
+
+
+def served_config(config: DSparkConfig) -> DSparkConfig:
+    """Return a draft's config without a confidence head that reads no bias: llama.cpp does not load a file with one."""
+    reads_bias = config.markov_rank > 0 and config.confidence_head_with_markov
+    return replace(config, enable_confidence_head=config.enable_confidence_head and reads_bias)
 
 
 def describe_dspark(draft: DSparkDraft, format: str, dtype: str) -> Artefact:

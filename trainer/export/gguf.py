@@ -37,7 +37,7 @@ from decoding.model.stored import check_finite
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary, with_filled_vocabulary
 from trainer.export.companions import chain_length
 from trainer.export.draft import describe_model, probe_logits
-from trainer.export.dspark import describe_dspark, stored_draft
+from trainer.export.dspark import describe_dspark, served_config, stored_draft
 from trainer.export.gguf_names import dspark_metadata, dspark_names, metadata_of, tensors_of
 from trainer.export.gguf_vocabulary import vocabulary_of
 from trainer.export.readback import Readers
@@ -142,7 +142,7 @@ def readers(task: ExportTask, target: CausalLM) -> Readers:
     """Return readers of the trained draft and the exported file. Both draft a chain, in the target's dtype."""
     path, chain = task.folder / FILE_NAME, chain_length(task.source)
     if kind_held_in(task.source) == DSPARK:
-        config = replace(read_config(task.source), tree=())
+        config = replace(served_config(read_config(task.source)), tree=())
         return [
             (
                 lambda: DSparkDrafter(load_dspark(task.source, target), config.block_size),
