@@ -90,7 +90,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("recipes", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "ORG").mkdir()
-    tiny_model(vocab=128, max_position_embeddings=512).save_pretrained(folder / "ORG" / "NAME")
+    tiny_model(vocab=130, head_dim=32, max_position_embeddings=512).save_pretrained(folder / "ORG" / "NAME")
     byte_tokenizer().save_pretrained(folder / "ORG" / "NAME")
     row = json.dumps({"prompt": "What is 3 + 4?", "answer": "3 + 4 = 7, so the answer is 7."})
     for name, rows in (("train.jsonl", 4), ("test.jsonl", 20), ("prompts.jsonl", 4)):  # 20 fill a context of 256
@@ -130,7 +130,7 @@ def warm(environment: dict[str, str]) -> Iterator[WarmProgram]:
 
 
 def test_the_readme_names_its_commands() -> None:
-    assert len(COMMANDS) == 15
+    assert len(COMMANDS) == 16
     assert COMMANDS[:3] == ["pip install .", "make demo", "make test"]  # the last two are run by .ci/run itself
 
 
@@ -178,7 +178,7 @@ def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(
     for command in found:
         run(command + " draft.policy.max_new_tokens=8" * ("on-policy" in command), desk, environment, warm)
     assert (desk / "runs" / "realigned" / "realigned.json").is_file()
-    assert (desk / "exported" / "parallel" / "parallel.json").is_file()
+    assert (desk / "exported" / "one-forward" / "README.md").is_file()
 
 
 def test_every_command_of_the_page_on_data_runs_on_a_table_of_other_names(
@@ -331,7 +331,7 @@ def run(command: str, desk: Path, environment: dict[str, str], warm: WarmProgram
     words += TINY.get(" ".join(words[:2]), "").split()
     if "evaluate" in words and "--batch-size" in words:
         words[words.index("--limit") + 1] = "8"  # as many as the largest batch holds
-    if re.search("recipes/any/(draft|parallel)", command):
+    if re.search("recipes/any/(draft|dspark)", command):
         words.append("draft.check_costs=false")  # no draft pays for so small a target
     if warm is not None and words[0] in ("headstart", "accelerate"):
         done = warm.run(words, desk, seconds=240)
