@@ -18,6 +18,7 @@ from decoding.model.dspark_config import read_config
 from decoding.model.loading import load_dspark
 from decoding.rules.best_tree import best_tree
 from trainer.drafts.dspark import initial_dspark, mask_token, rank_accuracies, spread_taps
+from trainer.recipe.draft import DSparkSection
 
 
 def started(target: PreTrainedModel, **section: Any) -> DSparkDraft:
@@ -39,6 +40,12 @@ def test_a_draft_has_the_sizes_of_the_targets_layers_with_heads_that_servers_hav
     assert found == (inner, 2, key_heads, dim)
     assert (config.num_target_layers, config.vocab_size, config.target_layer_ids) == (2, 16, (0,))
     assert started(tiny_model(family, **changes), intermediate_size=10).config.intermediate_size == 10
+
+
+def test_a_draft_has_a_confidence_head_with_a_bias_and_none_without() -> None:
+    flash = {"markov_rank": 0, "sample_from_anchor": False}
+    heads = [started(tiny_model("llama"), **form).confidence for form in ({}, {"confidence": False}, flash)]
+    assert [head is not None for head in heads] == [True, False, False]
 
 
 def test_taps_are_spread_from_the_second_layer_to_the_last_but_one() -> None:
@@ -88,6 +95,9 @@ def test_a_mask_that_the_data_holds_is_refused() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DFlash from its anchor": ({"markov_rank": 0}, "set draft.dspark.sample_from_anchor=false"),
+    "DFlash with a confidence": (
+        {"markov_rank": 0, "sample_from_anchor": False, "confidence": True}, "set draft.dspark.confidence=false"
+    ),
     "a window": ({"window": 8}, "draft.window is for an ordinary draft: set it to null"),
     "fewer tokens": ({"vocabulary": 8}, "draft.vocabulary is for an ordinary draft"),
     "a teacher": ({"teacher": {"folder": "x"}}, "draft.teacher is for an ordinary draft"),
@@ -100,7 +110,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_recipe_that_asks_for_an_ordinary_drafts_settings_is_refused(name: str) -> None:
     changes, problem = REFUSED[name]
     parsed = type(section_of())
-    content = {"dspark": {"markov_rank": changes.pop("markov_rank", 3)}, **changes}
+    own = {name: changes[name] for name in changes if name in DSparkSection.model_fields}
+    content = {"dspark": {"markov_rank": 3, **own}, **{name: changes[name] for name in changes.keys() - own}}
     with pytest.raises(ValueError, match=problem):
         parsed.model_validate(content)
 
@@ -141,11 +152,12 @@ TEXT, PROMPT = (3, 1, 4, 1, 5, 9, 2, 6), 3
 """The roots are the tokens 3 to 6: of four labels one is four tokens behind its root, of five labels none."""
 
 
+@pytest.mark.parametrize("together", [128, 2])
 @pytest.mark.parametrize("form", [{}, {"markov_rank": 0, "sample_from_anchor": False}])
 def test_a_ranks_accuracy_is_its_share_of_the_labels_behind_every_root(
-    tiny_llama: CausalLM, form: dict[str, Any]
+    tiny_llama: CausalLM, form: dict[str, Any], together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
+    monkeypatch.setattr("trainer.drafts.dspark._TOGETHER", together)
     draft = objective_for(tiny_llama.model, **form).writing_draft()
     found = rank_accuracies(DSpark(draft, tiny_llama), [(TEXT, PROMPT), ((1, 2), 1)])
     for depth in range(4):
