@@ -46,23 +46,43 @@ def initial_dspark(
     for a mask token that the examples hold.
     """
     assert section.dspark is not None, "the recipe asks for a DSpark draft"
-    config = dspark_config(target, tokenizer, section.dspark)
-    config.check_fits(target)
+    if section.init.from_model is None:
+        config = dspark_config(target, tokenizer, section.dspark)
+        config.check_fits(target)
+        draft = DSparkDraft(config).to(target.device)
+    else:
+        draft = _stored_draft(target, tokenizer, section.init.from_model, section.dspark)
+        config = draft.config
     if any((example.tokens == config.mask_token_id).any() for example in examples):
         raise ValueError(
             f"token {config.mask_token_id} would be the draft's mask, but the training data holds it: give "
             "draft.dspark.mask_token, a token that no text holds"
         )
-    if section.init.from_model is None:
-        return DSparkDraft(config).to(target.device)
-    draft = load_dspark(section.init.from_model, target).float().requires_grad_(True).train()
-    wanted, found = replace(config, tree=()), replace(draft.config, tree=())
-    if differing := [name for name in vars(wanted) if getattr(wanted, name) != getattr(found, name)]:
-        raise ValueError(
-            f"draft.init.from_model, {section.init.from_model}, has {getattr(found, differing[0])} as {differing[0]}, "
-            f"and not {getattr(wanted, differing[0])}: set draft.dspark to fit, or give another draft"
-        )
-    draft.config = wanted  # its tree is fitted anew
+    return draft
+
+
+def _stored_draft(
+    target: CausalLM, tokenizer: PreTrainedTokenizerBase, name: str, section: DSparkSection
+) -> DSparkDraft:
+    """Load a draft to go on with. ValueError if it has other sizes than the section gives; None gives none."""
+    draft = load_dspark(name, target).float().requires_grad_(True).train()
+    config = draft.config = replace(draft.config, tree=())  # its tree is fitted anew
+    mask = None if section.mask_token is None else mask_token(tokenizer, target.vocab_size, section.mask_token)
+    for key, wanted, found in (
+        ("layers", section.layers, config.num_hidden_layers),
+        ("tokens", section.tokens, config.block_size),
+        ("taps", section.taps, config.target_layer_ids),
+        ("intermediate_size", section.intermediate_size, config.intermediate_size),
+        ("markov_rank", section.markov_rank, config.markov_rank),
+        ("confidence", section.confidence, config.enable_confidence_head),
+        ("sample_from_anchor", section.sample_from_anchor, config.sample_from_anchor),
+        ("mask_token", mask, config.mask_token_id),
+    ):
+        if wanted not in (None, found):
+            raise ValueError(
+                f"draft.init.from_model, {name}, has {found} as {key}, and not {wanted}: set draft.dspark.{key} to "
+                "fit, or give another draft"
+            )
     return draft
 
 

@@ -175,6 +175,11 @@ class DraftSection(Section):
                 "draft.dspark.markov_rank=0 makes a DFlash draft, of which no server takes a confidence head: set "
                 "draft.dspark.confidence=false"
             )
+        if self.policy.loop and self.policy.loop_trains == "rejected":
+            raise ValueError(
+                "draft.policy.loop_trains=rejected trains single tokens of the loop's answers, and the blocks of a "
+                "DSpark draft are of trained tokens in a row: set draft.policy.loop_trains=all"
+            )
         others: dict[str, Any] = {"teacher": self.teacher, "vocabulary": self.vocabulary, "window": self.window}
         others["init.from_config"] = self.init.from_config
         if self.init.from_target != FromTargetSection():
