@@ -33,7 +33,8 @@ class DecodingConfig:
     """Settings of decoding. ``rule`` None is the greedy rule at temperature 0, else the lossless rule that fits.
 
     Text i (from 0) of a batch is decoded with the seed ``seed + i``, whatever texts are next to it.
-    ``trees`` asks for each step's drafted tree.
+    ``logprobs`` asks for the log-probability of each new token under the target itself, before any sampling control,
+    ``trees`` for each step's drafted tree.
     """
 
     max_new_tokens: int = 128
@@ -42,6 +43,7 @@ class DecodingConfig:
     eos_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
+    logprobs: bool = False
     trees: bool = False
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ class Step(NamedTuple):
     total_seconds: float = 0.0
     room: int = 0
     is_prefill: bool = False
+    logprobs: tuple[float, ...] = ()
     refused: tuple[int, ...] = ()
     tree: TokenTree | None = None
     path: tuple[int, ...] = ()
@@ -253,13 +256,16 @@ class DecodingBatch:
             # The next step of a static target overwrites its outputs, and may come before the next draft. A cache that
             # serves several calls keeps the states for long: not as views, which hold those of all nodes.
             self._keep_states(text, states.clone() if self.target.is_static or self.serves_calls else states)
+        logprobs = self._logprobs(tree, verdict, output.logits[row])
         emitted = text.emit(tokens, self.stop)
         # Tokens after the end of a text count neither as offered nor as accepted.
         cut = len(emitted) <= len(path)
         accepted = len(emitted) if cut else len(path)
         offered = len(emitted) if cut else tree.shape.max_depth
         refused = () if cut or not tree.shape.is_chain else tuple(tree.token_list[1 + len(path) :])
-        step = Step(emitted, accepted, offered, len(tree) - 1, room=room, refused=refused)
+        step = Step(
+            emitted, accepted, offered, len(tree) - 1, room=room, logprobs=logprobs[: len(emitted)], refused=refused
+        )
         if not self.config.trees or len(tree) == 1:
             return step
         # A copy on the host: the next draft in fixed shapes overwrites its tokens on the device.
@@ -320,8 +326,9 @@ class DecodingBatch:
                 for states in self.cache.states:
                     text.keep_states(states)
                 self._keep_states(text, output.states[index].clone() if copied else output.states[index])
+            logprobs = self._logprobs(proposals[index].tree, verdict, output.logits[index, None])
             emitted = text.emit((verdict.token,), self.stop)
-            step = Step(emitted, 0, 0, 0, is_prefill=True)
+            step = Step(emitted, 0, 0, 0, is_prefill=True, logprobs=logprobs)
             steps.append((text.index, step.timed(0.0, verify_seconds * share, clock.total() * share)))
         return steps
 
@@ -330,6 +337,14 @@ class DecodingBatch:
         text.keep_states(states)
         if self.serves_calls:
             self.cache.states.append(states)
+
+    def _logprobs(self, tree: TokenTree, verdict: Verdict, logits: Tensor) -> tuple[float, ...]:
+        """Return the log-probability of each token of a verdict, by the target's own logits at the node before it."""
+        if not self.config.logprobs:
+            return ()
+        tokens = [*(tree.token_list[node] for node in verdict.path), verdict.token]
+        rows = logits[[0, *verdict.path]].float().log_softmax(-1)
+        return tuple(rows.gather(1, torch.tensor(tokens, device=rows.device)[:, None])[:, 0].tolist())
 
 
 def _nodes(hidden: Float[Tensor, "nodes hidden"], kept: Sequence[int]) -> Float[Tensor, "kept hidden"]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
@@ -29,12 +29,15 @@ class SpeculativeOutput:
     """Decoded texts.
 
     ``sequences`` are the given prompts, with their padding on the left, followed by the new tokens; texts that ended
-    earlier are padded on the right. ``generations`` hold every step. ``label`` is that of the rule: lossless, or lossy.
+    earlier are padded on the right. ``logprobs``, if requested, are the log-probabilities of the new tokens under the
+    target itself, before any sampling control, and 0 after a text's end. ``generations`` hold every step. ``label`` is
+    that of the rule: lossless, or lossy.
     """
 
     sequences: Int[Tensor, "batch length"]
     generations: tuple[Generation, ...]
     label: str
+    logprobs: Float[Tensor, "batch new"] | None = None
 
     @property
     def acceptance(self) -> Acceptance:
@@ -63,6 +66,7 @@ def speculate(
     pad_token_id: int | None = None,
     stop_strings: Sequence[str] = (),
     tokenizer: TextDecoder | None = None,
+    logprobs: bool = False,
     **controls: Any,
 ) -> SpeculativeOutput:
     """Decode prompts with a drafter (None: plainly), ``batch_size`` at a time (None: all at once).
@@ -84,6 +88,7 @@ def speculate(
         eos_token_ids=loading.eos_token_ids(target.model) if eos_token_ids is None else tuple(eos_token_ids),
         stop_strings=tuple(stop_strings),
         seed=seed,
+        logprobs=logprobs,
     )
     padding = padding_token(target.model.generation_config, pad_token_id, config.eos_token_ids)
     if isinstance(input_ids, Tensor):
@@ -177,7 +182,11 @@ def decode_prompts(
     device = prompts.padded.device
     new = [torch.tensor(generation.tokens, dtype=torch.long, device=device) for generation in generations]
     new_padded = pad_sequence(new, batch_first=True, padding_value=padding or 0)
-    return SpeculativeOutput(torch.cat([prompts.padded, new_padded], dim=1), generations, config.label)
+    logprobs = None
+    if config.logprobs:
+        values = [[value for step in generation.steps for value in step.logprobs] for generation in generations]
+        logprobs = pad_sequence([torch.tensor(row, device=device) for row in values], batch_first=True)
+    return SpeculativeOutput(torch.cat([prompts.padded, new_padded], dim=1), generations, config.label, logprobs)
 
 
 def padding_token(config: GenerationConfig | None, given: int | None, eos: Sequence[int]) -> int | None:

@@ -41,7 +41,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CausalLM]:
 
 def trained(folder: Path, target: tuple[Path, CausalLM], flash: bool = False, **changes: Any) -> Path:
     """A draft in bf16 as training leaves it."""
-    sizes = {"mask_token_id": MASK, "tree": TREE, "enable_confidence_head": True, **changes}
+    sizes = {"mask_token_id": MASK, "tree": TREE, "enable_confidence_head": not flash, **changes}
     draft = tiny_dflash(target[1], **sizes) if flash else tiny_dspark(target[1], **sizes)
     draft.bfloat16().save_pretrained(folder)
     (folder / "provenance.json").write_text(json.dumps({"target": {"name": str(target[0])}, "recipe": {}}))
@@ -79,18 +79,18 @@ def test_formats_of_other_artefacts_do_not_take_it(tmp_path: Path, target: tuple
 # --- llama.cpp's file -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize(("flash", "sure"), [(False, True), (False, False), (True, False)])
 def test_a_gguf_file_has_llama_cpps_keys_and_names_and_the_targets_tokenizer(
-    tmp_path: Path, target: tuple[Path, CausalLM], flash: bool
+    tmp_path: Path, target: tuple[Path, CausalLM], flash: bool, sure: bool
 ) -> None:
-    source = trained(tmp_path / "run", target, flash, num_hidden_layers=2)
+    source = trained(tmp_path / "run", target, flash, num_hidden_layers=2, confidence_head_with_markov=sure)
     summary = export(source, tmp_path / "out", "gguf")
     reader, weights = GGUFReader(tmp_path / "out" / "model.gguf"), load_file(source / "model.safetensors")
     keys = {name: field.contents() for name, field in reader.fields.items()}
     assert keys["general.architecture"] == "dflash" and keys["general.file_type"] == 32, "bf16, as it is stored"
     assert keys["dflash.target_layers"] == [tap + 1 for tap in TAPS], "llama.cpp counts the inputs of layers"
     assert (keys["dflash.block_size"], keys["dflash.sample_from_anchor"]) == ((5, False) if flash else (4, True))
-    assert keys["dflash.has_confidence_head"] is not flash, "llama.cpp loads no such head without a bias"
+    assert keys["dflash.has_confidence_head"] is sure, "llama.cpp loads no such head that reads no bias"
     assert keys["tokenizer.ggml.mask_token_id"] == MASK
     assert len(keys["tokenizer.ggml.tokens"]) == 264 and keys["tokenizer.ggml.merges"] == ["h e", "l l", "he ll"]
     stored = {t.name: dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in reader.tensors}
@@ -101,11 +101,11 @@ def test_a_gguf_file_has_llama_cpps_keys_and_names_and_the_targets_tokenizer(
         "blk.1.attn_q.weight": "layers.1.self_attn.q_proj.weight",
         "blk.1.attn_k_norm.weight": "layers.1.self_attn.k_norm.weight",
         "blk.0.ffn_norm.weight": "layers.0.post_attention_layernorm.weight",
-        **({} if flash else {"conf_proj.bias": "confidence_head.proj.bias"}),
+        **({"conf_proj.bias": "confidence_head.proj.bias"} if sure else {}),
         **({} if flash else {"markov_w1.weight": "markov_head.markov_w1.weight"}),
         **({} if flash else {"markov_w2.weight": "markov_head.markov_w2.weight"}),
     }
-    assert len(stored) == len(weights) - 2 * flash and all(
+    assert len(stored) == len(weights) - 2 * (not flash and not sure) and all(
         np.array_equal(stored[theirs], weights[name].float()) for theirs, name in names.items()
     )
     kind = "dflash" if flash else "dspark"
@@ -161,6 +161,7 @@ def test_an_untouched_copy_has_no_difference(tmp_path: Path, target: tuple[Path,
     [
         ("target_layer_ids", [1], "target_layer_ids"),
         ("target_layer_ids", [1, 2], "cannot be read"),
+        ("block_size", 3, "block_size 3 where 4"),
         ("mask_token_id", 3, "mask_token_id 3 where 261"),
         ("is_causal", True, "is_causal is True"),
         ("sample_from_anchor", False, "sample_from_anchor False where True"),
@@ -174,8 +175,22 @@ def test_a_setting_that_differs_is_named(
     served = export(source, tmp_path / "out", "dspark").folder
     config = json.loads((served / "config.json").read_text()) | {key: value}
     (served / "config.json").write_text(json.dumps(config))
-    settings = compare_settings(None, served, source, 64)
+    settings, _, top_1 = diagnosed(source, served, target[1])
     assert settings.status == "problem" and found in settings.found
+    if key == "block_size":  # with a mask less in the block its tokens are others, of which three a block are compared
+        assert top_1.status == "problem" and top_1.figures["positions"] == 3 * (18 + 17 + 16)
+
+
+def test_a_target_whose_logits_are_unknown_is_a_finding(
+    tmp_path: Path, target: tuple[Path, CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(target: Any) -> None:
+        raise ValueError("the target does more to its logits")
+
+    monkeypatch.setattr("trainer.target.hidden.check_logits", refuse)
+    source = trained(tmp_path / "run", target)
+    top_1 = diagnosed(source, source, target[1])[-1]
+    assert top_1.status == "open" and top_1.found == "the target does more to its logits"
 
 
 def test_a_bias_by_other_ids_and_another_vocabulary_are_found(tmp_path: Path, target: tuple[Path, CausalLM]) -> None:

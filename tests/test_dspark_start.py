@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from dspark_training import TEXTS, objective_for, section_of
-from tiny_dspark import logits_after
+from tiny_dspark import logits_after, tiny_dspark
 from tiny_models import tiny_model
 from tiny_training import WORDS, tiny_tokenizer
 from tokenizers import AddedToken
@@ -18,6 +18,8 @@ from decoding.model.dspark_config import read_config
 from decoding.model.loading import load_dspark
 from decoding.rules.best_tree import best_tree
 from trainer.drafts.dspark import initial_dspark, mask_token, rank_accuracies, spread_taps
+from trainer.drafts.start import initial_draft
+from trainer.recipe.draft import DraftSection, DSparkSection
 
 
 def started(target: PreTrainedModel, **section: Any) -> DSparkDraft:
@@ -39,6 +41,12 @@ def test_a_draft_has_the_sizes_of_the_targets_layers_with_heads_that_servers_hav
     assert found == (inner, 2, key_heads, dim)
     assert (config.num_target_layers, config.vocab_size, config.target_layer_ids) == (2, 16, (0,))
     assert started(tiny_model(family, **changes), intermediate_size=10).config.intermediate_size == 10
+
+
+def test_a_draft_has_a_confidence_head_with_a_bias_and_none_without() -> None:
+    flash = {"markov_rank": 0, "sample_from_anchor": False}
+    heads = [started(tiny_model("llama"), **form).confidence for form in ({}, {"confidence": False}, flash)]
+    assert [head is not None for head in heads] == [True, False, False]
 
 
 def test_taps_are_spread_from_the_second_layer_to_the_last_but_one() -> None:
@@ -88,7 +96,11 @@ def test_a_mask_that_the_data_holds_is_refused() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DFlash from its anchor": ({"markov_rank": 0}, "set draft.dspark.sample_from_anchor=false"),
+    "DFlash with a confidence": (
+        {"markov_rank": 0, "sample_from_anchor": False, "confidence": True}, "set draft.dspark.confidence=false"
+    ),
     "a window": ({"window": 8}, "draft.window is for an ordinary draft: set it to null"),
+    "single tokens": ({"policy": {"loop": 1}}, "set draft.policy.loop_trains=all"),
     "fewer tokens": ({"vocabulary": 8}, "draft.vocabulary is for an ordinary draft"),
     "a teacher": ({"teacher": {"folder": "x"}}, "draft.teacher is for an ordinary draft"),
     "a config": ({"init": {"from_config": {"hidden_size": 8}}}, "draft.init.from_config is for an ordinary draft"),
@@ -100,7 +112,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_recipe_that_asks_for_an_ordinary_drafts_settings_is_refused(name: str) -> None:
     changes, problem = REFUSED[name]
     parsed = type(section_of())
-    content = {"dspark": {"markov_rank": changes.pop("markov_rank", 3)}, **changes}
+    own = {name: changes[name] for name in changes if name in DSparkSection.model_fields}
+    content = {"dspark": {"markov_rank": 3, **own}, **{name: changes[name] for name in changes.keys() - own}}
     with pytest.raises(ValueError, match=problem):
         parsed.model_validate(content)
 
@@ -122,17 +135,37 @@ def test_a_stored_draft_goes_on_with_its_weights(stored: Path) -> None:
     assert all(parameter.requires_grad for parameter in draft.parameters()) and draft.training
 
 
+def test_a_stored_draft_keeps_what_the_recipe_does_not_set(tmp_path: Path) -> None:
+    """As other trainers have it: other heads than the target's, rope, eps, positions, mask, and no known depth."""
+    target = CausalLM(tiny_model("llama"))
+    others: dict[str, Any] = {"num_attention_heads": 4, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "mask_token_id": 14}
+    others |= {"max_position_embeddings": 99, "num_target_layers": None, "confidence_head_with_markov": False}
+    stored = tiny_dspark(target, enable_confidence_head=True, **others)
+    stored.save_pretrained(tmp_path / "theirs")
+    assert started(target.model, init={"from_model": str(tmp_path / "theirs")}, mask_token=None).config == stored.config
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({}, "has 12 as intermediate_size, and not 24: set draft.dspark to fit"),
-        ({"intermediate_size": 12, "tokens": 6}, "has 4 as block_size, and not 6"),
-        ({"intermediate_size": 12, "confidence": False}, "has True as enable_confidence_head, and not False"),
+        ({"intermediate_size": 24}, "has 12 as intermediate_size, and not 24: set draft.dspark.intermediate_size to"),
+        ({"tokens": 6}, "has 4 as tokens, and not 6"),
+        ({"confidence": False}, "has True as confidence, and not False"),
+        ({"mask_token": "k"}, "has 15 as mask_token, and not 14"),
+        ({"taps": (0, 1)}, r"has \(0,\) as taps, and not \(0, 1\)"),
     ],
 )
 def test_a_stored_draft_of_other_sizes_is_refused(stored: Path, changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         started(tiny_model("llama"), init={"from_model": str(stored)}, **changes)
+
+
+def test_a_recipe_of_an_ordinary_draft_does_not_go_on_with_a_dspark_draft(stored: Path) -> None:
+    section = DraftSection.model_validate({"init": {"from_model": str(stored)}})
+    with pytest.raises(
+        ValueError, match=r"is a DSpark draft: give its draft\.dspark, as recipes/any/dspark\.yaml does"
+    ):
+        initial_draft(CausalLM(tiny_model("llama")), tiny_tokenizer(), section, TEXTS)
 
 
 # --- the tree ---------------------------------------------------------------------------------------------------------
@@ -141,11 +174,12 @@ TEXT, PROMPT = (3, 1, 4, 1, 5, 9, 2, 6), 3
 """The roots are the tokens 3 to 6: of four labels one is four tokens behind its root, of five labels none."""
 
 
+@pytest.mark.parametrize("together", [128, 2])
 @pytest.mark.parametrize("form", [{}, {"markov_rank": 0, "sample_from_anchor": False}])
 def test_a_ranks_accuracy_is_its_share_of_the_labels_behind_every_root(
-    tiny_llama: CausalLM, form: dict[str, Any]
+    tiny_llama: CausalLM, form: dict[str, Any], together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
+    monkeypatch.setattr("trainer.drafts.dspark._TOGETHER", together)
     draft = objective_for(tiny_llama.model, **form).writing_draft()
     found = rank_accuracies(DSpark(draft, tiny_llama), [(TEXT, PROMPT), ((1, 2), 1)])
     for depth in range(4):

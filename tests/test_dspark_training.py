@@ -115,9 +115,10 @@ def test_confidence_changes_no_gradient_of_the_draft() -> None:
 
 def test_the_best_confidence_is_the_acceptance() -> None:
     """A draft that knows nothing: q is 1/16 everywhere, and its confidence is one number, best at the mean Σ min."""
-    objective = objective_for(tiny_model("llama"), markov_rank=0, sample_from_anchor=False, anchors=20)
+    objective = objective_for(tiny_model("llama"), anchors=20)
     draft = objective.module.draft
-    torch.nn.init.zeros_(draft.norm.weight)
+    for parameter in (draft.norm.weight, draft.markov.embedding.weight):
+        torch.nn.init.zeros_(parameter)
     (inputs,) = objective.inputs(collate(TEXTS), 0)
     sums, counts = objective.module(inputs), objective.counts(collate(TEXTS))
     share = sums.hits[:-1].sum() / counts[:-1].sum()

@@ -6,9 +6,10 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 from drafter_checks import DRAFTERS
 from scripted_drafters import HostileDrafter
-from tiny_models import naive_greedy, tiny_model
+from tiny_models import full_forward, naive_greedy, tiny_model
 
 from decoding.drafters import (
     Drafter,
@@ -18,6 +19,7 @@ from decoding.generate import DecodingConfig, Generation
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
+from decoding.rules.verify import SAMPLED_VERIFY
 
 # From one token to 40, more than any batch here has rows but the largest.
 PROMPTS = ([3, 1, 4, 1, 5], [7], [2, 7, 1, 8] * 10, [6, 6], [9, 8, 7, 6, 5, 4, 3, 2, 1], [0], [5, 5, 5, 5])
@@ -111,6 +113,23 @@ def test_a_row_that_ends_makes_room_for_the_next_prompt_in_its_own_place(countin
         (4, 15, False),
         (1, 15, False),
     ]
+
+
+# --- what a step says ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), EVERY_CONTROL], ids=["greedy", "every control"])
+@pytest.mark.parametrize("name", ["hostile", "chain"])
+def test_logprobs_are_those_of_the_target_itself_before_any_control(name: str, sampling: SamplingConfig) -> None:
+    rule = None if sampling.greedy else SAMPLED_VERIFY
+    config = DecodingConfig(COUNT, sampling, rule, eos_token_ids=(plain(0)[5],), logprobs=True)
+    drafter = hostile() if name == "hostile" else drafter_of(name)
+    for prompt, text in zip(PROMPTS, Engine(llama(), drafter).decode(PROMPTS, config, batch_size=3), strict=True):
+        assert [len(step.logprobs) for step in text.steps] == [len(step.tokens) for step in text.steps]
+        given = torch.tensor([value for step in text.steps for value in step.logprobs])
+        rows = full_forward(llama().model, [*prompt, *text.tokens])[len(prompt) - 1 : -1].log_softmax(-1)
+        wanted = rows.gather(1, torch.tensor(text.tokens)[:, None])[:, 0]
+        torch.testing.assert_close(given, wanted, rtol=0, atol=1e-5)
 
 
 # --- one text after another on one cache -----------------------------------------------------------------------------

@@ -29,8 +29,8 @@ class DSparkConfig:
     ``hidden_size`` and ``vocab_size``: the target's. ``target_layer_ids``: the layers (from 0) behind which its states
     are read. ``block_size``: K, the tokens drafted in one forward. ``mask_token_id``: a token that no text holds.
     ``sample_from_anchor``: slot j predicts token j behind the newest one; False: each mask predicts its own place, in a
-    block of one more token. ``markov_rank`` 0: no bias. ``tree``: the paths of ranks that it drafts unless told
-    otherwise; empty for a chain. ``num_target_layers`` None: not recorded.
+    block of one more token. ``markov_rank`` 0: no bias (DFlash), and then neither this nor a confidence head. ``tree``:
+    the paths of ranks that it drafts unless told otherwise; empty for a chain. ``num_target_layers`` None: unknown.
     """
 
     hidden_size: int
@@ -77,6 +77,9 @@ class DSparkConfig:
             )
         if self.head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim is {self.head_dim}: servers take {', '.join(map(str, HEAD_DIMS))}")
+        if not self.markov_rank and (self.sample_from_anchor or self.enable_confidence_head):
+            name = "sample_from_anchor" if self.sample_from_anchor else "enable_confidence_head"
+            raise ValueError(f"{name} is true with a markov_rank of 0, a DFlash draft, for which no server takes it")
         if self.block_size >= MOST_NODES:
             raise ValueError(f"block_size is {self.block_size}: give at most {MOST_NODES - 1}")
         paths = checked_paths(self.tree, self.vocab_size)

@@ -19,7 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
         "kind": "draft",
         "draft": {
             "check_costs": False,
-            "policy": {"loop": 1, "max_new_tokens": 8, "every": 2},
+            "policy": {"loop": 1, "loop_trains": "all", "max_new_tokens": 8, "every": 2},
             "dspark": {"tokens": 3, "mask_token": "<user>"},
         },
     },

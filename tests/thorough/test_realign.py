@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from safetensors.torch import load_file
+from tiny_dspark import tiny_dspark
 from tiny_models import counting_model
 from tiny_training import WORDS, counting_text, tiny_tokenizer, write_rows
 from transformers import PreTrainedModel
@@ -189,6 +190,9 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_generated(workshop
     assert "training.steps: Input should be greater than" in refused(options(workshop, steps=0))
     again = options(workshop, draft=str(workshop / "run" / "final"))
     assert "name another output to realign it again" in refused(again)
+    tiny_dspark(CausalLM(counting_model())).save_pretrained(workshop / "dspark")
+    for changes in ({"draft": str(workshop / "dspark")}, {"overrides": ["draft.dspark.tokens=3"]}):
+        assert "realign is for ordinary ones: let the new target answer" in refused(options(workshop, **changes))
 
 
 def test_adapters_are_a_target_too(workshop: Path) -> None:

@@ -21,7 +21,7 @@ from decoding.jsonl import read_lines
 from decoding.measure.figures import estimate, told
 from decoding.measure.measurement import count_steps
 from decoding.metrics import acceptance
-from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_draft, load_tokenizer
+from decoding.model.loading import check_same_tokenizer, dspark_folder, eos_token_ids, load_draft, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.findings import account
 from trainer.commands.models import read_target
@@ -68,6 +68,12 @@ def run_realign(options: RealignOptions, console: Console | None = None) -> dict
     if Path(options.draft).resolve() == (options.output / FINAL).resolve():
         raise ValueError(f"{options.draft} is what was made here before: name another output to realign it again")
     recipe = recipe_of(options)
+    if recipe.draft.dspark is not None or dspark_folder(options.draft) is not None:
+        raise ValueError(
+            f"{options.draft} is to be a DSpark draft, and realign is for ordinary ones: let the new target answer "
+            "('headstart regenerate'), and train it further with recipes/any/dspark.yaml and "
+            f"draft.init.from_model={options.draft}"
+        )
     ensure_built(options.target)
     with hold(options.output):
         return _realign(options, recipe, console, watched)

@@ -33,6 +33,8 @@ from trainer.recipe.draft import DraftSection, DSparkSection
 from trainer.target.hidden import OnlineTarget
 
 CONFIDENCE = "confidence"
+_TOGETHER = 128
+"""Blocks of a text in one forward: its mask has as many rows as they have slots, and a column for each of these."""
 
 
 def initial_dspark(
@@ -44,23 +46,43 @@ def initial_dspark(
     for a mask token that the examples hold.
     """
     assert section.dspark is not None, "the recipe asks for a DSpark draft"
-    config = dspark_config(target, tokenizer, section.dspark)
-    config.check_fits(target)
+    if section.init.from_model is None:
+        config = dspark_config(target, tokenizer, section.dspark)
+        config.check_fits(target)
+        draft = DSparkDraft(config).to(target.device)
+    else:
+        draft = _stored_draft(target, tokenizer, section.init.from_model, section.dspark)
+        config = draft.config
     if any((example.tokens == config.mask_token_id).any() for example in examples):
         raise ValueError(
             f"token {config.mask_token_id} would be the draft's mask, but the training data holds it: give "
             "draft.dspark.mask_token, a token that no text holds"
         )
-    if section.init.from_model is None:
-        return DSparkDraft(config).to(target.device)
-    draft = load_dspark(section.init.from_model, target).float().requires_grad_(True).train()
-    wanted, found = replace(config, tree=()), replace(draft.config, tree=())
-    if differing := [name for name in vars(wanted) if getattr(wanted, name) != getattr(found, name)]:
-        raise ValueError(
-            f"draft.init.from_model, {section.init.from_model}, has {getattr(found, differing[0])} as {differing[0]}, "
-            f"and not {getattr(wanted, differing[0])}: set draft.dspark to fit, or give another draft"
-        )
-    draft.config = wanted  # its tree is fitted anew
+    return draft
+
+
+def _stored_draft(
+    target: CausalLM, tokenizer: PreTrainedTokenizerBase, name: str, section: DSparkSection
+) -> DSparkDraft:
+    """Load a draft to go on with. ValueError if it has other sizes than the section gives; None gives none."""
+    draft = load_dspark(name, target).float().requires_grad_(True).train()
+    config = draft.config = replace(draft.config, tree=())  # its tree is fitted anew
+    mask = None if section.mask_token is None else mask_token(tokenizer, target.vocab_size, section.mask_token)
+    for key, wanted, found in (
+        ("layers", section.layers, config.num_hidden_layers),
+        ("tokens", section.tokens, config.block_size),
+        ("taps", section.taps, config.target_layer_ids),
+        ("intermediate_size", section.intermediate_size, config.intermediate_size),
+        ("markov_rank", section.markov_rank, config.markov_rank),
+        ("confidence", section.confidence, config.enable_confidence_head),
+        ("sample_from_anchor", section.sample_from_anchor, config.sample_from_anchor),
+        ("mask_token", mask, config.mask_token_id),
+    ):
+        if wanted not in (None, found):
+            raise ValueError(
+                f"draft.init.from_model, {name}, has {found} as {key}, and not {wanted}: set draft.dspark.{key} to "
+                "fit, or give another draft"
+            )
     return draft
 
 
@@ -87,7 +109,7 @@ def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section:
         target_layer_ids=section.taps or spread_taps(target.num_layers),
         num_target_layers=target.num_layers,
         markov_rank=section.markov_rank,
-        enable_confidence_head=section.confidence,
+        enable_confidence_head=section.markov_rank > 0 if section.confidence is None else section.confidence,
         sample_from_anchor=section.sample_from_anchor,
         max_position_embeddings=target.max_positions or 1 << 20,
     )
@@ -285,8 +307,9 @@ def rank_accuracies(dspark: DSpark, texts: Sequence[tuple[Sequence[int], int]]) 
     config = dspark.config
     ranks = min(FITTED_RANKS, config.vocab_size)
     counts, totals = torch.zeros(config.block_size, ranks), torch.zeros(config.block_size, 1)
+    online = OnlineTarget(dspark.target)
     for tokens, prompt_length in texts:
-        for depth, (labels, logits) in enumerate(block_logits(dspark, tokens, prompt_length)):
+        for depth, labels, logits in block_logits(dspark, online, tokens, prompt_length):
             hits = logits.topk(ranks).indices == labels[:, None].to(logits.device)
             counts[depth] += hits.sum(0).cpu()
             totals[depth] += len(labels)
@@ -296,22 +319,23 @@ def rank_accuracies(dspark: DSpark, texts: Sequence[tuple[Sequence[int], int]]) 
 
 @torch.inference_mode()
 def block_logits(
-    dspark: DSpark, tokens: Sequence[int], prompt_length: int
-) -> Iterator[tuple[Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]]:
-    """Yield labels and logits of each depth, with a block behind every new token of a text.
+    dspark: DSpark, online: OnlineTarget, tokens: Sequence[int], prompt_length: int
+) -> Iterator[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]]:
+    """Yield depths (from 0) with labels and logits, with a block behind every new token of a text.
 
-    The bias reads the text's own token before each label.
+    ``online``: the draft's target. The bias reads the text's own token before each label.
     """
-    draft, config, online = dspark.draft, dspark.config, OnlineTarget(dspark.target)
+    draft, config = dspark.draft, dspark.config
     batch = collate([Example(tokens, [True] * len(tokens), prompt_length)]).to(dspark.target.device)
     anchors = torch.arange(prompt_length, len(tokens) - 1, device=batch.tokens.device)[None]
     if not anchors.numel():
         return
-    blocks = blocks_at(batch, anchors, torch.ones_like(anchors, dtype=torch.bool), config.block_size)
     _, states = online.tapped(batch, config.target_layer_ids)
-    given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
-    hidden = run_blocks(draft, states, unscaled_embeddings(dspark.target.model, given.tokens), given)
-    for depth in range(config.block_size):
-        labels = labels_of(batch, blocks, depth, config.slots)
-        logits = F.linear(flat_rows(hidden, labels.slots).to(online.lm_head), online.lm_head)
-        yield labels.labels, logits if draft.markov is None else draft.markov.added_to(logits, labels.before)
+    for part in anchors.split(_TOGETHER, 1):
+        blocks = blocks_at(batch, part, torch.ones_like(part, dtype=torch.bool), config.block_size)
+        given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
+        hidden = run_blocks(draft, states, unscaled_embeddings(dspark.target.model, given.tokens), given)
+        for depth in range(config.block_size):
+            labels = labels_of(batch, blocks, depth, config.slots)
+            logits = F.linear(flat_rows(hidden, labels.slots).to(online.lm_head), online.lm_head)
+            yield depth, labels.labels, logits if draft.markov is None else draft.markov.added_to(logits, labels.before)

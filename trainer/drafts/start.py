@@ -19,7 +19,14 @@ from transformers import (
 )
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, reason
+from decoding.model.loading import (
+    check_same_tokenizer,
+    dspark_folder,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    reason,
+)
 from decoding.model.stored import check_finite
 from decoding.model.vocabulary import (
     most_frequent_tokens,
@@ -82,6 +89,11 @@ def _started(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, init: InitSection, trust_remote_code: bool
 ) -> PreTrainedModel:
     if init.from_model is not None:
+        if dspark_folder(init.from_model) is not None:
+            raise ValueError(
+                f"draft.init.from_model, {init.from_model}, is a DSpark draft: give its draft.dspark, as "
+                "recipes/any/dspark.yaml does, or another draft"
+            )
         check_same_tokenizer(tokenizer, load_tokenizer(init.from_model, trust_remote_code))
         model = load_model(init.from_model, torch.float32, target.device, trust_remote_code)
         remedy = "give an earlier checkpoint of it, or another draft"

@@ -28,8 +28,8 @@ def stored_draft(folder: Path) -> DSparkDraft:
 
 def served_config(config: DSparkConfig) -> DSparkConfig:
     """Return a draft's config without a confidence head that reads no bias: llama.cpp does not load a file with one."""
-    reads_bias = config.markov_rank > 0 and config.confidence_head_with_markov
-    return replace(config, enable_confidence_head=config.enable_confidence_head and reads_bias)
+    wanted = config.enable_confidence_head and config.confidence_head_with_markov
+    return replace(config, enable_confidence_head=wanted)
 
 
 def describe_dspark(draft: DSparkDraft, format: str, dtype: str) -> Artefact:

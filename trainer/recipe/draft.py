@@ -110,8 +110,9 @@ class DSparkSection(Section):
     """Width of the feed-forward layers; None: the target's."""
     markov_rank: Annotated[int, Field(ge=0)] = 256
     """Rank of a bias on the logits by the token before, which makes the K distributions conditional; 0: DFlash."""
-    confidence: bool = True
-    """Train a head that predicts each token's acceptance; it does not change what is drafted."""
+    confidence: bool | None = None
+    """Train a head that predicts each token's acceptance; it does not change what is drafted. None: with a bias only;
+    servers take no such head of a DFlash draft."""
     sample_from_anchor: bool = True
     """The newest token's slot predicts the next token; false: masks predict their own places, in one slot more."""
     mask_token: str | None = None
@@ -168,6 +169,16 @@ class DraftSection(Section):
             raise ValueError(
                 "draft.dspark.markov_rank=0 makes a DFlash draft, whose masks predict their own places: set "
                 "draft.dspark.sample_from_anchor=false"
+            )
+        if self.dspark.markov_rank == 0 and self.dspark.confidence:
+            raise ValueError(
+                "draft.dspark.markov_rank=0 makes a DFlash draft, of which no server takes a confidence head: set "
+                "draft.dspark.confidence=false"
+            )
+        if self.policy.loop and self.policy.loop_trains == "rejected":
+            raise ValueError(
+                "draft.policy.loop_trains=rejected trains single tokens of the loop's answers, and the blocks of a "
+                "DSpark draft are of trained tokens in a row: set draft.policy.loop_trains=all"
             )
         others: dict[str, Any] = {"teacher": self.teacher, "vocabulary": self.vocabulary, "window": self.window}
         others["init.from_config"] = self.init.from_config

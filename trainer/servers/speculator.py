@@ -26,6 +26,7 @@ from decoding.model.stored import read_header, read_object
 from trainer.drafts.dspark import block_logits
 from trainer.export.vllm import read_vllm_heads
 from trainer.servers.configs import is_vllm_heads
+from trainer.target.hidden import OnlineTarget
 
 TOP_1 = "the draft's top-1"
 _DRAFT_TOKENS = 4
@@ -133,7 +134,12 @@ def compare_top_1(
         if isinstance(trained, MedusaHeads):
             top_1, read = _heads_top_1(target), _read_served_heads(served, target)
         elif isinstance(trained, DSparkDraft):
-            top_1, read = _dspark_top_1(target), load_dspark(served, target)
+            read = load_dspark(served, target)
+            try:
+                online = OnlineTarget(target)
+            except ValueError as error:
+                return undecided(TOP_1, str(error))
+            top_1 = _dspark_top_1(target, online, min(trained.config.block_size, read.config.block_size))
         else:
             read, tied = _read_served_draft(served, target, trusted)
     except ValueError as error:
@@ -170,10 +176,13 @@ def _draft_top_1(draft: CausalLM, text: Sequence[int]) -> Int[Tensor, " position
     return best if draft.output_tokens is None else draft.output_tokens[best]
 
 
-def _dspark_top_1(target: CausalLM) -> _Top1:
+def _dspark_top_1(target: CausalLM, online: OnlineTarget, depths: int) -> _Top1:
+    """Of the first ``depths`` tokens of each block, which both drafts have."""
+
     def top_1(draft: DSparkDraft, text: Sequence[int]) -> Int[Tensor, " labels"]:
         """Each token is drafted behind the text's own."""
-        return torch.cat([logits.argmax(-1) for _, logits in block_logits(DSpark(draft, target), text, 1)])
+        found = block_logits(DSpark(draft, target), online, text, 1)
+        return torch.cat([logits.argmax(-1) for depth, _, logits in found if depth < depths])
 
     return top_1
 
