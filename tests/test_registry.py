@@ -102,6 +102,13 @@ def test_every_name_of_the_registry_is_tried_above() -> None:
     assert {text.partition(":")[0] for text in SPECS} >= REGISTRY.keys() and len(REGISTRY) == 9
 
 
+def test_a_path_may_hold_commas(tmp_path: Path) -> None:
+    path = tmp_path / "a,b=1,c"
+    path.mkdir()
+    spec = parse_drafter(f"draft:{path},tokens=3")
+    assert (spec.path, spec.options) == (str(path), {"tokens": 3}) and parse_drafter(str(spec)) == spec
+
+
 MISTAKES = {
     "lokup": "no drafter is called 'lokup': choose one of heads, draft, draft-tree, dspark, lookup, lookahead",
     "distilgpt2": f"no drafter is called 'distilgpt2': choose one of {', '.join(REGISTRY)}, or draft:distilgpt2 for a",

@@ -1,6 +1,7 @@
 """Drafters as text: ``NAME[:PATH][,option=value,…]``, and options with the types and defaults of a class."""
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def split_spec(text: str, names: Sequence[str]) -> tuple[str | None, str | None,
     """Split a spec into name (None if it begins with the path), path and options, unchecked.
 
     A text that begins with none of ``names`` is a path if it exists or has a slash. After a name the first item is the
-    path if it exists or holds no ``=``.
+    path if it exists or holds no ``=``; where several items make one that exists, they are the path.
 
     ValueError for an unknown name, and for an item that is neither the path nor ``option=value``.
     """
@@ -58,9 +59,12 @@ def split_spec(text: str, names: Sequence[str]) -> tuple[str | None, str | None,
     rest = text[len(head) + 1 :] if named else text
     path: str | None = None
     options: dict[str, str] = {}
-    for index, item in enumerate(rest.split(",") if rest else ()):
+    items = rest.split(",") if rest else []
+    # A path may hold commas.
+    parts = next((n for n in range(len(items), 1, -1) if os.path.exists(",".join(items[:n]))), 1)
+    for index, item in enumerate([",".join(items[:parts]), *items[parts:]] if items else ()):
         option, equals, value = item.partition("=")
-        if index == 0 and (not equals or not named or Path(item).exists()):
+        if index == 0 and (parts > 1 or not equals or not named or Path(item).exists()):
             path = item
         elif not equals or not option.strip():
             raise ValueError(f"{text!r} holds {item!r}: after the path give option=value, with commas between them")
