@@ -1,5 +1,6 @@
 """`headstart chat`: questions by pipe and by hand, commands, Ctrl-C, and errors that end no conversation."""
 
+import builtins
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -134,7 +135,20 @@ def test_ctrl_c_at_the_prompt_clears_the_line(
 ) -> None:
     typed(monkeypatch, KeyboardInterrupt, "Why?", EOFError)
     chat.talk()
-    assert chat.conversation.messages[0]["content"] == "Why?" and "Ctrl-D leaves" in capsys.readouterr().out
+    assert chat.conversation.messages[0]["content"] == "Why?" and "Ctrl-D leaves" in capsys.readouterr().err
+
+
+def test_redirected_output_holds_the_answers_alone(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = list[str]()
+    typed(monkeypatch, "Why?", KeyboardInterrupt, EOFError)
+    line = builtins.input
+    monkeypatch.setattr("builtins.input", lambda prompt: prompts.append(prompt) or line(prompt))
+    chat.talk()
+    told = capsys.readouterr()
+    assert prompts == [""] * 3 and told.err.count("> ") == 3
+    assert told.out.strip() == str(chat.conversation.messages[1]["content"]).strip()
 
 
 @pytest.mark.parametrize("end", [EOFError, "/exit"])

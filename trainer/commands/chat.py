@@ -32,7 +32,7 @@ def run_chat(options: ChatOptions) -> bool:
     chat.begin()
     if not sys.stdin.isatty():
         return chat.answer_lines(sys.stdin)
-    say(chat.console, f"{options.target}, {decoder.label}; /help lists the commands, Ctrl-D leaves")
+    say(chat.notes, f"{options.target}, {decoder.label}; /help lists the commands, Ctrl-D leaves")
     decoder.show_legend(chat.console)
     chat.talk()
     return True
@@ -65,14 +65,21 @@ class Chat:
             import readline  # noqa: F401  # gives `input` line editing and a history
         while not self.left:
             try:
-                self._take(input("> "))
+                self._take(self._typed())
             except KeyboardInterrupt:
-                say(self.console, "", "Ctrl-D leaves")
+                say(self.notes, "", "Ctrl-D leaves")
             except EOFError:
-                say(self.console, "")
+                say(self.notes, "")
                 return
             except ValueError as error:
                 say_error(self.notes, str(error))
+
+    def _typed(self) -> str:
+        """Return a line that is typed. Redirected output holds the answers alone: the prompt is a note then."""
+        if sys.stdout.isatty():
+            return input("> ")
+        self.notes.print("> ", end="")
+        return input("")
 
     def answer_lines(self, lines: Iterable[str]) -> bool:
         """Answer each line that is not blank, an empty line between answers; return False if Ctrl-C stopped one."""
