@@ -93,6 +93,12 @@ def test_a_reader_that_ends_early_ends_the_command_quietly(act: str) -> None:
         assert errors.read() == ""
 
 
+def test_streams_that_the_caller_has_closed_are_empty() -> None:
+    act = "assert sys.stdin.read() == ''; print('x'); sys.stderr.write('y'); os._exit(5)"
+    closing = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", PROGRAM.format(act=act), "demo"]
+    assert subprocess.run(closing, cwd=ROOT, check=False).returncode == 5
+
+
 def test_a_connection_that_a_server_closed_is_no_closed_output() -> None:
     done = end_of("raise BrokenPipeError(32, 'Broken pipe')")
     assert (done.returncode, done.stderr) == (ExitCode.BAD_INPUT, "error: [Errno 32] Broken pipe\n")

@@ -24,6 +24,7 @@ def guarded(work: Callable[[], None], debug: bool = False, resumes: bool = False
 
     ``resumes``: the same command, started again after Ctrl-C, goes on where it was.
     """
+    _open_closed_streams()
     try:
         return _ended(work, debug, resumes)
     except BrokenPipeError:
@@ -101,6 +102,13 @@ def _output_is_closed() -> bool:
         except (OSError, ValueError):  # a stream of no file
             continue
     return False
+
+
+def _open_closed_streams() -> None:
+    """Open each standard stream that the caller has closed (``<&-``) on the null device: it is None in Python."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def drop_output() -> None:
