@@ -74,9 +74,9 @@ def speculate(
     ``input_ids``: (batch, length), or a list of prompts of any lengths. Shorter rows of a tensor are padded on the
     left, which ``attention_mask`` marks. The sampling controls are a `SamplingConfig`, or its fields by name
     (``temperature=0.7``); the default is greedy decoding. ``rule`` may be a name in `RULES`, ``policy`` is
-    ``fixed`` or ``heuristic``. Texts end at ``eos_token_ids``, by default those of the model's generation config, or at
-    ``stop_strings``, which need the ``tokenizer``. The text of prompt i is decoded with the seed ``seed + i``, whatever
-    texts are next to it.
+    ``adaptive``, ``fixed`` or ``heuristic``. Texts end at ``eos_token_ids``, by default those of the model's generation
+    config, or at ``stop_strings``, which need the ``tokenizer``. The text of prompt i is decoded with the seed
+    ``seed + i``, whatever texts are next to it.
     """
     if sampling is not None and controls:
         raise ValueError(f"both sampling and {', '.join(controls)} are given: give one or the other")

@@ -92,7 +92,7 @@ Rule = Annotated[
 
 # --- prompts and texts ------------------------------------------------------------------------------------------------
 
-QUESTIONS_HELP = ".jsonl or .parquet file of prompts; or the folder of a data set."
+QUESTIONS_HELP = ".jsonl or .parquet file of prompts."
 """Help of prompts that `decoding.measure.questions` reads."""
 PROMPTS_HELP = ".jsonl file, one prompt per line"
 PromptField = Annotated[

@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 from trainer.data.batch import Batch
 
-_BLOCKED = float(torch.finfo(torch.bfloat16).min)  # finite in every dtype that attention computes in
+_BLOCKED = float(
+    torch.finfo(torch.bfloat16).min
+)  # finite in bf16 and fp32; fp16 has -inf: no slot is blocked from itself
 
 
 class Blocks(NamedTuple):
