@@ -315,15 +315,17 @@ class DecodingBatch:
         verdicts = self._decide(texts, proposals, output.logits[:, None])
         (verify_seconds,) = clock.phases()
         share = 1 / len(rows)
+        # As in `_commit`: the next step of a static target overwrites the outputs of `append`.
+        copied = bool(reused) and self.target.is_static
         steps = []
         for index, (text, verdict) in enumerate(zip(texts, verdicts, strict=True)):
-            text.hidden = output.hidden[index]
+            text.hidden = output.hidden[index].clone() if copied else output.hidden[index]
             if self.serves_calls:
                 self.cache.text = list(text.tokens)
             if self.taps:
                 for states in self.cache.states:
                     text.keep_states(states)
-                self._keep_states(text, output.states[index])
+                self._keep_states(text, output.states[index].clone() if copied else output.states[index])
             logprobs = self._logprobs(proposals[index].tree, verdict, output.logits[index, None])
             emitted = text.emit((verdict.token,), self.stop)
             step = Step(emitted, 0, 0, 0, is_prefill=True, logprobs=logprobs)

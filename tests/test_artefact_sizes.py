@@ -1,6 +1,7 @@
 """What an artefact's files claim is compared with what they hold, before anything is built."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,17 @@ from tiny_models import FAMILIES, tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.model.causal_lm import CausalLM
+from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.folder import check_model_folder
 from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
-from decoding.model.loading import is_heads_folder, load_draft, load_heads, load_model
+from decoding.model.loading import (
+    is_heads_folder,
+    load_draft,
+    load_heads,
+    load_model,
+    load_tokenizer,
+    model_without_weights,
+)
 from decoding.rules.tree import MOST_NODES
 from trainer.export.exporter import export
 from trainer.export.vllm import read_vllm_heads
@@ -192,3 +201,36 @@ def test_adapters_that_name_no_model_are_refused(tmp_path: Path) -> None:
     change(tmp_path / "adapters" / "adapter_config.json", base_model_name_or_path=3)
     with pytest.raises(ValueError, match="has 3 as base_model_name_or_path"):
         load_model(str(tmp_path / "adapters"))
+
+
+@pytest.mark.parametrize("names", [("one", "one"), ("two", "one"), ("two", "two")])
+def test_adapters_of_a_circle_are_refused(names: tuple[str, str], tmp_path: Path) -> None:
+    """In every walk from adapters to their base: that of models, of tokenizers, and of fingerprints."""
+    for name, base in zip(("one", "two"), names, strict=True):
+        (tmp_path / name).mkdir()
+        save_file({"a": torch.zeros(2)}, tmp_path / name / "adapter_model.safetensors")
+        (tmp_path / name / "adapter_config.json").write_text(
+            json.dumps({"base_model_name_or_path": str(tmp_path / base)})
+        )
+    folder = tmp_path / "one"
+    walks: list[Callable[[], object]] = [
+        lambda: load_model(str(folder)),
+        lambda: load_tokenizer(str(folder)),
+        lambda: model_without_weights(folder, torch.float32),
+        lambda: stored_fingerprint(folder),
+    ]
+    for walk in walks:
+        with pytest.raises(ValueError, match="adapters in a circle"):
+            walk()
+
+
+@pytest.mark.parametrize("changes", [{"r": 10**9}, {"rank_pattern": {"q_proj": 10**9}}], ids=str)
+def test_a_rank_that_no_stored_matrix_has_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "org/base", "r": 4, **changes})
+    )
+    save_file({"a": torch.zeros(4, 16)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"has a rank of 1000000000, which no tensor in adapter_model\.safetensors has"
+    ):
+        load_model(str(tmp_path))

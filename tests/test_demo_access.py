@@ -111,3 +111,24 @@ def test_a_bad_entry_is_a_sentence_on_the_page_and_nothing_on_the_terminal(
     for event, values in [*calls, ("rules", ["nope", 0, "automatic"]), ("rules", ["lookup", "hot", "automatic"])]:
         assert asks(client, events[event], *values).json()["error"].endswith("."), (event, values)
     assert capfd.readouterr() == ("", "")
+
+
+REQUESTS = {
+    "no JSON": "{",
+    "no event": '{"data": []}',
+    "an unknown event": '{"data": [], "fn_index": 99}',
+    "too few values": '{"data": ["a"], "fn_index": 1}',
+    "values that no field has": json.dumps({"data": [{"path": "x"}] * 8, "fn_index": 1}),
+    "too many bytes": json.dumps({"data": ["a" * 2_000_000] * 8, "fn_index": 1}),
+    "too deep": "[" * 500_000,
+}
+
+
+def test_a_request_of_no_event_of_the_page_is_refused_quietly(
+    client: httpx.Client, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for path in ("queue/join", "run/predict"):
+        for case, content in REQUESTS.items():
+            answer = client.post(f"/gradio_api/{path}", content=content)
+            assert answer.status_code == 403 and answer.text, (path, case)
+    assert capfd.readouterr() == ("", "")

@@ -115,6 +115,21 @@ def test_a_step_runs_one_block_and_reads_each_token_of_the_text_once(deep: Causa
     assert read == [2, 5] and run == [(2, 4, 16)] * 2
 
 
+def test_long_texts_are_read_one_by_one_to_the_same_keys(deep: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, read = tiny_dspark(deep), list[int]()
+    draft.fc.register_forward_pre_hook(lambda module, args: read.append(args[0].shape[1]))
+    states = [torch.randn(count, draft.fc.in_features) for count in (5, 0, 3, 4, 2, 1)]
+    keys = []
+    for most in (1024, 6):
+        monkeypatch.setattr("decoding.model.dspark._TOGETHER", most)
+        keys.append(TextKeys(draft, 3, 16))
+        keys[-1].append(states[:3])
+        keys[-1].append(states[3:])
+    assert read == [8, 7, 5, 3, 4, 2, 1] and keys[0].lengths == keys[1].lengths == [9, 2, 4]
+    together, alone = (each.run(torch.ones(3, draft.config.slots, 16)) for each in keys)
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
 """The target's states through the loop: a drafter with taps gets those of each token that has been run, once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -62,6 +62,7 @@ class ReadingSession:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         for row, request in enumerate(requests):
+            assert request.hidden is None or request.hidden.isfinite().all()
             if request.states is not None:
                 self._states[row].append(request.states)
                 self._drafter.handed += len(request.states)
@@ -127,15 +128,25 @@ def test_states_of_a_cut_and_appended_text_are_those_of_one_pass() -> None:
 def test_states_outlive_the_outputs_of_a_target_with_static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step overwrites these outputs, also where nothing is drafted in between."""
     target = CausalLM(tiny_model("llama"), static="eager")
-    verify, last = target.verify, list[ModelOutput]()
+    last = list[ModelOutput]()
 
-    def overwriting(*given: Any, **named: Any) -> ModelOutput:
-        for states in last[0].states if last else ():
-            states.fill_(torch.nan)
-        last[:] = [verify(*given, **named)]
-        return last[0]
+    def overwriting(run: Callable[..., ModelOutput]) -> Callable[..., ModelOutput]:
+        def outputs(*given: Any, **named: Any) -> ModelOutput:
+            for each in last:
+                for states in (each.hidden, *each.states):
+                    states.fill_(torch.nan)
+            last[:] = [run(*given, **named)]
+            return last[0]
 
-    monkeypatch.setattr(target, "verify", overwriting)
+        return outputs
+
+    for name in ("verify", "append"):
+        monkeypatch.setattr(target, name, overwriting(getattr(target, name)))
     drafter = Reading(hostile(target))
     texts = Engine(target, drafter, RandomPolicy(0)).decode(PROMPTS[:3], DecodingConfig(COUNT), batch_size=2)
     assert [text.tokens for text in texts] == [naive_greedy(target.model, prompt, COUNT) for prompt in PROMPTS[:3]]
+    kept, text = target.new_cache(64), PROMPTS[0]
+    for _ in range(3):
+        written = Generation.of(list(Engine(target, drafter).steps(text, DecodingConfig(4), cache=kept))).tokens
+        assert written == naive_greedy(target.model, text, 4)
+        text = [*text, *written, 2, 3]

@@ -76,6 +76,19 @@ def test_a_pass_without_taps_hooks_no_layer_and_one_with_them_no_other_and_leave
         assert [states.shape for states in output.states] == ([(3, 16), (1, 16)] if taps else [])
 
 
+def test_a_vision_tower_as_deep_as_the_text_is_not_taken_for_it() -> None:
+    class Seeing(type(tiny_model())):  # type: ignore[misc]  # a class made at run time
+        pass
+
+    model = Seeing(tiny_model().config)
+    text = model.model
+    del model.model
+    model.tower = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in text.layers)
+    model.model = text
+    assert next(model.children()) is model.lm_head and layers_of(model, len(text.layers)) is text.layers
+    assert any(module is model.tower for module in model.modules())
+
+
 def test_another_threads_forward_adds_nothing(tiny_llama: CausalLM) -> None:
     with capture_taps(tiny_llama.model, 2, (0,)) as found:
         other = threading.Thread(target=lm_head_input, args=(tiny_llama.model, {"input_ids": torch.ones(1, 2).long()}))

@@ -1,5 +1,6 @@
 """A teacher cache: the target's own logits come back to the bit, its sample is fair, and no other cache is taken."""
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,22 @@ def test_any_number_of_processes_and_a_run_broken_off_write_the_same_files(
 
 
 # Other caches
+
+
+def test_a_whole_cache_on_a_disk_that_cannot_be_written_is_read_and_another_is_refused(
+    tiny_llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tiny_llama, tmp_path)
+
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("trainer.files.lock.FileLock.acquire", read_only)
+    monkeypatch.setattr(Path, "write_text", read_only)
+    write(tiny_llama, tmp_path)
+    next(tmp_path.glob("*.safetensors")).unlink()
+    with pytest.raises(OSError, match="cannot be written"):
+        write(tiny_llama, tmp_path)
 
 
 @pytest.mark.parametrize("top_k", [16, 48])

@@ -92,7 +92,8 @@ class DSparkSession(RowsSession):
         growth, texts = self._drafter.growth, self._texts
         if not any(growth.tree.cut(request)[0].max_depth for request in requests):
             return [Proposal.root_only(request.tokens[-1], texts.device) for request in requests]
-        self._keys.append([torch.cat(self._unread[slot]) for slot in range(len(requests))])
+        unread = [self._unread[slot] for slot in range(len(requests))]
+        self._keys.append([parts[0] if len(parts) == 1 else torch.cat(parts) for parts in unread])
         self._unread.update({slot: [] for slot in range(len(requests))})
         newest = torch.tensor([request.tokens[-1] for request in requests]).to(texts.device, non_blocking=True)
         base = self._draft.logits(self._keys.run(self._draft.embed(newest)))

@@ -33,6 +33,8 @@ from decoding.model.stored import (
     write_weights,
 )
 
+_TOGETHER = 1024
+"""Tokens of several texts, at most, whose states are laid side by side for one product."""
 _SPREAD = 0.02
 _OF_FILES = {
     "markov.embedding.weight": "markov_head.markov_w1.weight",
@@ -246,17 +248,28 @@ class TextKeys:
             buffer[:, to, :, :length] = buffer[:, slot, :, :length]
 
     def append(self, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
-        """Take in the target's states at the next tokens of each of the first rows, all in one product."""
+        """Take in the target's states at the next tokens of each of the first rows, all in one product.
+
+        Row by row where they are many, as at prompts: their states are not held twice.
+        """
+        together = sum(map(len, states)) <= _TOGETHER
+        for first in (0,) if together else range(len(states)):
+            self._append(first, states if together else states[first : first + 1])
+
+    def _append(self, first: int, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
+        """Take in the states at the next tokens of each of the rows from ``first`` on."""
         counts = list(map(len, states))
         if not any(counts):
             return
-        begins, device = self.lengths[: len(counts)], self._keys.device
-        index = [(row, begin + i) for row, (begin, n) in enumerate(zip(begins, counts, strict=True)) for i in range(n)]
+        begins, device = self.lengths[first : first + len(counts)], self._keys.device
+        places = enumerate(zip(begins, counts, strict=True), first)
+        index = [(row, begin + i) for row, (begin, count) in places for i in range(count)]
         rows, positions = torch.tensor(index).to(device, non_blocking=True).T
-        for layer, both in enumerate(self._draft.text_keys(torch.cat(list(states))[None], positions[None])):
+        read = states[0] if len(states) == 1 else torch.cat(list(states))
+        for layer, both in enumerate(self._draft.text_keys(read[None], positions[None])):
             for buffer, fresh in zip((self._keys, self._values), both, strict=True):
                 buffer[layer][rows, :, positions] = fresh[0].transpose(0, 1)
-        self.lengths[: len(counts)] = [begin + n for begin, n in zip(begins, counts, strict=True)]
+        self.lengths[first : first + len(counts)] = [begin + n for begin, n in zip(begins, counts, strict=True)]
 
     def run(self, embedded: Float[Tensor, "rows slots hidden"]) -> Float[Tensor, "rows slots hidden"]:
         """Run a block behind each of the first rows; return what the target's lm_head reads. Nothing is kept of it."""

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from decoding.model.folder import adapted_model
 from decoding.model.hub import local_folder
 from decoding.model.loading import TOKENIZER_PROBE, is_heads_folder, reason
 from decoding.model.stored import read_header, weight_files
@@ -97,7 +98,7 @@ def _described(folder: Path, trust_remote_code: bool) -> Any:
     if (adapters := folder / _ADAPTER_CONFIG).is_file():
         config = json.loads(adapters.read_text())
         own = {key: _sorted(value) for key, value in config.items() if key not in _ADAPTERS_SAY_NOTHING}
-        return {"adapters": own, "base": stored_fingerprint(config["base_model_name_or_path"], trust_remote_code)}
+        return {"adapters": own, "base": stored_fingerprint(str(adapted_model(folder)), trust_remote_code)}
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code).to_dict()
     behaviour = _behaviour(config)
     if OUTPUT_TOKENS_KEY in config and (listed := folder / OUTPUT_TOKENS_NAME).is_file():

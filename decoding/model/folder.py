@@ -1,7 +1,7 @@
 """Check of a local transformers folder before a model is built from it, by its JSON files and headers.
 
 transformers makes layers before it reads weights, and compares their sizes; it neither limits the number of layers nor
-misses any. These claims are compared with the headers here.
+misses any. peft allocates LoRA matrices of any rank. These claims are compared with the headers here.
 """
 
 import reprlib
@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import (  # type: ignore[attr-d
     CONFIG_MAPPING_NAMES,
 )
 
-from decoding.model.stored import StoredTensor, read_object, weights_header
+from decoding.model.stored import StoredTensor, read_header, read_object, weights_header
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _REMEDY = "copy the folder again from where it came"
@@ -31,8 +31,10 @@ def check_model_folder(folder: Path) -> None:
     Reads the headers only; of adapters, those of a base model in a folder.
     """
     base = adapted_model(folder)
-    if base is not None and Path(base).is_dir():
-        check_model_folder(Path(base))
+    if base is not None:
+        _check_ranks(folder)
+        if Path(base).is_dir():
+            check_model_folder(Path(base))
     path = folder / _CONFIG
     if path.is_file():
         config, header = read_object(path, _REMEDY), weights_header(folder, _REMEDY)
@@ -45,7 +47,22 @@ def check_model_folder(folder: Path) -> None:
 
 
 def adapted_model(folder: Path) -> str | None:
-    """Return the name of the model that a folder's adapters belong to; None for a folder without adapters."""
+    """Return the name of the model that a folder's adapters belong to; None for a folder without adapters.
+
+    ValueError for none, and for one that is, in this folder or by way of others, the adapters themselves.
+    """
+    base, visited = _base_of(folder), {folder.resolve()}
+    following = base
+    while following is not None:
+        at = Path(following).resolve()
+        if at in visited:
+            raise ValueError(f"{folder} holds adapters of a model that is made of adapters in a circle: {_REMEDY}")
+        visited.add(at)
+        following = _base_of(at)
+    return base
+
+
+def _base_of(folder: Path) -> str | None:
     path = folder / _ADAPTER_CONFIG
     if not path.is_file():
         return None
@@ -55,6 +72,18 @@ def adapted_model(folder: Path) -> str | None:
             f"{path} has {reprlib.repr(name)} as base_model_name_or_path: give the folder or hub id of its model"
         )
     return name
+
+
+def _check_ranks(folder: Path) -> None:
+    """Refuse a LoRA rank above every size that is stored."""
+    path, weights = folder / _ADAPTER_CONFIG, folder / "adapter_model.safetensors"
+    if not weights.is_file():
+        return
+    config, header = read_object(path, _REMEDY), read_header(weights, _REMEDY)
+    patterns, most = config.get("rank_pattern"), max((max(it.shape, default=0) for it in header.values()), default=0)
+    for rank in (config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())):
+        if isinstance(rank, int | float) and rank > most:
+            raise ValueError(f"{path} has a rank of {rank}, which no tensor in {weights.name} has: {_REMEDY}")
 
 
 def _check_layers(path: Path, config: Mapping[str, Any], header: Mapping[str, StoredTensor]) -> None:

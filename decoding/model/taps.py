@@ -8,13 +8,20 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from decoding.model.lm_head import hooked
 
 
 def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
-    """Return the list of a model's ``count`` layers, whatever its family calls it. ValueError if it has none."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    """Return the list of a model's ``count`` layers, whatever its family calls it. ValueError if it has none.
+
+    The decoder of its text comes first: a vision tower before it may be as deep.
+    """
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
+    parts = (model,) if decoder is None else (decoder, model)
+    modules = (module for part in parts for module in part.modules())
+    lists = [module for module in modules if isinstance(module, nn.ModuleList) and len(module) == count]
     if not lists:
         raise ValueError(f"{type(model).__name__} keeps its {count} layers in no list: give another target")
     return lists[0]  # lists inside a layer, such as experts, come behind the list of the layers

@@ -9,7 +9,7 @@ from inspect import signature
 from typing import Any, TypeVar, get_type_hints
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from decoding.errors import UserError
 from trainer.commands.guarded import guarded
@@ -32,6 +32,18 @@ class Group(TyperGroup):
             raise typer.Exit(code or 0)
 
         sys.exit(guarded(work))
+
+
+class Once(TyperCommand):
+    """A command that refuses a second value of an option that takes one: the first would be dropped in silence."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words behind the command's name."""
+        given = [each for each in self.make_parser(ctx).parse_args(list(args))[2] if each.param_type_name == "option"]
+        for option in given:
+            if given.count(option) > 1 and not getattr(option, "multiple", False):
+                raise UserError(f"{option.opts[0]} is given twice", "give it once")
+        return super().parse_args(ctx, args)
 
 
 Options = TypeVar("Options")
@@ -58,7 +70,7 @@ def command(
             raise typer.Exit(guarded(to_its_end, os.environ.get("HEADSTART_DEBUG") == "1", resumes))
 
         run.__signature__ = signature(options)  # type: ignore[attr-defined]  # what typer reads
-        app.command(epilog=_epilog(options, examples))(run)
+        app.command(cls=Once, epilog=_epilog(options, examples))(run)
         return work
 
     return decorate

@@ -3,6 +3,7 @@
 The HTML is in page.html.j2, its style in style.css.
 """
 
+import json
 import os
 import socket
 import threading
@@ -19,6 +20,7 @@ import gradio as gr
 import jinja2
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,6 +32,7 @@ from trainer.demo.race import AUTOMATIC, Form, Models, Race, fitting_rules, numb
 FRAME_SECONDS = 0.08
 """Seconds of decoding between two updates of the page."""
 _MOST_RACES = 64
+_LONGEST_REQUEST = 1_000_000  # bytes
 _FOLDER = Path(__file__).parent
 
 
@@ -274,6 +277,7 @@ _SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Liberation Sans", 
 _MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace")
 _ENTRIES = ("/gradio_api/queue/join", "/gradio_api/run/predict")
 """Addresses that the page sends its entries to. Gradio's others, uploads among them, are closed."""
+_READING = ("GET", "HEAD", "OPTIONS")
 _HEADERS = {
     "X-Frame-Options": "DENY",
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -287,8 +291,8 @@ class AccessFilter:
     A request's host must be ``host`` or this machine: another site's name may point here, too (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, page: Any, host: str) -> None:
+        self.app, self.page = app, page
         self.everywhere = host in ("0.0.0.0", "::")
         self.names = {"localhost", "127.0.0.1", "::1", host.lower()}
         if self.everywhere:
@@ -305,10 +309,22 @@ class AccessFilter:
                 MutableHeaders(scope=message).update(_HEADERS)
             await send(message)
 
-        if (refused := self._refusal(scope)) is not None:
+        body, refused = b"", self._refusal(scope)
+        if refused is None and scope["method"] not in _READING:
+            async for part in Request(scope, receive).stream():
+                body += part
+                if len(body) > _LONGEST_REQUEST:
+                    break
+            refused = self._refused_entry(body)
+        if refused is not None:
             await PlainTextResponse(f"{refused}\n", 403)(scope, receive, send_with_headers)
             return
-        await self.app(scope, receive, send_with_headers)
+        messages: list[Message] = [{"type": "http.request", "body": body}] if body else []
+
+        async def receive_again() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self.app(scope, receive_again, send_with_headers)
 
     def _refusal(self, scope: Scope) -> str | None:
         headers = Headers(scope=scope)
@@ -317,9 +333,21 @@ class AccessFilter:
             return f"this page is not served as {host:.100}: open it by the address that 'headstart demo' printed"
         if origin is not None and origin.partition("//")[2] != host:
             return f"the page at {origin:.100} may not ask this one"
-        if scope["method"] not in ("GET", "HEAD", "OPTIONS") and scope["path"] not in _ENTRIES:
+        if scope["method"] not in _READING and scope["path"] not in _ENTRIES:
             return f"this page takes nothing at {scope['path']:.100}"
         return None
+
+    def _refused_entry(self, body: bytes) -> str | None:
+        """Return why a body is no entry of the page: plain values, as many as the event takes."""
+        if len(body) > _LONGEST_REQUEST:
+            return f"the request is longer than {_LONGEST_REQUEST} bytes: shorten the prompt"
+        try:
+            call = json.loads(body)
+            inputs, values = self.page.fns[call["fn_index"]].inputs, call["data"]
+            plain = all(value is None or isinstance(value, str | int | float) for value in values)
+            return None if plain and len(values) == len(inputs) else "no event of this page takes these values"
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return "this page has no such event"
 
     def _is_known(self, host: str) -> bool:
         try:
@@ -342,7 +370,7 @@ def launch(page: gr.Blocks, host: str, port: int) -> str:
         enable_monitoring=False,
         footer_links=[],
         theme=theme,
-        app_kwargs={"middleware": [Middleware(AccessFilter, host=host)]},
+        app_kwargs={"middleware": [Middleware(AccessFilter, page=page, host=host)]},
         # Not as ``css``, whose selectors Gradio rewrites: those in media queries then match nothing.
         head=f"<style>{(_FOLDER / 'style.css').read_text(encoding='utf-8')}</style>",
     )

@@ -224,13 +224,27 @@ def ensure_store(
 
     Whole files stay untouched. May be killed at any time and called again. Every process calls this and writes its own
     shards; each waits for the others, and for another run that writes the same folder. UserError for a folder of
-    another identity, and for a disk that is too small.
+    another identity, and for a disk that is too small. A whole folder may be on a disk that takes no lock.
     """
     with ExitStack() as held:
-        on_first(lambda: held.enter_context(hold(folder, process.say)))
+
+        def hold_folder() -> None:
+            try:
+                held.enter_context(hold(folder, process.say))
+            except OSError:
+                found = _read_manifest(folder, writer.identity)
+                if found is None or not _is_whole(writer.identity, folder, found):
+                    raise
+
+        on_first(hold_folder)
         layout = agreed(lambda: _begin(writer.identity, examples, folder, shard_rows, process))
         agreed(lambda: _write_missing(writer, examples, folder, layout, process), patient=True)
     return layout
+
+
+def _is_whole(identity: Identity, folder: Path, layout: ShardLayout) -> bool:
+    stamp = _stamp(identity, layout)
+    return all(is_whole(folder / name, stamp, verify=False) for name in _files(identity, layout))
 
 
 def _begin(
