@@ -150,8 +150,10 @@ def diagnosed(source: Path, served: Path, target: CausalLM) -> list[Finding]:
     ]
 
 
-def test_an_untouched_copy_has_no_difference(tmp_path: Path, target: tuple[Path, CausalLM]) -> None:
-    source = trained(tmp_path / "run", target)
+@pytest.mark.parametrize("rope_theta", [1e4, 5e5])
+def test_an_untouched_copy_has_no_difference(tmp_path: Path, target: tuple[Path, CausalLM], rope_theta: float) -> None:
+    """Also for readers of transformers 4's keys."""
+    source = trained(tmp_path / "run", target, rope_theta=rope_theta)
     served = export(source, tmp_path / "dspark-out", "dspark").folder
     assert [finding.status for finding in diagnosed(source, served, target[1])] == ["ok"] * 3
 

@@ -64,6 +64,7 @@ def test_the_config_is_that_which_servers_read(target: CausalLM, tmp_path: Path)
         "num_key_value_heads": 1,
         "head_dim": 32,
         "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
         "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"},
         "max_position_embeddings": 2048,
         "hidden_act": "silu",
@@ -113,6 +114,100 @@ def test_a_draft_is_read_back_to_the_bit(tmp_path: Path, form: str, dtype: torch
     found, wanted = read.state_dict(), draft.state_dict()
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert not any(parameter.requires_grad for parameter in read.parameters()) and not read.training
+
+
+# --- other trainers ---------------------------------------------------------------------------------------------------
+
+SIZED = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
+HEADS = {"num_key_value_heads": 1, "head_dim": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 99}
+ROPE = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+LAYERS: dict[str, Any] = {**SIZED, **HEADS, **ROPE, "hidden_act": "silu", "layer_types": ["full_attention"]}
+BLOCK = {"block_size": 4, "mask_token_id": 7}
+BIAS = {"markov_rank": 3, "markov_head_type": "vanilla"}
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "speculators": (
+        {
+            "architectures": ["DSparkSpeculator"],
+            "speculators_model_type": "dspark",
+            "transformer_layer_config": {**LAYERS, "model_type": "qwen3"},
+            "aux_hidden_state_layer_ids": [1, 3],
+            "speculators_config": {"proposal_methods": [{"speculative_tokens": 4}], "verifier": {"name_or_path": "x"}},
+            "draft_vocab_size": 16,
+            **BLOCK,
+            **BIAS,
+        },
+        {"sample_from_anchor": False, "markov_rank": 3, "block_size": 4},
+    ),
+    "speculators, DFlash": (
+        {
+            "architectures": ["DFlashDraftModel"],
+            "speculators_model_type": "dflash",
+            "transformer_layer_config": LAYERS,
+            "aux_hidden_state_layer_ids": [1, 3],
+            **BLOCK,
+        },
+        {"sample_from_anchor": False, "markov_rank": 0, "block_size": 3},
+    ),
+    "SpecForge": (
+        {
+            "architectures": ["DSparkDraftModel"],
+            "model_type": "qwen3",
+            **LAYERS,
+            "block_size": 4,
+            "dflash_config": {"projector_type": "dspark", "mask_token_id": 7, "target_layer_ids": [0, 2], **BIAS},
+        },
+        {"sample_from_anchor": True, "markov_rank": 3, "block_size": 4},
+    ),
+    "nested": (
+        {
+            "architectures": ["Qwen3DSparkModel"],
+            **LAYERS,
+            "dflash_config": {"mask_token_id": 1, "target_layer_ids": [1]},
+            "dspark_config": {"target_layer_ids": [0, 2], "sample_from_anchor": True, **BLOCK, **BIAS},
+        },
+        {"sample_from_anchor": True, "markov_rank": 3, "block_size": 4},
+    ),
+    "z-lab": (
+        {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            **SIZED,
+            **HEADS,
+            "rope_theta": 5e5,
+            "rope_scaling": None,
+            "block_size": 4,
+            "num_target_layers": 4,
+            "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2], "use_swa": False},
+        },
+        {"sample_from_anchor": False, "markov_rank": 0, "block_size": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_configs_of_other_trainers_are_read(tmp_path: Path, name: str) -> None:
+    content, wanted = SHAPES[name]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    found = vars(read_config(tmp_path))
+    same = {key: value for key, value in LAYERS.items() if key in found}
+    wanted = {**same, "rope_theta": 5e5, "target_layer_ids": (0, 2), "mask_token_id": 7, **wanted}
+    assert is_dspark_folder(tmp_path) and found | wanted == found
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+def test_copies_of_the_targets_ends_are_left_out_and_others_refused(
+    target: CausalLM, tmp_path: Path, name: str
+) -> None:
+    tiny_dspark(target).save_pretrained(tmp_path)
+    ends: dict[str, Any] = {"embed_tokens.weight": target.model.get_input_embeddings()}
+    weight = ends.get(name, target.model.get_output_embeddings()).weight.detach().bfloat16()
+    _tensors(lambda tensors: tensors.update({name: weight.clone()}))(tmp_path)
+    assert load_dspark(tmp_path, target).config.block_size == 4
+    weight[7] += 1
+    for other in (weight, weight[:8]):
+        _tensors(lambda tensors, other=other: tensors.update({name: other.clone()}))(tmp_path)
+        with pytest.raises(ValueError, match=f"holds an {name} that is not the target's"):
+            load_dspark(tmp_path, target)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -191,9 +286,15 @@ BROKEN |= {
         "markov_head_type": "gated",
         "attention_bias": True,
         "hidden_act": "gelu",
+        "use_swa": True,
+        "attention_sink_bias": True,
+        "attention_value_scale": 0.5,
+        "is_neox_style": False,
     }.items()
 }
 BROKEN["a window"] = _config(layer_types=["sliding_attention"]), "some of its layers attend to a window"
+BROKEN["nested"] = _config(dspark_config={"markov_head_type": "rnn"}), "markov_head_type is rnn"
+BROKEN["DFlash with a bias"] = _config(architectures=["DFlashDraftModel"]), "markov_rank is 3 in a DFlash draft"
 BROKEN["fewer tokens"] = _config(draft_vocab_size=8), "it writes 8 of 16 tokens"
 
 

@@ -23,7 +23,15 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import CONFIG_NAME, REMEDY, DSparkConfig, read_config
 from decoding.model.lm_head import unscaled_embeddings
 from decoding.model.markov import MarkovBias
-from decoding.model.stored import StoredTensor, check_finite, check_tensors, read_weights, weights_header, write_weights
+from decoding.model.stored import (
+    StoredTensor,
+    check_finite,
+    check_tensors,
+    read_weights,
+    stored_weights,
+    weights_header,
+    write_weights,
+)
 
 _TOGETHER = 1024
 """Tokens of several texts, at most, whose states are laid side by side for one product."""
@@ -36,7 +44,7 @@ _OF_FILES = {
 }
 """Our names of tensors whose names in files are others."""
 _TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "t2d")
-"""Tensors that some trainers store as well: copies of the target's, which are not read."""
+"""Tensors that some trainers store as well: copies of the target's, which are not loaded."""
 
 
 class _Attention(nn.Module):
@@ -185,6 +193,25 @@ def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]
     header = {name: part for name, part in weights_header(folder, REMEDY).items() if name not in _TARGETS_OWN}
     check_tensors(folder, header, _stored_shapes(config), REMEDY)
     return config, header
+
+
+def check_ends(folder: Path, target: CausalLM) -> None:
+    """Raise ValueError if a draft's folder holds another embedding or lm_head than the target's, but for rounding."""
+    ends: dict[str, Any] = {
+        "embed_tokens.weight": target.model.get_input_embeddings(),
+        "lm_head.weight": target.model.get_output_embeddings(),
+    }
+    if ends.keys().isdisjoint(weights_header(folder, REMEDY)):
+        return
+    for name, tensor in stored_weights(folder, REMEDY):
+        if name not in ends:
+            continue
+        own = ends[name].weight.detach()
+        if tensor.shape != own.shape or not torch.allclose(tensor.to(own), own, rtol=2**-7, atol=1e-6):
+            raise ValueError(
+                f"{folder} holds an {name} that is not the target's, and drafts here use the target's: give a draft "
+                "that was trained on this target with both frozen"
+            )
 
 
 def _stored_shapes(config: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

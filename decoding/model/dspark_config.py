@@ -16,7 +16,19 @@ from decoding.rules.tree import MOST_NODES, checked_paths
 
 CONFIG_NAME = "config.json"
 ARCHITECTURE, WITHOUT_BIAS = "Qwen3DSparkModel", "DFlashDraftModel"
-_READ = (ARCHITECTURE, WITHOUT_BIAS, "DSparkDraftModel")
+_WITH_BIAS = (ARCHITECTURE, "DSparkDraftModel")
+_TAKEN: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (None, False),
+    "is_causal": (None, False),
+    "causal": (None, False),
+    "use_swa": (None, False),
+    "attention_sink_bias": (None, False),
+    "attention_value_scale": (None, 1),
+    "is_neox_style": (None, True),
+    "markov_head_type": (None, "vanilla"),
+    "hidden_act": (None, "silu"),
+}
+"""The values that are run here of settings by which drafts of other trainers compute otherwise."""
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head for which servers have kernels."""
 REMEDY = "give a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
@@ -128,6 +140,7 @@ class DSparkConfig:
             "architectures": [ARCHITECTURE if self.markov_rank else WITHOUT_BIAS],
             "model_type": "qwen3",
             **own,
+            "rope_theta": theta,  # for readers of transformers 4's keys
             "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
             "hidden_act": "silu",
             "attention_bias": False,
@@ -146,7 +159,7 @@ def is_dspark_folder(folder: Path) -> bool:
     stored = read_object(path, REMEDY)
     names = stored.get("architectures")
     of_speculators = stored.get("speculators_model_type") in ("dspark", "dflash")
-    return of_speculators or (isinstance(names, list) and len(names) == 1 and names[0] in _READ)
+    return of_speculators or (isinstance(names, list) and len(names) == 1 and names[0] in (*_WITH_BIAS, WITHOUT_BIAS))
 
 
 def read_config(folder: Path) -> DSparkConfig:
@@ -162,24 +175,21 @@ def read_config(folder: Path) -> DSparkConfig:
 
 
 def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
-    of_speculators = "speculators_model_type" in stored
-    nested = stored.get("dflash_config") or {}
-    flat = {**stored, **(stored.get("transformer_layer_config") or {}), **nested}
-    is_dspark = flat.get("markov_rank", 0) > 0 or "dspark" in (
-        nested.get("projector_type"),
-        stored.get("speculators_model_type"),
-    )
+    of_speculators = stored.get("speculators_model_type")
+    is_dspark = of_speculators == "dspark" if of_speculators else stored["architectures"][0] in _WITH_BIAS
+    flat = dict(stored)
+    for nested in ("transformer_layer_config", "dflash_config", "dspark_config"):
+        flat |= stored.get(nested) or {}
+    if not is_dspark and flat.get("markov_rank"):
+        raise ValueError(f"markov_rank is {flat['markov_rank']} in a DFlash draft, which has no bias")
     rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
     if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
         raise ValueError(f"its rotary embeddings are {kind}")
-    refused = {"attention_bias": True, "is_causal": True, "causal": True, "markov_head_type": ("gated", "rnn")}
-    for key, values in refused.items():
-        if flat.get(key) in (values if isinstance(values, tuple) else (values,)):
+    for key, values in _TAKEN.items():
+        if flat.get(key) not in values:
             raise ValueError(f"{key} is {flat[key]}")
     if set(flat.get("layer_types") or ()) - {"full_attention"}:
         raise ValueError("some of its layers attend to a window")
-    if (hidden_act := flat.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"hidden_act is {hidden_act}")
     if (written := flat.get("draft_vocab_size")) not in (None, vocab := flat.get("vocab_size")):
         raise ValueError(f"it writes {written} of {vocab} tokens")
     anchored = flat.get("sample_from_anchor", is_dspark and not of_speculators)

@@ -25,7 +25,7 @@ from decoding.dtypes import default_device, parse_dtype
 from decoding.errors import UserError
 from decoding.model.architecture import is_spread, places_of, why_not_static
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark import DSparkDraft, check_ends
 from decoding.model.dspark_config import is_dspark_folder
 from decoding.model.dspark_config import read_config as read_dspark_config
 from decoding.model.folder import adapted_model, check_model_folder
@@ -266,11 +266,15 @@ def dspark_folder(name: str | Path) -> Path | None:
 
 
 def load_dspark(name: str | Path, target: CausalLM) -> DSparkDraft:
-    """Load a DSpark or DFlash draft in the target's dtype, on its device; its sizes are checked before its weights."""
+    """Load a DSpark or DFlash draft in the target's dtype, on its device; its sizes are checked before its weights.
+
+    ValueError for one with an embedding or lm_head of its own.
+    """
     folder = local_folder(name)
     if not is_dspark_folder(folder):
         raise ValueError(f"{name} holds no DSpark draft: give draft:{name} if it is an ordinary one")
     read_dspark_config(folder).check_fits(target)
+    check_ends(folder, target)
     return DSparkDraft.from_pretrained(folder, target.dtype, target.device)
 
 
