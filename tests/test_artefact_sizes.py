@@ -224,6 +224,14 @@ def test_adapters_of_a_circle_are_refused(names: tuple[str, str], tmp_path: Path
             walk()
 
 
+def test_adapters_of_a_circle_on_the_hub_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/itself"}))
+    monkeypatch.setattr("decoding.model.loading.local_folder", lambda name, weights=True: tmp_path)
+    for walk in (lambda: load_tokenizer("org/itself"), lambda: model_without_weights(tmp_path, torch.float32)):
+        with pytest.raises(ValueError, match="adapters in a circle"):
+            walk()
+
+
 @pytest.mark.parametrize("changes", [{"r": 10**9}, {"rank_pattern": {"q_proj": 10**9}}], ids=str)
 def test_a_rank_that_no_stored_matrix_has_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(

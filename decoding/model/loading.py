@@ -98,8 +98,7 @@ def load_model(
 
 def model_without_weights(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """Build a model's class on the meta device, where weights take no memory; adapters have their base's."""
-    while (base := adapted_model(folder)) is not None and not (folder / "config.json").is_file():
-        folder = local_folder(base, weights=False)
+    folder = _that_or_base(folder, "config.json")
     disable_progress_bar()
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     with torch.device("meta"):
@@ -110,6 +109,20 @@ def model_without_weights(folder: Path, dtype: torch.dtype, trust_remote_code: b
         model.generation_config = GenerationConfig.from_pretrained(str(folder))
     model.eval()
     return model
+
+
+def _that_or_base(folder: Path, pattern: str) -> Path:
+    """Return the folder if it holds such a file, else that of the first model behind its adapters that does.
+
+    ValueError for adapters that are their own base, on the Hub too.
+    """
+    visited = [folder]
+    while (base := adapted_model(folder)) is not None and not any(folder.glob(pattern)):
+        folder = local_folder(base, weights=False)
+        if folder in visited:
+            raise ValueError(f"{base} holds adapters of a model that is made of adapters in a circle: give its model")
+        visited.append(folder)
+    return folder
 
 
 def exceeds_first_gpu(folder: Path, dtype: torch.dtype | Literal["auto"]) -> bool:
@@ -127,9 +140,7 @@ def exceeds_first_gpu(folder: Path, dtype: torch.dtype | Literal["auto"]) -> boo
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model's folder or hub id; adapters saved without one use their base model's."""
-    folder = local_folder(name, weights=False)
-    if (base := adapted_model(folder)) is not None and not any(folder.glob("tokenizer*")):
-        return load_tokenizer(base, trust_remote_code)
+    folder = _that_or_base(local_folder(name, weights=False), "tokenizer*")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code
