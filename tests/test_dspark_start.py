@@ -9,8 +9,8 @@ from dspark_training import TEXTS, objective_for, section_of
 from tiny_dspark import logits_after, tiny_dspark
 from tiny_models import tiny_model
 from tiny_training import WORDS, tiny_tokenizer
-from tokenizers import AddedToken
-from transformers import PreTrainedModel
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkDraft
@@ -77,6 +77,17 @@ def test_the_mask_is_the_padding_else_a_reserved_token_else_an_id_that_no_word_h
     assert mask_token(tokenizer, 20) == 14
     tokenizer.pad_token = "<eos>"
     assert mask_token(tokenizer, 20) == 18, "the end of a text is no mask, though many pad with it"
+
+
+def test_where_all_ids_are_words_the_mask_is_a_byte_that_no_text_has() -> None:
+    """A tokenizer of GPT-2's kind: the letter ÿ is two bytes, so that nothing is written with the token of byte 255."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(["ÿ þ a b"], trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet))
+    bytes_only = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="a")
+    found = mask_token(bytes_only, 256)
+    assert bytes_only.convert_ids_to_tokens(found) == "ÿ" and found not in bytes_only("ÿ þ ab")["input_ids"]
 
 
 def test_the_mask_may_be_named_and_must_be_where_no_token_is_free() -> None:

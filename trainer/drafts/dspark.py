@@ -123,9 +123,10 @@ def spread_taps(layers: int) -> tuple[int, ...]:
 
 
 def mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | None = None) -> int:
-    """Return the id of a token that no text holds: ``name``, the padding, a reserved token, or an id without a token.
+    """Return the id of a token that no text holds.
 
-    ValueError for a ``name`` that is no token of the target, and where none is free.
+    That is ``name``, else the padding, a reserved token, an id without a token, or the token of a byte that UTF-8 never
+    has. ValueError for a ``name`` that is no token of the target, and where none is free.
     """
     known = tokenizer.get_vocab()
     if name is not None:
@@ -143,6 +144,10 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | 
             return int(index)
     if (free := max(known.values(), default=-1) + 1) < vocab_size:
         return free
+    for token in ("<0xFF>", "ÿ"):  # the byte 255, in sentencepiece's alphabet and in that of GPT-2
+        index = known.get(token, vocab_size)
+        if index < vocab_size and index not in tokenizer(token, add_special_tokens=False)["input_ids"]:
+            return int(index)
     raise ValueError(
         "the target's tokenizer has no token that texts never hold: name one in draft.dspark.mask_token, such as one "
         "that your data lacks"
