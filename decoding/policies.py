@@ -102,7 +102,7 @@ class _Rate:
 
     def lost(self, best: "_Rate") -> float:
         """Return the seconds that a step of this budget loses against the best; a guess before there were any."""
-        if not self._seconds or not best._seconds:
+        if not self._seconds or not best.value:
             return 0.1 * best._seconds / max(best._weight, 1.0)
         return self._seconds / self._weight * (1 - self.value / best.value)
 

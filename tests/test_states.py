@@ -106,10 +106,13 @@ def test_a_prompt_that_continues_a_cached_text_comes_with_all_its_states(tiny_ll
 
 
 def test_one_cache_serves_drafters_that_read_other_layers() -> None:
+    """`Reading` compares the states of every request with those of its own layers."""
     target, text = CausalLM(tiny_model("llama", num_hidden_layers=4)), [3, 1, 4]
     kept = target.new_cache(8)
     for taps in ((0,), (1, 2), (0,)):
-        list(Engine(target, Reading(hostile(target), taps)).steps(text, DecodingConfig(6), cache=kept))
+        drafter = Reading(hostile(target), taps)
+        list(Engine(target, drafter).steps(text, DecodingConfig(6), cache=kept))
+        assert drafter.handed >= len(text)
         text = [*kept.text, 5]
 
 
