@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.stored import check_whole, read_object
+from decoding.model.stored import CONFIG_NAME, check_whole, read_object
 from decoding.rules.tree import MOST_NODES, checked_paths
 
-CONFIG_NAME = "config.json"
 ARCHITECTURE, WITHOUT_BIAS = "Qwen3DSparkModel", "DFlashDraftModel"
 _WITH_BIAS = (ARCHITECTURE, "DSparkDraftModel")
 _TAKEN: dict[str, tuple[Any, ...]] = {
@@ -30,7 +29,8 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
 }
 """The values that are run here of settings by which drafts of other trainers compute otherwise."""
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of an attention head for which servers have kernels."""
+GPU_HEAD_DIMS = (64, 128)
+"""Sizes of an attention head for which servers have kernels, and those with kernels on GPUs too."""
 REMEDY = "give a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
 
 
@@ -162,7 +162,7 @@ def is_dspark_folder(folder: Path) -> bool:
     return of_speculators or (isinstance(names, list) and len(names) == 1 and names[0] in (*_WITH_BIAS, WITHOUT_BIAS))
 
 
-def read_config(folder: Path) -> DSparkConfig:
+def read_dspark_config(folder: Path) -> DSparkConfig:
     """Read a draft's ``config.json``. ValueError for one that lacks a size or asks for what is not run here."""
     path = folder / CONFIG_NAME
     stored = read_object(path, REMEDY)

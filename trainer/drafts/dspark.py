@@ -70,7 +70,7 @@ def _stored_draft(
     mask = None if section.mask_token is None else mask_token(tokenizer, target.vocab_size, section.mask_token)
     for key, wanted, found in (
         ("layers", section.layers, config.num_hidden_layers),
-        ("tokens", section.tokens, config.block_size),
+        ("block_size", section.block_size, config.block_size),
         ("taps", section.taps, config.target_layer_ids),
         ("intermediate_size", section.intermediate_size, config.intermediate_size),
         ("markov_rank", section.markov_rank, config.markov_rank),
@@ -104,7 +104,7 @@ def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section:
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=min((dim for dim in HEAD_DIMS if dim >= head_dim), default=head_dim),
         vocab_size=target.vocab_size,
-        block_size=section.tokens,
+        block_size=section.block_size,
         mask_token_id=mask_token(tokenizer, target.vocab_size, section.mask_token),
         target_layer_ids=section.taps or spread_taps(target.num_layers),
         num_target_layers=target.num_layers,
@@ -243,7 +243,7 @@ class DSparkObjective:
         assert section.dspark is not None, "the recipe asks for a DSpark draft"
         self._target, self._tokenizer, self._online, self._seed = target, tokenizer, OnlineTarget(target), seed
         self._section: DSparkSection = section.dspark
-        self._num_draft_tokens, mix = section.num_draft_tokens, LossMix.of(section.loss)
+        mix = LossMix.of(section.loss)
         self.module: DSparkTraining = DSparkTraining(draft, mix)
         self.hit_name = "acceptance" if mix.soft else "top1"
         depths = tuple(f"token_{depth}" for depth in range(1, draft.config.block_size + 1))
@@ -289,9 +289,8 @@ class DSparkObjective:
         return copy.deepcopy(self.module.draft).to(self._target.device, self._target.dtype).requires_grad_(False).eval()
 
     def drafter(self) -> Drafter:
-        """Return a drafter of the tree, once there is one; until then of a chain."""
-        tokens = None if self._config.tree else min(self._num_draft_tokens, self._config.block_size)
-        return DSparkDrafter(self.writing_draft(), tokens)
+        """Return a drafter of the tree, once there is one; until then of a chain of K."""
+        return DSparkDrafter(self.writing_draft())
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree to the draft: the paths that are right most often on the target's own greedy texts."""

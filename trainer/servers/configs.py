@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from decoding.errors import UserError
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark_config import is_dspark_folder, read_config
+from decoding.model.dspark_config import is_dspark_folder, read_dspark_config
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import UNREADABLE, check_same_tokenizer, is_heads_folder, load_tokenizer, reason
 from decoding.model.stored import read_object
@@ -109,7 +109,7 @@ def _other_settings(served: Path, trained: Path) -> list[Difference]:
 def _other_dspark(served: Path, trained: Path) -> list[Difference]:
     """Return what differs in the configs of DSpark drafts, but for their trees: servers draft chains."""
     try:
-        theirs, ours = (vars(replace(read_config(folder), tree=())) for folder in (served, trained))
+        theirs, ours = (vars(replace(read_dspark_config(folder), tree=())) for folder in (served, trained))
     except ValueError as error:
         return [(f"the draft's config.json cannot be read: {error}", _REMEDY)]
     return [

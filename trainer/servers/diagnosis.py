@@ -20,7 +20,15 @@ from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
 from decoding.rules.sampling import SamplingConfig
-from trainer.servers.acceptance import ACCEPTANCE, SAMPLING, LoopAcceptance, compare_acceptance, compare_sampling
+from trainer.servers.acceptance import (
+    ACCEPTANCE,
+    SAMPLING,
+    LoopAcceptance,
+    compare_acceptance,
+    compare_sampling,
+    difference,
+    is_other,
+)
 from trainer.servers.answers import CONTROLS, Completion, CompletionRequest
 from trainer.servers.configs import compare_settings, compare_vocabularies
 from trainer.servers.counters import Counts, parse_counts
@@ -189,16 +197,16 @@ def _by_counts(replay: Replay, counted: Sequence[ServerCounts]) -> tuple[Finding
 
 
 def _explained(replay: Replay, draft: DSparkDraft, counted: ServerCounts, found: Finding) -> Finding:
-    """Add to a difference of acceptance the readings of the draft by which the real loop has the server's figures."""
-    same = list[str]()
+    """Add to a difference of acceptance the readings of the draft by which the real loop has the server's figures, the nearest first."""
+    same = list[tuple[float, str]]()
     for name, other in other_readings(draft, replay.target):
         changed = replace(replay, speculator=replay.speculator._replace(weights=other))
         ours = _loop_acceptance(changed, counted, sampled=True, batch=1)
-        if compare_acceptance(ours, counted.counts).status == "ok":
-            same.append(name)
+        if (apart := difference(ours, counted.counts)) is not None and not is_other(ours, counted.counts):
+            same.append((apart.value, name))
     if not same:
         return found
-    names = " or ".join(same)
+    names = " or ".join(name for _, name in sorted(same))
     return replace(found, found=f"{found.found}; the loop has the server's with {names}", remedy=_MISREAD.format(names))
 
 

@@ -159,7 +159,7 @@ def compare_top_1(
 
 def _other_tensors(trained: Weights, read: Weights) -> str:
     """Return, in brackets, which tensors differ, and if the first has the same rows in another order."""
-    ours, theirs = (getattr(side, "model", side).state_dict() for side in (trained, read))
+    ours, theirs = ((side.model if isinstance(side, CausalLM) else side).state_dict() for side in (trained, read))
     names = [name for name in ours if name not in theirs or not torch.equal(ours[name], theirs[name])]
     if not names:
         return ""
