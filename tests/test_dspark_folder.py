@@ -275,6 +275,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a missing tensor": (_tensors(lambda tensors: tensors.pop("fc.weight")), "fc.weight"),
     "a tensor too many": (_tensors(lambda tensors: tensors.update(more=torch.ones(2))), "more"),
     "no number": (_tensors(lambda tensors: tensors["fc.weight"].fill_(torch.nan)), "NaN or infinite"),
+    "a mask": (lambda folder: (folder / "mask_embedding.pt").touch(), "mask_embedding.pt, a mask of its own"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no tensors"),
     "another architecture": (_config(architectures=["Qwen3ForCausalLM"]), "holds no DSpark draft: give draft:"),
 }  # fmt: skip

@@ -39,7 +39,8 @@ class DSparkConfig:
     """Sizes of a draft, by the names of its ``config.json``; ValueError for what no server loads.
 
     ``hidden_size`` and ``vocab_size``: the target's. ``target_layer_ids``: the layers (from 0) behind which its states
-    are read. ``block_size``: K, the tokens drafted in one forward. ``mask_token_id``: a token that no text holds.
+    are read. ``block_size``: K, the tokens drafted in one forward (a DFlash file counts the newest one too); ``slots``:
+    the tokens that run in it; a drafter's ``tokens``: its chain, at most K. ``mask_token_id``: a token that texts lack.
     ``sample_from_anchor``: slot j predicts token j behind the newest one; False: each mask predicts its own place, in a
     block of one more token. ``markov_rank`` 0: no bias (DFlash), and then neither this nor a confidence head. ``tree``:
     the paths of ranks that it drafts unless told otherwise; empty for a chain. ``num_target_layers`` None: unknown.

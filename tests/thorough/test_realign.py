@@ -191,7 +191,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_generated(workshop
     again = options(workshop, draft=str(workshop / "run" / "final"))
     assert "name another output to realign it again" in refused(again)
     tiny_dspark(CausalLM(counting_model())).save_pretrained(workshop / "dspark")
-    for changes in ({"draft": str(workshop / "dspark")}, {"overrides": ["draft.dspark.tokens=3"]}):
+    for changes in ({"draft": str(workshop / "dspark")}, {"overrides": ["draft.dspark.block_size=3"]}):
         assert "realign is for ordinary ones: let the new target answer" in refused(options(workshop, **changes))
 
 

@@ -197,7 +197,7 @@ def _by_counts(replay: Replay, counted: Sequence[ServerCounts]) -> tuple[Finding
 
 
 def _explained(replay: Replay, draft: DSparkDraft, counted: ServerCounts, found: Finding) -> Finding:
-    """Add to a difference of acceptance the readings of the draft by which the real loop has the server's figures, the nearest first."""
+    """Add to a difference the readings of the draft by which the loop has the server's acceptance, nearest first."""
     same = list[tuple[float, str]]()
     for name, other in other_readings(draft, replay.target):
         changed = replace(replay, speculator=replay.speculator._replace(weights=other))
