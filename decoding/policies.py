@@ -167,7 +167,7 @@ _KEPT, _STALE, _AGEING = 31, 500, 4000.0
 _NOISE, _BETWEEN, _BEYOND = 0.15, 0.04, 0.3
 """Relative standard deviations: of a step's seconds, and of guesses between and beyond budgets that were tried."""
 _CAUTION = 0.5
-"""Share of a standard deviation that is explored; half of it is always added to what drafts may write."""
+"""Share of a standard deviation that is explored; half of it is always added to the acceptance."""
 _HELD = 2
 """Steps between two choices."""
 
