@@ -21,10 +21,10 @@ def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
     parts = (model,) if decoder is None else (decoder, model)
     modules = (module for part in parts for module in part.modules())
-    lists = [module for module in modules if isinstance(module, nn.ModuleList) and len(module) == count]
-    if not lists:
-        raise ValueError(f"{type(model).__name__} keeps its {count} layers in no list: give another target")
-    return lists[0]  # lists inside a layer, such as experts, come behind the list of the layers
+    for module in modules:  # lists inside a layer, such as experts, come behind the list of the layers
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module  # at once: each step looks for it
+    raise ValueError(f"{type(model).__name__} keeps its {count} layers in no list: give another target")
 
 
 @contextmanager
