@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decoding.model.lm_head import hooked
+from decoding.model.lm_head import hooked, replaced_forward
 
 
 def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
@@ -58,3 +58,18 @@ def capture_taps(
         for tap in taps:
             hooks.enter_context(hooked(layers[tap].register_forward_hook, hook_of(tap)))
         yield found
+
+
+@contextmanager
+def begun_behind(
+    model: nn.Module, count: int, tap: int, states: Float[Tensor, "batch positions hidden"], in_tuple: bool = False
+) -> Iterator[None]:
+    """Skip the layers up to ``tap`` of ``count`` in the context's forwards, which go on from the states behind it.
+
+    ``in_tuple``: the family's layers return their states in a tuple.
+    """
+    output = (states, None) if in_tuple else states
+    with ExitStack() as skipped:
+        for layer in layers_of(model, count)[: tap + 1]:
+            skipped.enter_context(replaced_forward(layer, lambda *args, **kwargs: output))
+        yield
