@@ -21,7 +21,7 @@ from decoding.jsonl import read_lines
 from decoding.measure.figures import estimate, told
 from decoding.measure.measurement import count_steps
 from decoding.metrics import acceptance
-from decoding.model.dspark_config import read_config as read_dspark_config
+from decoding.model.dspark_config import read_dspark_config
 from decoding.model.loading import (
     check_same_tokenizer,
     dspark_folder,
