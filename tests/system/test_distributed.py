@@ -95,9 +95,8 @@ def chain_begins(folder: Path) -> None:
 
 
 def finish(kind: str, folder: Path) -> None:
-    """Both parts: the first ends as it was killed, under DDP and ZeRO-3 launched as users launch it."""
-    launch = start if kind in ("ddp", "zero3") else run_to_an_end
-    first = launch(command_of(kind, folder, "first"), folder, ACCELERATE_USE_CPU=cpu_of(kind))
+    """Both parts: the first ends as it was killed."""
+    first = run_to_an_end(command_of(kind, folder, "first"), folder, ACCELERATE_USE_CPU=cpu_of(kind))
     assert first.returncode != 0 and (folder / "straight" / "figures.json").exists(), first.stderr[-4000:]
     assert not (folder / "killed" / "figures.json").exists()
     run_program(command_of(kind, folder, "second"), folder, ACCELERATE_USE_CPU=cpu_of(kind))

@@ -70,7 +70,7 @@ def _stored_draft(
     mask = None if section.mask_token is None else mask_token(tokenizer, target.vocab_size, section.mask_token)
     for key, wanted, found in (
         ("layers", section.layers, config.num_hidden_layers),
-        ("tokens", section.tokens, config.block_size),
+        ("block_size", section.block_size, config.block_size),
         ("taps", section.taps, config.target_layer_ids),
         ("intermediate_size", section.intermediate_size, config.intermediate_size),
         ("markov_rank", section.markov_rank, config.markov_rank),
@@ -104,7 +104,7 @@ def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section:
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=min((dim for dim in HEAD_DIMS if dim >= head_dim), default=head_dim),
         vocab_size=target.vocab_size,
-        block_size=section.tokens,
+        block_size=section.block_size,
         mask_token_id=mask_token(tokenizer, target.vocab_size, section.mask_token),
         target_layer_ids=section.taps or spread_taps(target.num_layers),
         num_target_layers=target.num_layers,
@@ -228,6 +228,14 @@ class DSparkTraining(nn.Module):
         return loss
 
 
+class DSparkAhead(NamedTuple):
+    """Parts of `DSparkInputs` that are ready before the target runs."""
+
+    blocks: Blocks
+    stored: Float[Tensor, "batch positions layers hidden"] | None
+    """The target's states, read from a disk."""
+
+
 class DSparkObjective:
     """A DSpark draft, its target, and the losses between them."""
 
@@ -238,12 +246,17 @@ class DSparkObjective:
         draft: DSparkDraft,
         section: DraftSection,
         seed: int,
+        states: OnlineTarget | None = None,
     ) -> None:
-        """The finished draft has the target's dtype. ``seed``: the run's, which draws the anchors."""
+        """The finished draft has the target's dtype. ``seed``: the run's, which draws the anchors.
+
+        ``states`` None: those of ``target``, which is run at every step.
+        """
         assert section.dspark is not None, "the recipe asks for a DSpark draft"
-        self._target, self._tokenizer, self._online, self._seed = target, tokenizer, OnlineTarget(target), seed
+        self._target, self._tokenizer, self._seed = target, tokenizer, seed
+        self._states = states or OnlineTarget(target)
         self._section: DSparkSection = section.dspark
-        self._num_draft_tokens, mix = section.num_draft_tokens, LossMix.of(section.loss)
+        mix = LossMix.of(section.loss)
         self.module: DSparkTraining = DSparkTraining(draft, mix)
         self.hit_name = "acceptance" if mix.soft else "top1"
         depths = tuple(f"token_{depth}" for depth in range(1, draft.config.block_size + 1))
@@ -266,20 +279,23 @@ class DSparkObjective:
         return [*counts, *([sum(counts)] if CONFIDENCE in self.terms else [])]
 
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
-        return torch.tensor(self._counts(self.ahead(batch, step)), dtype=torch.float32)
+        return torch.tensor(self._counts(self._blocks(batch, step)), dtype=torch.float32)
 
-    def ahead(self, batch: Batch, step: int) -> Blocks:
+    def ahead(self, batch: Batch, step: int) -> DSparkAhead:
+        return DSparkAhead(self._blocks(batch, step), self._states.read(batch))
+
+    def _blocks(self, batch: Batch, step: int) -> Blocks:
         return sample_blocks(batch, self._section.anchors, self._config.block_size, self._seed, step)
 
-    def inputs(self, batch: Batch, step: int, ahead: Blocks | None = None) -> tuple[Any, ...]:
+    def inputs(self, batch: Batch, step: int, ahead: DSparkAhead | None = None) -> tuple[Any, ...]:
         self.module.train()  # an evaluation or a generation leaves it as it decodes
-        blocks, config = ahead or self.ahead(batch, step), self._config
-        hidden, states = self._online.tapped(batch, config.target_layer_ids)
+        (blocks, stored), config = ahead or self.ahead(batch, step), self._config
+        hidden, states = self._states.tapped(batch, config.target_layer_ids, stored)
         given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
         labels = tuple(labels_of(batch, blocks, depth, config.slots) for depth in range(config.block_size))
-        lm_head = self._online.lm_head.to(batch.tokens.device)  # of a spread target it may be elsewhere
+        lm_head = self._states.lm_head.to(batch.tokens.device)  # of a spread target it may be elsewhere
         teachers = tuple(
-            HiddenTeacher(flat_rows(hidden, of_depth.text), lm_head, self._online.transform) for of_depth in labels
+            HiddenTeacher(flat_rows(hidden, of_depth.text), lm_head, self._states.transform) for of_depth in labels
         )
         embedded = unscaled_embeddings(self._target.model, given.tokens)
         return (DSparkInputs(states, embedded, given, labels, teachers, lm_head),)
@@ -289,9 +305,8 @@ class DSparkObjective:
         return copy.deepcopy(self.module.draft).to(self._target.device, self._target.dtype).requires_grad_(False).eval()
 
     def drafter(self) -> Drafter:
-        """Return a drafter of the tree, once there is one; until then of a chain."""
-        tokens = None if self._config.tree else min(self._num_draft_tokens, self._config.block_size)
-        return DSparkDrafter(self.writing_draft(), tokens)
+        """Return a drafter of the tree, once there is one; until then of a chain of K."""
+        return DSparkDrafter(self.writing_draft())
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree to the draft: the paths that are right most often on the target's own greedy texts."""

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from trainer.recipe.common import LossSection, Section, TargetRecipe, Weight, default_term
+from trainer.recipe.heads import FeaturesSection
 
 LoopTrains = Literal["rejected", "all"]
 
@@ -102,8 +103,8 @@ class DSparkSection(Section):
     """
 
     layers: Annotated[int, Field(ge=1)] = 2
-    tokens: Annotated[int, Field(ge=1)] = 6
-    """K, the tokens drafted in one forward."""
+    block_size: Annotated[int, Field(ge=1)] = 6
+    """K, the tokens drafted in one forward, as config.json has it: of evaluations, of the loop, of a chain."""
     taps: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Layers of the target (from 0) whose states are read; None: three, of large targets five, evenly spaced."""
     intermediate_size: Annotated[int, Field(ge=1)] | None = None
@@ -123,7 +124,7 @@ class DSparkSection(Section):
     """Weight of each token's loss relative to that of the token before; the paper's is exp(-1/4) = 0.78."""
     tree_nodes: Annotated[int, Field(ge=0)] = 16
     """Drafted nodes of the tree that is fitted to the finished draft, on the target's own greedy texts; 0 keeps a chain
-    of ``tokens``. Evaluations on the way draft a chain. Servers draft chains."""
+    of ``block_size``. Evaluations on the way draft a chain. Servers draft chains."""
 
 
 class DraftSection(Section):
@@ -144,7 +145,7 @@ class DraftSection(Section):
     dspark: DSparkSection | None = None
     """None: an ordinary draft, which takes one forward for each token."""
     num_draft_tokens: Annotated[int, Field(ge=1)] = 4
-    """Draft length of the evaluations and of the ``loop`` policy; a DSpark draft has at most its own ``tokens``."""
+    """Draft length of the evaluations and of the ``loop`` policy; a DSpark draft's is its ``block_size``."""
     check_costs: bool = True
     """Refuse a draft whose measured cost is too high to gain at any acceptance rate."""
 
@@ -196,14 +197,40 @@ class DraftRecipe(TargetRecipe):
 
     kind: Literal["draft"]
     draft: DraftSection = DraftSection()
+    features: FeaturesSection | None = None
+    """Train a DSpark draft from its target's states on disk; only the target's last layer is run at every step."""
 
     @property
     def store(self) -> tuple[str, str] | None:
+        if self.features is not None:
+            return "features.folder", self.features.folder
         teacher = self.draft.teacher
         return None if teacher is None else ("draft.teacher.folder", teacher.folder)
 
     def without_store(self) -> Self:
-        return self.model_copy(update={"draft": self.draft.model_copy(update={"teacher": None})})
+        draft = self.draft.model_copy(update={"teacher": None})
+        return self.model_copy(update={"draft": draft, "features": None})
+
+    @model_validator(mode="after")
+    def _features_are_those_of_a_dspark_drafts_data(self) -> "DraftRecipe":
+        if self.features is None:
+            return self
+        if self.draft.dspark is None:
+            raise ValueError(
+                "features hold states of the target, which only a DSpark draft reads: set features=null, and give "
+                "draft.teacher for an ordinary draft"
+            )
+        if self.draft.policy.generates:
+            raise ValueError(
+                "features hold the states at the data's own answers, but draft.policy writes others: set "
+                "features=null, or the shares of target and loop to 0"
+            )
+        if not self.features.keep_target:
+            raise ValueError(
+                "features.keep_target=false is for heads, and a DSpark draft uses parts of its target at every step: "
+                "set it to true"
+            )
+        return self
 
     @model_validator(mode="after")
     def _what_is_written_stands_alone(self) -> "DraftRecipe":
