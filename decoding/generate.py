@@ -204,7 +204,9 @@ class DecodingBatch:
             )
         draft_seconds, verify_seconds = clock.phases()
         last = torch.tensor([verdict.path[-1] if verdict.path else 0 for verdict in verdicts])
-        for text, hidden in zip(self.texts, nodes_at(last.to(self.target.device), output.hidden)[:, 0], strict=True):
+        for text, hidden in zip(
+            self.texts, nodes_at(last.to(self.target.device, non_blocking=True), output.hidden)[:, 0], strict=True
+        ):
             text.hidden = hidden
         steps = [
             self._commit(row, proposals[row].tree, verdict, starts[row], output) for row, verdict in enumerate(verdicts)

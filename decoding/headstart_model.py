@@ -21,7 +21,7 @@ from decoding.model.architecture import check_static, static_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.hub import only_cached
 from decoding.model.loading import load_model
-from decoding.policies import Policy, named_policy
+from decoding.policies import Policy, default_policy, named_policy
 from decoding.rules.controls import Processor, sampling_from_generation_config
 from decoding.rules.verify import Rule
 from decoding.speculation import Prompts, SpeculativeOutput, decode_prompts, named_rule, padding_token
@@ -31,21 +31,23 @@ from decoding.text import TextDecoder, check_tensor_of_ids
 class HeadstartModel:
     """A target and its drafter (None: plain decoding), with transformers' `generate`.
 
-    The policy is kept from call to call, and may adapt: only under the fixed policy does a seed repeat sampled texts.
-    Several threads may call one model; their steps take turns.
+    Policies are kept from call to call. Without a ``policy`` one learns at each temperature how much drafting pays; a
+    call with a ``seed`` above temperature 0 drafts a fixed amount, so that the seed repeats its texts. Several threads
+    may call one model; their steps take turns.
     """
 
     def __init__(
         self,
         target: CausalLM | PreTrainedModel,
         drafter: Drafter | None,
-        policy: Policy | str = "fixed",
+        policy: Policy | str | None = None,
         static: str = "auto",
     ) -> None:
         """``static`` is that of `from_pretrained`, for a target that is no `CausalLM` yet."""
         self.target = target if isinstance(target, CausalLM) else CausalLM(target, static=static_of(static, target))
         self.drafter = drafter
-        self.policy = named_policy(policy) if isinstance(policy, str) else policy
+        self.policy = policy
+        self._policies: dict[tuple[str, float], Policy] = {}
 
     @staticmethod
     def from_pretrained(
@@ -55,7 +57,7 @@ class HeadstartModel:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         trust_remote_code: bool = False,
-        policy: Policy | str = "fixed",
+        policy: Policy | str | None = None,
         static: str = "auto",
         tokenizer: PreTrainedTokenizerBase | None = None,
         local_files_only: bool = False,
@@ -126,9 +128,9 @@ class HeadstartModel:
 
         Greedy texts equal those of the target's own `generate`; sampled texts have their distribution, unless a lossy
         ``rule`` is given. Without a ``seed`` one is drawn from torch's global generator, so that ``torch.manual_seed``
-        repeats a text. ``batch_size`` rows (None: all) are decoded at a time. Processors see each text without its
-        padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. ValueError names an option that
-        is not supported.
+        repeats a text under the policy "fixed". ``batch_size`` rows (None: all) are decoded at a time. Processors see
+        each text without its padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. ValueError
+        names an option that is not supported.
         """
         inputs = options.pop("inputs", None)
         if input_ids is not None and inputs is not None:
@@ -151,6 +153,9 @@ class HeadstartModel:
         config.num_return_sequences, config.eos_token_id = None, eos or None
         max_new_tokens = _resolve_lengths(config, prompts.width, self.target.max_positions)
         sampling = sampling_from_generation_config(config, tuple(logits_processor or ()), self.device)
+        policy = self.policy or default_policy(seed, sampling.greedy)
+        if isinstance(policy, str):
+            policy = self._policies.setdefault((policy, sampling.temperature), named_policy(policy))
         if seed is None:
             seed = 0 if sampling.greedy else int(torch.randint(2**62, ()))
         stops = config.stop_strings
@@ -163,7 +168,7 @@ class HeadstartModel:
             seed=seed,
         )
         padding = padding_token(config, None, decoding.eos_token_ids)
-        engine = Engine(self.target, self.drafter, self.policy, tokenizer)
+        engine = Engine(self.target, self.drafter, policy, tokenizer)
         output = decode_prompts(engine, prompts, decoding, batch_size, padding, streamer)
         return output if config.return_dict_in_generate else output.sequences
 

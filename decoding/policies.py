@@ -1,11 +1,15 @@
-"""Policies, which choose before each step how much to draft: a fixed amount, what has paid, or transformers' schedule.
+"""Policies, which choose before each step how much to draft: a fixed amount, or what writes most in a second.
 
 A policy is state of the caller, one for each pair of target and drafter; it learns over texts and batches. No policy
 changes what a lossless rule guarantees. The seconds of a step come from the loop; only the adaptive policy reads them.
 """
 
 import math
+import random
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median_low
 from typing import NamedTuple, Protocol
 
 from decoding.metrics import StepCount
@@ -56,111 +60,188 @@ class FixedPolicy:
         pass
 
 
-class HeuristicPolicy:
-    """transformers' schedule: 2 deeper when all that was drafted was accepted, else 1 less, at least 1.
+class _Acceptance:
+    """Shares of drafted tokens accepted at each depth, given that those before were; older trials weigh less."""
 
-    In a batch the depth moves by the mean of what its rows ask for.
-    """
+    def __init__(self, like: "_Acceptance | None" = None) -> None:
+        """``like``: the acceptance of larger trees, from which the first guess is made."""
+        self._like, self._trials, self._hits = like, list[float](), list[float]()
 
-    name = "heuristic"
+    def add(self, budget: Budget, step: StepCount) -> None:
+        ended = step.emitted <= step.accepted  # nothing was refused: the text ended inside the draft
+        for depth in range(min(budget.depth, step.room, step.accepted + (not ended))):
+            if depth == len(self._trials):
+                self._trials.append(0.0)
+                self._hits.append(0.0)
+            self._trials[depth] = _MEMORY * self._trials[depth] + 1
+            self._hits[depth] = _MEMORY * self._hits[depth] + (depth < step.accepted)
 
-    def __init__(self, depth: int = 5) -> None:
-        if depth < 1:
-            raise ValueError(f"a depth of {depth} to start from: give at least 1")
-        self._depth: float = depth
+    def _share(self, depth: int) -> tuple[float, float]:
+        """Return the share accepted behind a path of ``depth`` tokens, and its trials; a guess counts as some."""
+        if self._like is not None:
+            guess, weight = _OF_LARGER * self._like._share(depth)[0], 4.0
+        else:
+            guess, weight = self._share(depth - 1)[0] if depth else _GUESS, 1.0
+        trials, hits = (self._trials[depth], self._hits[depth]) if depth < len(self._trials) else (0.0, 0.0)
+        return (hits + weight * guess) / (trials + weight), trials + weight
 
-    def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
-        if not budgets:
-            return PLAIN
-        self._depth = min(self._depth, max(budget.depth for budget in budgets))
-        within = [budget for budget in budgets if budget.depth <= self._depth]
-        return within[-1] if within else budgets[0]
-
-    def observe(self, budget: Budget, steps: Sequence[StepCount], *seconds: float) -> None:
-        moves = [2 if step.accepted == step.offered else -1 for step in steps if step.offered > 0]
-        if moves:
-            self._depth = max(1.0, self._depth + sum(moves) / len(moves))
+    def tokens(self, depth: int, luck: float) -> float:
+        """Return the tokens of a step to this depth, ``luck`` standard deviations above what is expected."""
+        total = reached = 1.0
+        for index in range(depth):
+            share, trials = self._share(index)
+            reached *= min(max(share + luck * math.sqrt(share * (1 - share) / trials), 0.0), 1.0)
+            total += reached
+        return total
 
 
-class _Rate:
-    """Tokens and seconds of the last steps with one budget, older ones weighing less."""
+class _Seconds:
+    """Seconds of steps by budget, for one number of rows: medians of the last steps with trees of about one size."""
 
     def __init__(self) -> None:
-        self.trials, self.tried_at, self._tokens, self._seconds, self._weight = 0, 0.0, 0.0, 0.0, 0.0
+        self._of: dict[Budget, dict[int, deque[float]]] = {}
+        self._shares: dict[Budget, dict[int, float]] = {}
+        self._tried_at: dict[Budget, int] = {}
+        self._steps = 0
 
-    def add(self, tokens: int, seconds: float, at: float) -> None:
-        self.trials, self.tried_at = self.trials + 1, at
-        if self.trials > 1:  # the first step pays for what later ones find ready
-            self._tokens = _MEMORY * self._tokens + tokens
-            self._seconds = _MEMORY * self._seconds + seconds
-            self._weight = _MEMORY * self._weight + 1
+    def add(self, budget: Budget, drafted: int, seconds: float) -> None:
+        self._steps += 1
+        if self._steps - self._tried_at.get(budget, self._steps) > _STALE:
+            del self._of[budget], self._shares[budget]
+        self._tried_at[budget] = self._steps
+        size = drafted.bit_length()
+        self._of.setdefault(budget, {}).setdefault(size, deque(maxlen=_KEPT)).append(seconds)
+        shares = self._shares.setdefault(budget, {})
+        for each in shares:
+            shares[each] *= _MEMORY
+        shares[size] = shares.get(size, 0.0) + 1
 
-    @property
-    def value(self) -> float:
-        """Tokens in a second."""
-        return self._tokens / self._seconds if self._seconds else 0.0
+    def known(self, budget: Budget) -> tuple[float, float] | None:
+        """Return the seconds of a step of a budget and their relative standard deviation; None if it was not tried."""
+        if not (shares := self._shares.get(budget)):
+            return None
+        trials, age = sum(shares.values()), self._steps - self._tried_at[budget]
+        total, most = 0.0, math.inf
+        for size in sorted(shares, reverse=True):  # a smaller tree takes no longer
+            most = min(most, median_low(self._of[budget][size]))
+            total += shares[size] * most
+        mean = total / trials
+        return mean, math.hypot(_NOISE / math.sqrt(min(trials, _KEPT)), age / _AGEING)
 
-    def lost(self, best: "_Rate") -> float:
-        """Return the seconds that a step of this budget loses against the best; a guess before there were any."""
-        if not self._seconds or not best.value:
-            return 0.1 * best._seconds / max(best._weight, 1.0)
-        return self._seconds / self._weight * (1 - self.value / best.value)
+    def guess(self, budget: Budget, known: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        """Return the same of a budget that was not tried, from the (`_rough`, seconds) of those that were, sorted."""
+        rough = _rough(budget)
+        after = bisect_right(known, (rough, math.inf))
+        if 0 < after < len(known):
+            (low, least), (high, most) = known[after - 1 : after + 1]
+            return least + (most - least) * (rough - low) / (high - low), _BETWEEN
+        near, seconds = known[min(after, len(known) - 1)] if known else (1.0, 1.0)
+        return seconds * rough / near * (0.5 if budget == PLAIN and known else 1.0), _BEYOND
 
 
-_MEMORY = 0.97
-"""Weight of a step beside the one after it."""
-_EXPLORES = 0.01
-"""Share of the time that trying budgets other than the best may lose."""
-_TRIALS = 2
-"""Steps of a budget before it is judged; the first one does not count."""
+def _rough(budget: Budget) -> float:
+    """Return the seconds of a step in plain steps, before anything is known."""
+    return 1.0 if budget == PLAIN else 1.1 + 0.02 * (budget.depth + budget.nodes)
+
+
+def _arms(budgets: Sequence[Budget]) -> dict[Budget, bool]:
+    """Return the budgets to choose from: the largest to each of a few depths; True for chains where trees are larger.
+
+    Among chains these are the whole depth and a half, a quarter, ... of it.
+    """
+    largest = {budget.depth: budget for budget in budgets}
+    depths = [budgets[-1].depth]
+    while depths[-1] > 1:
+        depths.append((depths[-1] + 1) // 2)
+    arms = {largest[depth]: False for depth in depths if depth in largest}
+    chains = [budget for budget in budgets if budget.nodes == budget.depth + 1 and budget.depth in depths[:-1]]
+    return {**arms, **{chain: True for chain in chains if chain not in arms}}
+
+
+_MEMORY = 0.9975
+"""Weight of a trial beside the one after it."""
+_GUESS, _OF_LARGER = 0.75, 0.8
+"""Share accepted before anything is known, and that of a chain over that of the tree around it."""
+_KEPT, _STALE, _AGEING = 31, 500, 4000.0
+"""Steps of a budget that are kept; steps after which they are forgotten; steps that put them in doubt by a factor e."""
+_NOISE, _BETWEEN, _BEYOND = 0.15, 0.04, 0.3
+"""Relative standard deviations: of a step's seconds, and of guesses between and beyond budgets that were tried."""
+_CAUTION = 0.5
+"""Share of a standard deviation that is explored; half of it is always added to the acceptance."""
+_HELD = 2
+"""Steps between two choices."""
 
 
 class AdaptivePolicy:
-    """The budget that has written the most tokens in a second of late, or `PLAIN` where drafting does not pay.
+    """The budget expected to write the most tokens in a second, or `PLAIN` where drafting does not pay.
 
-    The others are tried again the more seldom the slower they were. What is best depends on the number of texts decoded
-    at a time, so each power of two of it learns by itself. Reads the clock: sampled texts of a seed may differ.
+    Tokens follow from the running acceptance by depth, seconds from the steps of late; those of a budget that was not
+    tried lie between those of its neighbours. A budget is chosen as often as it may well be the best (Thompson 1933):
+    what is known to lose is hardly tried again. Seconds depend on the number of texts decoded at a time, so each power
+    of two of it has its own. Reads the clock: sampled texts of a seed differ from run to run.
     """
 
     name = "adaptive"
 
     def __init__(self) -> None:
-        self._rates: dict[tuple[int, Budget], _Rate] = {}
-        self._seconds = 0.0
+        larger = _Acceptance()
+        self._acceptance = (larger, _Acceptance(larger))
+        self._seconds: dict[int, _Seconds] = {}
+        self._held: dict[int, tuple[Budget, int]] = {}
+        self._chance = random.Random(0)
+        self._arms: dict[tuple[Budget, ...], dict[Budget, bool]] = {}
+        self._chains: set[Budget] = set()
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         if not budgets:
             return PLAIN
-        last = len(budgets) - 1
-        arms = [PLAIN if index < 0 else budgets[index] for index in dict.fromkeys((last, -1, last // 2, last // 4))]
-        rates = {arm: self._rate(rows, arm) for arm in arms}
-        for arm in arms[:2]:  # all there is and nothing come first
-            if rates[arm].trials < _TRIALS:
-                return arm
-        best = max(arms, key=lambda arm: rates[arm].value)
-        share = _EXPLORES / (len(arms) - 1)
-        for arm in arms:
-            if arm is not best and share * (self._seconds - rates[arm].tried_at) >= rates[arm].lost(rates[best]):
-                return arm
-        return best
+        size, budgets = rows.bit_length(), tuple(budgets)
+        if budgets not in self._arms:
+            arms = self._arms[budgets] = _arms(budgets)
+            self._chains.update(arm for arm, chain in arms.items() if chain)
+        held, left = self._held.get(size, (PLAIN, 0))
+        if not left or (held != PLAIN and held not in budgets):
+            held, left = self._best(size, self._arms[budgets]), _HELD
+        self._held[size] = held, left - 1
+        return held
+
+    def _best(self, size: int, arms: Mapping[Budget, bool]) -> Budget:
+        seconds, luck = self._seconds.setdefault(size, _Seconds()), self._doubt(1.0) + _CAUTION / 2
+        known = {arm: found for arm in (PLAIN, *arms) if (found := seconds.known(arm)) is not None}
+        points = sorted((_rough(arm), found[0]) for arm, found in known.items())
+        rates: dict[Budget, float] = {}
+        for arm in (PLAIN, *arms):
+            mean, deviation = known.get(arm) or seconds.guess(arm, points)
+            tokens = self._acceptance[arms.get(arm, False)].tokens(arm.depth, luck)
+            rates[arm] = tokens / (mean * math.exp(self._doubt(deviation) if points else 0.0))
+        return max(rates, key=lambda arm: rates[arm])
+
+    def _doubt(self, deviation: float) -> float:
+        return _CAUTION * self._chance.gauss(0.0, deviation)
 
     def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float, /) -> None:
-        self._seconds += total
-        self._rate(len(steps), budget).add(sum(step.emitted for step in steps), total, self._seconds)
-
-    def _rate(self, rows: int, budget: Budget) -> _Rate:
-        return self._rates.setdefault((rows.bit_length(), budget), _Rate())
+        if not steps or total <= 0:
+            return
+        size = len(steps).bit_length()
+        drafted = max(step.drafted for step in steps)
+        self._seconds.setdefault(size, _Seconds()).add(budget, drafted, total)
+        for step in steps if budget != PLAIN else ():
+            self._acceptance[budget in self._chains].add(budget, step)
 
 
 _POLICIES: Mapping[str, Callable[[], Policy]] = {
     "adaptive": AdaptivePolicy,
     "fixed": FixedPolicy,
-    "heuristic": HeuristicPolicy,
 }
 
 
+def default_policy(seed: int | None, greedy: bool) -> str:
+    """Name the policy of who asks for none: it follows the clock unless a ``seed`` is to repeat a sampled text."""
+    return "adaptive" if greedy or seed is None else "fixed"
+
+
 def named_policy(name: str) -> Policy:
-    """Make a new policy, ``adaptive``, ``fixed`` or ``heuristic``; ValueError for a name that is none of them."""
+    """Make a new policy, ``adaptive`` or ``fixed``; ValueError for a name that is none of them."""
     if name not in _POLICIES:
         raise ValueError(f"no policy is called {name!r}: choose one of {', '.join(_POLICIES)}")
     return _POLICIES[name]()

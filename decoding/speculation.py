@@ -18,7 +18,7 @@ from decoding.generate import DecodingConfig, Generation, Step
 from decoding.metrics import Acceptance, acceptance
 from decoding.model import loading
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import Policy, named_policy
+from decoding.policies import Policy, default_policy, named_policy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import RULES, Rule
 from decoding.text import TextDecoder, check_ids, check_tensor_of_ids
@@ -59,9 +59,9 @@ def speculate(
     max_new_tokens: int = DecodingConfig.max_new_tokens,
     sampling: SamplingConfig | None = None,
     rule: Rule | str | None = None,
-    policy: Policy | str = "fixed",
+    policy: Policy | str | None = None,
     batch_size: int | None = None,
-    seed: int = DecodingConfig.seed,
+    seed: int | None = None,
     eos_token_ids: Sequence[int] | None = None,
     pad_token_id: int | None = None,
     stop_strings: Sequence[str] = (),
@@ -73,10 +73,10 @@ def speculate(
 
     ``input_ids``: (batch, length), or a list of prompts of any lengths. Shorter rows of a tensor are padded on the
     left, which ``attention_mask`` marks. The sampling controls are a `SamplingConfig`, or its fields by name
-    (``temperature=0.7``); the default is greedy decoding. ``rule`` may be a name in `RULES`, ``policy`` is
-    ``adaptive``, ``fixed`` or ``heuristic``. Texts end at ``eos_token_ids``, by default those of the model's generation
-    config, or at ``stop_strings``, which need the ``tokenizer``. The text of prompt i is decoded with the seed
-    ``seed + i``, whatever texts are next to it.
+    (``temperature=0.7``); the default is greedy decoding. ``rule`` may be a name in `RULES`. ``policy`` is
+    ``adaptive``, or ``fixed``, which is the default if a ``seed`` (None: 0) is to repeat sampled texts. Texts end at
+    ``eos_token_ids``, by default those of the model's generation config, or at ``stop_strings``, which need the
+    ``tokenizer``. The text of prompt i is decoded with the seed ``seed + i``, whatever texts are next to it.
     """
     if sampling is not None and controls:
         raise ValueError(f"both sampling and {', '.join(controls)} are given: give one or the other")
@@ -87,7 +87,7 @@ def speculate(
         rule=named_rule(rule) if isinstance(rule, str) else rule,
         eos_token_ids=loading.eos_token_ids(target.model) if eos_token_ids is None else tuple(eos_token_ids),
         stop_strings=tuple(stop_strings),
-        seed=seed,
+        seed=seed or 0,
         logprobs=logprobs,
     )
     padding = padding_token(target.model.generation_config, pad_token_id, config.eos_token_ids)
@@ -97,8 +97,8 @@ def speculate(
         prompts = Prompts.of_tensor(input_ids, attention_mask)
     else:
         prompts = Prompts.of_lists(input_ids, padding, target.device)
-    named = named_policy(policy) if isinstance(policy, str) else policy
-    engine = Engine(target, drafter, named, tokenizer)
+    policy = policy or default_policy(seed, config.sampling.greedy)
+    engine = Engine(target, drafter, named_policy(policy) if isinstance(policy, str) else policy, tokenizer)
     return decode_prompts(engine, prompts, config, batch_size, padding)
 
 

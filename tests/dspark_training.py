@@ -14,6 +14,7 @@ from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example, collate
 from trainer.drafts.dspark import DSparkObjective, initial_dspark
 from trainer.recipe.draft import DraftSection
+from trainer.target.hidden import OnlineTarget
 
 TEXTS = (
     Example((3, 1, 4, 1, 5, 9, 2, 6, 5, 3), (False,) * 4 + (True,) * 6, 4),
@@ -31,7 +32,7 @@ def section_of(loss: dict[str, float] | None = None, init: dict[str, Any] | None
     return DraftSection.model_validate({"loss": loss or {"forward_kl": 1.0}, "init": init or {}, "dspark": settings})
 
 
-def objective_for(model: PreTrainedModel, **section: Any) -> DSparkObjective:
+def objective_for(model: PreTrainedModel, states: OnlineTarget | None = None, **section: Any) -> DSparkObjective:
     """A draft whose weights are random where a start would have zeros and ones."""
     parsed, target = section_of(**section), CausalLM(model)
     torch.manual_seed(3)
@@ -39,12 +40,12 @@ def objective_for(model: PreTrainedModel, **section: Any) -> DSparkObjective:
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
             parameter.normal_(float("norm" in name), 0.3)
-    return DSparkObjective(target, tiny_tokenizer(), draft, parsed, seed=0)
+    return DSparkObjective(target, tiny_tokenizer(), draft, parsed, 0, states)
 
 
 def reference_terms(objective: DSparkObjective, target: PreTrainedModel, kind: Any) -> list[Tensor]:
     """Σ divergence at each depth: each anchor's block by a forward of its own, behind its text alone."""
-    blocks, draft, model = objective.ahead(collate(TEXTS), 0), objective.module.draft, CausalLM(target)
+    (blocks, _), draft, model = objective.ahead(collate(TEXTS), 0), objective.module.draft, CausalLM(target)
     terms = [torch.zeros((), dtype=torch.float64) for _ in range(draft.config.block_size)]
     for row, example in enumerate(TEXTS):
         text = example.tokens.tolist()

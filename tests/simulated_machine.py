@@ -28,20 +28,49 @@ class Machine:
 
 
 def simulate(
-    policy: Policy, machine: Machine, rate: float, tokens: int, budgets: Sequence[Budget], rows: int = 1, seed: int = 0
-) -> None:
-    """Decode ``tokens`` tokens in each row; each drafted token is accepted with probability ``rate``."""
-    chance, written = random.Random(seed), 0.0
+    policy: Policy,
+    machine: Machine,
+    rate: float,
+    tokens: int,
+    budgets: Sequence[Budget],
+    rows: int = 1,
+    seed: int = 0,
+    found: float = 1.0,
+) -> float:
+    """Decode ``tokens`` tokens in each row; return the tokens in a true second that its choices have on average.
+
+    Each drafted token is accepted with probability ``rate``, of a chain where the tree is larger with 0.8 of it. The
+    drafter finds something to draft with probability ``found``. After plain steps it first reads what it missed.
+    """
+    chance = random.Random(seed)
+    written = expected = seconds = missed = 0.0
     while written < tokens:
-        budget = policy.choose(budgets, 1)
+        budget = policy.choose(budgets, rows)
         assert budget == PLAIN or budget in budgets
-        steps = []
+        share, steps = rate_of(budget, rate, budgets), []
         for _ in range(rows):
+            offered = budget.depth if chance.random() < found else 0
             accepted = 0
-            while accepted < budget.depth and chance.random() < rate:
+            while accepted < offered and chance.random() < share:
                 accepted += 1
-            steps.append(StepCount(accepted + 1, accepted, budget.depth, budget.nodes - 1))
-        draft = machine.timed(machine.draft * budget.depth, chance)
-        verify = machine.timed(machine.verify(rows, budget.nodes), chance)
+            steps.append(StepCount(accepted + 1, accepted, offered, budget.nodes - 1 if offered else 0))
+        true = machine.draft * (budget.depth + 0.05 * min(missed, 20) * (budget != PLAIN))
+        passed = machine.verify(rows, 1 + max(step.drafted for step in steps))
+        draft, verify = machine.timed(true, chance), machine.timed(passed, chance)
         policy.observe(budget, steps, draft, verify, draft + verify)
         written += sum(step.emitted for step in steps) / rows
+        expected += expected_of(budget, rate, budgets, found)
+        seconds += true + passed
+        missed = missed + 1 if budget == PLAIN else 0
+    return expected / seconds
+
+
+def rate_of(budget: Budget, rate: float, budgets: Sequence[Budget]) -> float:
+    """Return the share accepted at each depth."""
+    largest = max(other.nodes for other in (*budgets, budget) if other.depth == budget.depth)
+    return rate if budget.nodes == largest else 0.8 * rate
+
+
+def expected_of(budget: Budget, rate: float, budgets: Sequence[Budget], found: float = 1.0) -> float:
+    """Return the expected tokens of a step."""
+    return 1 + found * sum(rate_of(budget, rate, budgets) ** depth for depth in range(1, budget.depth + 1))

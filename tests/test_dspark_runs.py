@@ -37,9 +37,15 @@ def workshop(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trained(workshop: Path, output: str = "run", draft: dict[str, Any] | None = None, **training: Any) -> Path:
+def trained(
+    workshop: Path,
+    output: str = "run",
+    draft: dict[str, Any] | None = None,
+    features: dict[str, Any] | None = None,
+    **training: Any,
+) -> Path:
     content = recipe_content(workshop, "draft", **training)
-    content["output"] = str(workshop / output)
+    content["output"], content["features"] = str(workshop / output), features
     content["draft"] |= {"dspark": DSPARK, "num_draft_tokens": 6, **(draft or {})}
     AcceleratorState._reset_state(True)
     try:

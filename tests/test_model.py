@@ -19,7 +19,7 @@ from decoding.generate import DecodingConfig
 from decoding.headstart_model import HeadstartModel
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.policies import HeuristicPolicy
+from decoding.policies import FixedPolicy
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import SpeculativeOutput, speculate
 
@@ -230,8 +230,9 @@ def test_the_global_generator_repeats_a_sampled_text_and_a_seed_goes_before_it(
     target: CausalLM, drafters: dict[str, Drafter | None]
 ) -> None:
     model = HeadstartModel(target, drafters["draft"])
+    fixed = HeadstartModel(target, drafters["draft"], "fixed")
 
-    def sample(**options: Any) -> list[list[int]]:
+    def sample(model: HeadstartModel = fixed, **options: Any) -> list[list[int]]:
         sequences: list[list[int]] = model.generate(
             PADDED,
             attention_mask=MASK,
@@ -247,7 +248,7 @@ def test_the_global_generator_repeats_a_sampled_text_and_a_seed_goes_before_it(
     first, second = sample(), sample()
     torch.manual_seed(5)
     assert sample() == first and sample() == second and first != second
-    assert sample(seed=7) == sample(seed=7) != first
+    assert sample(seed=7) == sample(model, seed=7) == sample(model, seed=7) != first
     torch.manual_seed(5)
     state = torch.get_rng_state()
     model.generate(ONE, max_new_tokens=4)
@@ -305,7 +306,7 @@ def test_a_batch_may_be_a_padded_tensor_or_a_list(target: CausalLM, drafters: di
         for output in (
             speculate(target, drafter, PADDED, MASK, rule="greedy", **options),
             speculate(target, drafter, PADDED, MASK, batch_size=1, **options),
-            speculate(target.model, drafter, PROMPTS, policy="heuristic", batch_size=2, **options),
+            speculate(target.model, drafter, PROMPTS, policy="fixed", batch_size=2, **options),
         ):
             assert output.sequences.tolist() == expected and output.label == "lossless"
     assert speculate(target, None, PROMPTS, rule="typical", temperature=1.0, max_new_tokens=2).label == "lossy"
@@ -368,10 +369,10 @@ def test_a_speculator_is_known_by_what_it_is(
 
 
 def test_a_policy_is_named_or_given_and_options_need_a_speculator(reader: CausalLM) -> None:
-    assert HeadstartModel.from_pretrained(reader.model).policy.name == "fixed"
-    policy = HeuristicPolicy()
+    policy = FixedPolicy()
     assert HeadstartModel.from_pretrained(reader.model, "lookup", policy=policy).policy is policy
-    assert HeadstartModel(reader, None, "heuristic").policy.name == "heuristic"
+    with pytest.raises(ValueError, match="no policy is called 'bold': choose one of adaptive, fixed"):
+        HeadstartModel(reader, None, "bold").generate(ONE)
     with pytest.raises(ValueError, match=r"no argument 'tokens'.*there is no drafter"):
         HeadstartModel.from_pretrained(reader.model, tokens=2)
     with pytest.raises(ValueError, match=r"there is no folder \./nowhere"):

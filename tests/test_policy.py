@@ -1,24 +1,32 @@
-"""Policies: fixed budgets, what has paid, and transformers' schedule."""
+"""Policies: fixed budgets, and what writes most in a second on simulated machines."""
 
-import random
+from itertools import product
+from statistics import fmean
 
 import pytest
-from simulated_machine import chains
+from simulated_machine import Machine, chains, expected_of, simulate
 
 from decoding.metrics import StepCount
-from decoding.policies import PLAIN, AdaptivePolicy, Budget, FixedPolicy, HeuristicPolicy, Policy, named_policy
+from decoding.policies import PLAIN, AdaptivePolicy, Budget, FixedPolicy, named_policy
 
 TREES = (Budget(2, 4), Budget(3, 8), Budget(4, 16))
-NAMES = ("adaptive", "fixed", "heuristic")
+TREE = (
+    Budget(1, 2),
+    Budget(2, 3),
+    Budget(1, 4),
+    Budget(3, 5),
+    Budget(2, 7),
+    Budget(6, 7),
+    Budget(3, 11),
+    Budget(6, 17),
+)
+NAMES = ("adaptive", "fixed")
+NODES = (0.005, 0.15)
+RATES = (0.05, 0.5, 0.75, 0.93)
 
 
 def one(accepted: int, offered: int) -> list[StepCount]:
     return [StepCount(accepted + 1, accepted, offered, offered)]
-
-
-def repeat(policy: Policy, budget: Budget, steps: list[StepCount], draft: float, verify: float, times: int) -> None:
-    for _ in range(times):
-        policy.observe(budget, steps, draft, verify, draft + verify)
 
 
 def test_the_fixed_policy_takes_the_largest_budget_within_its_limits() -> None:
@@ -29,48 +37,34 @@ def test_the_fixed_policy_takes_the_largest_budget_within_its_limits() -> None:
     assert FixedPolicy(depth=0).choose(chains(4), 1) == PLAIN
 
 
-def test_the_heuristic_goes_two_deeper_when_all_was_accepted_and_one_less_else() -> None:
-    policy = HeuristicPolicy(depth=5)
-    depths = []
-    for accepted, offered in [(5, 5), (6, 7), (0, 6), (5, 5)]:
-        repeat(policy, Budget(offered, offered + 1), one(accepted, offered), 0.0, 0.0, 1)
-        depths.append(policy.choose(chains(20), 1).depth)
-    assert depths == [7, 6, 5, 7]
+def shares(machine: Machine, rate: float, budgets: list[Budget], rows: int, found: float, tokens: int) -> list[float]:
+    """Decode by the adaptive policy from nothing; return its speed over the better of all drafts and none, by seed."""
+    full = budgets[-1]
+    drafted = 1 + (full.nodes - 1) * (1 - (1 - found) ** rows)
+    fixed = expected_of(full, rate, budgets, found) / (machine.draft * full.depth + machine.verify(rows, drafted))
+    best = max(fixed, 1 / machine.verify(rows, 1))
+    return [simulate(AdaptivePolicy(), machine, rate, tokens, budgets, rows, seed, found) / best for seed in range(2)]
 
 
-def test_in_a_batch_the_heuristic_moves_by_the_mean_of_its_rows() -> None:
-    policy = HeuristicPolicy(depth=4)
-    full, missed, nothing_offered = StepCount(5, 4, 4, 4), StepCount(2, 1, 4, 4), StepCount(1, 0, 0, 0)
-    policy.observe(Budget(4, 5), [full, missed, nothing_offered], 0.0, 1.0, 1.0)
-    policy.observe(Budget(4, 5), [full, missed], 0.0, 1.0, 1.0)
-    assert policy.choose(chains(8), 1).depth == 5  # 4 + (2 - 1)/2 + (2 - 1)/2
-
-
-@pytest.mark.parametrize(
-    ("accepted", "draft", "node"),
-    [(0.9, 0.1, 0.05), (0.3, 0.5, 0.2), (0.8, 0.3, 0.5), (0.6, 0.0, 0.4)],
-    ids=["all pays", "nothing pays", "a short chain pays", "on the verge"],
-)
 @pytest.mark.parametrize("rows", [1, 8])
-def test_the_adaptive_policy_loses_little_against_the_best_of_what_it_may_choose(
-    accepted: float, draft: float, node: float, rows: int
+@pytest.mark.parametrize(("tokens", "least", "mean"), [(100, 0.80, 0.95), (1500, 0.97, 1.0)], ids=["short", "long"])
+def test_the_adaptive_policy_keeps_what_the_better_of_drafting_and_plain_decoding_has(
+    tokens: int, least: float, mean: float, rows: int
 ) -> None:
-    """A machine on which a step costs 1 + draft + node * depth, and each token is accepted after the one before."""
-    policy, draw, budgets = AdaptivePolicy(), random.Random(0), chains(8)
-    expected = {budget: sum(accepted**i for i in range(budget.depth + 1)) for budget in (PLAIN, *budgets)}
-    cost = {budget: 1 + (draft + node * budget.depth) * (budget != PLAIN) for budget in expected}
-    tokens = seconds = 0.0
-    for _ in range(3000):
-        budget = policy.choose(budgets, rows)
-        steps = []
-        for _ in range(rows):
-            kept = next((i for i in range(budget.depth) if draw.random() > accepted), budget.depth)
-            steps.append(StepCount(kept + 1, kept, budget.depth, budget.depth))
-        policy.observe(budget, steps, 0.0, 0.0, spent := cost[budget] * draw.uniform(0.8, 1.2))
-        tokens, seconds = tokens + sum(step.emitted for step in steps) / rows, seconds + spent
-    offered = (PLAIN, budgets[7], budgets[3], budgets[1])
-    best = max(expected[budget] / cost[budget] for budget in offered)
-    assert 0.96 < tokens / seconds / best < 1.03
+    """From free drafts to some as dear as a pass, from free nodes to dear ones, from useless drafts to nearly perfect.
+
+    Each step is timed with noise of 10% and one hiccup of twenty times in 50. Means over two seeds.
+    """
+    found: dict[object, float] = {}
+    for budgets, of_all, node, rate in product((chains(10), list(TREE)), (0.0, 1.0), NODES, RATES):
+        machine = Machine(of_all / budgets[-1].depth, lambda rows, nodes, node=node: 1 + node * (nodes - 1), 0.1)
+        found[len(budgets), of_all, node, rate] = fmean(shares(machine, rate, budgets, rows, 1.0, tokens))
+    for node, rate in product(NODES, RATES):  # a lookup, which often finds nothing
+        machine = Machine(0.0, lambda rows, nodes, node=node: 1 + node * (nodes - 1), 0.1)
+        found["lookup", node, rate] = fmean(shares(machine, rate, chains(10), rows, 0.3, tokens))
+    worst = min(found, key=lambda cell: found[cell])
+    assert found[worst] >= least, (worst, found[worst])
+    assert fmean(found.values()) >= mean
 
 
 @pytest.mark.parametrize("name", NAMES)

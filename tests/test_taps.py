@@ -1,6 +1,7 @@
 """Taps: the states behind a model's layers are those of `transformers`, family by family and pass by pass."""
 
 import threading
+from contextlib import ExitStack
 from functools import cache
 
 import pytest
@@ -11,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.lm_head import lm_head_input
-from decoding.model.taps import capture_taps, layers_of
+from decoding.model.lm_head import hooked, lm_head_input
+from decoding.model.taps import begun_behind, capture_taps, layers_of
 from decoding.rules.tree import TokenTree, TreeShape
 
 TAPS = (0, 2)
@@ -54,6 +55,20 @@ def test_states_behind_a_layer_are_those_of_transformers_in_every_pass(family: s
         for node in range(len(tree)):
             path = [tree.token_list[ancestor] for ancestor in (0, *tree.shape.path(node))]
             close(found[node], states_at(model, [*text, *path], TAPS)[-1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_that_begins_behind_a_layer_ends_as_the_whole_one_and_runs_no_layer_before(family: str) -> None:
+    model, ran = model_of(family), list[int]()
+    inputs = {"input_ids": torch.tensor([TEXTS[0][:3], TEXTS[2]]), "attention_mask": torch.ones(2, 3)}
+    with torch.no_grad(), capture_taps(model, 4, (2,)) as tapped, ExitStack() as hooks:
+        whole = lm_head_input(model, inputs)
+        for index, layer in enumerate(layers_of(model, 4)):
+            part = next(layer.children())
+            hooks.enter_context(hooked(part.register_forward_hook, lambda *_, index=index: ran.append(index)))
+        with begun_behind(model, 4, 2, tapped[0], in_tuple=family == "falcon"):
+            assert torch.equal(lm_head_input(model, inputs), whole) and ran == [3]
+        assert torch.equal(lm_head_input(model, inputs), whole) and ran == [3, 0, 1, 2, 3]
 
 
 def test_a_pass_without_taps_hooks_no_layer_and_one_with_them_no_other_and_leaves_none(

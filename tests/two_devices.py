@@ -5,10 +5,13 @@ of both is an error, with the liberties that CUDA takes: scalars of the CPU go w
 Works inside `two_devices` alone.
 """
 
+import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import dispatch_model
@@ -174,3 +177,42 @@ def spread(model: PreTrainedModel, devices: Sequence[torch.device]) -> PreTraine
     skipped: Any = model._skip_keys_device_placement
     dispatched: PreTrainedModel = dispatch_model(model, places, main_device=devices[0], skip_keys=skipped)
     return dispatched
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Count from here on whatever waits."""
+    found: Counter[str] = Counter()
+    run, tolist = _run, Placed.tolist
+
+    def counted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out, name = run(func, args, kwargs), func._schema.name
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        placed = any(isinstance(value, Placed) for value in given)
+        leaves = placed and any(not isinstance(value, Placed) for value in tree_leaves(out) if value is not None)
+        indices = [index for index in tree_leaves(args[1]) if isinstance(index, Tensor)] if name in _INDEXED else []
+        # A mask has as many places as it has ones; an index of the host comes over first.
+        sized = name in {"aten::nonzero", "aten::masked_select"} or any(
+            index.dtype == torch.bool or (index.dim() and not isinstance(index, Placed)) for index in indices
+        )
+        comes = name in _COPIES and isinstance(out, Placed) and not placed
+        if leaves or (placed and sized) or (comes and not kwargs.get("non_blocking")):
+            found["in transformers' masks" if in_masks() else name] += 1
+        return out
+
+    def listed(self: Placed) -> Any:
+        found["tolist"] += 1
+        return tolist(self)
+
+    with patch.object(sys.modules[__name__], "_run", counted), patch.object(Placed, "tolist", listed):
+        yield found
+
+
+def in_masks() -> bool:
+    """True inside of transformers' making of a mask, which looks whether the positions are those of packed texts."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename.endswith("transformers/masking_utils.py"):
+            return True
+    return False

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStart
@@ -191,7 +192,10 @@ class HybridSession:
         for of, session in enumerate(self._sessions):
             session.observe(
                 [grafted.parts[of] for grafted in self._last],
-                [row[grafted.nodes[of]] for row, grafted in zip(logits, self._last, strict=True)],
+                [
+                    row[torch.tensor(grafted.nodes[of]).to(row.device, non_blocking=True)]
+                    for row, grafted in zip(logits, self._last, strict=True)
+                ],
             )
 
 

@@ -112,7 +112,9 @@ class TreeMasks:
 
     def _of_shape(self, shape: TreeShape) -> tuple[Tensor, Tensor]:
         """Return on the model's device the depths of a tree's nodes, and which nodes are hidden from each."""
-        return shape.depth_tensor.to(self._model.device), ~shape.ancestor_mask.to(self._model.device)
+        both = shape.depth_tensor, ~shape.ancestor_mask
+        depths, hidden = (tensor.to(self._model.device, non_blocking=True) for tensor in both)
+        return depths, hidden
 
 
 class DynamicSteps:
@@ -192,7 +194,7 @@ class DynamicSteps:
             return self.step(tokens[:, 0], cache, taps)
         shapes = [tree.shape for tree in trees]
         if len(set(shapes)) == len(set(first)) == 1:
-            depths = shapes[0].depth_tensor[first[0] :].to(self._device)
+            depths = shapes[0].depth_tensor[first[0] :].to(self._device, non_blocking=True)
         else:
             own = [shape.depth_tensor[skipped:] for shape, skipped in zip(shapes, first, strict=True)]
             depths = stacked(own, size, self._device)

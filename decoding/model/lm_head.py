@@ -76,6 +76,20 @@ def hooked(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Iterator
                 handle.remove()
 
 
+@contextmanager
+def replaced_forward(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Give a layer another forward inside the context."""
+    own = vars(layer).get("forward")  # a launcher may have set one on the instance
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del layer.forward
+        else:
+            layer.forward = own
+
+
 def last_position(hidden: Float[Tensor, "batch positions hidden"]) -> Float[Tensor, "batch 1 hidden"]:
     """Select the last position of each row."""
     return hidden[:, -1:]
@@ -99,13 +113,6 @@ def run_in_lm_head(model: nn.Module, hidden: Tensor, work: Callable[[Tensor, Ten
     to be that result.
     """
     layer: Any = _lm_head(model)
-    own = vars(layer).get("forward")  # a launcher may have set one on the instance
-    layer.forward = lambda hidden: work(hidden, layer.weight)
-    try:
+    with replaced_forward(layer, lambda hidden: work(hidden, layer.weight)):
         result: Result = layer(hidden)
-    finally:
-        if own is None:
-            del layer.forward
-        else:
-            layer.forward = own
     return result

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decoding.model.lm_head import hooked
+from decoding.model.lm_head import hooked, replaced_forward
 
 
 def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
@@ -21,10 +21,10 @@ def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
     parts = (model,) if decoder is None else (decoder, model)
     modules = (module for part in parts for module in part.modules())
-    lists = [module for module in modules if isinstance(module, nn.ModuleList) and len(module) == count]
-    if not lists:
-        raise ValueError(f"{type(model).__name__} keeps its {count} layers in no list: give another target")
-    return lists[0]  # lists inside a layer, such as experts, come behind the list of the layers
+    for module in modules:  # lists inside a layer, such as experts, come behind the list of the layers
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module  # at once: each step looks for it
+    raise ValueError(f"{type(model).__name__} keeps its {count} layers in no list: give another target")
 
 
 @contextmanager
@@ -58,3 +58,18 @@ def capture_taps(
         for tap in taps:
             hooks.enter_context(hooked(layers[tap].register_forward_hook, hook_of(tap)))
         yield found
+
+
+@contextmanager
+def begun_behind(
+    model: nn.Module, count: int, tap: int, states: Float[Tensor, "batch positions hidden"], in_tuple: bool = False
+) -> Iterator[None]:
+    """Skip the layers up to ``tap`` of ``count`` in the context's forwards, which go on from the states behind it.
+
+    ``in_tuple``: the family's layers return their states in a tuple.
+    """
+    output = (states, None) if in_tuple else states
+    with ExitStack() as skipped:
+        for layer in layers_of(model, count)[: tap + 1]:
+            skipped.enter_context(replaced_forward(layer, lambda *args, **kwargs: output))
+        yield

@@ -1,7 +1,8 @@
 """Verdicts for a batch's rows: the target's logits under the sampling controls, then each row's acceptance rule.
 
-`sampled_verify` can decide many rows at once, by the same arithmetic from the same numbers of each row's source. All
-other rules decide row by row: on a CPU that is faster, since one row stays in the cache and stops where it is decided.
+`sampled_verify`, and block verification of drawn chains, can decide many rows at once, by the same arithmetic from the
+same numbers of each row's source. All other rules decide row by row, as on a CPU these mostly do too: one row stays in
+the cache and stops where it is decided.
 """
 
 from collections.abc import Sequence
@@ -10,13 +11,14 @@ from itertools import accumulate
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from decoding.rules.drawing import NO_WEIGHT, GeneratorSource, inverse_cdf
 from decoding.rules.proposal import Proposal
 from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, best_tokens, probabilities
 from decoding.rules.tree import TokenTree, fetch_tokens
-from decoding.rules.verify import SAMPLED_VERIFY, Rule, Verdict, lossless_rule
+from decoding.rules.verify import BLOCK_VERIFICATION, SAMPLED_VERIFY, Rule, Verdict, lossless_rule
 
 _WALKERS = 16
 """Least number of rows with drafted tokens that walk down their trees at once on the CPU."""
@@ -46,13 +48,22 @@ def decide(
         ]
     rules = [_rule_of(proposal, rule) for proposal in proposals]
     walking = [row for row, of_row in enumerate(rules) if of_row is SAMPLED_VERIFY]
-    if not _pays(logits, sum(len(trees[row]) > 1 for row in walking)):
-        walking = []
-    verdicts: dict[int, Verdict] = {}
-    if walking:
-        walked = _walk([trees[row] for row in walking], [sources[row] for row in walking], target, walking)
-        verdicts = dict(zip(walking, walked, strict=True))
-    fetch_tokens(trees)  # of the other rows, in one transfer
+    climbing = [
+        row for row, of_row in enumerate(rules) if of_row is BLOCK_VERIFICATION and proposals[row].q is not None
+    ]
+    drafted, found, decided = sum(len(trees[row]) > 1 for row in walking), list[Tensor](), list[int]()
+    for rows, decide_rows, count in ((walking, _walk, drafted), (climbing, _climb, 0)):
+        if rows and _pays(logits, count):
+            found.append(decide_rows([proposals[row] for row in rows], [sources[row] for row in rows], target, rows))
+            decided += rows
+    # With the tokens of all rows, in one transfer.
+    values = [value for part in fetch_tokens(trees, [torch.cat(found).flatten()] if found else []) for value in part]
+    verdicts = dict[int, Verdict]()
+    for row, node, token, numbers in zip(decided, values[::3], values[1::3], values[2::3], strict=True):
+        if token == logits.shape[-1]:
+            raise ValueError(NO_WEIGHT)
+        sources[row].skip(numbers)
+        verdicts[row] = Verdict(trees[row].shape.path(node), token)
     return [
         verdicts[row] if row in verdicts else of_row.decide(proposals[row], target.of_row(row), sources[row])
         for row, of_row in enumerate(rules)
@@ -109,24 +120,25 @@ class _Target:
         return self.at(slice(self.first[row], self.first[row] + self._sizes[row]))
 
 
+def _sent(values: Sequence[object], like: Tensor, dtype: torch.dtype = torch.long) -> Tensor:
+    """Return the values on the device of ``like``, without waiting for it."""
+    return torch.tensor(values, dtype=dtype).to(like.device, non_blocking=True)
+
+
 def _walk(
-    trees: Sequence[TokenTree], sources: Sequence[GeneratorSource], target: _Target, rows: Sequence[int]
-) -> list[Verdict]:
+    proposals: Sequence[Proposal], sources: Sequence[GeneratorSource], target: _Target, rows: Sequence[int]
+) -> Int[Tensor, "rows 3"]:
     """Decide ``rows`` by `sampled_verify` at once: draw at each row's node by the uniform of its depth, and follow.
 
-    Computes on the logits' device, with one transfer to the host. The numbers that a row may need are looked at
-    beforehand, and its source skips those that were taken. ValueError where no token has weight.
+    Returns each row's last node, the token behind it (the vocabulary's size where none has weight), and the count of
+    numbers taken, which the row's source is to skip. Waits for no device.
     """
-    device = target.logits.device
-
-    def on_device(values: Sequence[object], dtype: torch.dtype = torch.long) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-
+    trees = [proposal.tree for proposal in proposals]
     deepest = max(tree.shape.max_depth for tree in trees)
-    uniforms = on_device([source.peek(deepest + 1) for source in sources], torch.float64)
-    roots = on_device([target.first[row] for row in rows])
-    parents = on_device(_padded([tree.shape.parents for tree in trees], -1))
-    tokens = _tokens(trees, device)
+    uniforms = _sent([source.peek(deepest + 1) for source in sources], target.logits, torch.float64)
+    roots = _sent([target.first[row] for row in rows], target.logits)
+    parents = _sent(_padded([tree.shape.parents for tree in trees], -1), target.logits)
+    tokens = _tokens(trees, target.logits.device)
     node, token, taken = (torch.zeros_like(roots) for _ in range(3))
     walking = torch.ones_like(roots, dtype=torch.bool)
     for depth in range(deepest + 1):
@@ -140,16 +152,48 @@ def _walk(
         node[here] = torch.where(goes_on, holds.int().argmax(1), at)  # the first child that holds the token
         token[here] = torch.where(walks, drawn, token[here])
         taken[here] += walks
-    (found,) = fetch_tokens(trees, [torch.stack([node, token, taken], dim=1).flatten()])
-    vocab = target.logits.shape[1]
-    verdicts = []
-    for index, (tree, source) in enumerate(zip(trees, sources, strict=True)):
-        last, written, numbers = found[3 * index : 3 * index + 3]
-        if written == vocab:
-            raise ValueError(NO_WEIGHT)
-        source.skip(numbers)
-        verdicts.append(Verdict(tree.shape.path(last), written))
-    return verdicts
+    return torch.stack([node, token, taken], dim=1)
+
+
+def _climb(
+    proposals: Sequence[Proposal], sources: Sequence[GeneratorSource], target: _Target, rows: Sequence[int]
+) -> Int[Tensor, "rows 3"]:
+    """Decide chains drawn from q by `traversal_verification` at once; returns what `_walk` does.
+
+    Down the chain A at each node is known without a number; from the deepest node up to the root each is then kept by
+    the next number. The letters are those of the rule.
+    """
+    trees = [proposal.tree for proposal in proposals]
+    depths = [tree.shape.max_depth for tree in trees]
+    deepest, own = max(depths), _sent(depths, target.logits)[:, None]
+    uniforms = _sent([source.peek(deepest + 1) for source in sources], target.logits, torch.float64)
+    places = [
+        [target.first[row] + min(node, last) for node in range(deepest + 1)]
+        for row, last in zip(rows, depths, strict=True)
+    ]
+    p = target.at(_sent(places, target.logits).flatten()).unflatten(0, (len(rows), -1))
+    drawn = zip(proposals, depths, strict=True)
+    q = pad_sequence([row.q[:last] for row, last in drawn if row.q is not None], batch_first=True)
+    token = _tokens(trees, p.device)[:, 1:, None]
+    p_token, q_token = (weights.gather(2, token)[:, :, 0] for weights in (p[:, :-1], q))
+    entered = [torch.ones_like(p_token[:, 0])]
+    for depth in range(deepest):
+        entered.append((p_token[:, depth] * entered[-1] / q_token[:, depth]).clamp(max=1))
+    a, node = torch.stack(entered, dim=1), torch.arange(deepest + 1, device=p.device)
+    left = (p[:, :-1] * a[:, :-1, None] - q).clamp(min=0).sum(-1).double()
+    # A once the child is rejected; the last node has none.
+    later = torch.where(left > 0, left / (left + 1 - a[:, :-1].double()), 0)
+    kept = torch.where(node == own, a.double(), F.pad(later, (0, 1)))
+    asked = (node > 0) & (node <= own) & ((a > 0).cumprod(1) > 0) & (kept > 0)
+    before = asked.flip(1).cumsum(1).flip(1) - asked.long()
+    last = (node * (asked & (uniforms.gather(1, before) < kept))).amax(1, keepdim=True)
+    taken = (asked & (node >= last)).sum(1, keepdim=True)
+    here, at = torch.arange(len(rows), device=p.device), last[:, 0]
+    whole = p[here, at]
+    rest = (whole * a.gather(1, last) - q[here, at.clamp(max=deepest - 1)]).clamp(min=0)
+    ends = (last == own) | (F.pad(left, (0, 1)).gather(1, last) == 0)
+    written = inverse_cdf(torch.where(ends, whole, rest), uniforms.gather(1, taken)[:, 0])
+    return torch.stack([at, written, taken[:, 0] + 1], dim=1)
 
 
 def _still(walking: Bool[Tensor, " rows"]) -> Int[Tensor, " some"]:

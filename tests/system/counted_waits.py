@@ -5,13 +5,10 @@ counts for which a GPU would be waited for: numbers that leave it, copies from a
 """
 
 import json
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import distilling
 import dspark_training
@@ -21,9 +18,8 @@ from tiny_models import tiny_model
 from tiny_training import medusa_on, tiny_tokenizer, toy_examples
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
-from two_devices import Placed, moved
+from two_devices import counting, moved
 
 from decoding.model.causal_lm import CausalLM
 from trainer.data.sequences import pack
@@ -81,44 +77,6 @@ class PlainRunner:
             optimizer.step()
             optimizer.zero_grad()
         return []
-
-
-@contextmanager
-def counting() -> Iterator[Counter[str]]:
-    """Count from here on whatever waits."""
-    found: Counter[str] = Counter()
-    run, tolist = two_devices._run, Placed.tolist
-
-    def counted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        out, name = run(func, args, kwargs), func._schema.name
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        placed = any(isinstance(value, Placed) for value in given)
-        leaves = placed and any(not isinstance(value, Placed) for value in tree_leaves(out) if value is not None)
-        masks = name in two_devices._INDEXED and any(
-            value.dtype == torch.bool for value in tree_leaves(args[1]) if isinstance(value, Tensor)
-        )
-        sized = placed and (name in {"aten::nonzero", "aten::masked_select"} or masks)
-        comes = name in two_devices._COPIES and isinstance(out, Placed) and not placed
-        if leaves or sized or (comes and not kwargs.get("non_blocking")):
-            found["in transformers' masks" if in_masks() else name] += 1
-        return out
-
-    def listed(self: Placed) -> Any:
-        found["tolist"] += 1
-        return tolist(self)
-
-    with patch.object(two_devices, "_run", counted), patch.object(Placed, "tolist", listed):
-        yield found
-
-
-def in_masks() -> bool:
-    """True inside of transformers' making of a mask, which looks whether the positions are those of packed texts."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_filename.endswith("transformers/masking_utils.py"):
-            return True
-    return False
 
 
 def waits_of(kind: str, packed: bool) -> list[dict[str, int]]:

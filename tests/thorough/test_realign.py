@@ -190,9 +190,23 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_generated(workshop
     assert "training.steps: Input should be greater than" in refused(options(workshop, steps=0))
     again = options(workshop, draft=str(workshop / "run" / "final"))
     assert "name another output to realign it again" in refused(again)
-    tiny_dspark(CausalLM(counting_model())).save_pretrained(workshop / "dspark")
-    for changes in ({"draft": str(workshop / "dspark")}, {"overrides": ["draft.dspark.tokens=3"]}):
-        assert "realign is for ordinary ones: let the new target answer" in refused(options(workshop, **changes))
+    tiny_dspark(CausalLM(counting_model()), vocab_size=15, mask_token_id=3).save_pretrained(workshop / "dspark")
+    assert "whose vocab_size is 15, and the target's is 16" in refused(
+        options(workshop, draft=str(workshop / "dspark"))
+    )
+    dspark = [*options(workshop).overrides, "draft.dspark.tokens=3"]
+    assert "holds no DSpark draft" in refused(options(workshop, overrides=dspark))
+
+
+def test_a_dspark_draft_is_realigned_too(workshop: Path) -> None:
+    """A random one of three tokens a forward: nothing that it drafts is right before, and all of it after."""
+    dspark = tiny_dspark(CausalLM(counting_model()), tokens=3, mask_token_id=3)
+    dspark.save_pretrained(workshop / "dspark")
+    report = run(options(workshop, draft=str(workshop / "dspark"), steps=60))
+    before, after = (report[when]["greedy"]["tokens_per_pass"]["value"] for when in ("before", "after"))
+    assert report["draft_tokens"] == 3 and before < 1.5 and after == pytest.approx(11 / 3)
+    config = json.loads((workshop / "run" / "final" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3DSparkModel"] and config["target_layer_ids"] == [0]
 
 
 def test_adapters_are_a_target_too(workshop: Path) -> None:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Step
 from decoding.model.loading import eos_token_ids
+from decoding.policies import default_policy, named_policy
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
@@ -74,7 +75,8 @@ def read_decoder(options: DecodingOptions) -> Decoder:
         rule=named_rule(options.rule) if options.rule else None,
         eos_token_ids=eos_token_ids(models.target.model, models.tokenizer),
         stop_strings=tuple(options.stop or ()),
-        seed=options.seed,
+        seed=options.seed or 0,
     )
-    engine = Engine(models.target, loaded, tokenizer=models.tokenizer)
+    policy = named_policy(default_policy(options.seed, config.sampling.greedy))
+    engine = Engine(models.target, loaded, policy, models.tokenizer)
     return Decoder(engine, models.tokenizer, config, name)

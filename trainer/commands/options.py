@@ -66,7 +66,10 @@ class DecodingOptions(shared.ModelOptions):
     max_new_tokens: shared.MaxNewTokens = 128
     temperature: shared.Temperature = 0.0
     stop: shared.Stop = None
-    seed: shared.Seed = 0
+    seed: Annotated[
+        int | None,
+        Option(help="Repeats a sampled text, by drafts of a fixed size that follow no clock.", hidden=True),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,15 @@ from decoding.jsonl import read_lines
 from decoding.measure.figures import estimate, told
 from decoding.measure.measurement import count_steps
 from decoding.metrics import acceptance
-from decoding.model.loading import check_same_tokenizer, dspark_folder, eos_token_ids, load_draft, load_tokenizer
+from decoding.model.dspark_config import read_config as read_dspark_config
+from decoding.model.loading import (
+    check_same_tokenizer,
+    dspark_folder,
+    eos_token_ids,
+    load_draft,
+    load_dspark,
+    load_tokenizer,
+)
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.findings import account
 from trainer.commands.models import read_target
@@ -68,12 +76,6 @@ def run_realign(options: RealignOptions, console: Console | None = None) -> dict
     if Path(options.draft).resolve() == (options.output / FINAL).resolve():
         raise ValueError(f"{options.draft} is what was made here before: name another output to realign it again")
     recipe = recipe_of(options)
-    if recipe.draft.dspark is not None or dspark_folder(options.draft) is not None:
-        raise ValueError(
-            f"{options.draft} is to be a DSpark draft, and realign is for ordinary ones: let the new target answer "
-            "('headstart regenerate'), and train it further with recipes/any/dspark.yaml and "
-            f"draft.init.from_model={options.draft}"
-        )
     ensure_built(options.target)
     with hold(options.output):
         return _realign(options, recipe, console, watched)
@@ -136,7 +138,8 @@ def _questions(options: RealignOptions, recipe: DraftRecipe, name: str) -> Regen
         prompts=str(options.output / name),
         output=answers_to(options.output / name),
         target=options.target,
-        drafter=f"draft:{options.draft},tokens={recipe.draft.num_draft_tokens}",  # saves time, changes no answer
+        # Saves time, changes no answer.
+        drafter=f"{_kind(recipe)}:{options.draft},tokens={recipe.draft.num_draft_tokens}",
         prompt_field=recipe.data.prompt_field,
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
@@ -145,6 +148,11 @@ def _questions(options: RealignOptions, recipe: DraftRecipe, name: str) -> Regen
         dtype=recipe.dtype,
         trust_remote_code=recipe.trust_remote_code,
     )
+
+
+def _kind(recipe: DraftRecipe) -> str:
+    """Return the registry's name of the draft's drafter."""
+    return "draft" if recipe.draft.dspark is None else "dspark"
 
 
 def answers_to(prompts: Path) -> Path:
@@ -157,7 +165,17 @@ def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
 
     ``positions`` is the longest text, in tokens, that target and draft can hold.
     """
-    every = max(1, options.steps // 10)
+    every, folder = max(1, options.steps // 10), dspark_folder(options.draft)
+    draft: dict[str, Any] = {"num_draft_tokens": options.draft_tokens}
+    if folder is not None:
+        stored = read_dspark_config(folder)
+        draft["num_draft_tokens"] = min(options.draft_tokens, stored.block_size)
+        draft["dspark"] = {
+            "layers": stored.num_hidden_layers,
+            "tokens": stored.block_size,
+            "markov_rank": stored.markov_rank,
+            "sample_from_anchor": stored.sample_from_anchor,
+        }
     content: dict[str, Any] = {
         "kind": "draft",
         "name": "realigned draft",
@@ -168,11 +186,7 @@ def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
             "heldout": str(answers_to(options.output / _CHOOSING)),
             "max_length": min(positions - options.max_new_tokens, max(_SEQUENCE_TOKENS, 2 * options.max_new_tokens)),
         },
-        "draft": {
-            "init": {"from_model": options.draft},
-            "num_draft_tokens": options.draft_tokens,
-            "check_costs": False,  # it is there and in use
-        },
+        "draft": {**draft, "init": {"from_model": options.draft}, "check_costs": False},  # it is there and in use
         "training": {"steps": options.steps, "batch_size": 16, "micro_batch_size": 4},
         "evaluation": {
             "every": every,
@@ -195,10 +209,12 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
     """Load target and draft, refuse what does not fit, and decode the held-out prompts with them."""
     trusted, room = recipe.trust_remote_code, options.max_new_tokens
     tokenizer = load_tokenizer(resolve(options.target), trusted)
-    check_same_tokenizer(tokenizer, load_tokenizer(name, trusted))
     loading = ModelOptions(target=options.target, dtype=recipe.dtype, trust_remote_code=trusted)
     target = read_target(options.target, loading)
-    drafter = named_drafter("draft", load_draft(name, target, None, trusted), tokens=recipe.draft.num_draft_tokens)
+    if recipe.draft.dspark is None:
+        check_same_tokenizer(tokenizer, load_tokenizer(name, trusted))
+    draft = load_draft(name, target, None, trusted) if recipe.draft.dspark is None else load_dspark(name, target)
+    drafter = named_drafter(_kind(recipe), draft, tokens=recipe.draft.num_draft_tokens)
     positions = min((m.max_positions for m in (target, drafter) if m.max_positions is not None), default=1 << 30)
     if positions < _PROMPT_TOKENS + room:
         raise ValueError(

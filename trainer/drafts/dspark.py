@@ -228,6 +228,14 @@ class DSparkTraining(nn.Module):
         return loss
 
 
+class DSparkAhead(NamedTuple):
+    """Parts of `DSparkInputs` that are ready before the target runs."""
+
+    blocks: Blocks
+    stored: Float[Tensor, "batch positions layers hidden"] | None
+    """The target's states, read from a disk."""
+
+
 class DSparkObjective:
     """A DSpark draft, its target, and the losses between them."""
 
@@ -238,10 +246,15 @@ class DSparkObjective:
         draft: DSparkDraft,
         section: DraftSection,
         seed: int,
+        states: OnlineTarget | None = None,
     ) -> None:
-        """The finished draft has the target's dtype. ``seed``: the run's, which draws the anchors."""
+        """The finished draft has the target's dtype. ``seed``: the run's, which draws the anchors.
+
+        ``states`` None: those of ``target``, which is run at every step.
+        """
         assert section.dspark is not None, "the recipe asks for a DSpark draft"
-        self._target, self._tokenizer, self._online, self._seed = target, tokenizer, OnlineTarget(target), seed
+        self._target, self._tokenizer, self._seed = target, tokenizer, seed
+        self._states = states or OnlineTarget(target)
         self._section: DSparkSection = section.dspark
         self._num_draft_tokens, mix = section.num_draft_tokens, LossMix.of(section.loss)
         self.module: DSparkTraining = DSparkTraining(draft, mix)
@@ -266,20 +279,23 @@ class DSparkObjective:
         return [*counts, *([sum(counts)] if CONFIDENCE in self.terms else [])]
 
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
-        return torch.tensor(self._counts(self.ahead(batch, step)), dtype=torch.float32)
+        return torch.tensor(self._counts(self._blocks(batch, step)), dtype=torch.float32)
 
-    def ahead(self, batch: Batch, step: int) -> Blocks:
+    def ahead(self, batch: Batch, step: int) -> DSparkAhead:
+        return DSparkAhead(self._blocks(batch, step), self._states.read(batch))
+
+    def _blocks(self, batch: Batch, step: int) -> Blocks:
         return sample_blocks(batch, self._section.anchors, self._config.block_size, self._seed, step)
 
-    def inputs(self, batch: Batch, step: int, ahead: Blocks | None = None) -> tuple[Any, ...]:
+    def inputs(self, batch: Batch, step: int, ahead: DSparkAhead | None = None) -> tuple[Any, ...]:
         self.module.train()  # an evaluation or a generation leaves it as it decodes
-        blocks, config = ahead or self.ahead(batch, step), self._config
-        hidden, states = self._online.tapped(batch, config.target_layer_ids)
+        (blocks, stored), config = ahead or self.ahead(batch, step), self._config
+        hidden, states = self._states.tapped(batch, config.target_layer_ids, stored)
         given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
         labels = tuple(labels_of(batch, blocks, depth, config.slots) for depth in range(config.block_size))
-        lm_head = self._online.lm_head.to(batch.tokens.device)  # of a spread target it may be elsewhere
+        lm_head = self._states.lm_head.to(batch.tokens.device)  # of a spread target it may be elsewhere
         teachers = tuple(
-            HiddenTeacher(flat_rows(hidden, of_depth.text), lm_head, self._online.transform) for of_depth in labels
+            HiddenTeacher(flat_rows(hidden, of_depth.text), lm_head, self._states.transform) for of_depth in labels
         )
         embedded = unscaled_embeddings(self._target.model, given.tokens)
         return (DSparkInputs(states, embedded, given, labels, teachers, lm_head),)

@@ -20,6 +20,8 @@ from trainer.drafts.start import InitialDraft, coverage, initial_draft
 from trainer.job import Job, shared_identity
 from trainer.processes import Process, from_first
 from trainer.recipe.draft import DraftRecipe
+from trainer.target.features import StoredTaps, ensure_features
+from trainer.target.hidden import OnlineTarget
 from trainer.target.loading import Target, load_target
 from trainer.target.teacher_cache import ensure_teacher_cache
 
@@ -39,16 +41,20 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
     objective: DistillObjective | DSparkObjective
     if section.dspark is not None:
         initial = initial_dspark(target.model, target.tokenizer, section, examples)
-        taps = ", ".join(map(str, initial.config.target_layer_ids))
+        layers = ", ".join(map(str, initial.config.target_layer_ids))
         mask = target.tokenizer.convert_ids_to_tokens(initial.config.mask_token_id)
-        process.say(f"the draft reads the target's layers {taps}; its mask is {mask}")
+        process.say(f"the draft reads the target's layers {layers}; its mask is {mask}")
     else:
         initial = initial_draft(target.model, target.tokenizer, section, examples, trusted, longest)
     identity = _identity(recipe, target, dataset, heldout, initial)
     if check_costs and section.check_costs:
         _check_costs(target, initial, process)
     if isinstance(initial, DSparkDraft):
-        objective = DSparkObjective(target.model, target.tokenizer, initial, section, recipe.training.seed)
+        taps, seed = initial.config.target_layer_ids, recipe.training.seed
+        states = OnlineTarget(target.model)
+        if recipe.features is not None:
+            states = StoredTaps(target.model, ensure_features(target, examples, recipe.features, process, taps))
+        objective = DSparkObjective(target.model, target.tokenizer, initial, section, seed, states)
     else:
         if initial.output_tokens is not None and process.is_first:
             share = coverage(examples, initial.output_tokens)
@@ -75,6 +81,7 @@ def _identity(
 ) -> dict[str, Any]:
     """See `trainer.job.Job.identity`; a draft that training starts from is known by its weights."""
     section, content = recipe.draft, shared_identity(recipe, target, dataset, heldout)
+    content["features"] = {"states": recipe.features.states if recipe.features else "target"}
     if section.init.from_model is not None:
         draft = initial.model if isinstance(initial, InitialDraft) else initial
         content["draft"]["init"]["from_model"] = fingerprint(draft)

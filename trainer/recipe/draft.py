@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from trainer.recipe.common import LossSection, Section, TargetRecipe, Weight, default_term
+from trainer.recipe.heads import FeaturesSection
 
 LoopTrains = Literal["rejected", "all"]
 
@@ -196,14 +197,40 @@ class DraftRecipe(TargetRecipe):
 
     kind: Literal["draft"]
     draft: DraftSection = DraftSection()
+    features: FeaturesSection | None = None
+    """Train a DSpark draft from its target's states on disk; only the target's last layer is run at every step."""
 
     @property
     def store(self) -> tuple[str, str] | None:
+        if self.features is not None:
+            return "features.folder", self.features.folder
         teacher = self.draft.teacher
         return None if teacher is None else ("draft.teacher.folder", teacher.folder)
 
     def without_store(self) -> Self:
-        return self.model_copy(update={"draft": self.draft.model_copy(update={"teacher": None})})
+        draft = self.draft.model_copy(update={"teacher": None})
+        return self.model_copy(update={"draft": draft, "features": None})
+
+    @model_validator(mode="after")
+    def _features_are_those_of_a_dspark_drafts_data(self) -> "DraftRecipe":
+        if self.features is None:
+            return self
+        if self.draft.dspark is None:
+            raise ValueError(
+                "features hold states of the target, which only a DSpark draft reads: set features=null, and give "
+                "draft.teacher for an ordinary draft"
+            )
+        if self.draft.policy.generates:
+            raise ValueError(
+                "features hold the states at the data's own answers, but draft.policy writes others: set "
+                "features=null, or the shares of target and loop to 0"
+            )
+        if not self.features.keep_target:
+            raise ValueError(
+                "features.keep_target=false is for heads, and a DSpark draft uses parts of its target at every step: "
+                "set it to true"
+            )
+        return self
 
     @model_validator(mode="after")
     def _what_is_written_stands_alone(self) -> "DraftRecipe":

@@ -50,7 +50,7 @@ class AdaptersSection(Section):
     gradient_checkpointing: bool = True
 
 
-StatesDtype = Literal["target", "int8"]
+StatesDtype = Literal["target", "bf16", "int8"]
 
 
 class FeaturesSection(Section):
@@ -58,7 +58,8 @@ class FeaturesSection(Section):
 
     folder: str
     states: StatesDtype = "target"
-    """Hidden states in the target's dtype, or rounded to int8 with a scale for each token: half the disk of bf16."""
+    """Hidden states in the target's dtype, in bf16, or rounded to int8 with a scale for each token and layer: half the
+    disk of bf16."""
     shard_tokens: Annotated[int, Field(ge=1024)] = 262_144
     keep_target: bool = True
     """Keep the target beside the heads for the evaluations in between. False: the target is loaded at the start to

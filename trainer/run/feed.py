@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -28,17 +28,17 @@ class MicroBatch(NamedTuple):
 
 
 class StepShare(NamedTuple):
-    """This process's share of a step: labels of each term, and the micro batches."""
+    """This process's share of a step: labels of each term, then the texts' trained tokens; and the micro batches."""
 
-    counts: Int[Tensor, " terms"]
+    counts: Float[Tensor, " terms+1"]
     micro_batches: Iterator[MicroBatch]
 
 
 class _Prepared(NamedTuple):
-    """A micro batch on the host, and the labels of this process's share of the whole step."""
+    """A micro batch on the host, and the `StepShare.counts` of the whole step."""
 
     micro_batch: MicroBatch
-    counts: Int[Tensor, " terms"]
+    counts: Float[Tensor, " terms+1"]
 
 
 class Feed:
@@ -64,7 +64,7 @@ class Feed:
         self._thread = ThreadPoolExecutor(1, "micro batches")
         self._next: tuple[tuple[int, int], Future[_Prepared]] | None = None
         # Touched by the thread alone: a step, its batches, and the labels in all of them.
-        self._collated: tuple[int, list[Batch], Int[Tensor, " terms"]] | None = None
+        self._collated: tuple[int, list[Batch], Float[Tensor, " terms+1"]] | None = None
 
     def __enter__(self) -> "Feed":
         return self
@@ -119,7 +119,8 @@ class Feed:
             batches = [
                 collate([each.example for each in share], [each.example_index for each in share]) for share in shares
             ]
-            counts = torch.stack([self._objective.counts(batch, step) for batch in batches]).sum(0)
+            labels = torch.stack([self._objective.counts(batch, step) for batch in batches]).sum(0)
+            counts = torch.cat((labels, torch.stack([batch.labelled(1).sum() for batch in batches]).sum()[None]))
             self._collated = step, batches, counts
         _, batches, counts = self._collated
         batch, last = batches[index], index + 1 == self._per_step

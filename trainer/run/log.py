@@ -88,7 +88,11 @@ class Log:
             write_text(self._file, "".join(f"{line}\n" for line in lines if line not in superseded))
 
     def step(self, progress: Progress, figures: dict[str, float], times: StepTimes | None) -> None:
-        """Note a step's figures, and where its time is known its speed and the share of the target's forward."""
+        """Note a step's figures, and where its time is known its speed and the share of the target's forward.
+
+        Tokens are those of the step's texts that are trained, whatever is learnt at each: by heads a few tokens ahead,
+        by a DSpark draft blocks behind some of them.
+        """
         tokens, self._tokens = progress.tokens - self._tokens, progress.tokens
         note = f"loss {figures['loss']:.3f}"
         if times is not None:

@@ -115,7 +115,7 @@ def _raise(error: Exception | None) -> None:
 
 
 class _Done(NamedTuple):
-    """A step's figures of all processes together, its labels of the first term, and True if a process is to stop."""
+    """A step's figures of all processes together, its texts' trained tokens, and True if a process is to stop."""
 
     figures: dict[str, float]
     tokens: int
@@ -143,7 +143,7 @@ def _step(
     learning_rate = learning_rate_at(step, section)
     set_learning_rates(optimizers, learning_rate, objective.rates(step))
     mine, micro_batches = feed.step(step)
-    counts = _summed(accelerator, mine)
+    counts, trained = _summed(accelerator, mine).split([len(objective.terms), 1])
     weights = send(torch.tensor(objective.weights(step)), counts.device)
     scale: Float[Tensor, " terms"] = weights / counts.clamp(min=1)
     sums = _accumulate(objective, runner, micro_batches, step, scale, accelerator)
@@ -151,8 +151,8 @@ def _step(
     summed, noted = _summed(accelerator, torch.cat([sums.flatten(), noted])).split([sums.numel(), len(notes)])
     means = summed.view_as(sums) / counts.clamp(min=1)
     norm = runner.clip()
-    on_host = _on_host((means[0] * weights).sum(), means, counts, noted, torch.zeros(0) if norm is None else norm)
-    (loss,), terms, (tokens, *_), said, norms = on_host
+    on_host = _on_host((means[0] * weights).sum(), means, trained, noted, torch.zeros(0) if norm is None else norm)
+    (loss,), terms, (tokens,), said, norms = on_host
     _check_finite("loss", [loss], progress, checkpoints)
     _check_finite("gradient's norm", norms, progress, checkpoints)
     norms += runner.step()

@@ -1,14 +1,16 @@
 """Features, the target's hidden states on disk, read in place of running the target: see `trainer.target.store`.
 
-A row is a token. The target's lm_head is stored beside the rows. Whole sequences are stored, so
-any number of heads can be trained from the same features.
+A row is a token. For heads it holds what the target's lm_head reads, and the lm_head's weight is stored beside the
+rows. For a DSpark draft it holds the states behind the layers that the draft reads, and behind the last layer but one:
+from it the last layer, run at every step, gives what the lm_head reads. Whole sequences are stored, so any number of
+heads or drafts can be trained from the same features.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int8
@@ -16,12 +18,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.lm_head import capture_lm_head_input, last_position
-from trainer.data.batch import Batch, Example
+from decoding.model.lm_head import capture_lm_head_input, hooked, last_position
+from decoding.model.taps import begun_behind, capture_taps, layers_of
+from trainer.data.batch import Batch, Example, collate
 from trainer.files.shards import digest_of_each
 from trainer.processes import Process
 from trainer.recipe.heads import FeaturesSection, StatesDtype
-from trainer.target.hidden import logit_transform
+from trainer.target.hidden import OnlineTarget, logit_transform
 from trainer.target.loading import Target
 from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store
 
@@ -36,6 +39,8 @@ class FeatureIdentity(Identity):
 
     hidden_size: int
     states: StatesDtype = "target"
+    layers: str = ""
+    """The layers (from 0) behind which states are stored, such as ``1, 3, 6``; empty: what the lm_head reads is."""
 
     @staticmethod
     def of(
@@ -44,6 +49,7 @@ class FeatureIdentity(Identity):
         tokenizer: PreTrainedTokenizerBase,
         examples: Sequence[Example],
         section: FeaturesSection,
+        layers: Sequence[int] = (),
     ) -> "FeatureIdentity":
         """Return the identity of these examples' features."""
         return FeatureIdentity(
@@ -51,13 +57,20 @@ class FeatureIdentity(Identity):
             data=digest_of_each(example.text() for example in examples),
             hidden_size=target.hidden_size,
             states=section.states,
+            layers=", ".join(map(str, layers)),
         )
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return tuple(map(int, self.layers.split(", "))) if self.layers else ()
+
     def columns(self) -> dict[str, Column]:
-        """Return the state, and its scale if in int8."""
+        """Return the state, or that of each layer, and scales if in int8."""
+        each = (len(self.taps),) if self.layers else ()
         if self.states == "int8":
-            return {"hidden": Column(torch.int8, (self.hidden_size,)), "scale": Column(torch.float32)}
-        return {"hidden": Column(self.torch_dtype, (self.hidden_size,))}
+            return {"hidden": Column(torch.int8, (*each, self.hidden_size)), "scale": Column(torch.float32, each)}
+        dtype = torch.bfloat16 if self.states == "bf16" else self.torch_dtype
+        return {"hidden": Column(dtype, (*each, self.hidden_size))}
 
     def num_rows(self, example: Example) -> int:
         """Return the number of its tokens."""
@@ -65,8 +78,8 @@ class FeatureIdentity(Identity):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the lm_head."""
-        return self.vocab_size * self.hidden_size * self.torch_dtype.itemsize
+        """Bytes of the lm_head, which a draft reads from its target."""
+        return 0 if self.layers else self.vocab_size * self.hidden_size * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -91,25 +104,29 @@ class FeatureWriter:
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
         """Return the rows of all tokens, without padding."""
         model, inputs = self.target.model, batch.to(self.target.device).model_inputs()
-        with capture_lm_head_input(model, last_position) as captured:
+        taps = self.identity.taps
+        with (
+            capture_lm_head_input(model, last_position) as captured,
+            capture_taps(model, self.target.num_layers, taps) as tapped,
+        ):
             model(**inputs, use_cache=False)
-        mask = batch.attention_mask.bool()
-        found = {"hidden": captured[0][mask.to(captured[0].device)]}
+        states = tapped[0].unflatten(-1, (len(taps), -1)) if taps else captured[0]
+        found = {"hidden": states[batch.attention_mask.bool().to(states.device)]}
         if self.identity.states == "int8":
             found["hidden"], found["scale"] = quantised(found["hidden"])
         return found
 
 
 def quantised(
-    states: Float[Tensor, "tokens hidden"],
-) -> tuple[Int8[Tensor, "tokens hidden"], Float[Tensor, " tokens"]]:
-    """Round each token's numbers to -127 to 127 times a scale of its own, the largest magnitude over 127, in fp32.
+    states: Float[Tensor, "*tokens hidden"],
+) -> tuple[Int8[Tensor, "*tokens hidden"], Float[Tensor, "*tokens"]]:
+    """Round each state's numbers to -127 to 127 times a scale of its own, the largest magnitude over 127, in fp32.
 
     A number read back as ``rounded * scale`` is off by half a scale at most.
     """
     wide = states.float()
     scale = wide.abs().amax(-1) / 127
-    return (wide / scale.where(scale > 0, 1.0)[:, None]).round_().to(torch.int8), scale
+    return (wide / scale.where(scale > 0, 1.0)[..., None]).round_().to(torch.int8), scale
 
 
 class FeatureStore(Store[FeatureIdentity]):
@@ -120,11 +137,11 @@ class FeatureStore(Store[FeatureIdentity]):
         """The weight of the target's lm_head."""
         return self._weight("lm_head")
 
-    def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
-        """Return what the target's lm_head reads, in the target's dtype on the batch's device; zeros on padding."""
+    def hidden(self, batch: Batch) -> Float[Tensor, "batch positions *layers hidden"]:
+        """Return the states in the target's dtype on the batch's device; zeros on padding."""
         hidden = self._padded("hidden", batch)
-        if self.identity.states == "target":
-            return hidden
+        if self.identity.states != "int8":
+            return hidden.to(self.identity.torch_dtype)
         return (hidden * self._padded("scale", batch)[..., None]).to(self.identity.torch_dtype)
 
     def _padded(self, name: str, batch: Batch) -> Tensor:
@@ -156,14 +173,54 @@ class StoredFeatures:
         raise AssertionError("stored features are read, and no target is run")
 
 
+class StoredTaps(OnlineTarget):
+    """The states behind a target's layers from disk; only its last layer is run, for what its lm_head reads."""
+
+    def __init__(self, target: CausalLM, store: FeatureStore) -> None:
+        """Raise ValueError for a target whose last layer reads more than the states before it."""
+        super().__init__(target)
+        self._store, self._last = store, target.num_layers - 2
+        batch = collate([Example((0, 1), (True, True), 0)]).to(target.device)
+        outputs: list[Any] = []
+        layer = layers_of(target.model, target.num_layers)[self._last]
+        with hooked(layer.register_forward_hook, lambda module, args, output: outputs.append(output)):
+            wanted, state = super().tapped(batch, (self._last,))
+        self._in_tuple = isinstance(outputs[0], tuple)
+        found = self._behind(batch, state)
+        if not torch.allclose(found.float(), wanted.float(), rtol=0.05, atol=0.05 * float(wanted.abs().max())):
+            raise ValueError(
+                f"the last layer of the target ({target.model.config.model_type}) reads more than the states before "
+                "it, which features do not hold: set features=null"
+            )
+
+    @torch.no_grad()
+    def _behind(self, batch: Batch, state: Tensor) -> Float[Tensor, "batch positions hidden"]:
+        """Return what the lm_head reads behind a state of the last layer but one."""
+        with begun_behind(self._model, self._layers, self._last, state, self._in_tuple):
+            return super().tapped(batch, ())[0]
+
+    def read(self, batch: Batch) -> Float[Tensor, "batch positions layers hidden"]:
+        return self._store.hidden(batch)
+
+    def tapped(self, batch: Batch, taps: Sequence[int], stored: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        states, layers = self.read(batch) if stored is None else stored, self._store.identity.taps
+        chosen = [layers.index(tap) for tap in taps]
+        return self._behind(batch, states[..., layers.index(self._last), :]), states[..., chosen, :].flatten(-2)
+
+
 def ensure_features(
-    target: Target, examples: Sequence[Example], section: FeaturesSection, process: Process
+    target: Target,
+    examples: Sequence[Example],
+    section: FeaturesSection,
+    process: Process,
+    taps: Sequence[int] = (),
 ) -> FeatureStore:
-    """Write the missing features of these examples; return all of them.
+    """Write the missing features of these examples; return all of them. ``taps``: the layers that a draft reads.
 
     Every process calls this, and waits for the others at the end.
     """
-    identity = FeatureIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section)
+    layers = sorted({*taps, target.model.num_layers - 2}) if taps else ()
+    identity = FeatureIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section, layers)
     folder = Path(section.folder)
     layout = ensure_store(FeatureWriter(target.model, identity), examples, folder, section.shard_tokens, process)
     return FeatureStore(folder, identity, layout)

@@ -51,17 +51,19 @@ class OnlineTarget:
         weight: Tensor = self._model.get_output_embeddings().weight
         return weight
 
-    def read(self, batch: Batch) -> None:
+    def read(self, batch: Batch) -> Tensor | None:
         """Return None: nothing is on a disk."""
+        return None
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         return self.tapped(batch, ())[0]
 
     @torch.no_grad()
-    def tapped(self, batch: Batch, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def tapped(self, batch: Batch, taps: Sequence[int], stored: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return what the lm_head reads, and the states behind the layers ``taps``, by one run of the target.
 
         (batch, positions, hidden) and (batch, positions, taps) on the batch's device; the latter empty without taps.
+        ``stored`` is what `read` gave, on the batch's device.
         """
         with span("target"), capture_taps(self._model, self._layers, taps) as tapped:
             hidden = lm_head_input(self._model, batch.model_inputs())
