@@ -101,9 +101,7 @@ class CausalLM:
         device: torch.device = self.model.device
         return device
 
-    def budgets_of(
-        self, drafter: str, budgets: tuple[Budget, ...], chains: tuple[Budget, ...]
-    ) -> tuple[Budget, ...]:
+    def budgets_of(self, drafter: str, budgets: tuple[Budget, ...], chains: tuple[Budget, ...]) -> tuple[Budget, ...]:
         """Return the budgets of a drafter that this target runs: its ``chains`` alone if it runs no trees.
 
         ValueError if it runs none of them.
