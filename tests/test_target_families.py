@@ -19,13 +19,14 @@ from tiny_models import positions_run, tiny_model
 from tiny_training import medusa_on, tiny_tokenizer
 
 from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, MedusaDrafter
+from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
+from decoding.measure.proof.enumeration import Context, distribution
 from decoding.model import rows
 from decoding.model.architecture import abilities
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.measure.proof.enumeration import Context, distribution
 from decoding.policies import Budget
 from decoding.rules.drawing import GeneratorSource, RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -88,11 +89,16 @@ def test_chains_are_plain_greedy_in_a_batch_of_texts_of_several_lengths(family: 
     right = [[*prompt, *text] for prompt, text in zip(PROMPTS, plain(family), strict=True)]
     texts = Engine(target, Chains(right, share)).decode(PROMPTS, DecodingConfig(COUNT), batch_size=2)
     assert [text.tokens for text in texts] == plain(family)
-    accepted = [sum(step.accepted for step in text.steps) for text in texts]
-    assert all(count == 0 if share == "none" else count > 2 for count in accepted)
+    accepted = sum(step.accepted for text in texts for step in text.steps)
+    assert accepted == 0 if share == "none" else accepted > 5
 
 
-@pytest.mark.parametrize("family", ALL)
+_UNEMBEDDED = ("mamba", "mamba2", "falcon_mamba", "rwkv")
+"""Families whose hidden states in `transformers` do not begin with the embeddings."""
+_STREAMS = ("gemma3n_text",)
+
+
+@pytest.mark.parametrize("family", [family for family in ALL if family not in (*_UNEMBEDDED, *_STREAMS)])
 def test_states_behind_a_layer_are_those_of_transformers(family: str) -> None:
     model = CausalLM(family_model(family))
     cache = model.new_cache(32, 2)
@@ -105,6 +111,12 @@ def test_states_behind_a_layer_are_those_of_transformers(family: str) -> None:
         assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
 
+def test_a_family_whose_layers_hand_on_several_streams_has_no_states_to_read() -> None:
+    model = CausalLM(family_model("gemma3n_text"))
+    with pytest.raises(ValueError, match="^Gemma3nForCausalLM's layers hand on several streams.*train heads"):
+        model.prefill([[3, 1]], model.new_cache(8), taps=(0,))
+
+
 def draft_on(target: CausalLM, folder: Path) -> DistillObjective:
     """A draft of another family: a recurrent target's own layers make no draft."""
     tiny_model("llama", num_hidden_layers=1).save_pretrained(folder)
@@ -112,8 +124,10 @@ def draft_on(target: CausalLM, folder: Path) -> DistillObjective:
     return distill(target.model, init={"from_model": str(folder)})
 
 
-@pytest.mark.parametrize("kind", ["heads", "draft", "DSpark"])
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(f, kind) for f in ALL for kind in ("heads", "draft", "DSpark") if kind != "DSpark" or f not in _STREAMS],
+)
 def test_heads_drafts_and_dspark_drafts_learn_from_every_family(family: str, kind: str, tmp_path: Path) -> None:
     target, batch = CausalLM(family_model(family)), collate(TEXTS)
     objective: Any
@@ -137,7 +151,7 @@ def test_a_recurrent_model_is_no_draft_neither_trained_nor_decoding() -> None:
     with pytest.raises(ValueError, match=r"^qwen3_next keeps a recurrent state.*draft\.init\.from_model"):
         distill(model)
     engine = Engine(CausalLM(tiny_model()), DraftModelDrafter(CausalLM(model)))
-    with pytest.raises(ValueError, match="^qwen3_next keeps a recurrent state.*no draft: give a small model"):
+    with pytest.raises(ValueError, match=r"^qwen3_next keeps a recurrent state.*no draft: give a small model"):
         engine.decode([3], DecodingConfig(4))
 
 
@@ -150,9 +164,9 @@ def test_a_family_that_verifies_no_draft_is_refused_where_one_is_given_and_says_
 def test_trees_and_static_shapes_are_refused_on_a_recurrent_target_and_heads_draft_their_chain() -> None:
     target = CausalLM(family_model("lfm2"))
     tree = DraftTreeDrafter(CausalLM(tiny_model()), 2, 2, 6)
-    with pytest.raises(ValueError, match="^lfm2 has conv layers.*draft-tree drafts trees: give a lfm2 model heads"):
+    with pytest.raises(ValueError, match=r"^lfm2 has conv layers.*draft tree drafts trees: give a lfm2 model heads"):
         Engine(target, tree).decode([3], DecodingConfig(4))
-    with pytest.raises(ValueError, match="^lfm2 has conv layers.*cannot have fixed shapes: leave static out"):
+    with pytest.raises(ValueError, match=r"^lfm2 has conv layers.*cannot have fixed shapes: leave static out"):
         target.with_static("eager")
     heads = MedusaHeads(MedusaConfig(32, VOCAB, 2, tree=((0,), (1,), (0, 0), (0, 1))))
     steps = Engine(target, MedusaDrafter(heads)).decode([3], DecodingConfig(COUNT, trees=True)).steps
@@ -162,7 +176,7 @@ def test_trees_and_static_shapes_are_refused_on_a_recurrent_target_and_heads_dra
 # --- what is fed ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("share", "most"), [("all", 1.2), ("half", 6.0), ("none", 9.0)])
+@pytest.mark.parametrize(("share", "most"), [("all", 1.2), ("half", 8.0), ("none", 14.0)])
 def test_no_step_takes_a_second_pass_and_what_is_fed_again_is_bounded(share: str, most: float) -> None:
     target = CausalLM(family_model("qwen3_next"))
     text = [*PROMPTS[0], *Engine(target).decode(PROMPTS[0], DecodingConfig(40)).tokens]
@@ -175,9 +189,9 @@ def test_no_step_takes_a_second_pass_and_what_is_fed_again_is_bounded(share: str
 def test_a_row_that_waits_for_too_long_drafts_nothing_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "MOST_FED_AGAIN", 4)
     target = CausalLM(family_model("qwen3_next"))
-    text = [*PROMPTS[0], *Engine(target).decode(PROMPTS[0], DecodingConfig(12)).tokens]
+    text = [*PROMPTS[0], *Engine(target).decode(PROMPTS[0], DecodingConfig(20)).tokens]
     with positions_run(target.model) as run:
-        steps = Engine(target, Chains([text], "none")).decode(PROMPTS[0], DecodingConfig(12)).steps
+        steps = Engine(target, Chains([text], "none")).decode(PROMPTS[0], DecodingConfig(20)).steps
     assert [step.drafted > 0 for step in steps[1:7]] == [True] * 5 + [False]
     assert run[1:8] == [7, 8, 9, 10, 11, 6, 7], "the sixth feeds five again and the last token; then nothing waits"
 
@@ -196,17 +210,41 @@ def test_a_row_can_be_cut_anywhere_and_a_conversation_goes_on() -> None:
         torch.testing.assert_close(target.append([text[cut:]], cache).logits, wanted, atol=1e-4, rtol=1e-4)
 
 
+class Drawing(TextDrafter):
+    """A chain of up to two tokens, each drawn from the same q."""
+
+    name = "drawing"
+    budgets = (Budget(2, 3),)
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self._q = q
+
+    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
+        return frozenset({ProposalKind.SAMPLED})
+
+    def open_text(self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int) -> Any:
+        self._source = start.source
+        return self
+
+    def observe(self, *args: Any) -> None: ...
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        drawn = [self._source.draw(self._q) for _ in range(request.max_depth)]
+        tree = TokenTree.chain([request.tokens[-1], *drawn])
+        return Proposal(tree, ProposalKind.SAMPLED, self._q.expand(len(tree), -1))
+
+
 def test_sampled_texts_of_the_loop_have_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """All outcomes of the loop on a hybrid of three tokens, with a chain drawn from another model's q."""
     monkeypatch.setattr(rows, "MOST_FED_AGAIN", 1)
     target = CausalLM(family_model("qwen3_next", vocab=3))
-    draft = DraftModelDrafter(CausalLM(tiny_model(vocab=3)), 2)
+    q = torch.tensor([0.5, 0.3, 0.2])
     config, length = DecodingConfig(4, sampling=SamplingConfig(1.0)), 4
 
     def program(source: RandomSource) -> Context:
         with monkeypatch.context() as patched:
             patched.setattr(GeneratorSource, "from_seed", lambda *seed: source)
-            return Engine(target, draft).decode([1, 0], config).tokens
+            return Engine(target, Drawing(q)).decode([1, 0], config).tokens
 
     found = distribution(program)
     for text in itertools.product(range(3), repeat=length):
