@@ -131,7 +131,10 @@ class DecodingBatch:
         """Take ``rows`` texts at a time; the other arguments are those of `Engine.steps`, ValueError included."""
         for prompt in prompts:
             check_prompt(target, prompt, config)
-        self.budgets = () if drafter is None else target.budgets_of(drafter.name, drafter.budgets, drafter.chains)
+        self.budgets: tuple[Budget, ...] = ()
+        if drafter:
+            target.check_drafts(drafter.name, bool(drafter.chains))
+            self.budgets = drafter.budgets if target.no_trees is None else drafter.chains
         if drafter and config.rule:
             config.rule.check(drafter.kinds(config.sampling), self.budgets == drafter.chains)
         self.target, self.drafter, self.policy, self.stop, self.config = target, drafter, policy, stop, config

@@ -27,7 +27,6 @@ from decoding.model.forward import ModelOutput, run_model
 from decoding.model.rows import RowSteps
 from decoding.model.static import StaticSteps, row_bucket
 from decoding.model.turns import CacheHolder, CacheTurns, lock_of
-from decoding.policies import Budget
 from decoding.rules.tree import TokenTree
 
 _PREFILL_TOKENS = 1 << 14
@@ -101,23 +100,19 @@ class CausalLM:
         device: torch.device = self.model.device
         return device
 
-    def budgets_of(self, drafter: str, budgets: tuple[Budget, ...], chains: tuple[Budget, ...]) -> tuple[Budget, ...]:
-        """Return the budgets of a drafter that this target runs: its ``chains`` alone if it runs no trees.
-
-        ValueError if it runs none of them.
-        """
+    def check_drafts(self, drafter: str, has_chains: bool) -> None:
+        """Raise ValueError if no draft of a drafter runs on this target; ``has_chains``: it can draft chains alone."""
         kind = self.model.config.model_type
         if (reason := why_no_chains(self.model)) is not None:
             raise ValueError(
                 f"{reason}, so that no draft can be verified: a {kind} model can be trained on, decoded plainly and "
                 "measured without a drafter"
             )
-        if self.no_trees is not None and not chains:
+        if self.no_trees is not None and not has_chains:
             raise ValueError(
                 f"{self.no_trees}, and {drafter} drafts trees: give a {kind} model heads, a draft, dspark as a chain, "
                 "or a lookup of one branch"
             )
-        return budgets if self.no_trees is None else chains
 
     def windows(self) -> dict[str, int | None]:
         """Return the sliding window (None: full attention) of each layer type that takes a mask."""

@@ -100,7 +100,8 @@ class _Row:
         if self.cache is None or length >= self._live:
             return
         if self._live and all(type(layer) is DynamicLayer for layer in self.cache.layers):
-            for layer in self.cache.layers:
+            layers: list[Any] = self.cache.layers
+            for layer in layers:
                 layer.crop(length - self._live)
             self._live = length
         elif length >= self._kept:
@@ -152,7 +153,7 @@ class RowSteps:
         if kind in ("nemotron_h", "zamba2"):  # transformers clamps time steps in a pass of several tokens alone
             for module in model.modules():
                 if hasattr(module, "time_step_limit"):
-                    module.time_step_limit = (0.0, float("inf"))
+                    vars(module)["time_step_limit"] = (0.0, float("inf"))
 
     def new_cache(self, rows: int) -> RowsCache:
         """Make a cache for ``rows`` texts."""
