@@ -23,7 +23,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import read_described
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.folder import adapted_model, check_model_folder
-from decoding.model.heads import CONFIG_NAME, read_config
+from decoding.model.heads import read_config
 from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import (
     UNREADABLE,
@@ -34,7 +34,7 @@ from decoding.model.loading import (
     model_without_weights,
     reason,
 )
-from decoding.model.stored import check_tensors, weights_header
+from decoding.model.stored import CONFIG_NAME, check_tensors, weights_header
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from trainer.doctor.machine import size
