@@ -23,12 +23,12 @@ from decoding.model.dspark import DSpark, DSparkDraft
 from decoding.model.dspark_config import HEAD_DIMS, DSparkConfig
 from decoding.model.lm_head import unscaled_embeddings
 from decoding.model.loading import load_dspark
-from decoding.rules.best_tree import FITTED_RANKS, best_tree
+from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, Example, collate, flat_rows
 from trainer.drafts.blocks import BlockInputs, Blocks, Labels, block_inputs, blocks_at, labels_of, sample_blocks
 from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.losses import HiddenTeacher, LossMix
-from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
+from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
 from trainer.recipe.draft import DraftSection, DSparkSection
 from trainer.target.hidden import OnlineTarget
 
@@ -93,7 +93,7 @@ def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section:
     """
     config = target.model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or target.hidden_size // heads
+    head_dim = vars(config).get("head_dim") or target.hidden_size // heads
     return DSparkConfig(
         hidden_size=target.hidden_size,
         intermediate_size=section.intermediate_size
@@ -324,17 +324,9 @@ def rank_accuracies(dspark: DSpark, texts: Sequence[tuple[Sequence[int], int]]) 
 
     Every new token of ``texts``, pairs of tokens and prompt length, is a root once, as in decoding.
     """
-    config = dspark.config
-    ranks = min(FITTED_RANKS, config.vocab_size)
-    counts, totals = torch.zeros(config.block_size, ranks), torch.zeros(config.block_size, 1)
     online = OnlineTarget(dspark.target)
-    for tokens, prompt_length in texts:
-        for depth, labels, logits in block_logits(dspark, online, tokens, prompt_length):
-            hits = logits.topk(ranks).indices == labels[:, None].to(logits.device)
-            counts[depth] += hits.sum(0).cpu()
-            totals[depth] += len(labels)
-    shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()
-    return shares
+    found = (each for tokens, prompt in texts for each in block_logits(dspark, online, tokens, prompt))
+    return rank_shares(found, dspark.config.block_size)
 
 
 @torch.inference_mode()
