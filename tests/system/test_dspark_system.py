@@ -21,7 +21,7 @@ from whole_runs import (
     write_workshop,
 )
 
-DSPARK = {"tokens": 3, "markov_rank": 5, "anchors": 4, "layers": 1, "mask_token": "<user>"}
+DSPARK = {"block_size": 3, "markov_rank": 5, "anchors": 4, "layers": 1, "mask_token": "<user>"}
 KILLED = str(ROOT / "tests" / "system" / "launched_killed.py")
 RESTARTING = [*TORCHRUN, "--standalone", "--nproc_per_node", "2", "--max-restarts", "2", KILLED]
 POLICY = {"offline": 0.5, "loop": 0.5, "loop_trains": "all", "max_new_tokens": 6, "every": 3}

@@ -1,0 +1,234 @@
+"""Our heads in vLLM 0.32 and later: a proposer for its ``custom_class``. Imports torch, safetensors and vLLM alone.
+
+    --speculative-config '{"method":"custom_class","model":"trainer.export.vllm_proposer.HeadsProposer",
+    "num_speculative_tokens":4}' --additional-config '{"headstart":{"heads":FOLDER}}'
+
+It drafts a chain: the best token of each head, after the token before it if they have a Markov bias. vLLM hands it
+tokens and no states, so it listens to three calls of each step: see `_Step`.
+"""
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+KEY = "headstart"
+"""Name of our part of vLLM's ``additional_config``: ``heads``, and if wanted ``depth`` and ``ngram``."""
+_FORMAT = "headstart-medusa"
+
+
+class _Step(threading.local):
+    """The last states that a model of this thread computed logits of, and those that it sampled from.
+
+    A step computes the logits of its drafted tokens, samples, computes logits of prompts if their log-probabilities are
+    wanted, and drafts. So the states are kept when they are sampled from, and drafting takes them away: a step that
+    does not draft leaves nothing behind that a later one could use.
+    """
+
+    computed: Tensor | None = None
+    sampled: tuple[Tensor | None, Sequence[int] | None] | None = None
+    """The states, and the drafted tokens of each request among them; None for a step without drafts."""
+
+
+_STEP = _Step()
+
+
+def _noting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the ``forward`` of one of vLLM's samplers. The outer one of two is noted last, and stays."""
+
+    @functools.wraps(forward)
+    def noting(*args: Any, **named: Any) -> Any:
+        result = forward(*args, **named)
+        given = (getattr(arg, "num_draft_tokens", None) for arg in (*args, *named.values()))
+        _STEP.sampled = _STEP.computed, next((drafted for drafted in given if drafted is not None), None)
+        return result
+
+    noting.headstart = True  # type: ignore[attr-defined]  # wrapped once in a process
+    return noting
+
+
+def state_rows(drafted: Sequence[int] | None, sampled: Sequence[Sequence[int]], rows: int) -> list[int]:
+    """Return the row of each request's newest token's state among a step's: drafted tokens and one more for each.
+
+    ``sampled``: the tokens that each request got; its newest was written from its ``len(sampled)``-th row. A request
+    whose prompt is not read to its end got none. RuntimeError if these are not the rows of this step.
+    """
+    counts = [0] * len(sampled) if drafted is None else list(drafted)
+    if len(counts) != len(sampled) or sum(counts) + len(counts) != rows:
+        raise RuntimeError(
+            f"{rows} states are not those of {len(sampled)} requests with {sum(counts)} drafted tokens: please report "
+            "this with vLLM's version"
+        )
+    found, first = [], 0
+    for count, tokens in zip(counts, sampled, strict=True):
+        found.append(first + max(len(tokens) - 1, 0))
+        first += count + 1
+    return found
+
+
+def looked_up(text: Tensor, ngram: int, count: int) -> list[int]:
+    """Return ``count`` tokens behind the latest earlier occurrence of a text's last ``ngram`` tokens; else none.
+
+    Fewer if the text ends before, unless the occurrence touches its end: then the text repeats itself.
+    """
+    if len(text) <= ngram:
+        return []
+    found = (text[:-1].unfold(0, ngram, 1) == text[-ngram:]).all(1).nonzero()
+    if not len(found):
+        return []
+    following = text[int(found[-1]) + ngram :].tolist()
+    period = len(following)
+    return [following[place % period] for place in range(count if period <= ngram else min(count, period))]
+
+
+class HeadsProposer:
+    """Proposer of the heads' chain, and of a lookup's if the last ``ngram`` tokens of a text occur in it earlier.
+
+    vLLM builds it before it loads anything. ValueError for a folder without heads, for heads of other sizes than the
+    target's, and for more tokens than there are heads.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        from vllm.v1.sample.rejection_sampler import RejectionSampler
+        from vllm.v1.sample.sampler import Sampler
+
+        for kind in (Sampler, RejectionSampler):
+            if not hasattr(kind.forward, "headstart"):
+                kind.forward = _noting(kind.forward)
+        model = vllm_config.model_config
+        given = _given(vllm_config.additional_config)
+        self.folder = Path(given["heads"])
+        self.config = config = _read_config(self.folder)
+        for name, wanted in (("hidden_size", model.get_hidden_size()), ("vocab_size", model.get_vocab_size())):
+            if config[name] != wanted:
+                raise ValueError(
+                    f"the heads in {self.folder} have {name} {config[name]} and the target {wanted}: give heads that "
+                    "were trained on this target"
+                )
+        self.tokens: int = vllm_config.speculative_config.num_speculative_tokens
+        self.ngram: int = given.get("ngram", 0)
+        most = config["num_heads"]
+        depth = given.get("depth", min(self.tokens, most) if self.ngram else self.tokens)
+        if depth > most:
+            asked = f"{KEY}.depth" if "depth" in given else "num_speculative_tokens"
+            raise ValueError(f"{asked} is {depth} but there are {most} heads: give at most {most}")
+        self.depth: int = min(depth, self.tokens)
+
+    def load_model(self, target: Any) -> None:
+        """Read the weights in the target's dtype onto its device, and begin to note its states."""
+        like, config = next(target.parameters()), self.config
+        stored = _read_weights(self.folder, config)
+        held = {name: tensor.to(device=like.device, dtype=like.dtype) for name, tensor in stored.items()}
+        names = [f"heads.{head}" for head in range(self.depth)]
+        linear = [f"blocks.{layer}.linear" for layer in range(config["num_layers"])]
+        self._layers = [
+            tuple(torch.stack([held[f"{name}.{part}.{kind}"] for name in names]) for kind in ("weight", "bias"))
+            for part in linear
+        ]
+        shared = config["shared_lm_head"]
+        self._outputs = [None if shared else held[f"{name}.lm_head.weight"] for name in names]
+        self._bias = (
+            [held[f"markov.{part}.weight"] for part in ("embedding", "output")] if config["markov_rank"] else []
+        )
+        self._compute_logits = compute = target.compute_logits
+
+        @functools.wraps(compute)
+        def noting(states: Tensor, *args: Any, **named: Any) -> Any:
+            _STEP.computed = states
+            return compute(states, *args, **named)
+
+        target.compute_logits = noting
+
+    @torch.inference_mode()
+    def propose(
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
+    ) -> list[list[int]]:
+        """Return the drafted tokens of each request, none for one whose prompt is not read to its end."""
+        step, _STEP.sampled = _STEP.sampled, None
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if self.ngram:
+            for request, tokens in enumerate(sampled_token_ids):
+                text = torch.from_numpy(token_ids_cpu[request, : num_tokens_no_spec[request]])
+                drafts[request] = looked_up(text, self.ngram, self.tokens) if tokens else []
+        asking = [request for request, tokens in enumerate(sampled_token_ids) if tokens and not drafts[request]]
+        if asking:
+            if step is None or step[0] is None:
+                raise RuntimeError("vLLM sampled without a state of its target: please report this with its version")
+            rows = state_rows(step[1], sampled_token_ids, len(step[0]))
+            index = torch.tensor([(rows[request], sampled_token_ids[request][-1]) for request in asking])
+            row, newest = index.to(step[0].device).unbind(1)
+            for request, chain in zip(asking, self.chains(step[0][row], newest).tolist(), strict=True):
+                drafts[request] = chain
+        return drafts
+
+    def chains(self, states: Tensor, newest: Tensor) -> Tensor:
+        """Return each request's chain, (requests, depth), from the states that their newest tokens were written from.
+
+        Head k (from 0) drafts the token k + 1 behind the newest.
+        """
+        x = states.expand(self.depth, -1, -1)
+        for weight, bias in self._layers:
+            x = x + F.silu(torch.baddbmm(bias[:, None], x, weight.mT))
+        chain, before = [], newest
+        for head, output in enumerate(self._outputs):
+            logits = self._compute_logits(x[head]) if output is None else F.linear(x[head], output)
+            if self._bias:
+                logits = logits + F.linear(F.embedding(before, self._bias[0]), self._bias[1])
+            before = logits.argmax(-1)
+            chain.append(before)
+        return torch.stack(chain, 1)
+
+
+def _given(additional: Any) -> dict[str, Any]:
+    """Return our part of ``additional_config``; ValueError without a folder, and for other keys or values."""
+    given = additional.get(KEY) if isinstance(additional, dict) else None
+    held, wanted = dict(given) if isinstance(given, dict) else {}, {"heads": str, "depth": int, "ngram": int}
+    if "heads" in held and all(type(value) is wanted.get(key) and value not in ("", 0) for key, value in held.items()):
+        return held
+    raise ValueError(
+        f'vLLM\'s additional_config has {KEY} {given!r}: give --additional-config \'{{"{KEY}":{{"heads":FOLDER}}}}\', '
+        "and in it depth and ngram, 1 or more, if wanted"
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Read the sizes of heads as `decoding.model.heads` writes them."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if config["format"] == _FORMAT:
+            return dict(config)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{folder} holds no heads of headstart: give the folder that headstart export wrote, on this disk")
+
+
+def _read_weights(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Read the tensors; ValueError unless they have the names and shapes of the config."""
+    size, vocab, rank = config["hidden_size"], config["vocab_size"], config["markov_rank"]
+    shapes: dict[str, tuple[int, ...]] = {
+        f"markov.{part}.weight": (vocab, rank) for part in ("embedding", "output") if rank
+    }
+    for head in range(config["num_heads"]):
+        if not config["shared_lm_head"]:
+            shapes[f"heads.{head}.lm_head.weight"] = (vocab, size)
+        for layer in range(config["num_layers"]):
+            linear = f"heads.{head}.blocks.{layer}.linear"
+            shapes |= {f"{linear}.weight": (size, size), f"{linear}.bias": (size,)}
+    stored: dict[str, Tensor] = {}
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            stored |= load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors ({error}): export the heads again") from error
+    found = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    if wrong := sorted(name for name in shapes | found if shapes.get(name) != found.get(name)):
+        raise ValueError(f"{folder} does not fit its config.json: {wrong[0]} is {found.get(wrong[0])}; export again")
+    return stored
