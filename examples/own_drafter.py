@@ -91,7 +91,7 @@ model = HeadstartModel.from_pretrained(target, dtype=torch.float32)
 prompt = [tokenizer(options.prompt)["input_ids"]]
 for temperature in (0.0, 1.0):
     # At a temperature the rule draws from the target as plain decoding does: the same seed gives the same text.
-    texts = {"temperature": temperature, "max_new_tokens": options.max_new_tokens}
+    texts = {"temperature": temperature, "max_new_tokens": options.max_new_tokens, "policy": "fixed"}
     plain = speculate(model.target, None, prompt, **texts)
     drafted = speculate(model.target, drafter, prompt, **texts)
     same = torch.equal(plain.sequences, drafted.sequences)

@@ -168,7 +168,7 @@ decoder = HeadstartModel.from_pretrained(str(folder), f"heads:{heads}", dtype=to
 inputs = tokenizer("import os\nimport sys\n\n", return_tensors="pt").to(decoder.device)
 ours = decoder.generate(**inputs, max_new_tokens=64, do_sample=False)
 theirs = decoder.target.model.generate(**inputs, max_new_tokens=64, do_sample=False)
-output = speculate(decoder.target, decoder.drafter, inputs["input_ids"], max_new_tokens=64)
+output = speculate(decoder.target, decoder.drafter, inputs["input_ids"], max_new_tokens=64, policy="fixed")
 print(tokenizer.decode(ours[0]))
 print(f"the text of transformers' generate: {'equal' if torch.equal(ours, theirs) else 'DIFFERENT'}")
 print(f"{output.tokens_per_pass:.2f} tokens per target pass")

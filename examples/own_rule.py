@@ -104,6 +104,7 @@ for chosen in (None, MINE, LOSSY):  # None: the lossless rule that keeps the mos
         model.drafter,
         prompts,
         rule=chosen,
+        policy="fixed",
         temperature=0.7,
         max_new_tokens=options.max_new_tokens,
         pad_token_id=tokenizer.eos_token_id,

@@ -48,6 +48,7 @@ for turn in range(4):  # all take turns, so that a busy machine slows all alike;
             prompts,
             max_new_tokens=64,
             batch_size=1,
+            policy="fixed",
             pad_token_id=tokenizer.eos_token_id,
         )
         took = sum(Tally.of(text.steps).total_seconds for text in outputs[name].generations)

@@ -32,7 +32,7 @@ target = prepare_target(recipe.target)
 tokenizer = load_tokenizer(target)
 model = HeadstartModel.from_pretrained(target, f"heads:{heads}", dtype=torch.float32)
 prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-texts = {"max_new_tokens": 64, "batch_size": 1, "pad_token_id": tokenizer.eos_token_id}
+texts = {"max_new_tokens": 64, "batch_size": 1, "policy": "fixed", "pad_token_id": tokenizer.eos_token_id}
 plain = speculate(model.target, None, prompts, **texts)
 drafted = speculate(model.target, model.drafter, prompts, **texts)
 print(f"{drafted.tokens_per_pass:.2f} tokens per target pass, plain decoding {plain.tokens_per_pass:.2f}")

@@ -39,7 +39,7 @@ SHORT = os.environ.get("HEADSTART_DEMO") == "short"
 def main() -> None:
     """Run seven stages and print the seconds of each."""
     if SHORT:
-        os.environ.setdefault("HEADSTART_QUICKSTART_STEPS", "20")
+        os.environ.setdefault("HEADSTART_QUICKSTART_STEPS", "10")
     console = Console(highlight=False)
     seconds: dict[str, float] = {}
 
@@ -51,9 +51,9 @@ def main() -> None:
 
     stage("1. the target", build_target)
     stage("2. its answers", lambda: ensure_built(quickstart.ANSWERS))
-    stage("3. heads", lambda: launch("medusa1", "training.steps=8"))
-    stage("4. a distilled draft", lambda: launch("draft", "training.steps=8"))
-    stage("5. a DSpark draft", lambda: launch("dspark", "training.steps=8"))
+    stage("3. heads", lambda: launch("medusa1"))
+    stage("4. a distilled draft", lambda: launch("draft"))
+    stage("5. a DSpark draft", lambda: launch("dspark"))
     stage("6. decoding and measuring", measure)
     stage("7. exporting", export_all)
     console.print(timing(seconds))
@@ -78,7 +78,7 @@ def discard_stale(recipe: str) -> None:
             shutil.rmtree(provenance.parent.parent)
 
 
-def launch(recipe: str, short_override: str) -> None:
+def launch(recipe: str) -> None:
     """Train a recipe as a user would: ``accelerate launch`` of the training script."""
     discard_stale(recipe)
     command = [
@@ -91,7 +91,7 @@ def launch(recipe: str, short_override: str) -> None:
     ]
     command += ["scripts/train.py", f"recipes/quickstart/{recipe}.yaml"]
     if SHORT:
-        command += [short_override, f"output={OUTPUT / 'short' / recipe}"]
+        command += ["training.steps=4", "evaluation.prompts=2", f"output={OUTPUT / 'short' / recipe}"]
     finished = subprocess.run(command, cwd=ROOT, check=False)
     if finished.returncode:
         raise ValueError(f"training {recipe} failed with exit code {finished.returncode}; its message is above")

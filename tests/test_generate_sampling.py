@@ -43,6 +43,7 @@ def drafter_called(name: str) -> Drafter:
     return DRAFTERS[name](small_llama(TARGET_SEED), small_llama(DRAFT_SEED))
 
 
+@cache
 def exact_probabilities(target: CausalLM, sampling: SamplingConfig) -> dict[tuple[int, ...], float]:
     """The probability of every text of LENGTH tokens behind the prompt."""
     level: dict[tuple[int, ...], float] = {(): 1.0}

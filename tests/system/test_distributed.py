@@ -95,9 +95,8 @@ def chain_begins(folder: Path) -> None:
 
 
 def finish(kind: str, folder: Path) -> None:
-    """Both parts: the first ends as it was killed, under DDP and ZeRO-3 launched as users launch it."""
-    launch = start if kind in ("ddp", "zero3") else run_to_an_end
-    first = launch(command_of(kind, folder, "first"), folder, ACCELERATE_USE_CPU=cpu_of(kind))
+    """Both parts: the first ends as it was killed."""
+    first = run_to_an_end(command_of(kind, folder, "first"), folder, ACCELERATE_USE_CPU=cpu_of(kind))
     assert first.returncode != 0 and (folder / "straight" / "figures.json").exists(), first.stderr[-4000:]
     assert not (folder / "killed" / "figures.json").exists()
     run_program(command_of(kind, folder, "second"), folder, ACCELERATE_USE_CPU=cpu_of(kind))
@@ -171,7 +170,13 @@ def test_two_launchers_that_know_of_each_other_train_as_one(tmp_path: Path, alon
     chain_begins(tmp_path / "killed")
     with ThreadPoolExecutor() as pool:
         ranks = [[*machines, "--machine_rank", str(rank), "--main_process_port", str(port)] for rank in range(2)]
-        ended = list(pool.map(lambda options: start(command_of("ddp", tmp_path, "second", options), tmp_path), ranks))
+        ended = list(
+            pool.map(
+                lambda launch, options: launch(command_of("ddp", tmp_path, "second", options), tmp_path),
+                (start, run_to_an_end),  # in new processes, as users start them; and forked
+                ranks,
+            )
+        )
     assert [done.returncode for done in ended] == [0, 0], ended[0].stderr[-3000:] + ended[1].stderr[-3000:]
     found = noted(tmp_path / "killed")
     assert found["num_processes"] == 2 and list(found["figures"]) == ["3", "4", "5", "6", "7", "8"]

@@ -1,16 +1,14 @@
 """The programs of examples/, run as they are started, on a target trained in seconds: what each claims, it shows."""
 
-import os
 import re
-import subprocess
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from trained_pair import sentences, train_pair
-from warm_program import WarmProgram, warm_program
+from whole_runs import finish
 
 from decoding import DecodingConfig, Engine, HeadstartModel
 from decoding.model.loading import eos_token_ids, load_tokenizer
@@ -32,18 +30,16 @@ QUICK = [
 
 
 class Desk(NamedTuple):
-    """A folder with a trained target, a draft of it and its data, and the process that runs examples in it."""
+    """A folder with a trained target, a draft of it and its data, in which examples run."""
 
     folder: Path
     target: Path
     draft: Path
-    warm: WarmProgram
 
-    def run(self, name: str, *words: str, changes: dict[str, str | None] | None = None) -> str:
+    def run(self, name: str, *words: str, **changes: str | None) -> str:
         """Run an example; return what it printed."""
-        done: subprocess.CompletedProcess[str] = self.warm.run(
-            [str(EXAMPLES / name), *words], self.folder, seconds=240, changes=changes
-        )
+        command = [sys.executable, str(EXAMPLES / name), *words]
+        done = finish(command, self.folder, HEADSTART_CACHE=str(self.folder / "cache"), **changes)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         return done.stdout
 
@@ -55,12 +51,9 @@ class Desk(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     folder = tmp_path_factory.mktemp("desk")
-    target, draft = train_pair(folder)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HEADSTART_CACHE": str(folder / "cache")}
-    with warm_program({**environment, "PYTHONPATH": str(ROOT)}) as program:
-        yield Desk(folder, target, draft, program)
+    return Desk(folder, *train_pair(folder))
 
 
 def figure(pattern: str, text: str) -> float:
@@ -80,7 +73,7 @@ def test_the_table_of_the_examples_names_each_of_them_with_what_it_prints() -> N
 def test_decode_writes_the_text_of_generate_and_colours_the_drafted_tokens(desk: Desk) -> None:
     words = ["--target", str(desk.target), "--drafter", f"draft:{desk.draft}", "--prompt", PROMPT]
     words += ["--max-new-tokens", "24"]
-    printed = desk.run("decode.py", *words, changes={"FORCE_COLOR": "1", "TERM": "xterm", "NO_COLOR": None})
+    printed = desk.run("decode.py", *words, FORCE_COLOR="1", TERM="xterm", NO_COLOR=None)
     assert "the text of transformers' generate: equal" in printed
     model = HeadstartModel.from_pretrained(str(desk.target), f"draft:{desk.draft}", dtype=torch.float32)
     tokenizer = load_tokenizer(str(desk.target))
@@ -93,7 +86,7 @@ def test_decode_writes_the_text_of_generate_and_colours_the_drafted_tokens(desk:
     assert green == [piece.text for piece in pieces if piece.drafted] and len(green) > 5
     assert PROMPT + "".join(piece.text for piece in pieces) in re.sub(r"\x1b\[\d+m", "", printed)
     assert "a batch of 3, lossless: " in printed and "drafted token 1, if those before it were kept" in printed
-    assert "\x1b" not in desk.run("decode.py", *words, changes={"FORCE_COLOR": None})
+    assert "\x1b" not in desk.run("decode.py", *words, FORCE_COLOR=None)
 
 
 def test_train_heads_trains_heads_that_keep_the_text(desk: Desk) -> None:

@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import load_file
 from tiny_models import counting_model
 from tiny_training import counting_text, recipe_content, tiny_tokenizer, write_rows
-from whole_runs import DIRECT, HEADSTART, TWO_PROCESSES, run, running, wait_until
+from whole_runs import DIRECT, HEADSTART, TWO_PROCESSES, kill_group, run, running, wait_until
 
 COMMAND = [*HEADSTART, "train"]
 ROWS, LENGTH = 3000, 24
@@ -46,8 +46,7 @@ def test_a_kill_in_the_middle_costs_no_finished_shard(workshop: Path, tmp_path: 
     recipe = write_recipe(workshop, tmp_path / "killed.yaml", {"folder": str(folder)})
     with running([*COMMAND, recipe], tmp_path) as process:
         wait_until(lambda: len(sealed(folder)) >= 3, process)
-        process.kill()
-        process.wait()
+        kill_group(process)
     before = sealed(folder)
     assert 3 <= len(before) < SHARDS
     said = run([*COMMAND, recipe], tmp_path)

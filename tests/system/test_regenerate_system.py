@@ -1,8 +1,6 @@
 """Answers as a user has them made: from a real server, and by a run that is killed and started again."""
 
 import json
-import os
-import signal
 import socket
 import sys
 import urllib.request
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer, write_rows
-from whole_runs import HEADSTART, run, running, wait_until
+from whole_runs import HEADSTART, kill_group, run, running, wait_until
 
 SERVE = str(Path(sys.executable).with_name("transformers"))
 CHAT_TEMPLATE = (
@@ -81,15 +79,14 @@ def test_a_real_server_and_this_process_give_the_same_greedy_answers(desk: Path)
 
 def test_a_run_that_is_killed_and_started_again_writes_the_bytes_of_one_that_was_not(desk: Path) -> None:
     words = ["--target", "plain", "--prompts", "texts.jsonl", "--batch-size", "2", "--max-new-tokens", "24"]
-    words += ["--temperature", "1", "--n", "2", "--seed", "11", "--limit", "60"]
+    words += ["--temperature", "1", "--n", "2", "--seed", "11", "--limit", "30"]
     regenerate(desk, *words, "--output", "whole.jsonl")
     output = desk / "killed.jsonl"
     with running([*HEADSTART, "regenerate", *words, "--output", output.name], desk) as process:
         wait_until(lambda: output.is_file() and output.stat().st_size > 1000, process)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill_group(process)
     whole = (desk / "whole.jsonl").read_bytes()
     assert output.stat().st_size < len(whole)
     said = regenerate(desk, *words, "--output", output.name)
     assert "answered before" in said
-    assert output.read_bytes() == whole and whole.count(b"\n") > 80
+    assert output.read_bytes() == whole and whole.count(b"\n") > 40

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from whole_runs import (
     TWO_PROCESSES,
     checkpoint_steps,
-    environment,
     kill_group,
     losses,
     run,
@@ -46,7 +45,7 @@ def test_two_processes_fetch_a_set_once_and_go_on_after_kill_9_to_the_weights_of
     streamed = write_recipe(workshop, "medusa", workshop / "streamed", steps=12)
     command = [*TWO_PROCESSES, streamed, *small, "data.train=zoe/set", "data.streaming=true"]
     slow = ["evaluation.every=7", "evaluation.max_new_tokens=90"]
-    with running([*command, *slow], workshop, environment(**settings)) as process:
+    with running([*command, *slow], workshop, **settings) as process:
         wait_until(lambda: steps_done(workshop / "streamed") >= 7, process)
         kill_group(process)
     assert checkpoint_steps(workshop / "streamed")[-1] == 5

@@ -40,7 +40,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def medusa_run(workshop: Path) -> Path:
     """Heads trained without interruption in one process."""
     output = workshop / "straight"
-    said = run([*ONE_PROCESS, write_recipe(workshop, "medusa", output)], workshop)
+    said = run([*DIRECT, write_recipe(workshop, "medusa", output)], workshop)
     assert f"finished: {output / 'final'}" in said
     return output
 
@@ -89,7 +89,7 @@ def test_two_processes_train_as_one_and_stop_and_resume_together(workshop: Path,
     command = [*TWO_PROCESSES, recipe, "training.micro_batch_size=2"]
     with running([*command, "evaluation.every=8", "evaluation.max_new_tokens=90"], workshop) as process:
         wait_until(lambda: steps_done(output) >= 8, process)
-        process.terminate()  # the launcher hands it on to both
+        process.send_signal(signal.SIGTERM)  # the launcher hands it on to both
         process.communicate(timeout=DEADLINE)
     assert process.returncode != 0
     stopped_at = checkpoint_steps(output)[-1]

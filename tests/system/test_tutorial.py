@@ -4,7 +4,6 @@ Its last part runs in real llama.cpp where `make engines` made its environment.
 """
 
 import json
-import os
 import re
 import shlex
 import socket
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from warm_program import WarmProgram, warm_program
+from whole_runs import HEADSTART, finish
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
@@ -47,7 +46,7 @@ options = xllamacpp.CommonParams()
 options.model.path, options.n_ctx, options.n_parallel, options.n_gpu_layers = target, 512, 1, 0
 options.hostnames, options.port, options.warmup, options.verbosity = ["127.0.0.1"], int(port), False, -1
 options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
-options.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+options.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_DSPARK]
 options.speculative.draft.mparams.path, options.speculative.draft.n_max = draft, int(tokens)
 options.speculative.draft.p_min, options.speculative.draft.n_gpu_layers = 0.0, 0
 server = xllamacpp.Server(options)
@@ -71,7 +70,7 @@ def shortened(command: str) -> list[str]:
             words[words.index(option) + 1] = value
         else:
             words = [word for word in words if not word.startswith(f"{option}=")] + [f"{option}={value}"]
-    if "recipes/any/draft.yaml" in words:
+    if "recipes/any/dspark.yaml" in words:
         words.append("draft.check_costs=false")  # after one step no draft pays
     return words
 
@@ -84,26 +83,15 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def warm(desk: Path) -> Iterator[WarmProgram]:
-    changed = {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "HEADSTART_CACHE": str(desk / "cache"),
-        "HEADSTART_QUICKSTART_STEPS": "1",
-        "NO_PROXY": "127.0.0.1",
-    }
-    with warm_program({**os.environ, **changed}) as program:
-        yield program
-
-
-def run(words: list[str], desk: Path, warm: WarmProgram) -> str:
-    done = warm.run(words, desk, seconds=300)
+def run(words: list[str], desk: Path) -> str:
+    """Run `headstart` on a target trained for one step."""
+    cache = {"HEADSTART_CACHE": str(desk / "cache"), "HEADSTART_QUICKSTART_STEPS": "1"}
+    done = finish([*HEADSTART, *words[1:]], desk, **cache)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
-    return str(done.stdout)
+    return done.stdout
 
 
-def test_every_command_of_the_tutorial_runs_in_the_order_given(desk: Path, warm: WarmProgram) -> None:
+def test_every_command_of_the_tutorial_runs_in_the_order_given(desk: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", TUTORIAL, flags=re.DOTALL)
     (desk / "prepare.py").write_text(program)
     install, *commands = blocks("sh")
@@ -117,7 +105,7 @@ def test_every_command_of_the_tutorial_runs_in_the_order_given(desk: Path, warm:
         if command.startswith("python "):
             subprocess.run([sys.executable, "prepare.py"], cwd=desk, check=True)
         else:
-            printed[command] = run(shortened(command), desk, warm)
+            printed[command] = run(shortened(command), desk)
     assert len((desk / "train.jsonl").read_text().splitlines()) == 320
     assert "beginning" in json.loads((desk / "test.jsonl").read_text().splitlines()[0])
     exports = "".join(output for command, output in printed.items() if " export " in command)
@@ -128,7 +116,7 @@ def test_every_command_of_the_tutorial_runs_in_the_order_given(desk: Path, warm:
 
 
 @pytest.mark.skipif(not PYTHON.is_file(), reason="runs in the engines' own environment, by `make engines`")
-def test_the_served_draft_answers_and_is_verified_as_the_tutorial_says(desk: Path, warm: WarmProgram) -> None:
+def test_the_served_draft_answers_and_is_verified_as_the_tutorial_says(desk: Path) -> None:
     """With the exports of the test before, and the options of the printed command."""
     (printed,) = (shlex.split(line) for line in blocks("text") if line.startswith("llama-server -m exported"))
     target, draft, tokens = (printed[printed.index(option) + 1] for option in ("-m", "-md", "--spec-draft-n-max"))
@@ -139,7 +127,7 @@ def test_the_served_draft_answers_and_is_verified_as_the_tutorial_says(desk: Pat
         asked = urllib.request.Request(curl[1].replace("http://localhost:8080", address), curl[3].encode())
         with urllib.request.urlopen(asked, timeout=60) as answer:
             assert json.load(answer)["tokens_predicted"] == json.loads(curl[3])["n_predict"]
-        output = run(shortened(verify.replace("http://localhost:8080", address)), desk, warm)
+        output = run(shortened(verify.replace("http://localhost:8080", address)), desk)
     assert "ok: greedy identity" in output
 
 

@@ -4,10 +4,11 @@ Loading torch, transformers and the commands takes most of the time of a command
 has a process, arguments, a folder, output and an exit code of its own; its environment is the forking process's, with
 changes. ``accelerate launch`` and ``torchrun`` are the real launchers, but for forking what they would start.
 
-Run as a program, it reads {"words", "folder", "output", "seconds", "changes"}, one a line, and answers with the exit
-code.
+Run as a program, it reads {"words", "folder", "output", "seconds", "changes"}, one a line, and answers with
+the process id and then with the exit code.
 """
 
+import argparse
 import contextlib
 import importlib
 import json
@@ -20,19 +21,52 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+
+class Run:
+    """A command that was started: what tests need of `subprocess.Popen`."""
+
+    stderr = None  # no pipe: it goes into a file
+
+    def __init__(self, answers: IO[str], output: Path) -> None:
+        self._answers, self._output = answers, output
+        self.pid = int(answers.readline())
+        """Of its process group as well."""
+        self.returncode: int | None = None
+
+    def send_signal(self, signal: int) -> None:
+        os.kill(self.pid, signal)
+
+    def poll(self) -> int | None:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            self.wait()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code; who began it has said how long it may take."""
+        if self.returncode is None:
+            self.returncode = int(self._answers.readline())
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait()
+        said, complained = (self._output.with_suffix(suffix).read_text() for suffix in (".out", ".err"))
+        return said, complained
 
 
 class WarmProgram:
-    """The process that forks, as the test sees it."""
+    """The process that forks, as the test sees it: for one command at a time."""
 
     def __init__(self, process: "subprocess.Popen[str]", outputs: Path) -> None:
         self._process, self._outputs, self._asked = process, outputs, 0
 
-    def run(
+    def start(
         self, words: Sequence[str], folder: Path, seconds: int, changes: Mapping[str, str | None] | None = None
-    ) -> "subprocess.CompletedProcess[str]":
-        """Run a command line that begins with ``headstart``, ``accelerate launch``, ``torchrun``, ``-c`` or a script.
+    ) -> Run:
+        """Start a command line that begins with ``headstart``, ``accelerate launch``, ``torchrun``, ``-c`` or a script.
 
         After ``seconds`` it is killed. ``changes`` of the environment, None to remove a variable, must be of such that
         nothing reads when it is imported.
@@ -44,10 +78,15 @@ class WarmProgram:
         asked["changes"] = dict(changes or {})
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
-        code = self._process.stdout.readline()
-        assert code, "the warm process has ended"
-        said, complained = (output.with_suffix(suffix).read_text() for suffix in (".out", ".err"))
-        return subprocess.CompletedProcess(words, int(code), said, complained)
+        return Run(self._process.stdout, output)
+
+    def run(
+        self, words: Sequence[str], folder: Path, seconds: int, changes: Mapping[str, str | None] | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a command to its end."""
+        run = self.start(words, folder, seconds, changes)
+        said, complained = run.communicate()
+        return subprocess.CompletedProcess(words, run.wait(), said, complained)
 
 
 @contextlib.contextmanager
@@ -102,11 +141,12 @@ def _run_program(*words: str) -> None:
 
         main()
     elif program == "accelerate":
-        from accelerate.commands.launch import main as launch
+        import accelerate.commands.launch as accelerate
 
         _fork_the_launched()
+        accelerate.simple_launcher = _run_the_launched
         del sys.argv[1]
-        launch()
+        accelerate.main()
     elif program == "torchrun":
         from torch.distributed.run import main as launch
 
@@ -135,9 +175,19 @@ def _fork_the_launched() -> None:
     torchrun.elastic_launch = forking
 
 
+def _run_the_launched(options: argparse.Namespace) -> None:
+    """Be the one process that accelerate's simplest launcher would start."""
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    command, environment = prepare_simple_launcher_cmd_env(options)
+    os.environ.update(environment)
+    _run_program(*command[1:])
+
+
 def _fork_for(asked: Mapping[str, Any]) -> int:
     child = os.fork()
     if child:
+        print(child, flush=True)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # what it launched and left

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from tiny_models import counting_model
 from tiny_training import recipe_content, tiny_tokenizer, write_rows
-from warm_program import WarmProgram, warm_program
+from warm_program import Run, WarmProgram, warm_program
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "scripts" / "train.py")
@@ -27,6 +27,7 @@ TWO_PROCESSES += ["--main_process_port", "0", SCRIPT]
 DIRECT = [sys.executable, SCRIPT]
 HEADSTART = [sys.executable, "-c", "from trainer.cli import main; main()"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+Popen = subprocess.Popen[str]
 DEADLINE = 240.0
 STEPS = 40
 
@@ -64,11 +65,11 @@ def environment(**changes: str | None) -> dict[str, str]:
 
 
 @cache
-def _warm() -> WarmProgram:
-    """The process that forks for every run in one process, until the tests end."""
+def _warm(**changes: str | None) -> WarmProgram:
+    """The process that forks for every run in this environment, until the tests end."""
     open_until_then = ExitStack()
     atexit.register(open_until_then.close)
-    return open_until_then.enter_context(warm_program(environment()))
+    return open_until_then.enter_context(warm_program(environment(**changes)))
 
 
 def _forked_as(command: list[str]) -> list[str] | None:
@@ -83,11 +84,18 @@ def _forked_as(command: list[str]) -> list[str] | None:
     return command[1:] if command[1].endswith(".py") else None
 
 
+def _fork(command: list[str], cwd: Path, changes: dict[str, str | None]) -> Run | None:
+    """Start it without the wait for its imports, if it can be forked."""
+    words = _forked_as(command)
+    read_at_import = any(name.startswith("HF_") for name in changes)
+    return words and _warm(**changes if read_at_import else {}).start(words, cwd, int(DEADLINE), changes)
+
+
 def finish(command: list[str], cwd: Path, **changes: str | None) -> subprocess.CompletedProcess[str]:
     """Run to an end; forked where it can be, which spares each process its imports."""
-    words = _forked_as(command)
-    if words is not None and changes.keys() <= {"ACCELERATE_USE_CPU"}:  # nothing reads it when it is imported
-        return _warm().run(words, cwd, int(DEADLINE), changes)
+    if run := _fork(command, cwd, changes):
+        said, complained = run.communicate()
+        return subprocess.CompletedProcess(command, run.wait(), said, complained)
     return start(command, cwd, **changes)
 
 
@@ -106,10 +114,10 @@ def run(command: list[str], cwd: Path, **changes: str | None) -> str:
 
 
 @contextmanager
-def running(command: list[str], cwd: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A run in a process group of its own, of which nothing is left afterwards."""
-    process = subprocess.Popen(
-        command, cwd=cwd, env=env or environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+def running(command: list[str], cwd: Path, fork: bool = True, **changes: str | None) -> Iterator[Popen | Run]:
+    """A run in a process group of its own, of which nothing is left afterwards; while it is forked no other can be."""
+    process = (fork and _fork(command, cwd, changes)) or subprocess.Popen(
+        command, cwd=cwd, env=environment(**changes), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
     try:
@@ -120,13 +128,13 @@ def running(command: list[str], cwd: Path, env: dict[str, str] | None = None) ->
             process.stderr.close()
 
 
-def kill_group(process: subprocess.Popen[str]) -> None:
+def kill_group(process: Popen | Run) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = DEADLINE) -> None:
+def wait_until(condition: Callable[[], bool], process: Popen | Run, seconds: float = DEADLINE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, f"it ended with {process.returncode}: {process.communicate()[1][-3000:]}"

@@ -151,11 +151,19 @@ def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Tensor], dict[int, float]]:
+    """Weights and losses of a run that nothing stopped."""
+    run = Distilling(tmp_path_factory.mktemp("whole"), every=3)
+    return run.train(), run.recorder.losses
+
+
 @pytest.mark.parametrize("stop_at", range(1, 7))
-def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(tmp_path: Path, stop_at: int) -> None:
+def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, whole: tuple[list[Tensor], dict[int, float]], stop_at: int
+) -> None:
     """Texts for three steps at a time: within a window they are read, at its beginning they are written again."""
-    whole, stopped = Distilling(tmp_path / "a", every=3), Distilling(tmp_path / "b", every=3)
-    weights = whole.train()
+    (weights, losses), stopped = whole, Distilling(tmp_path, every=3)
     stopped.recorder.actions[stop_at] = interrupt
     with pytest.raises(Interrupted):
         stopped.train()
@@ -163,4 +171,4 @@ def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(tmp_path: Pa
     torch.rand(17)
     random.random()
     assert same(stopped.train(), weights) and list(stopped.recorder.losses) == [1, 2, 3, 4, 5, 6, 7]
-    assert stopped.recorder.losses == whole.recorder.losses and len(set(whole.recorder.losses.values())) == 7
+    assert stopped.recorder.losses == losses and len(set(losses.values())) == 7

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from decoding.measure.redact import is_hub_id
 from decoding.model.architecture import shortest_window
+from decoding.model.dspark_config import GPU_HEAD_DIMS
 from decoding.model.hub import hub_name
 from decoding.model.loading import UNREADABLE
 from decoding.model.stored import read_object
@@ -149,7 +150,7 @@ def _vllm(serving: Serving) -> ServerCommand:
     else:
         notes.append(_TRIED)
         warnings.append(_SAMPLES_WRONGLY)
-    if artefact.at_once and (size := serving.config["head_dim"]) not in (64, 128):
+    if artefact.at_once and (size := serving.config["head_dim"]) not in GPU_HEAD_DIMS:
         warnings.append(f"the draft's heads have {size} numbers, and vLLM's kernels on GPUs take 64 or 128")
     argv = ("vllm", "serve", *serving.target_words)
     argv += ("--speculative-config", json.dumps(config, separators=(",", ":")))

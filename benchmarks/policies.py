@@ -1,0 +1,166 @@
+"""The default policy with every drafter: its speed over plain decoding and over always drafting.
+
+In a cell (target, temperature, batch size) plain decoding and each drafter under both policies take turns on each group
+of prompts, so that a machine that slows down slows all alike; figures are medians of the ratios of a turn, prefills
+excluded. Policies learn from turn to turn; the first turn warms up and does not count. The widened target computes
+exactly what the small one does (`widen.py`).
+
+    python benchmarks/policies.py --target FOLDER --draft FOLDER --heads markov=FOLDER --dspark FOLDER \\
+        --prompts FILE.jsonl --output FILE.json
+"""
+
+# ruff: noqa: E402  # waiting of threads is set before torch is imported
+import argparse
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
+
+from rich.table import Table
+from speed import Trained
+from widen import widened_to
+
+from decoding.drafters import Drafter
+from decoding.dtypes import parse_dtype
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.questions import read_prompts
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import eos_token_ids, load_draft, load_dspark, load_heads, load_model, load_tokenizer
+from decoding.policies import AdaptivePolicy, Budget, FixedPolicy
+from decoding.rules.sampling import SamplingConfig
+from trainer.terminal.console import standard_output
+
+PLAIN, FIXED, DEFAULT = "plain", "fixed", "default"
+GOAL = 0.97
+
+
+class Cell(NamedTuple):
+    """One target, temperature and batch size."""
+
+    target: str
+    temperature: float
+    batch_size: int
+
+
+class Counted(AdaptivePolicy):
+    """The default policy, with a count of its choices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices: Counter[Budget] = Counter()
+
+    def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
+        chosen = super().choose(budgets, rows)
+        self.choices[chosen] += 1
+        return chosen
+
+
+def measure(
+    target: CausalLM,
+    drafters: Mapping[str, Drafter],
+    cell: Cell,
+    prompts: Sequence[Sequence[int]],
+    config: DecodingConfig,
+    turns: int,
+) -> list[dict[str, Any]]:
+    """Decode groups of prompts by every method in turn; return a row of figures for each drafter."""
+    engines = {(PLAIN, PLAIN): Engine(target)}
+    for name, drafter in drafters.items():
+        engines[name, FIXED] = Engine(target, drafter, FixedPolicy())
+        engines[name, DEFAULT] = Engine(target, drafter, Counted())
+    keys, rates = list(engines), {key: list[float]() for key in engines}
+    for turn in range(turns + 1):
+        first = turn * cell.batch_size
+        group = [prompts[(first + index) % len(prompts)] for index in range(cell.batch_size)]
+        for key in (*keys[turn % len(keys) :], *keys[: turn % len(keys)]):
+            steps = engines[key].steps(group, config, batch_size=len(group), seeds=range(first, first + len(group)))
+            decoded = [step for _, step in steps if not step.is_prefill]
+            seconds = sum(step.total_seconds for step in decoded)
+            if turn and seconds:
+                rates[key].append(sum(len(step.tokens) for step in decoded) / seconds)
+    rows = []
+    for name in drafters:
+        policy = engines[name, DEFAULT].policy
+        assert isinstance(policy, Counted)
+        choices = {f"{budget.depth} deep, {budget.nodes - 1}": count for budget, count in policy.choices.most_common(4)}
+        rows.append({**cell._asdict(), "drafter": name, **figures(rates, name), "choices": choices})
+    return rows
+
+
+def figures(rates: Mapping[tuple[str, str], Sequence[float]], name: str) -> dict[str, float]:
+    """Return medians of ratios of tokens in a second, turn by turn."""
+
+    def over(first: tuple[str, str], second: tuple[str, str]) -> float:
+        return median(one / other for one, other in zip(rates[first], rates[second], strict=True))
+
+    fixed, default = over((name, FIXED), (PLAIN, PLAIN)), over((name, DEFAULT), (PLAIN, PLAIN))
+    better = over((name, DEFAULT), (name, FIXED)) if fixed > 1 else default
+    return {"fixed_over_plain": fixed, "default_over_plain": default, "default_over_better": better}
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="folder or hub id of the target")
+    parser.add_argument("--draft", help="folder of a draft of it")
+    parser.add_argument("--heads", nargs="+", default=[], metavar="NAME=FOLDER", help="heads on it")
+    parser.add_argument("--dspark", help="folder of a DSpark draft of it")
+    parser.add_argument("--prompts", required=True, help=".jsonl file")
+    parser.add_argument("--limit", type=int, default=64, help="prompts")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--turns", type=int, default=7, help="turns at batch 8 and 16; twice as many at 4 and less")
+    parser.add_argument("--widen", type=float, default=150e6, help="parameters to widen to; 0 for not at all")
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--output", type=Path, required=True, help="JSON to write")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parse(arguments)
+    model, tokenizer = load_model(options.target, parse_dtype(options.dtype)), load_tokenizer(options.target)
+    target = CausalLM(model)
+    trained = Trained(
+        load_draft(options.draft, target, tokenizer) if options.draft else None,
+        {name: load_heads(folder, target) for name, folder in (each.split("=", 1) for each in options.heads)},
+        load_dspark(options.dspark, target) if options.dspark else None,
+    )
+    targets = {Path(options.target).name: (target, trained)}
+    if options.widen:
+        wide, stand_in = widened_to(model, int(options.widen))
+        widened = CausalLM(wide)
+        name = f"{Path(options.target).name}, widened to {stand_in['parameters'] / 1e6:.0f}M"
+        targets[name] = widened, trained.widened(widened, stand_in["width"])
+    prompts, eos = read_prompts(options.prompts, tokenizer, options.limit), eos_token_ids(model, tokenizer)
+    rows: list[dict[str, Any]] = []
+    console = standard_output(width=150)
+    table = Table("target", "T", "batch", "drafter", "fixed / plain", "default / plain", "default / better", "choices")
+    for name, (of_target, with_it) in targets.items():
+        for temperature in (0.0, 1.0):
+            for batch_size in options.batch_sizes:
+                config = DecodingConfig(options.max_new_tokens, SamplingConfig(temperature), eos_token_ids=eos)
+                turns = options.turns * (1 if batch_size > 4 else 2)
+                cell = Cell(name, temperature, batch_size)
+                rows += measure(of_target, with_it.drafters(), cell, prompts, config, turns)
+                console.print(f"{name}, T={temperature:g}, batch {batch_size}: done")
+    for row in rows:
+        ratios = [f"{row[key]:.2f}" for key in ("fixed_over_plain", "default_over_plain", "default_over_better")]
+        chosen = ", ".join(f"{choice}: {count}" for choice, count in row["choices"].items())
+        table.add_row(row["target"], f"{row['temperature']:g}", str(row["batch_size"]), row["drafter"], *ratios, chosen)
+    console.print(table)
+    worst = {key: min(row[key] for row in rows) for key in ("default_over_plain", "default_over_better")}
+    console.print(f"worst cell: {worst}; goal {GOAL} for each")
+    report = {"hardware": hardware(), "versions": versions(), "commit": commit(), "worst": worst, "rows": rows}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
