@@ -11,7 +11,7 @@ endif
 BIN = .venv/bin
 PYTEST = $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check format clean docs engines vllm
+.PHONY: demo test check format clean docs engines gpu vllm
 
 demo: .venv/.ready
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/demo.py
@@ -26,6 +26,10 @@ test: lint engines
 check: lint
 	$(BIN)/mypy
 	$(PYTEST) --dist worksteal tests/gpu tests/test_*.py
+
+# What there is to measure on a GPU, in 25 minutes, with torch and transformers alone; PRETEND=1 tries it on the CPU.
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) benchmarks/gpu_suite.py $(if $(PRETEND),--pretend)
 
 # The documentation site, into site/: a warning is an error (with --quiet mkdocs would count none).
 docs: .venv/.ready

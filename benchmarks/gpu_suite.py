@@ -1,36 +1,27 @@
-"""Everything worth measuring on one GPU, in one process of nine minutes at most: tests, speed, launches, training.
+"""Everything worth measuring on one GPU, in steps of a few minutes: `make gpu`, in 25 minutes at most.
 
-It needs this folder's repository, torch and transformers; what it lacks besides, it does without and says so. Every
-part has an allowance of time and is cut there, and what is missing is named; suite.json and suite.md are written anew
-after every measurement, so that whatever ends the run, nothing measured is lost.
+It needs this repository, torch and transformers; what else is missing is named first, and done without. Each step runs
+in a process of its own, which is ended when its time is up. After each, suite.json and suite.md in the output folder
+are written anew. Run again, it does what is left: what was not begun, what failed, and what was cut.
 
-    python benchmarks/gpu_suite.py --target FOLDER --draft FOLDER --heads FOLDER --prompts FILE.jsonl \
-        --train FILE.jsonl --output FOLDER
-
-Models or texts that are not given are made up. Without a GPU, or with --short, it is a run of a minute with tiny models
-that shows that everything works: its figures mean nothing.
+Without a GPU give --pretend: the same steps at tiny sizes on the CPU, whose figures mean nothing.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
-import re
 import signal
-import subprocess
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
-_BEGAN = time.perf_counter()
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from decoding.threads import spin_briefly  # noqa: E402  # the repository need not be installed
 
@@ -41,215 +32,135 @@ import transformers  # noqa: E402, F401  # while what it looks for is not there,
 from suite_packages import stand_ins  # noqa: E402
 
 with stand_ins() as MISSING:
-    from suite_measurements import METHODS, copy_bandwidth, measure_group, measure_training, profile_steps
-    from suite_models import Models, Stages, read_models
+    import suite_measurements as measure
+    from suite_models import Bench
 
-    from decoding.dtypes import parse_dtype
-    from decoding.measure.machine import commit, hardware, versions
+    from decoding.measure.machine import commit
 
-SCHEMA = "headstart-gpu-suite/2"
-SETTINGS = (("greedy", 0.0), ("T=1", 1.0))
-GPU_TESTS = ROOT / "tests" / "gpu"
-_RUN_TESTS = """
-import sys
-sys.path[:0] = [{root!r}, {root!r} + "/tests", {root!r} + "/benchmarks"]
-import pytest, torch, transformers
-from suite_packages import stand_ins
-with stand_ins():
-    sys.exit(pytest.main(sys.argv[1:]))
-"""
+SCHEMA = "headstart-gpu-suite/3"
 
 
-class OutOfTime(BaseException):  # nothing on the way may take it for an error of its own
-    """An allowance is used up."""
+class Step(NamedTuple):
+    """A step: its seconds at most, unless others leave theirs, and what it yields."""
 
-
-@dataclass
-class Item:
-    """One measurement: ``run(seconds it may take)`` gives plain JSON values. ``weight`` is its share of the part."""
-
-    name: str
-    run: Callable[[float], Any]
-    weight: float = 1.0
-
-
-@dataclass
-class Part:
-    """Measurements that share an allowance of seconds; what earlier parts leave of theirs is added to it."""
-
-    name: str
     seconds: float
-    items: list[Item]
+    measurements: Callable[[Bench], measure.Measurements]
 
 
-def parts_of(models: Models, stages: Stages, device: torch.device, short: bool) -> list[Part]:
-    """List what is measured, by what would be missed most."""
-    names, new_tokens, batches = stages.names, 8 if short else 64, (1, 2) if short else (1, 8, 32)
-    middle, bandwidth = names[len(names) // 2], list[float]()
-
-    def copying(seconds: float) -> Any:
-        bandwidth.append(copy_bandwidth(1 << (24 if short else 31), device))
-        return {"bytes_per_second": bandwidth[0]}
-
-    def decoding(name: str, setting: str, temperature: float, batch: int) -> Item:
-        def run(seconds: float) -> Any:
-            stage, rounds = stages.get(name), 1 if short else 3
-            group = measure_group(
-                stage, models.prompts, temperature, batch, new_tokens, rounds, next(iter(bandwidth), None), seconds
-            )
-            return {"parameters": stage.parameters, "stand_in": stage.stand_in, "setting": setting, **group}
-
-        # Batch 1 has the eager runs in it, and the model is made on the way to the first.
-        return Item(f"{setting}, batch {batch}", run, 3.0 if batch == 1 else 1.0)
-
-    def launches(method: str, static: str | None) -> Item:
-        stage, prompts = names[0] if short else middle, models.prompts[:1]
-        return Item(
-            f"{method}, {static or 'eager'}",
-            lambda seconds: profile_steps(stages.get(stage), method, static, prompts, new_tokens // 2),
-        )
-
-    def training(kind: str) -> Item:
-        batch_size, steps = (2, 2) if short else (16, 20)
-        return Item(
-            kind,
-            lambda seconds: measure_training(kind, stages.get(middle), models.examples, batch_size, steps, seconds),
-        )
-
-    profiled = METHODS[:2] if short else METHODS
-    return [
-        Part("tests", 75, [Item("tests/gpu", run_gpu_tests)]),
-        Part("bandwidth", 5, [Item("copy", copying)]),
-        *(
-            Part(f"decoding, {name}", seconds, [decoding(name, *each, batch) for batch in batches for each in SETTINGS])
-            for name, seconds in zip(names, (50, 80, 105), strict=False)
-        ),
-        Part("launches", 35, [launches(method, static) for static in ("graphs", None) for method in profiled]),
-        Part("training", 50, [training(kind) for kind in ("medusa", "draft")]),
-    ]
+STEPS: dict[str, Step] = {
+    "machine": Step(40, measure.machine),
+    "tests": Step(180, measure.gpu_tests),
+    "speculation, 8B": Step(110, partial(measure.speculation, size="8B")),
+    "decoding, 8B": Step(130, partial(measure.decoding, size="8B")),
+    "training, 8B, heads": Step(100, partial(measure.training, size="8B", kind="heads")),
+    "training, 8B, dspark": Step(70, partial(measure.training, size="8B", kind="dspark")),
+    "verification, 8B": Step(45, partial(measure.verification, size="8B")),
+    "losses": Step(30, measure.losses),
+    "decoding, 1B": Step(80, partial(measure.decoding, size="1B")),
+    "speculation, 1B": Step(60, partial(measure.speculation, size="1B")),
+    "training, 1B, heads": Step(60, partial(measure.training, size="1B", kind="heads")),
+    "training, 1B, dspark": Step(50, partial(measure.training, size="1B", kind="dspark")),
+    "verification, 1B": Step(30, partial(measure.verification, size="1B")),
+    "compiled transformers, 8B": Step(230, partial(measure.decoding, size="8B", compiled=True)),
+    "compiled transformers, 1B": Step(180, partial(measure.decoding, size="1B", compiled=True)),
+}
+"""By what would be missed most."""
 
 
-@contextmanager
-def cut_after(seconds: float) -> Iterator[None]:
-    """Raise `OutOfTime` in here when the time is over."""
-
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise OutOfTime
-
-    previous = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+def run_step(name: str, bench: Bench, output: Path) -> None:
+    """Measure a step, in a process of its own; write what there is after each measurement."""
+    os.setsid()  # so that it can be ended together with what it starts
+    torch.set_num_threads(1 if bench.pretend else torch.get_num_threads())
+    found: dict[str, Any] = {"results": {}, "errors": {}, "done": False}
     try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        for title, run in STEPS[name].measurements(bench):
+            try:
+                found["results"][title] = run()
+            except ImportError as error:
+                found["errors"][title] = f"not installed: {error.name}"
+            except Exception as error:  # noqa: BLE001  # one that fails must not take the others' figures along
+                traceback.print_exc()
+                found["errors"][title] = f"{type(error).__name__}: {error}"[:500]
+            write(output, found)
+        found["done"] = not any(not error.startswith("not installed") for error in found["errors"].values())
+    except Exception as error:  # noqa: BLE001  # such as a model that does not fit
+        traceback.print_exc()
+        found["errors"]["the rest"] = f"{type(error).__name__}: {error}"[:500]
+    write(output, found)
 
 
-def run_gpu_tests(seconds: float, folder: Path = GPU_TESTS) -> dict[str, Any]:
-    """Run the tests marked ``gpu`` in a process of their own, without the other tests' conftest and plugins.
-
-    ``cut`` is true if time was up before the last test.
-    """
-    import pytest  # noqa: F401  # which not every machine has
-
-    command = [sys.executable, "-c", _RUN_TESTS.format(root=str(ROOT)), str(folder), f"--confcutdir={folder}"]
-    command += ["-m", "gpu", "-p", "no:cacheprovider", "-v", "--tb=short"]
-    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
-        try:
-            output, cut = run.communicate(timeout=0.9 * seconds)[0], False
-        except subprocess.TimeoutExpired:
-            run.kill()
-            output, cut = run.communicate()[0], True
-        except BaseException:
-            run.kill()
-            raise
-    counts = {each: len(re.findall(rf"::\S+ {each.upper()}\b", output)) for each in ("passed", "failed", "skipped")}
-    return {**counts, "cut": cut, "exit_code": run.returncode, "output": output[-4000:]}
-
-
-def run_part(part: Part, seconds: float, report: dict[str, Any], write: Callable[[], None]) -> None:
-    """Run what there is time for; name what was left out, and why."""
-    began = time.perf_counter()
-    results = report["parts"].setdefault(part.name, {})
-
-    def missing(kind: str, why: str) -> None:
-        report[kind].append({"part": part.name, "item": item.name, "why": why})
-
-    for index, item in enumerate(part.items):
-        left = seconds - (time.perf_counter() - began)
-        share = left * item.weight / sum(other.weight for other in part.items[index:])
-        try:
-            if left <= 0:
-                raise OutOfTime
-            with cut_after(left):
-                results[item.name] = found = item.run(share)
-            if isinstance(found, dict) and found.get("cut"):
-                missing("skipped", "time was up while it ran")
-        except OutOfTime:
-            missing("skipped", f"no time left of {seconds:.0f} s")
-        except ImportError as error:
-            missing("skipped", f"not installed: {error.name}")
-        except Exception as error:  # noqa: BLE001  # one that fails must not take the others' figures along
-            traceback.print_exc()
-            # A capture that is interrupted may put an error of its own in the place of ours.
-            cut = time.perf_counter() - began >= seconds
-            missing("skipped" if cut else "failed", f"{type(error).__name__}: {error}"[:500])
-        report["seconds"][part.name] = time.perf_counter() - began
-        write()
-
-
-def write_report(report: dict[str, Any], output: Path) -> None:
-    """Write suite.json and suite.md, each whole or as it was before."""
-    output.mkdir(parents=True, exist_ok=True)
-    for name, text in (("suite.json", json.dumps(without_nan(report), indent=1) + "\n"), ("suite.md", page(report))):
-        (output / f".{name}").write_text(text, encoding="utf-8")
-        (output / f".{name}").replace(output / name)
+def write(path: Path, value: Any) -> None:
+    """Write a file whole, or leave it as it was. Values that are no numbers become null."""
+    text = value if isinstance(value, str) else json.dumps(without_nan(value), indent=1) + "\n"
+    path.with_suffix(".new").write_text(text, encoding="utf-8")
+    path.with_suffix(".new").replace(path)
 
 
 def without_nan(value: Any) -> Any:
-    """Return JSON values: what could not be measured (NaN or infinity) is null."""
     if isinstance(value, dict):
         return {key: without_nan(held) for key, held in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(held) for held in value]
     return None if isinstance(value, float) and not -1e300 < value < 1e300 else value
+
+
+def run_within(name: str, bench: Bench, output: Path, seconds: float) -> dict[str, Any]:
+    """Run a step in a process for at most ``seconds``; return its results so far."""
+    scratch, began = output / "step.json", time.perf_counter()
+    scratch.unlink(missing_ok=True)
+    # A forked process finds the libraries loaded, but none may use CUDA there.
+    process = multiprocessing.get_context("fork" if bench.pretend else "spawn").Process(
+        target=run_step, args=(name, bench, scratch), daemon=True
+    )
+    process.start()
+    process.join(seconds)
+    if cut := process.is_alive():
+        try:
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        except ProcessLookupError:  # it had no time to become a group of its own
+            process.kill()
+        process.join()
+    found: dict[str, Any] = {"results": {}, "errors": {}, "done": False}
+    if scratch.is_file():
+        found = json.loads(scratch.read_text())
+        scratch.unlink()
+    if cut:
+        found["errors"]["the rest"] = f"its time was up, {seconds:.0f} s"
+    elif process.exitcode:
+        found["errors"]["the rest"] = f"its process ended with {process.exitcode}"
+    return {**found, "done": found["done"] and not cut, "seconds": time.perf_counter() - began}
 
 
 def page(report: dict[str, Any]) -> str:
     """Return tables in Markdown of whatever is in the report so far."""
-    lines = [
-        f"# Headstart on {report['hardware'].get('gpu', report['hardware']['processor'])}",
-        f"commit {report['commit']} · {report['dtype']} · {report['source']}",
-        *(["**A short run of tiny models: its figures mean nothing.**"] if report["short"] else []),
-    ]
-    for name, results in report["parts"].items():
+    machine = report["steps"].get("machine", {}).get("results", {}).get("machine", {})
+    lines = [f"# Headstart on {machine.get('gpu', machine.get('processor', 'a machine'))}"]
+    lines.append(f"commit {report['commit']} · torch {machine.get('torch')} · {report['models']}")
+    for name, step in report["steps"].items():
         lines.append(f"## {name.capitalize()}")
-        if name.startswith("decoding"):
-            for group, found in results.items():
-                lines += [f"### {group}", table(map(_flat, found["rows"]))]
-        else:
-            lines.append(table({"": item, **_flat(found)} for item, found in results.items()))
-    lines += ["## Missing", table([*report["skipped"], *report["failed"]])]
-    lines += ["## Seconds", table([report["seconds"]])]
-    return "\n\n".join(line for line in lines if line) + "\n"
+        lines.append(table([{"": item, **_flat(found)} for item, found in step["results"].items()]))
+        lines += [f"- {item}: {why}" for item, why in step["errors"].items()]
+    return "\n\n".join(line for line in [*lines, *left_of(report)] if line) + "\n"
 
 
-def table(rows: Any) -> str:
+def left_of(report: dict[str, Any]) -> list[str]:
+    """Return one line that names the steps that are not done; none if all are."""
+    names = [name for name in STEPS if not report["steps"].get(name, {}).get("done")]
+    return [f"Left: {'; '.join(names)}. Run `make gpu` again."] if names else []
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return a table in Markdown of these dicts, with a column for every key."""
-    rows = list(rows)
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_text(row.get(name)) for name in names] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names), *cells)) if rows else ""
 
 
 def _flat(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a result, those of a dict in it by joined names, and of a spread its median."""
+    """Return a result's values; those of a dict in it by joined names, of which the milliseconds and shares alone."""
     flat: dict[str, Any] = {}
     for name, value in found.items():
         if isinstance(value, dict):
-            flat |= {name: value["median"]} if "median" in value else {f"{name}: {key}": value[key] for key in value}
-        elif not isinstance(value, list) and name != "output":
+            flat |= {f"{name}: {key}": value[key] for key in ("ms", "share_of_ideal") if key in value}
+        elif name != "output":
             flat[name] = value
     return flat
 
@@ -262,70 +173,56 @@ def _text(value: Any) -> str:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="folder of the target")
-    parser.add_argument("--draft", help="folder of a draft of it")
-    parser.add_argument("--heads", help="folder of Medusa heads on it")
-    parser.add_argument("--prompts", help=".jsonl file")
-    parser.add_argument("--train", help=".jsonl file of texts to train on")
-    parser.add_argument("--output", type=Path, default=Path("runs/gpu_suite"), help="folder to write to")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
-    parser.add_argument("--minutes", type=float, default=9.0, help="at most, the start included")
-    parser.add_argument("--parts", default="", help="only those whose names begin so: tests,decoding,...")
+    parser.add_argument("--output", type=Path, help="folder to write to, and to resume from (runs/gpu)")
+    parser.add_argument("--minutes", type=float, default=25.0, help="at most, the start included")
+    parser.add_argument("--steps", default="", help="only those whose names begin so, with a ; between")
     parser.add_argument("--commit", help="of a copy that is no checkout")
-    parser.add_argument("--short", action="store_true", help="a run of a minute, to see that everything works")
+    parser.add_argument("--pretend", action="store_true", help="tiny sizes on the CPU, to see that everything works")
     return parser.parse_args(arguments)
 
 
-def elapsed() -> float:
-    """Return the seconds since this process began to import."""
-    return time.perf_counter() - _BEGAN
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the suite; 1 if something in it failed, which what there was no time for did not."""
-    options = parse(arguments)
-    short = options.short or not torch.cuda.is_available()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if short:
-        torch.set_num_threads(1)  # tiny models: more would get in each other's way
-    inputs = [options.target, options.draft, options.heads, options.prompts, options.train]
-    models = read_models(*inputs, device, torch.float32 if short else parse_dtype(options.dtype), short)
-    stages = Stages(models, short)
-    every = parts_of(models, stages, device, short)
-    parts = [part for part in every if part.name.startswith(tuple(options.parts.split(",")))]
-    if not parts:
-        raise ValueError(f"no part begins with {options.parts}: choose of {', '.join(part.name for part in every)}")
-    report: dict[str, Any] = {"schema": SCHEMA, "hardware": hardware(), "versions": versions()}
-    report |= {"commit": options.commit or commit(), "short": short, "source": models.source}
-    report |= {"dtype": str(models.target.dtype).removeprefix("torch."), "not_installed": MISSING}
-    report |= {"seconds": {}, "parts": {}, "skipped": [], "failed": []}
-
-    def write() -> None:
-        report["seconds"]["total"] = elapsed()
-        write_report(report, options.output)
-
-    def give_up() -> None:
-        """Write the report when no signal helps: a call into a library does not come back."""
-        report["skipped"].append({"part": part.name, "item": "the rest", "why": "the time of the whole run is over"})
-        write()
-        os._exit(1)
-
-    part, allowed = parts[0], elapsed()
-    watch = threading.Timer(60 * options.minutes - elapsed(), give_up)
-    watch.daemon = True
-    watch.start()
-    # A part may use what was allowed up to its end and not used; all end half a minute before the time is over.
-    scale = (60 * options.minutes - 30 - allowed) / sum(part.seconds for part in parts)
-    for part in parts:
-        allowed += scale * part.seconds
-        print(f"{elapsed():6.1f} s  {part.name}", flush=True)
-        run_part(part, allowed - elapsed(), report, write)
-    watch.cancel()
-    stages.drop()
-    write()
-    print(page(report))
-    failed_tests = report["parts"].get("tests", {}).get("tests/gpu", {}).get("failed", 0)
-    return int(bool(report["failed"] or failed_tests))
+    """Do the steps that are left, as far as the time goes; 1 if one failed."""
+    options, began = parse(arguments), time.monotonic()
+    if not options.pretend and not torch.cuda.is_available():
+        raise ValueError("torch finds no GPU here: give --pretend (make gpu PRETEND=1) to try the steps on the CPU")
+    output: Path = options.output or Path("runs/gpu-pretended" if options.pretend else "runs/gpu")
+    output.mkdir(parents=True, exist_ok=True)
+    if MISSING:
+        print(f"not installed, and done without: {', '.join(MISSING)}")
+    report: dict[str, Any] = {"schema": SCHEMA, "commit": options.commit or commit(), "pretended": options.pretend}
+    report |= {"models": "random weights that count; acceptance is forced", "not_installed": MISSING, "steps": {}}
+    kept = output / "suite.json"
+    if kept.is_file():
+        old = json.loads(kept.read_text())
+        if any(old[key] != report[key] for key in ("schema", "commit", "pretended")):
+            raise ValueError(f"{kept} is of commit {old['commit']}, not {report['commit']}: give another --output")
+        report["steps"] = old["steps"]
+    begins = tuple(options.steps.split(";"))
+    chosen = [name for name in STEPS if name.startswith(begins)]
+    if not chosen:
+        raise ValueError(f"no step begins with {options.steps}: choose of {'; '.join(STEPS)}")
+    todo = [name for name in chosen if not report["steps"].get(name, {}).get("done")]
+    for index, name in enumerate(todo):
+        remaining = 60 * options.minutes - (time.monotonic() - began) - 5
+        wanted = STEPS[name].seconds
+        if remaining < wanted / 2:
+            break
+        spare = max(0.0, remaining - sum(STEPS[each].seconds for each in todo[index:]))
+        speeds = report["steps"].get("machine", {}).get("results", {})
+        bandwidth, peak = (
+            speeds.get(each, {}).get(f"{unit}_per_second") for each, unit in (("copy", "bytes"), ("product", "flop"))
+        )
+        bench = Bench(options.pretend, bandwidth, peak)
+        print(f"{time.monotonic() - began:6.0f} s  {name}", flush=True)
+        report["steps"][name] = found = run_within(name, bench, output, min(remaining, wanted + spare))
+        for item, why in found["errors"].items():
+            print(f"          {item}: {why}", flush=True)
+        write(kept, report)
+        write(output / "suite.md", page(report))
+    print(f"{time.monotonic() - began:6.0f} s  written: {kept} and {output / 'suite.md'}")
+    print(*left_of(report) or ["Nothing is left."])
+    return int(any(report["steps"].get(name, {}).get("errors") for name in chosen))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.questions import read_prompts
 from decoding.measure.redact import basename
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark_config import read_config
+from decoding.model.dspark_config import read_dspark_config
 from decoding.model.loading import (
     eos_token_ids,
     load_draft,
@@ -92,7 +92,7 @@ def llama_cpp_cases(bench: Bench) -> list[engines.LlamaCppCase]:
     cases = [engines.LlamaCppCase("plain decoding", target)]
     for name in bench.trained.keys() & {"draft", *METHODS}:
         draft, trained = bench.export(name, "gguf", type="f32").folder / "model.gguf", bench.trained[name]
-        tokens = read_config(trained).block_size if name in METHODS else chain_length(trained)
+        tokens = read_dspark_config(trained).block_size if name in METHODS else chain_length(trained)
         drafter, method = bench.chain(name, str(trained), tokens), name if name in METHODS else "simple"
         cases.append(engines.LlamaCppCase(name, target, draft, tokens, drafter, method=method))
     return cases

@@ -1,371 +1,394 @@
-"""What the suite measures: speeds of every way to decode in turns, launches of a step, and training."""
+"""What the suite measures. A step is a function that yields (name, measurement); a measurement returns JSON values."""
 
+import os
+import re
+import subprocess
+import sys
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from suite_models import DRAFT_TOKENS, Stage
+from suite_models import (
+    DRAFTED,
+    Bench,
+    cache_bytes,
+    counting_model,
+    drafter_of,
+    dspark_draft,
+    dspark_section,
+    free,
+    synchronize,
+    weight_bytes,
+)
 from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import StoppingCriteriaList
 
+from decoding.drafters import Drafter
 from decoding.engine import Engine
-from decoding.generate import DecodingConfig, Generation
-from decoding.measure.methods import transformers_generate
-from decoding.metrics import acceptance, spread
+from decoding.generate import DecodingConfig
+from decoding.measure.machine import hardware, versions
+from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
-from decoding.rules.sampling import SamplingConfig
-from trainer.data.batch import Batch, Example, collate
-from trainer.drafts.distill import DistillObjective, OnlineTeacher
-from trainer.drafts.start import initial_draft
+from decoding.model.cost_curve import measure_costs
+from trainer.data.batch import Example, collate
+from trainer.drafts.dspark import DSparkObjective
 from trainer.heads.medusa import MedusaObjective
+from trainer.learning.fused import fused_loss
+from trainer.learning.losses import LossMix
 from trainer.learning.objective import Objective
+from trainer.processes import ALONE
 from trainer.recipe.common import TrainingSection
-from trainer.recipe.draft import DraftSection, FromTargetSection, InitSection
-from trainer.recipe.heads import HeadsSection
+from trainer.recipe.heads import FeaturesSection, HeadsSection
 from trainer.run.distributed import build_optimizers
 from trainer.run.feed import send
+from trainer.target.features import StoredFeatures, ensure_features
 from trainer.target.hidden import OnlineTarget
+from trainer.target.loading import Target
 
-PLAIN, DRAFT, MEDUSA = METHODS = ("plain", "draft model", "medusa")
-GRAPHS, EAGER, TRANSFORMERS = "graphs", "eager", "transformers"
-ASSISTED = f"assisted generation, {DRAFT_TOKENS} tokens"
-Prompts = Sequence[Sequence[int]]
-
-
-class Timed(NamedTuple):
-    """A batch decoded once. The decode figures leave out the prefill and the tokens that come with it."""
-
-    texts: tuple[tuple[int, ...], ...]
-    seconds: float
-    decode_tokens: int
-    decode_seconds: float
-    generations: tuple[Generation, ...] = ()
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+ROOT = Path(__file__).resolve().parent.parent
+GPU_TESTS = ROOT / "tests" / "gpu"
+Measurements = Iterator[tuple[str, Callable[[], Any]]]
+MODES = {"graphs": "graphs", "no graphs": None}
+_RUN_TESTS = """
+import sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests", {root!r} + "/benchmarks"]
+import pytest, torch, transformers
+from suite_packages import stand_ins
+with stand_ins():
+    sys.exit(pytest.main(sys.argv[1:]))
+"""
 
 
-def copy_bandwidth(bytes_each: int, device: torch.device, repeats: int = 10) -> float:
-    """Bytes per second, read and written, of a copy from the device's memory to itself."""
-    source = torch.ones(bytes_each, dtype=torch.uint8, device=device)
-    destination = torch.empty_like(source)
-    seconds = []
-    for _ in range(repeats + 2):
+def gpu_tests(bench: Bench) -> Measurements:
+    """Run the tests marked ``gpu`` in a process of their own, without the other tests' conftest and plugins."""
+
+    def run() -> dict[str, Any]:
+        import pytest  # noqa: F401  # which not every machine has
+
+        command = [sys.executable, "-c", _RUN_TESTS.format(root=str(ROOT)), str(GPU_TESTS), f"--confcutdir={GPU_TESTS}"]
+        command += ["-m", "gpu", "-p", "no:cacheprovider", "-v", "--tb=short"]
+        command += bench.pick([], ["--collect-only"])
+        environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        output = done.stdout + done.stderr
+        counts = {each: len(re.findall(rf"::\S+ {each.upper()}\b", output)) for each in ("passed", "failed", "skipped")}
+        return {**counts, "exit_code": done.returncode, "output": output[-8000:]}
+
+    yield "tests/gpu", run
+
+
+def machine(bench: Bench) -> Measurements:
+    """The machine, its copy bandwidth, and its rate of products in the models' dtype."""
+    yield "machine", lambda: {**hardware(), **versions(), "attention": str(torch._C._get_sdp_priority_order())}
+
+    def timed(run: Callable[[], Any]) -> float:
+        seconds = []
+        for _ in range(12):
+            synchronize()
+            begin = time.perf_counter()
+            run()
+            synchronize()
+            seconds.append(time.perf_counter() - begin)
+        return median(seconds[2:])
+
+    def copy() -> dict[str, float]:
+        source = torch.ones(bench.pick(1 << 31, 1 << 22), dtype=torch.uint8, device=bench.device)
+        destination = torch.empty_like(source)
+        return {"bytes_per_second": 2 * len(source) / timed(lambda: destination.copy_(source))}
+
+    def product() -> dict[str, float]:
+        size = bench.pick(8192, 256)
+        matrix = torch.randn(size, size, device=bench.device, dtype=bench.dtype)
+        return {"flop_per_second": 2 * size**3 / timed(lambda: matrix @ matrix)}
+
+    yield "copy", copy
+    yield "product", product
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+def _contexts(bench: Bench) -> tuple[int, ...]:
+    return bench.pick((512, 8192), (12,))
+
+
+def _batches(bench: Bench) -> tuple[int, ...]:
+    return bench.pick((1, 8, 32), (1, 2))
+
+
+def _ours(target: CausalLM, drafter: Drafter | None, prompts: Sequence[Sequence[int]], new: int) -> dict[str, Any]:
+    """Decode twice, the first time to record the graphs; prefill excluded."""
+    engine = Engine(target, drafter)
+    for _ in range(2):
+        texts = list(engine.decode(prompts, DecodingConfig(new), batch_size=len(prompts)))
+    steps = [[step for step in text.steps if not step.is_prefill] for text in texts]
+    every = [step for of_text in steps for step in of_text]
+    total, draft, verify = (
+        sum(getattr(step, f"{part}_seconds") for step in every) for part in ("total", "draft", "verify")
+    )
+    figures = acceptance([[step.counts for step in of_text] for of_text in steps])
+    vocab = target.vocab_size
+    counted = sum(
+        (token - text.tokens[0] - index) % vocab == 0 for text in texts for index, token in enumerate(text.tokens)
+    )
+    return {
+        "tokens_per_second": sum(len(step.tokens) for step in every) / total,
+        "tokens_per_pass": figures.tokens_per_pass.value,
+        "step_ms": 1000 * total / max(map(len, steps)),
+        "draft_share": draft / total,
+        "verify_share": verify / total,
+        "right_tokens": counted / sum(len(text.tokens) for text in texts),
+    }
+
+
+class _Clock:
+    """A stopping criterion that stops nothing: it notes when each token of transformers' generate is there."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         synchronize()
-        begin = time.perf_counter()
-        destination.copy_(source)
-        synchronize()
-        seconds.append(time.perf_counter() - begin)
-    return 2 * bytes_each / median(seconds[2:])
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def _ours(stage: Stage, method: str, static: str | None, config: DecodingConfig) -> Callable[[Prompts], Timed]:
-    target, drafter = stage.target(static), stage.drafter(method, static)
-
-    def run(prompts: Prompts) -> Timed:
-        begin = time.perf_counter()
-        generations = tuple(Engine(target, drafter).decode(prompts, config, batch_size=len(prompts)))
-        seconds = time.perf_counter() - begin
-        steps = [step for generation in generations for step in generation.steps if not step.is_prefill]
-        return Timed(
-            tuple(generation.tokens for generation in generations),
-            seconds,
-            sum(len(step.tokens) for step in steps),
-            sum(step.total_seconds for step in steps),
-            generations,
+def _theirs(model: Any, prompts: Sequence[Sequence[int]], new: int, static: bool) -> dict[str, Any]:
+    """transformers' generate, its first token excluded; a static cache is compiled by transformers on a GPU."""
+    ids = torch.tensor(prompts, device=model.device)
+    options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
+    for _ in range(3 if static else 2):
+        clock = _Clock()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([clock]),  # type: ignore[list-item]  # called, no more
+            **options,
         )
-
-    return run
-
-
-def _theirs(target: CausalLM, config: DecodingConfig) -> Callable[[Prompts], Timed]:
-    """`transformers` generate; its prefill is timed by a run that writes one token."""
-    first = DecodingConfig(1, config.sampling)
-
-    def run(prompts: Prompts) -> Timed:
-        begin = time.perf_counter()
-        transformers_generate(target, prompts, first)
-        synchronize()
-        prefilled = time.perf_counter()
-        texts = tuple(text.tokens for text in transformers_generate(target, prompts, config))
-        synchronize()
-        seconds, prefill = time.perf_counter() - prefilled, prefilled - begin
-        return Timed(texts, seconds, sum(map(len, texts)) - len(texts), max(seconds - prefill, 1e-9))
-
-    return run
+    step = (clock.times[-1] - clock.times[0]) / (len(clock.times) - 1)
+    return {"tokens_per_second": len(prompts) / step, "step_ms": 1000 * step}
 
 
-def _assisted(target: CausalLM, draft: CausalLM, config: DecodingConfig) -> Callable[[Prompts], Timed]:
-    def run(prompts: Prompts) -> Timed:
-        begin = time.perf_counter()
-        texts = [transformers_generate(target, [prompt], config, draft, DRAFT_TOKENS)[0] for prompt in prompts]
-        return Timed(
-            tuple(text.tokens for text in texts),
-            time.perf_counter() - begin,
-            sum(text.decode_tokens for text in texts),
-            sum(text.decode_seconds for text in texts),
-        )
-
-    return run
+def _against_memory(bench: Bench, found: dict[str, Any], bytes_read: float, tokens: float) -> dict[str, Any]:
+    """Add the share of what memory allows: a step that reads ``bytes_read`` and writes ``tokens`` tokens."""
+    if bench.bandwidth is None:
+        return found
+    ideal = bytes_read / bench.bandwidth
+    return {**found, "ideal_step_ms": 1000 * ideal, "share_of_ideal": found["tokens_per_second"] * ideal / tokens}
 
 
-def group_methods(
-    stage: Stage, sampling: SamplingConfig, batch: int, new_tokens: int
-) -> dict[tuple[str, str], Callable[[Prompts], Timed]]:
-    """Everything that takes turns in one group, by (method, mode)."""
-    config = DecodingConfig(new_tokens, sampling)
-    methods = {(name, GRAPHS): _ours(stage, name, GRAPHS, config) for name in METHODS}
-    eager = stage.target(None)
-    methods["generate", TRANSFORMERS] = _theirs(eager, config)
-    if batch == 1:
-        methods |= {(name, EAGER): _ours(stage, name, None, config) for name in METHODS}
-        if stage.draft.vocab_size == eager.vocab_size and stage.draft.output_tokens is None:
-            methods[ASSISTED, TRANSFORMERS] = _assisted(eager, stage.draft, config)
-    return methods
+def decoding(bench: Bench, size: str, compiled: bool = False) -> Measurements:
+    """Plain decoding, ours and transformers', by context and batch; ``compiled``: transformers with a static cache."""
+    model, new = counting_model(bench, size), bench.pick(48, 3)
+    for context in _contexts(bench):
+        for batch in _batches(bench):
+            prompts = [bench.text(context, row) for row in range(batch)]
+            read = weight_bytes(model) + batch * cache_bytes(model, context + new / 2)
+
+            def measured(run: Callable[[], dict[str, Any]], read: float = read, batch: int = batch) -> Any:
+                try:
+                    return _against_memory(bench, run(), read, batch)
+                finally:
+                    free()
+
+            title = f"context {context}, batch {batch}"
+            if compiled:
+                yield (
+                    f"{title}, static and compiled",
+                    lambda p=prompts, m=measured: m(lambda: _theirs(model, p, new, True)),
+                )
+                continue
+            for name, static in MODES.items():
+                yield (
+                    f"{title}, {name}",
+                    lambda s=static, p=prompts, m=measured: m(lambda: _ours(CausalLM(model, static=s), None, p, new)),
+                )
+            yield f"{title}, transformers", lambda p=prompts, m=measured: m(lambda: _theirs(model, p, new, False))
 
 
-def measure_group(
-    stage: Stage,
-    prompts: Prompts,
-    temperature: float,
-    batch: int,
-    new_tokens: int,
-    rounds: int,
-    bandwidth: float | None,
-    seconds: float,
-) -> dict[str, Any]:
-    """One setting and batch size: every method in turns, one round at least, more while there is time."""
-    begin = time.perf_counter()
-    methods, brief = (group_methods(stage, SamplingConfig(temperature), batch, n) for n in (new_tokens, 4))
-    mine = [prompts[index % len(prompts)] for index in range(batch)]
-    for key in methods:  # all graphs are recorded here; the rest is warm at once, and slow
-        (methods if key[1] == GRAPHS else brief)[key](mine)
-    warmed_up = time.perf_counter()
-    runs: dict[tuple[str, str], list[Timed]] = {key: [] for key in methods}
-    for turn in range(rounds):
-        shift = turn % len(methods)
-        order = list(methods)
-        for key in (*order[shift:], *order[:shift]):
-            runs[key].append(methods[key](mine))
-        now = time.perf_counter()
-        if now + (now - warmed_up) / (turn + 1) > begin + seconds:
-            break
-    prompt_tokens = sum(map(len, mine)) / len(mine)
-    rows = [_row(key, runs, greedy=temperature == 0) for key in methods]
-    for row, key in zip(rows, methods, strict=True):
-        if key[0] == PLAIN and bandwidth:
-            row["bandwidth"] = bandwidth_share(stage, runs[key], prompt_tokens, bandwidth)
-    return {"batch": batch, "temperature": temperature, "new_tokens": new_tokens, "rounds": turn + 1, "rows": rows}
+def verification(bench: Bench, size: str) -> Measurements:
+    """A pass over 1 to 64 nodes, by context and batch."""
+    model, sizes = counting_model(bench, size), bench.pick((1, 2, 4, 8, 16, 24, 32, 48, 64), (1, 4))
+    for context in _contexts(bench):
+        for batch in _batches(bench)[:2]:
+
+            def run(context: int = context, batch: int = batch) -> Any:
+                target = CausalLM(model, static="graphs")
+                costs = measure_costs(target, sizes, prefix=context, rows=batch, repeats=bench.pick(15, 3))
+                read = weight_bytes(model) + batch * cache_bytes(model, context)
+                free()
+                return {
+                    f"{nodes} nodes": _against_memory(
+                        bench, {"tokens_per_second": 1 / each, "ms": 1000 * each}, read, 1
+                    )
+                    for nodes, each in costs.target_pass.items()
+                }
+
+            yield f"context {context}, batch {batch}", run
 
 
-def _row(key: tuple[str, str], runs: dict[tuple[str, str], list[Timed]], greedy: bool) -> dict[str, Any]:
-    mine = runs[key]
-    row: dict[str, Any] = {
-        "method": key[0],
-        "mode": key[1],
-        "tokens_per_second": spread([timed.decode_tokens / timed.decode_seconds for timed in mine])._asdict(),
-        "tokens_per_second_with_prefill": median(sum(map(len, timed.texts)) / timed.seconds for timed in mine),
-    }
-    for name, other in (("over_plain", (PLAIN, GRAPHS)), ("over_transformers", ("generate", TRANSFORMERS))):
-        ratios = [_speed(a) / _speed(b) for a, b in zip(mine, runs[other], strict=True)]
-        row[name] = spread(ratios)._asdict()
-    plain = runs[PLAIN, GRAPHS][0].texts
-    same = sum(a == b for a, b in zip(mine[0].texts, plain, strict=True))
-    row["same_as_plain"] = f"{same}/{len(plain)}" if greedy else None
-    if mine[0].generations:
-        row |= _figures(mine)
-    return row
+def speculation(bench: Bench, size: str) -> Measurements:
+    """Share of tokens per pass × memory's speed that the loop keeps, at forced acceptances, batch 1."""
+    model, new, context = counting_model(bench, size), bench.pick(192, 8), _contexts(bench)[0]
+    for kind in ("chain", "medusa", "dspark"):
+        for share in (0.8, 0.6):
+            for name, static in MODES.items():
 
+                def run(kind: str = kind, share: float = share, static: str | None = static) -> Any:
+                    target = CausalLM(model, static=static)
+                    drafter: Any = drafter_of(bench, kind, target, size, share, static)
+                    found = _ours(target, drafter, [bench.text(context, 7)], new)
+                    read = weight_bytes(model) + cache_bytes(model, context + new / 2)
+                    head = model.get_output_embeddings().weight.nbytes
+                    if kind == "chain":
+                        read += DRAFTED * weight_bytes(drafter.draft.model)
+                    else:  # a DSpark draft reads the target's lm_head once more
+                        read += weight_bytes(drafter.heads) if kind == "medusa" else weight_bytes(drafter.draft) + head
+                    return _against_memory(bench, found, read, found["tokens_per_pass"])
 
-def _speed(timed: Timed) -> float:
-    return timed.decode_tokens / timed.decode_seconds
-
-
-def _figures(mine: Sequence[Timed]) -> dict[str, Any]:
-    """Tokens per pass, and where the time goes: drafting, the target's pass, the rest (our own loop)."""
-    texts = [[step for step in text.steps if not step.is_prefill] for timed in mine for text in timed.generations]
-    steps = [step for text in texts for step in text]
-    total = sum(step.total_seconds for step in steps)
-    draft, verify = sum(step.draft_seconds for step in steps), sum(step.verify_seconds for step in steps)
-    split = {"draft": draft / total, "verify": verify / total, "overhead": (total - draft - verify) / total}
-    return {
-        "tokens_per_pass": acceptance([[step.counts for step in text] for text in texts]).tokens_per_pass.value,
-        "time_split": split,
-    }
-
-
-def bandwidth_share(
-    stage: Stage, mine: Sequence[Timed], prompt_tokens: float, bandwidth: float
-) -> dict[str, float | int]:
-    """Return (bytes a plain pass must read / copy bandwidth) / its seconds: 1 is as fast as memory allows.
-
-    Bytes: every weight once, and the cached keys and values of all rows at the mean length. Seconds: of the target's
-    pass, and of the whole step as the loop takes it.
-    """
-    rows, passes = len(mine[0].generations), max(len(text.steps) for text in mine[0].generations) - 1
-    positions = round(rows * (prompt_tokens + passes / 2))
-    needed = stage.weight_bytes() + stage.cache_bytes(positions)
-    steps = [[step for text in timed.generations for step in text.steps if not step.is_prefill] for timed in mine]
-    in_pass = median(sum(step.verify_seconds for step in of_run) for of_run in steps) / passes
-    in_step = median(sum(step.total_seconds for step in of_run) for of_run in steps) / passes
-    return {
-        "bytes_per_pass": needed,
-        "pass_seconds": in_pass,
-        "step_seconds": in_step,
-        "share_of_pass": needed / bandwidth / in_pass,
-        "share_of_step": needed / bandwidth / in_step,
-    }
-
-
-# --- launches ---------------------------------------------------------------------------------------------------------
-
-_LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"}
-_KINDS = {
-    **dict.fromkeys(_LAUNCHES, "kernel launches"),
-    "cudaGraphLaunch": "graph launches",
-    "cudaMemcpyAsync": "copies",
-    "cudaStreamSynchronize": "waits",
-    "cudaDeviceSynchronize": "waits",
-    "cudaEventSynchronize": "waits",
-}
-_TOP = 12
-
-
-def profile_steps(
-    stage: Stage, method: str, static: str | None, prompts: Sequence[Sequence[int]], new_tokens: int
-) -> dict[str, Any]:
-    """Calls per step of the loop by kind, and the kernels that take most time (on a CPU: the operators)."""
-    on_gpu = torch.cuda.is_available()
-    target, drafter, config = stage.target(static), stage.drafter(method, static), DecodingConfig(new_tokens)
-    for _ in Engine(target, drafter).steps(prompts, config, batch_size=len(prompts)):  # records the graphs
-        pass
-    steps = Engine(target, drafter).steps(prompts, config, batch_size=len(prompts))
-    for _ in prompts:  # the prefill, which is another matter
-        next(steps)
-    synchronize()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    passes: Counter[int] = Counter()
-    with profile(activities=activities) as profiler:
-        for place, _ in steps:
-            passes[place] += 1
-        synchronize()
-    count = max(passes.values())
-    events = profiler.key_averages()
-    calls: Counter[str] = Counter()
-    for event in events:
-        kind = _KINDS.get(event.key) if on_gpu else ("operators" if event.key.startswith("aten::") else None)
-        if kind:
-            calls[kind] += event.count
-    return {
-        "method": method,
-        "mode": static or EAGER,
-        "batch": len(prompts),
-        "steps": count,
-        "per_step": {kind: total / count for kind, total in sorted(calls.items())},
-        "top": _top(events, count, on_gpu),
-    }
-
-
-def _top(events: Sequence[Any], steps: int, on_gpu: bool) -> list[dict[str, Any]]:
-    def own_time(event: Any) -> float:
-        return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)
-
-    # On a GPU the kernels alone: the operators that launched them claim their time a second time.
-    place = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    timed = [event for event in events if event.device_type == place and own_time(event) > 0]
-    total = sum(map(own_time, timed)) or 1.0
-    return [
-        {
-            "name": event.key[:100],
-            "calls_per_step": event.count / steps,
-            "microseconds_per_step": own_time(event) / steps,
-            "share": own_time(event) / total,
-        }
-        for event in sorted(timed, key=own_time, reverse=True)[:_TOP]
-    ]
+                yield f"{kind} of {DRAFTED}, acceptance {share} forced, {name}", run
+                free()
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
-
-def objective_for(kind: str, stage: Stage, steps: int) -> Objective:
-    """Medusa heads, or a draft made of the target's first layer."""
-    target = CausalLM(stage.model)
-    if kind == "medusa":
-        return MedusaObjective(OnlineTarget(target), HeadsSection(num_heads=4), steps, target.dtype)
-    # The tokenizer is only written beside what is saved, and nothing is.
-    no_tokenizer: Any = None
-    start = InitSection(from_target=FromTargetSection())  # in words: where pydantic is missing, nothing fills them in
-    section = DraftSection(init=start)
-    initial = initial_draft(target, no_tokenizer, section, ())
-    return DistillObjective(target, OnlineTeacher(target), no_tokenizer, initial, section)
+_DRY_RUN_STEPS = 4
+"""Steps after which `headstart train --dry-run` reads the memory."""
 
 
-def measure_training(
-    kind: str, stage: Stage, examples: Sequence[Example], batch_size: int, steps: int, seconds: float
+def training(bench: Bench, size: str, kind: str) -> Measurements:
+    """Steps of 32 sequences of 1,024 tokens, 4 at a time, as recipes have them; heads also from stored states."""
+    target = CausalLM(counting_model(bench, size))
+    batch, micro, length = bench.pick((32, 4, 1024), (4, 2, 32))
+    examples = [Example(bench.text(length, row), (True,) * length, 0) for row in range(2 * batch)]
+    no_tokenizer: Any = SimpleNamespace(get_vocab=lambda: {"mask": target.vocab_size - 1})
+
+    def of_heads(states: Any) -> Objective:
+        return MedusaObjective(states, HeadsSection(num_heads=4), 100, target.dtype)
+
+    def online() -> dict[str, Any]:
+        if kind == "heads":
+            return _train(bench, of_heads(OnlineTarget(target)), examples, batch, micro)
+        section = dspark_section(target)
+        objective = DSparkObjective(target, no_tokenizer, dspark_draft(target), section, 0)
+        return _train(bench, objective, examples, batch, micro)
+
+    def stored() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            whole = Target("", target.dtype, "made up", no_tokenizer, target)
+            begin = time.perf_counter()
+            section = FeaturesSection(folder=folder, states="target", shard_tokens=1 << 18)
+            store = ensure_features(whole, examples, section, ALONE)
+            writing = time.perf_counter() - begin
+            states = StoredFeatures(store, target.model.config, bench.device)
+            return {**_train(bench, of_heads(states), examples, batch, micro), "writing_seconds": writing}
+
+    yield f"{kind}, the target runs at every step", online
+    free()
+    if kind == "heads":
+        yield "heads, states from the disk", stored
+
+
+def _train(
+    bench: Bench, objective: Objective, examples: Sequence[Example], batch_size: int, micro: int
 ) -> dict[str, Any]:
-    """Tokens per second of whole optimizer steps, median, and the most memory held, weights included."""
-    began = time.perf_counter()
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    objective = objective_for(kind, stage, steps)
-    device = stage.model.device
-    section = TrainingSection(steps=steps, batch_size=batch_size, micro_batch_size=batch_size)
+    """Whole optimizer steps as `trainer.run.loop` does them in one process, without accelerate."""
+    section = TrainingSection(steps=100, batch_size=batch_size, micro_batch_size=micro)
     optimizers = build_optimizers(objective.module, section)
-    samples: list[tuple[int, float]] = []
-    losses = []
-    for step in range(steps + 2):
-        chosen = [examples[(step * batch_size + index) % len(examples)] for index in range(batch_size)]
-        on_host = collate(chosen)
-        ahead, tokens = objective.ahead(on_host, step), int(on_host.attention_mask.sum())
-        batch, ahead = send((on_host, ahead), device)
+    seconds, losses, memory, tokens = list[float](), list[float](), list[int](), 0
+    if not bench.pretend:
+        torch.cuda.reset_peak_memory_stats()
+
+    def step(index: int) -> float:
+        parts = []
+        for begin in range(0, batch_size, micro):
+            indices = [(index * batch_size + begin + i) % len(examples) for i in range(micro)]
+            host = collate([examples[i] for i in indices], indices)
+            counts = objective.counts(host, index) * (batch_size // micro)
+            batch, ahead, counts = send((host, objective.ahead(host, index), counts), bench.device)
+            inputs = objective.inputs(batch, index, ahead)
+            with torch.autocast(bench.device.type, torch.bfloat16):
+                sums, _ = objective.module(*inputs)
+            weights = torch.tensor(objective.weights(index)).to(sums.device, non_blocking=True)
+            loss = (sums * weights / counts.clamp(min=1)).sum()
+            loss.backward()
+            parts.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(objective.module.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return float(torch.stack(parts).sum())
+
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm: _flop_of_sum}) as counter:
+        losses.append(step(0))
+    began = time.perf_counter()
+    for index in range(1, bench.pick(12, 4)):
         synchronize()
         begin = time.perf_counter()
-        losses.append(_train_step(objective, batch, ahead, step, optimizers, section))
+        losses.append(step(index))
         synchronize()
-        samples.append((tokens, time.perf_counter() - begin))
-        if len(samples) >= 4 and time.perf_counter() - began > seconds:
+        seconds.append(time.perf_counter() - begin)
+        memory.append(0 if bench.pretend else torch.cuda.max_memory_allocated())
+        if index >= _DRY_RUN_STEPS and time.perf_counter() - began > 40:
             break
-    trained = sum(parameter.numel() for parameter in objective.module.parameters() if parameter.requires_grad)
+    tokens, usual = sum(len(examples[i].tokens) for i in range(batch_size)), median(seconds[1:])
+    flop = counter.get_total_flops()
     return {
-        "kind": kind,
-        "target_parameters": stage.parameters,
-        "trained_parameters": trained,
-        "batch_size": batch_size,
-        "tokens_per_step": samples[-1][0],
-        "steps": len(samples) - 2,
-        "tokens_per_second": median(tokens / seconds for tokens, seconds in samples[2:]),
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "tokens_per_second": tokens / usual,
+        "flop_per_step": flop,
+        "share_of_peak": None if bench.peak is None else flop / usual / bench.peak,
+        "trained_parameters": sum(each.numel() for each in objective.module.parameters() if each.requires_grad),
+        "memory_of_a_dry_run": memory[min(_DRY_RUN_STEPS, len(memory)) - 1],
+        "memory_at_the_end": memory[-1],
+        "steps": len(seconds),
         "first_loss": losses[0],
         "last_loss": losses[-1],
     }
 
 
-def _train_step(
-    objective: Objective,
-    batch: Batch,
-    ahead: Any,
-    step: int,
-    optimizers: Sequence[torch.optim.Optimizer],
-    section: TrainingSection,
-) -> float:
-    """Do a step as `trainer.run.loop` does in one process, without accelerate; return the loss before the step."""
-    counts: Tensor = objective.counts(batch, step)
-    weights = torch.tensor(objective.weights(step), device=counts.device)
-    inputs = objective.inputs(batch, step, ahead)
-    with torch.autocast(counts.device.type, torch.bfloat16):
-        losses, _ = objective.module(*inputs)
-    loss = (losses * weights / counts.clamp(min=1)).sum()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(objective.module.parameters(), section.max_grad_norm)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    return float(loss.detach())
+def _flop_of_sum(onto: Any, left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
+    """Count a product that is added; torch's own count refuses one with a dtype for the sum."""
+    return 2 * left[0] * left[1] * right[1]
+
+
+def losses(bench: Bench) -> Measurements:
+    """The fused loss against the plain one: forward and backward of 4,096 tokens over the whole vocabulary."""
+    for hidden_size in bench.pick((2048, 4096), (32,)):
+        for fused in (True, False):
+
+            def run(hidden_size: int = hidden_size, fused: bool = fused) -> dict[str, float]:
+                options: dict[str, Any] = {"device": bench.device, "dtype": bench.dtype, "requires_grad": True}
+                torch.manual_seed(0)
+                hidden = torch.randn(bench.pick(4096, 16), hidden_size, **options)
+                weight = torch.randn(bench.vocab, hidden_size, **options)
+                labels = torch.randint(bench.vocab, (len(hidden),), device=bench.device)
+                times, mix = [], LossMix({"cross_entropy": 1.0})
+                if not bench.pretend:
+                    torch.cuda.reset_peak_memory_stats()
+                held = 0 if bench.pretend else torch.cuda.memory_allocated()
+                for _ in range(bench.pick(8, 3)):
+                    hidden.grad = weight.grad = None
+                    synchronize()
+                    begin = time.perf_counter()
+                    if fused:
+                        loss = fused_loss(hidden, weight, labels, mix).loss
+                    else:
+                        logits = (hidden @ weight.T).float()
+                        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+                    loss.backward()
+                    synchronize()
+                    times.append(time.perf_counter() - begin)
+                peak = 0 if bench.pretend else torch.cuda.max_memory_allocated() - held
+                return {"ms": 1000 * median(times[2:]), "memory": peak, "loss": float(loss.detach()) / len(hidden)}
+
+            yield f"hidden size {hidden_size}, {'fused' if fused else 'plain'}", run
+            free()

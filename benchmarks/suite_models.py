@@ -1,216 +1,163 @@
-"""Models of the suite: a target with a draft and Medusa heads, as trained and at the cost of larger targets."""
+"""Models of the suite: Llama shapes of 1B and 8B with random weights, and drafters of a chosen acceptance.
 
-import copy
+Random weights write texts of near ties, which every rounding changes, and no draft foresees them. These count instead:
+the layers cost what they cost and add almost nothing, and the lm_head writes token x + 1 after token x. A drafter that
+counts too is always right; one whose lm_head has the rows of a random share of all tokens exchanged is wrong after
+these. Speeds are thus those of real sizes, acceptance is forced, and every figure says so.
+"""
+
 import gc
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
-from widen import widened, widened_heads, widened_to
 
-from decoding.drafters import Drafter, DraftModelDrafter, MedusaDrafter
-from decoding.measure.questions import read_prompts
+from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter, MedusaDrafter
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSparkDraft
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.loading import load_draft, load_heads, load_model, load_tokenizer
-from trainer.data.batch import Example
-from trainer.data.dataset import load_dataset
-from trainer.recipe.common import DataSection
+from trainer.drafts.dspark import initial_dspark
+from trainer.recipe.draft import DraftSection, DSparkSection
 
-DRAFT_TOKENS = 4
-TRAINED = "trained size"
-PROMPT_TOKENS = 128  # at most: prompts and answers stay within two buckets of keys
-_TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
-
-
-class Models(NamedTuple):
-    """The models to decode with, the prompts, and ``examples`` to train on."""
-
-    target: PreTrainedModel
-    draft: CausalLM
-    heads: MedusaHeads
-    prompts: list[tuple[int, ...]]
-    examples: list[Example]
-    source: str
+# Hidden size, feed-forward size, layers, attention heads, key heads.
+SHAPES = {
+    "0.1B": (1024, 4096, 2, 16, 4),
+    "1B": (2048, 8192, 16, 32, 8),
+    "8B": (4096, 14336, 32, 32, 8),
+}
+PRETENDED = {"0.1B": (32, 64, 1, 2, 1), "1B": (32, 64, 2, 2, 1), "8B": (64, 64, 3, 4, 2)}
+DRAFT_OF = {"1B": "0.1B", "8B": "1B"}
+DRAFTED = 4
+"""Tokens of a chain."""
 
 
-def read_models(
-    target: str | None,
-    draft: str | None,
-    heads: str | None,
-    prompts: str | None,
-    train: str | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    short: bool,
-) -> Models:
-    """From folders and files; whatever is not given is made up (without a target, everything is)."""
-    if target is None:
-        if draft or heads or prompts or train:
-            raise ValueError("a draft, heads, prompts and training texts belong to a target: give --target too")
-        return random_models(device, dtype, short)
-    model, tokenizer = load_model(target, dtype, device), load_tokenizer(target)
-    wrapped = CausalLM(model)
-    longest = wrapped.max_positions or 2 * PROMPT_TOKENS
-    prompt_tokens, example_tokens = min(PROMPT_TOKENS, longest // 2), min(2 * PROMPT_TOKENS, longest)
-    texts = _random_texts(wrapped.vocab_size, 32, prompt_tokens // 2)
-    if prompts is not None:
-        chat = find_spec("jinja2") is not None  # which chat templates are written in
-        texts = [text[:prompt_tokens] for text in read_prompts(prompts, tokenizer, 32, chat=chat)]
-    examples = _examples(wrapped.vocab_size, example_tokens)
-    if train is not None:
-        section = DataSection(train=train, heldout=train, max_length=example_tokens, max_rows=256)
-        examples = list(load_dataset(train, section, tokenizer).examples)
-    return Models(
-        model,
-        load_draft(draft, wrapped, tokenizer) if draft else CausalLM(_blurred(model)),
-        load_heads(heads, wrapped) if heads else _untrained_heads(model),
-        texts,
-        examples,
-        target,
-    )
+@dataclass(frozen=True)
+class Bench:
+    """Where and at what sizes the suite measures. ``bandwidth``: bytes per second; ``peak``: products' FLOP per second.
+
+    Both are measured before; None if that failed.
+    """
+
+    pretend: bool
+    bandwidth: float | None = None
+    peak: float | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.pretend else "cuda")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.pretend else torch.bfloat16
+
+    def pick(self, full: Any, pretended: Any) -> Any:
+        """Return the value for a GPU, or the tiny one."""
+        return pretended if self.pretend else full
+
+    def text(self, length: int, first: int) -> tuple[int, ...]:
+        """Return a text that counts from a token on."""
+        return tuple((first * 101 + index) % self.vocab for index in range(length))
+
+    @property
+    def vocab(self) -> int:
+        return 256 if self.pretend else 128_256
 
 
-def random_models(device: torch.device, dtype: torch.dtype, short: bool) -> Models:
-    """Random weights: a target of a few layers that matter and some that do nothing, drafted for by a blurred copy."""
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    if not short:
-        sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2}
-    torch.manual_seed(0)
+def free() -> None:
+    """Give back the memory of what nothing refers to; graphs and what they were recorded from hold each other."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def counting_model(bench: Bench, size: str, share: float = 1.0) -> PreTrainedModel:
+    """Make a model that counts, right after this share of all tokens."""
+    hidden, intermediate, layers, heads, key_heads = (PRETENDED if bench.pretend else SHAPES)[size]
     config = LlamaConfig(
-        **sizes,
-        num_attention_heads=sizes["hidden_size"] // 64 or 2,
-        num_key_value_heads=sizes["hidden_size"] // 64 or 1,
-        max_position_embeddings=1024,
-        initializer_range=0.4,
+        vocab_size=bench.vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        max_position_embeddings=16_384,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
     )
-    core: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
-    vocab, length = sizes["vocab_size"], 32 if short else 256
-    return Models(
-        widened(core, 1, 1 if short else 6),
-        CausalLM(_blurred(core)),
-        _untrained_heads(core),
-        _random_texts(vocab, 32, 8 if short else 64),
-        _examples(vocab, length),
-        "random weights",
-    )
+    torch.manual_seed(0)
+    with bench.device:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=bench.dtype)
+    model = model.to(bench.device).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.mul_(1e-4)
+    head = model.get_output_embeddings().weight
+    head.copy_(after(model.get_input_embeddings().weight, 1, share))
+    return model
 
 
-def _random_texts(vocab: int, count: int, length: int) -> list[tuple[int, ...]]:
-    generator = torch.Generator().manual_seed(0)
-    return [tuple(row) for row in torch.randint(vocab, (count, length), generator=generator).tolist()]
+def after(embeddings: Tensor, ahead: int, share: float) -> Tensor:
+    """Return the lm_head that writes token x + ``ahead`` after x, but after a random 1 - ``share`` of all tokens."""
+    generator = torch.Generator().manual_seed(ahead)  # heads are wrong at different tokens
+    wrong = (torch.rand(len(embeddings), generator=generator) >= share).nonzero()[:, 0].to(embeddings.device)
+    damaged = embeddings.clone()
+    damaged[wrong] = embeddings[wrong.roll(1)]
+    return damaged.roll(ahead, 0)
 
 
-def _examples(vocab: int, length: int) -> list[Example]:
-    return [Example(text, (True,) * length, 0) for text in _random_texts(vocab, 64, length)]
+def drafter_of(bench: Bench, kind: str, target: CausalLM, size: str, share: float, static: str | None) -> Drafter:
+    """Make a ``chain`` by a smaller model, ``medusa`` heads or a ``dspark`` draft: each drafts a chain."""
+    if kind == "chain":
+        draft = counting_model(bench, DRAFT_OF[size], share)
+        return DraftModelDrafter(CausalLM(draft, static=static), DRAFTED)
+    embeddings = target.model.get_input_embeddings().weight
+    if kind == "medusa":
+        tree = tuple((0,) * depth for depth in range(1, DRAFTED + 1))
+        with bench.device:
+            heads = MedusaHeads(MedusaConfig(target.hidden_size, target.vocab_size, DRAFTED, tree=tree))
+        heads = heads.to(bench.device, bench.dtype).requires_grad_(False)
+        for index, head in enumerate(heads.heads):
+            head.lm_head.weight.copy_(after(embeddings, index + 2, share))  # type: ignore[union-attr,operator]
+        return MedusaDrafter(heads)
+    block = dspark_draft(target).to(bench.device, bench.dtype).requires_grad_(False).eval()
+    assert block.markov is not None
+    # Its bias alone decides: the block's logits are far smaller.
+    table = torch.randn(block.markov.embedding.weight.shape, generator=torch.Generator().manual_seed(2)).to(embeddings)
+    block.markov.embedding.weight.copy_(table)
+    block.markov.output.weight.copy_(after(table, 1, share))
+    return DSparkDrafter(block, DRAFTED)
 
 
-def _blurred(model: PreTrainedModel, share: float = 0.1) -> PreTrainedModel:
-    """A copy with noise on its weights: a draft that is often right, and often not."""
-    blurred: PreTrainedModel = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in blurred.parameters():
-            if parameter.ndim == 2:
-                parameter.add_(share * parameter.float().std() * torch.randn_like(parameter))
-    return blurred
+def dspark_draft(target: CausalLM) -> DSparkDraft:
+    """Make an untrained draft as recipes have it, whose mask is the last token."""
+    tokenizer: Any = SimpleNamespace(get_vocab=lambda: {"mask": target.vocab_size - 1})
+    return initial_dspark(target, tokenizer, dspark_section(target), ())
 
 
-def _untrained_heads(model: PreTrainedModel) -> MedusaHeads:
-    wrapped = CausalLM(model)
-    config = MedusaConfig(wrapped.hidden_size, wrapped.vocab_size, num_heads=4, tree=_TREE)
-    return MedusaHeads.for_target(model, config).to(wrapped.device, wrapped.dtype)
+def dspark_section(target: CausalLM) -> DraftSection:
+    """Return the section of a recipe; in words, because nothing fills it in where pydantic is missing."""
+    rank = 256 if target.vocab_size > 1000 else 64
+    return DraftSection(dspark=DSparkSection(mask_token="mask", markov_rank=rank))
 
 
-@dataclass
-class Stage:
-    """One target's cost: the model, and what drafts for it, ready to decode with or without static shapes."""
-
-    name: str
-    model: PreTrainedModel
-    draft: CausalLM
-    heads: MedusaHeads
-    stand_in: dict[str, Any] | None
-    _targets: dict[str | None, CausalLM] = field(default_factory=dict)
-    _drafters: dict[tuple[str, str | None], Drafter | None] = field(default_factory=dict)
-
-    def target(self, static: str | None) -> CausalLM:
-        """``static`` as `CausalLM` takes it; one of each, whose graphs are kept."""
-        if static not in self._targets:
-            self._targets[static] = CausalLM(self.model, static=static)
-        return self._targets[static]
-
-    def drafter(self, method: str, static: str | None) -> Drafter | None:
-        """Return the drafter of a method: ``plain`` (None), ``draft model`` or ``medusa``."""
-        if (method, static) not in self._drafters:
-            self._drafters[method, static] = self._new_drafter(method, static)
-        return self._drafters[method, static]
-
-    def _new_drafter(self, method: str, static: str | None) -> Drafter | None:
-        if method == "plain":
-            return None
-        if method == "medusa":
-            return MedusaDrafter(self.heads)
-        draft = CausalLM(self.draft.model, self.draft.output_tokens, static=static)
-        return DraftModelDrafter(draft, DRAFT_TOKENS)
-
-    @property
-    def parameters(self) -> int:
-        count: int = self.model.num_parameters()
-        return count
-
-    def weight_bytes(self) -> int:
-        """Count the bytes of weights that a pass reads: all but the input embeddings, unless tied to the lm_head."""
-        read = sum(parameter.nbytes for parameter in self.model.parameters())
-        embeddings = self.model.get_input_embeddings().weight
-        if embeddings is not self.model.get_output_embeddings().weight:
-            read -= embeddings.nbytes
-        return int(read)
-
-    def cache_bytes(self, positions: int) -> int:
-        """Count the bytes of the keys and values of ``positions`` positions."""
-        config = self.model.config.get_text_config(decoder=True)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return int(2 * config.num_hidden_layers * positions * heads * dim * self.model.dtype.itemsize)
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Count the bytes of weights that a pass reads: all but the input embeddings."""
+    embeddings = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    read = sum(parameter.nbytes for parameter in model.parameters())
+    return int(read - (0 if embeddings is None else embeddings.weight.nbytes))
 
 
-class Stages:
-    """Targets by what their pass costs; one at a time, so that the memory holds the largest."""
-
-    def __init__(self, models: Models, short: bool) -> None:
-        self._models = models
-        have: int = models.target.num_parameters()
-        larger = {"wide": 4 * have, "wider": 8 * have} if short else {"1B": 1_000_000_000, "7B": 7_000_000_000}
-        self.sizes = {TRAINED: 0} | {name: count for name, count in larger.items() if count > have}
-        self._held: Stage | None = None
-
-    @property
-    def names(self) -> Sequence[str]:
-        return tuple(self.sizes)
-
-    def get(self, name: str) -> Stage:
-        """Widened on the device when it is asked for, and let go when another is."""
-        if self._held is None or self._held.name != name:
-            self.drop()
-            self._held = self._make(name)
-        return self._held
-
-    def drop(self) -> None:
-        """Let go of what is held, its graphs included."""
-        self._held = None
-        gc.collect()  # graphs and what they were recorded from hold each other
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def _make(self, name: str) -> Stage:
-        models, parameters = self._models, self.sizes[name]
-        if not parameters:
-            return Stage(name, models.target, models.draft, models.heads, None)
-        wide, stand_in = widened_to(models.target, parameters)
-        return Stage(name, wide, models.draft, widened_heads(models.heads, stand_in["width"]), stand_in)
+def cache_bytes(model: PreTrainedModel, positions: float) -> float:
+    """Count the bytes of the keys and values of ``positions`` positions."""
+    config = model.config
+    dim = config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * positions * config.num_key_value_heads * dim * model.dtype.itemsize

@@ -29,11 +29,23 @@ class Nothing(Exception):  # an exception so that it may stand in an except clau
         return decorated
 
 
+class _Silent(Nothing):
+    """What prints, and here prints nothing: whatever it is asked for is one more of these."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Silent()
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+
 class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Nothing
+        return _Silent if self.__name__.startswith("rich") else Nothing
 
 
 class _Finder:

@@ -28,7 +28,15 @@ MASK = "l"
 
 
 def section_of(loss: dict[str, float] | None = None, init: dict[str, Any] | None = None, **dspark: Any) -> DraftSection:
-    settings = {"layers": 1, "tokens": 4, "markov_rank": 3, "anchors": 3, "mask_token": MASK, "tree_nodes": 5, **dspark}
+    settings = {
+        "layers": 1,
+        "block_size": 4,
+        "markov_rank": 3,
+        "anchors": 3,
+        "mask_token": MASK,
+        "tree_nodes": 5,
+        **dspark,
+    }
     return DraftSection.model_validate({"loss": loss or {"forward_kl": 1.0}, "init": init or {}, "dspark": settings})
 
 

@@ -17,7 +17,7 @@ from tiny_models import tiny_model
 from decoding.drafters import DSparkDrafter
 from decoding.measure.proof.finding import Finding
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark_config import read_config
+from decoding.model.dspark_config import read_dspark_config
 from decoding.model.fingerprint import stored_fingerprint
 from trainer.export.exporter import export
 from trainer.export.gguf import readers
@@ -59,7 +59,9 @@ def test_the_folder_is_what_training_wrote_and_its_card_says_what_it_reads(
     assert "read back bit-equal" in summary.compared[0]
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (source, out))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert read_config(out) == read_config(source) and stored_fingerprint(out) == stored_fingerprint(source)
+    assert read_dspark_config(out) == read_dspark_config(source) and stored_fingerprint(out) == stored_fingerprint(
+        source
+    )
     assert sorted(summary.files) == ["README.md", "config.json", "model.safetensors", "provenance.json"]
     assert [command.server for command in summary.commands] == ["vllm", "sglang"]
     card = (out / "README.md").read_text()

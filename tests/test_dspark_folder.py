@@ -12,7 +12,7 @@ from tiny_dspark import tiny_dflash, tiny_dspark
 from tiny_models import tiny_model
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark_config import is_dspark_folder, read_config
+from decoding.model.dspark_config import is_dspark_folder, read_dspark_config
 from decoding.model.loading import load_draft, load_dspark
 
 
@@ -92,7 +92,7 @@ def test_a_draft_without_a_bias_is_a_dflash_folder_whose_block_counts_the_newest
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 5
     assert config["dflash_config"] == {"mask_token_id": 15, "target_layer_ids": [0, 1, 2]}
-    assert read_config(tmp_path).block_size == 4 and read_config(tmp_path).slots == 5
+    assert read_dspark_config(tmp_path).block_size == 4 and read_dspark_config(tmp_path).slots == 5
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -188,7 +188,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_the_configs_of_other_trainers_are_read(tmp_path: Path, name: str) -> None:
     content, wanted = SHAPES[name]
     (tmp_path / "config.json").write_text(json.dumps(content))
-    found = vars(read_config(tmp_path))
+    found = vars(read_dspark_config(tmp_path))
     same = {key: value for key, value in LAYERS.items() if key in found}
     wanted = {**same, "rope_theta": 5e5, "target_layer_ids": (0, 2), "mask_token_id": 7, **wanted}
     assert is_dspark_folder(tmp_path) and found | wanted == found
@@ -275,6 +275,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a missing tensor": (_tensors(lambda tensors: tensors.pop("fc.weight")), "fc.weight"),
     "a tensor too many": (_tensors(lambda tensors: tensors.update(more=torch.ones(2))), "more"),
     "no number": (_tensors(lambda tensors: tensors["fc.weight"].fill_(torch.nan)), "NaN or infinite"),
+    "a mask": (lambda folder: (folder / "mask_embedding.pt").touch(), "mask_embedding.pt, a mask of its own"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no tensors"),
     "another architecture": (_config(architectures=["Qwen3ForCausalLM"]), "holds no DSpark draft: give draft:"),
 }  # fmt: skip

@@ -23,7 +23,7 @@ from trainer.recipe.reading import parse_recipe
 from trainer.run.loop import Interrupted
 from trainer.run.train import run_recipe
 
-DSPARK = {"tokens": 3, "markov_rank": 4, "anchors": 4, "layers": 1, "mask_token": "<user>", "tree_nodes": 5}
+DSPARK = {"block_size": 3, "markov_rank": 4, "anchors": 4, "layers": 1, "mask_token": "<user>", "tree_nodes": 5}
 TEXTS = [
     Example(tuple(4 + (start + i) % 11 for i in range(6 + start % 5)), (True,) * (6 + start % 5), 0)
     for start in range(16)
@@ -46,7 +46,7 @@ def trained(
 ) -> Path:
     content = recipe_content(workshop, "draft", **training)
     content["output"], content["features"] = str(workshop / output), features
-    content["draft"] |= {"dspark": DSPARK, "num_draft_tokens": 6, **(draft or {})}
+    content["draft"] |= {"dspark": DSPARK, **(draft or {})}
     AcceleratorState._reset_state(True)
     try:
         return run_recipe(parse_recipe(content), Console(file=io.StringIO()))

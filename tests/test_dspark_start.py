@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkDraft
-from decoding.model.dspark_config import read_config
+from decoding.model.dspark_config import read_dspark_config
 from decoding.model.loading import load_dspark
 from decoding.rules.best_tree import best_tree
 from trainer.drafts.dspark import initial_dspark, mask_token, rank_accuracies, spread_taps
@@ -160,7 +160,7 @@ def test_a_stored_draft_keeps_what_the_recipe_does_not_set(tmp_path: Path) -> No
     ("changes", "problem"),
     [
         ({"intermediate_size": 24}, "has 12 as intermediate_size, and not 24: set draft.dspark.intermediate_size to"),
-        ({"tokens": 6}, "has 4 as tokens, and not 6"),
+        ({"block_size": 6}, "has 4 as block_size, and not 6"),
         ({"confidence": False}, "has True as confidence, and not False"),
         ({"mask_token": "k"}, "has 15 as mask_token, and not 14"),
         ({"taps": (0, 1)}, r"has \(0,\) as taps, and not \(0, 1\)"),
@@ -209,4 +209,4 @@ def test_the_fitted_tree_is_saved_and_drafted_unless_a_chain_is_asked_for(tmp_pa
     objective.choose_tree(target, lambda: texts)
     wanted = best_tree(rank_accuracies(DSpark(objective.writing_draft(), target), texts), 5)
     objective.save(tmp_path)
-    assert read_config(tmp_path).tree == wanted and len(wanted) == 5 and objective.drafter().max_nodes == 6
+    assert read_dspark_config(tmp_path).tree == wanted and len(wanted) == 5 and objective.drafter().max_nodes == 6

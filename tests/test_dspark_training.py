@@ -75,7 +75,7 @@ def test_a_block_is_trained_up_to_the_first_token_that_is_no_answers() -> None:
     assert labels.text.tolist() == [2, 3, 6, 7, 8] and labels.slots.tolist() == [1, 4, 10, 13, 16]
     assert labels.labels.tolist() == [1, 5, 6, 5, 3] and labels.before.tolist() == [4, 1, 2, 6, 5]
     assert labels_of(batch, blocks, 1, slots=4).slots.tolist() == [2, 6, 14, 18, 22], "behind the newest token's slot"
-    assert objective_for(tiny_model("llama"), anchors=20, tokens=3).counts(batch).tolist() == [7, 5, 3, 15]
+    assert objective_for(tiny_model("llama"), anchors=20, block_size=3).counts(batch).tolist() == [7, 5, 3, 15]
 
 
 def test_anchors_are_drawn_by_seed_step_and_example_alone() -> None:
@@ -129,7 +129,7 @@ def test_the_best_confidence_is_the_acceptance() -> None:
 
 
 def test_a_trained_draft_is_accepted_at_every_token_and_knows_it() -> None:
-    objective = objective_for(counting_model(), tokens=3, loss={"forward_kl": 1.0, "total_variation": 1.0})
+    objective = objective_for(counting_model(), block_size=3, loss={"forward_kl": 1.0, "total_variation": 1.0})
     texts = [Example(tuple((start + i) % 15 for i in range(10)), (True,) * 10, 0) for start in range(5)]
     batch = collate(texts)
     optimizer = torch.optim.AdamW(objective.module.parameters(), lr=2e-2)

@@ -10,7 +10,8 @@ from tiny_models import tiny_model
 from tiny_training import medusa_on, toy_examples, train_toy
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.stored import CONFIG_NAME, WEIGHTS_NAME
 from trainer.recipe.heads import HeadsSection
 
 CONFIG = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=3, tree=((0,), (1,), (0, 0), (0, 0, 2)))

@@ -15,8 +15,9 @@ from torch import Tensor
 from decoding.drafters import MedusaDrafter
 from decoding.drafters.growth import ConditionalLogits
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import CONFIG_NAME, WEIGHTS_NAME, MedusaConfig, MedusaHeads
+from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.markov import DecodingBias, MarkovBias
+from decoding.model.stored import CONFIG_NAME, WEIGHTS_NAME
 
 BOTH_LAYOUTS = pytest.mark.parametrize("shared", [False, True], ids=["own lm_heads", "shared lm_head"])
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (2, 3), (0, 1, 0), (2, 0, 0))

@@ -64,7 +64,15 @@ def train_pair(folder: Path, steps: int = 70, draft_steps: int = 6) -> tuple[Pat
 
 def train_dspark(folder: Path, target: Path, name: str, steps: int = 40, **section: Any) -> Path:
     """Train a DSpark draft of the target of `train_pair` in ``folder``, with these settings; returns its folder."""
-    section = {"layers": 1, "tokens": 4, "taps": (0, 1), "markov_rank": 32, "mask_token": "Ā", "anchors": 12, **section}
+    section = {
+        "layers": 1,
+        "block_size": 4,
+        "taps": (0, 1),
+        "markov_rank": 32,
+        "mask_token": "Ā",
+        "anchors": 12,
+        **section,
+    }
     draft = {"check_costs": False, "dspark": section}
     return _trained(folder, "draft", steps, target=str(target), dtype="fp32", draft=draft, output=str(folder / name))
 

@@ -20,10 +20,11 @@ from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rotate_half
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark_config import CONFIG_NAME, REMEDY, DSparkConfig, read_config
+from decoding.model.dspark_config import REMEDY, DSparkConfig, read_dspark_config
 from decoding.model.lm_head import unscaled_embeddings
 from decoding.model.markov import MarkovBias
 from decoding.model.stored import (
+    CONFIG_NAME,
     StoredTensor,
     check_finite,
     check_tensors,
@@ -43,6 +44,7 @@ _OF_FILES = {
     "confidence.bias": "confidence_head.proj.bias",
 }
 """Our names of tensors whose names in files are others."""
+_MASK = "give a draft whose mask is a token of the target's"
 _TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "t2d")
 """Tensors that some trainers store as well: copies of the target's, which are not loaded."""
 
@@ -189,7 +191,9 @@ class DSparkDraft(nn.Module):
 
 def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]:
     """Read a draft's config and the header of its own tensors. ValueError if they do not fit each other."""
-    config = read_config(folder)
+    config = read_dspark_config(folder)
+    if (folder / "mask_embedding.pt").is_file():
+        raise ValueError(f"{folder} holds mask_embedding.pt, a mask of its own, which is not read here: {_MASK}")
     header = {name: part for name, part in weights_header(folder, REMEDY).items() if name not in _TARGETS_OWN}
     check_tensors(folder, header, _stored_shapes(config), REMEDY)
     return config, header

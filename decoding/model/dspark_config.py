@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.stored import check_whole, read_object
+from decoding.model.stored import CONFIG_NAME, check_whole, read_object
 from decoding.rules.tree import MOST_NODES, checked_paths
 
-CONFIG_NAME = "config.json"
 ARCHITECTURE, WITHOUT_BIAS = "Qwen3DSparkModel", "DFlashDraftModel"
 _WITH_BIAS = (ARCHITECTURE, "DSparkDraftModel")
 _TAKEN: dict[str, tuple[Any, ...]] = {
@@ -30,7 +29,8 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
 }
 """The values that are run here of settings by which drafts of other trainers compute otherwise."""
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of an attention head for which servers have kernels."""
+GPU_HEAD_DIMS = (64, 128)
+"""Sizes of an attention head for which servers have kernels, and those with kernels on GPUs too."""
 REMEDY = "give a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
 
 
@@ -39,7 +39,8 @@ class DSparkConfig:
     """Sizes of a draft, by the names of its ``config.json``; ValueError for what no server loads.
 
     ``hidden_size`` and ``vocab_size``: the target's. ``target_layer_ids``: the layers (from 0) behind which its states
-    are read. ``block_size``: K, the tokens drafted in one forward. ``mask_token_id``: a token that no text holds.
+    are read. ``block_size``: K, the tokens drafted in one forward (a DFlash file counts the newest one too); ``slots``:
+    the tokens that run in it; a drafter's ``tokens``: its chain, at most K. ``mask_token_id``: a token that texts lack.
     ``sample_from_anchor``: slot j predicts token j behind the newest one; False: each mask predicts its own place, in a
     block of one more token. ``markov_rank`` 0: no bias (DFlash), and then neither this nor a confidence head. ``tree``:
     the paths of ranks that it drafts unless told otherwise; empty for a chain. ``num_target_layers`` None: unknown.
@@ -162,7 +163,7 @@ def is_dspark_folder(folder: Path) -> bool:
     return of_speculators or (isinstance(names, list) and len(names) == 1 and names[0] in (*_WITH_BIAS, WITHOUT_BIAS))
 
 
-def read_config(folder: Path) -> DSparkConfig:
+def read_dspark_config(folder: Path) -> DSparkConfig:
     """Read a draft's ``config.json``. ValueError for one that lacks a size or asks for what is not run here."""
     path = folder / CONFIG_NAME
     stored = read_object(path, REMEDY)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from decoding.model.lm_head import OutputLayer
 from decoding.model.markov import MarkovBias
 from decoding.model.stored import (
+    CONFIG_NAME,
     SHARD_BYTES,
     WEIGHTS_NAME,
     check_finite,
@@ -31,7 +32,6 @@ from decoding.model.stored import (
 )
 from decoding.rules.tree import checked_paths
 
-CONFIG_NAME = "config.json"
 FORMAT = "headstart-medusa"
 _REMEDY = "give heads as headstart wrote them"
 

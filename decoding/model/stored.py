@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 Config = TypeVar("Config")
+CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 WEIGHT_FILES = (WEIGHTS_NAME, INDEX_NAME, "model-*.safetensors")

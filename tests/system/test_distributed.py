@@ -170,7 +170,13 @@ def test_two_launchers_that_know_of_each_other_train_as_one(tmp_path: Path, alon
     chain_begins(tmp_path / "killed")
     with ThreadPoolExecutor() as pool:
         ranks = [[*machines, "--machine_rank", str(rank), "--main_process_port", str(port)] for rank in range(2)]
-        ended = list(pool.map(lambda options: start(command_of("ddp", tmp_path, "second", options), tmp_path), ranks))
+        ended = list(
+            pool.map(
+                lambda launch, options: launch(command_of("ddp", tmp_path, "second", options), tmp_path),
+                (start, run_to_an_end),  # in new processes, as users start them; and forked
+                ranks,
+            )
+        )
     assert [done.returncode for done in ended] == [0, 0], ended[0].stderr[-3000:] + ended[1].stderr[-3000:]
     found = noted(tmp_path / "killed")
     assert found["num_processes"] == 2 and list(found["figures"]) == ["3", "4", "5", "6", "7", "8"]

@@ -21,7 +21,7 @@ from whole_runs import (
     write_workshop,
 )
 
-DSPARK = {"tokens": 3, "markov_rank": 5, "anchors": 4, "layers": 1, "mask_token": "<user>"}
+DSPARK = {"block_size": 3, "markov_rank": 5, "anchors": 4, "layers": 1, "mask_token": "<user>"}
 POLICY = {"offline": 0.5, "loop": 0.5, "loop_trains": "all", "max_new_tokens": 6, "every": 3}
 
 

@@ -129,7 +129,7 @@ class Desk:
         """Of the first every type; the target's file is of the same."""
         found = []
         for name, section in DSPARK.items():
-            trained = train_dspark(self.folder, self.pair[0], name, tokens=DRAFT_TOKENS, **section)
+            trained = train_dspark(self.folder, self.pair[0], name, block_size=DRAFT_TOKENS, **section)
             own = DSparkDrafter(load_dspark(trained, self.target), DRAFT_TOKENS)
             for type in TYPES if name == "dspark" else ("f32",):
                 file, method = self.file(trained, f"{name}-{type}", type), name.partition(",")[0]

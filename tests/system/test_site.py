@@ -180,7 +180,7 @@ def test_the_reference_has_every_command_and_every_key_of_a_recipe(site: Site) -
         assert all(f"{option}={known.shown}" in commands.text for option, known in entry.options.items())
     recipes = site.pages[site.folder / "reference" / "recipes.html"].text
     assert "adamw | muon" in recipes and "\\|" not in recipes + commands.text
-    for key in ("training.learning_rate", "heads.loss.forward_kl", "draft.dspark.tokens", "features.folder"):
+    for key in ("training.learning_rate", "heads.loss.forward_kl", "draft.dspark.block_size", "features.folder"):
         assert key in recipes
 
 

@@ -46,7 +46,7 @@ options = xllamacpp.CommonParams()
 options.model.path, options.n_ctx, options.n_parallel, options.n_gpu_layers = target, 512, 1, 0
 options.hostnames, options.port, options.warmup, options.verbosity = ["127.0.0.1"], int(port), False, -1
 options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
-options.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+options.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_DSPARK]
 options.speculative.draft.mparams.path, options.speculative.draft.n_max = draft, int(tokens)
 options.speculative.draft.p_min, options.speculative.draft.n_gpu_layers = 0.0, 0
 server = xllamacpp.Server(options)
@@ -70,7 +70,7 @@ def shortened(command: str) -> list[str]:
             words[words.index(option) + 1] = value
         else:
             words = [word for word in words if not word.startswith(f"{option}=")] + [f"{option}={value}"]
-    if "recipes/any/draft.yaml" in words:
+    if "recipes/any/dspark.yaml" in words:
         words.append("draft.check_costs=false")  # after one step no draft pays
     return words
 

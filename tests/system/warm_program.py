@@ -8,6 +8,7 @@ Run as a program, it reads {"words", "folder", "output", "seconds", "changes"}, 
 the process id and then with the exit code.
 """
 
+import argparse
 import contextlib
 import importlib
 import json
@@ -140,11 +141,12 @@ def _run_program(*words: str) -> None:
 
         main()
     elif program == "accelerate":
-        from accelerate.commands.launch import main as launch
+        import accelerate.commands.launch as accelerate
 
         _fork_the_launched()
+        accelerate.simple_launcher = _run_the_launched
         del sys.argv[1]
-        launch()
+        accelerate.main()
     elif program == "torchrun":
         from torch.distributed.run import main as launch
 
@@ -171,6 +173,15 @@ def _fork_the_launched() -> None:
         return launcher(config, _run_program)
 
     torchrun.elastic_launch = forking
+
+
+def _run_the_launched(options: argparse.Namespace) -> None:
+    """Be the one process that accelerate's simplest launcher would start."""
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    command, environment = prepare_simple_launcher_cmd_env(options)
+    os.environ.update(environment)
+    _run_program(*command[1:])
 
 
 def _fork_for(asked: Mapping[str, Any]) -> int:

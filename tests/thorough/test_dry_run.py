@@ -20,7 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
         "draft": {
             "check_costs": False,
             "policy": {"loop": 1, "loop_trains": "all", "max_new_tokens": 8, "every": 2},
-            "dspark": {"tokens": 3, "mask_token": "<user>"},
+            "dspark": {"block_size": 3, "mask_token": "<user>"},
         },
     },
 }

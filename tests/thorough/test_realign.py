@@ -194,7 +194,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_generated(workshop
     assert "whose vocab_size is 15, and the target's is 16" in refused(
         options(workshop, draft=str(workshop / "dspark"))
     )
-    dspark = [*options(workshop).overrides, "draft.dspark.tokens=3"]
+    dspark = [*options(workshop).overrides, "draft.dspark.block_size=3"]
     assert "holds no DSpark draft" in refused(options(workshop, overrides=dspark))
 
 

@@ -22,7 +22,7 @@ from trainer.commands.models import check_endpoint, connect, read_target
 from trainer.commands.options import DiagnoseOptions
 from trainer.data.conversations import read_conversations, read_heldout
 from trainer.quickstart import resolve
-from trainer.servers.configs import is_vllm_heads
+from trainer.servers.configs import is_vllm_heads, kind_of
 from trainer.servers.counters import parse_counts
 from trainer.servers.diagnosis import Replay, ServerCounts, diagnose
 from trainer.servers.rendered import HeldOutPrompt
@@ -31,6 +31,7 @@ from trainer.terminal.console import say, standard_error, standard_output
 
 _PAGE_SECONDS = 10.0
 _NO_LIMIT = 1 << 30
+_HELD = {"heads": "heads as vLLM reads them", "dspark": "a DSpark draft", "draft": "a model"}
 
 
 def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bool:
@@ -59,13 +60,12 @@ def _check(options: DiagnoseOptions) -> SpeculatorName:
         raise UserError(f"{folder} is no folder that a server reads (no config.json)", "name an exported folder")
     read_conversations(resolve(options.prompts), None, options.limit, 1, chat=True)
     named = named_speculator(options.speculator)
-    if folder is not None and is_vllm_heads(folder) != (named.kind == "heads"):
-        held = "heads as vLLM reads them" if is_vllm_heads(folder) else "a model, not heads as vLLM reads them"
-        raise UserError(
-            f"--exported is {folder}, which holds {held}, but {options.speculator} is a speculator of kind "
-            f"{named.kind}",
-            "give the folder that was exported of it",
-        )
+    for held in filter(None, (folder, _read_by_servers(named))):
+        if (kind := kind_of(held)) != named.kind:
+            raise UserError(
+                f"{held} holds {_HELD[kind]}, but {options.speculator} is a speculator of kind {named.kind}",
+                f"give the folder that was exported of it, or name it as {kind}:{named.path}",
+            )
     if (options.endpoint, options.metrics, folder, _read_by_servers(named)) == (None, None, None, None):
         raise UserError(
             f"there is nothing to compare {options.speculator} with",

@@ -21,7 +21,7 @@ from decoding.jsonl import read_lines
 from decoding.measure.figures import estimate, told
 from decoding.measure.measurement import count_steps
 from decoding.metrics import acceptance
-from decoding.model.dspark_config import read_config as read_dspark_config
+from decoding.model.dspark_config import read_dspark_config
 from decoding.model.loading import (
     check_same_tokenizer,
     dspark_folder,
@@ -172,7 +172,7 @@ def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
         draft["num_draft_tokens"] = min(options.draft_tokens, stored.block_size)
         draft["dspark"] = {
             "layers": stored.num_hidden_layers,
-            "tokens": stored.block_size,
+            "block_size": stored.block_size,
             "markov_rank": stored.markov_rank,
             "sample_from_anchor": stored.sample_from_anchor,
         }

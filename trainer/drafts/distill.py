@@ -29,12 +29,12 @@ AnyDraft = CausalLM | DSparkDraft
 
 
 def drafter_of(draft: AnyDraft, tokens: int) -> Drafter:
-    """Make the drafter of a draft's chain of ``tokens``; a DSpark draft has at most the tokens of one forward.
+    """Make the drafter of a draft's chain of ``tokens``; a DSpark draft's has all those of one forward.
 
     On a CUDA device the steps of an ordinary draft are CUDA graphs, if they can be.
     """
     if isinstance(draft, DSparkDraft):
-        return named_drafter("dspark", draft, tokens=min(tokens, draft.config.block_size))
+        return named_drafter("dspark", draft, tokens=draft.config.block_size)
     return named_drafter("draft", draft.at_its_fastest(), tokens=tokens)
 
 

@@ -23,12 +23,12 @@ from decoding.model.dspark import DSpark, DSparkDraft
 from decoding.model.dspark_config import HEAD_DIMS, DSparkConfig
 from decoding.model.lm_head import unscaled_embeddings
 from decoding.model.loading import load_dspark
-from decoding.rules.best_tree import FITTED_RANKS, best_tree
+from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, Example, collate, flat_rows
 from trainer.drafts.blocks import BlockInputs, Blocks, Labels, block_inputs, blocks_at, labels_of, sample_blocks
 from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.losses import HiddenTeacher, LossMix
-from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
+from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
 from trainer.recipe.draft import DraftSection, DSparkSection
 from trainer.target.hidden import OnlineTarget
 
@@ -70,7 +70,7 @@ def _stored_draft(
     mask = None if section.mask_token is None else mask_token(tokenizer, target.vocab_size, section.mask_token)
     for key, wanted, found in (
         ("layers", section.layers, config.num_hidden_layers),
-        ("tokens", section.tokens, config.block_size),
+        ("block_size", section.block_size, config.block_size),
         ("taps", section.taps, config.target_layer_ids),
         ("intermediate_size", section.intermediate_size, config.intermediate_size),
         ("markov_rank", section.markov_rank, config.markov_rank),
@@ -93,7 +93,7 @@ def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section:
     """
     config = target.model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or target.hidden_size // heads
+    head_dim = vars(config).get("head_dim") or target.hidden_size // heads
     return DSparkConfig(
         hidden_size=target.hidden_size,
         intermediate_size=section.intermediate_size
@@ -104,7 +104,7 @@ def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section:
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=min((dim for dim in HEAD_DIMS if dim >= head_dim), default=head_dim),
         vocab_size=target.vocab_size,
-        block_size=section.tokens,
+        block_size=section.block_size,
         mask_token_id=mask_token(tokenizer, target.vocab_size, section.mask_token),
         target_layer_ids=section.taps or spread_taps(target.num_layers),
         num_target_layers=target.num_layers,
@@ -256,7 +256,7 @@ class DSparkObjective:
         self._target, self._tokenizer, self._seed = target, tokenizer, seed
         self._states = states or OnlineTarget(target)
         self._section: DSparkSection = section.dspark
-        self._num_draft_tokens, mix = section.num_draft_tokens, LossMix.of(section.loss)
+        mix = LossMix.of(section.loss)
         self.module: DSparkTraining = DSparkTraining(draft, mix)
         self.hit_name = "acceptance" if mix.soft else "top1"
         depths = tuple(f"token_{depth}" for depth in range(1, draft.config.block_size + 1))
@@ -305,9 +305,8 @@ class DSparkObjective:
         return copy.deepcopy(self.module.draft).to(self._target.device, self._target.dtype).requires_grad_(False).eval()
 
     def drafter(self) -> Drafter:
-        """Return a drafter of the tree, once there is one; until then of a chain."""
-        tokens = None if self._config.tree else min(self._num_draft_tokens, self._config.block_size)
-        return DSparkDrafter(self.writing_draft(), tokens)
+        """Return a drafter of the tree, once there is one; until then of a chain of K."""
+        return DSparkDrafter(self.writing_draft())
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree to the draft: the paths that are right most often on the target's own greedy texts."""
@@ -325,17 +324,9 @@ def rank_accuracies(dspark: DSpark, texts: Sequence[tuple[Sequence[int], int]]) 
 
     Every new token of ``texts``, pairs of tokens and prompt length, is a root once, as in decoding.
     """
-    config = dspark.config
-    ranks = min(FITTED_RANKS, config.vocab_size)
-    counts, totals = torch.zeros(config.block_size, ranks), torch.zeros(config.block_size, 1)
     online = OnlineTarget(dspark.target)
-    for tokens, prompt_length in texts:
-        for depth, labels, logits in block_logits(dspark, online, tokens, prompt_length):
-            hits = logits.topk(ranks).indices == labels[:, None].to(logits.device)
-            counts[depth] += hits.sum(0).cpu()
-            totals[depth] += len(labels)
-    shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()
-    return shares
+    found = (each for tokens, prompt in texts for each in block_logits(dspark, online, tokens, prompt))
+    return rank_shares(found, dspark.config.block_size)
 
 
 @torch.inference_mode()

@@ -11,6 +11,7 @@ from decoding.metrics import break_even
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs, measure_costs
 from decoding.model.dspark import DSpark, DSparkDraft
+from decoding.model.dspark_config import GPU_HEAD_DIMS
 from decoding.model.fingerprint import fingerprint
 from trainer.data.dataset import Dataset, load_splits
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
@@ -44,6 +45,10 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
         layers = ", ".join(map(str, initial.config.target_layer_ids))
         mask = target.tokenizer.convert_ids_to_tokens(initial.config.mask_token_id)
         process.say(f"the draft reads the target's layers {layers}; its mask is {mask}")
+        if (nodes := section.dspark.tree_nodes) and recipe.evaluation.every:
+            process.say(f"evaluations draft a chain, as servers do; the finished draft here a tree of {nodes}")
+        if (size := initial.config.head_dim) not in GPU_HEAD_DIMS:
+            process.say(f"warning: the draft's attention heads are {size} wide; vLLM and SGLang take 64 or 128 on GPUs")
     else:
         initial = initial_draft(target.model, target.tokenizer, section, examples, trusted, longest)
     identity = _identity(recipe, target, dataset, heldout, initial)

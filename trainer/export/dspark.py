@@ -8,7 +8,7 @@ import torch
 from decoding.drafters.dspark import DSparkDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
-from decoding.model.dspark_config import DSparkConfig, read_config
+from decoding.model.dspark_config import DSparkConfig, read_dspark_config
 from decoding.model.loading import load_dspark
 from decoding.model.stored import stored_weights
 from trainer.export.readback import Readers, check_bit_equal
@@ -53,7 +53,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     draft = stored_draft(task.source)
     draft.config = replace(draft.config, tree=task.tree or draft.config.tree)
     draft.save_pretrained(task.folder)
-    if read_config(task.folder) != draft.config:
+    if read_dspark_config(task.folder) != draft.config:
         raise ValueError(f"{task.folder} reads back with another config than was written: export again")
     trained = draft.state_dict()
     check_bit_equal(trained, stored_draft(task.folder).state_dict().items(), task.folder)

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
-from decoding.model.dspark_config import DSparkConfig, read_config
+from decoding.model.dspark_config import DSparkConfig, read_dspark_config
 from decoding.model.hub import local_folder
 from decoding.model.loading import (
     UNREADABLE,
@@ -142,7 +142,7 @@ def readers(task: ExportTask, target: CausalLM) -> Readers:
     """Return readers of the trained draft and the exported file. Both draft a chain, in the target's dtype."""
     path, chain = task.folder / FILE_NAME, chain_length(task.source)
     if kind_held_in(task.source) == DSPARK:
-        config = replace(served_config(read_config(task.source)), tree=())
+        config = replace(served_config(read_dspark_config(task.source)), tree=())
         return [
             (
                 lambda: DSparkDrafter(load_dspark(task.source, target), config.block_size),

@@ -18,9 +18,10 @@ from torch import Tensor
 from decoding.drafters.base import Drafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import CONFIG_NAME, MedusaConfig, MedusaHeads, loaded
+from decoding.model.heads import MedusaConfig, MedusaHeads, loaded
 from decoding.model.loading import load_heads, load_model
 from decoding.model.stored import (
+    CONFIG_NAME,
     WEIGHTS_NAME,
     check_tensors,
     check_whole,

@@ -6,7 +6,7 @@ soft targets: the distribution of the target itself at the position that predict
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,11 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads
 from decoding.model.hub import local_folder
 from decoding.model.lm_head import lm_head_input
-from decoding.rules.best_tree import FITTED_RANKS, best_tree
+from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, flat_rows
 from trainer.learning.fused import Bias, FusedLoss, fused_loss
 from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
-from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
+from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
 from trainer.recipe.heads import HeadsSection
 from trainer.target.hidden import HiddenStates, LogitTransform
 
@@ -226,8 +226,13 @@ def rank_accuracies(
 
     A head with a bias is given the text's own token before that one.
     """
-    counts = torch.zeros(heads.config.num_heads, FITTED_RANKS)
-    totals = torch.zeros(heads.config.num_heads, 1)
+    return rank_shares(_new_tokens(target, heads, texts), heads.config.num_heads)
+
+
+def _new_tokens(
+    target: CausalLM, heads: MedusaHeads, texts: Sequence[tuple[Sequence[int], int]]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each head (from 0) with its labels among the new tokens of a text, and its logits there."""
     lm_head = target.model.get_output_embeddings()
     device = next(heads.parameters()).device
     for tokens, prompt_length in texts:
@@ -236,12 +241,6 @@ def rank_accuracies(
         for k in range(heads.config.num_heads):
             first = max(prompt_length - 1, 0)  # the position whose lm_head wrote the first new token
             labels = text[first + k + 2 :]
-            if not len(labels):
-                continue
-            before = None if heads.markov is None else text[first + k + 1 : -1]
-            logits = heads.head_logits(k, hidden[first : first + len(labels)], lm_head, before)
-            best = logits.topk(min(FITTED_RANKS, heads.config.vocab_size)).indices.to(device)
-            counts[k, : best.shape[1]] += (best == labels[:, None]).sum(0).cpu()
-            totals[k] += len(labels)
-    shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()
-    return shares
+            if len(labels):
+                before = None if heads.markov is None else text[first + k + 1 : -1]
+                yield k, labels, heads.head_logits(k, hidden[first : first + len(labels)], lm_head, before)

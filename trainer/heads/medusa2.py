@@ -192,7 +192,7 @@ def with_adapters(model: PreTrainedModel, section: AdaptersSection) -> "PeftMode
     model.requires_grad_(False)
     config = LoraConfig(
         r=section.rank,
-        lora_alpha=section.alpha,  # type: ignore[arg-type]  # a float is as good
+        lora_alpha=section.alpha,
         lora_dropout=section.dropout,
         target_modules="all-linear",  # without the lm_head
         task_type="CAUSAL_LM",

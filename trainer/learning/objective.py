@@ -1,18 +1,33 @@
 """The objective protocol of the training loop: sums of losses from a batch, a drafter to evaluate, weights to save."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from decoding.drafters import Drafter
 from decoding.model.causal_lm import CausalLM
+from decoding.rules.best_tree import FITTED_RANKS
 from trainer.data.batch import Batch
 
 GreedyTexts = Callable[[], Sequence[tuple[Sequence[int], int]]]
 """Gives the target's own greedy answers to prompts of the training data, as (tokens, prompt length) pairs."""
+
+
+def rank_shares(
+    found: Iterable[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]], depths: int
+) -> list[list[float]]:
+    """Return at ``[d][r]`` the share of labels at depth d whose logits rank them r-th (both from 0)."""
+    counts, totals = torch.zeros(depths, FITTED_RANKS), torch.zeros(depths, 1)
+    for depth, labels, logits in found:
+        best = logits.topk(min(FITTED_RANKS, logits.shape[-1])).indices
+        counts[depth, : best.shape[1]] += (best == labels[:, None].to(best.device)).sum(0).cpu()
+        totals[depth] += len(labels)
+    shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()
+    return shares
 
 
 class TermSums(NamedTuple):

@@ -103,8 +103,8 @@ class DSparkSection(Section):
     """
 
     layers: Annotated[int, Field(ge=1)] = 2
-    tokens: Annotated[int, Field(ge=1)] = 6
-    """K, the tokens drafted in one forward."""
+    block_size: Annotated[int, Field(ge=1)] = 6
+    """K, the tokens drafted in one forward, as config.json has it: of evaluations, of the loop, of a chain."""
     taps: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Layers of the target (from 0) whose states are read; None: three, of large targets five, evenly spaced."""
     intermediate_size: Annotated[int, Field(ge=1)] | None = None
@@ -124,7 +124,7 @@ class DSparkSection(Section):
     """Weight of each token's loss relative to that of the token before; the paper's is exp(-1/4) = 0.78."""
     tree_nodes: Annotated[int, Field(ge=0)] = 16
     """Drafted nodes of the tree that is fitted to the finished draft, on the target's own greedy texts; 0 keeps a chain
-    of ``tokens``. Evaluations on the way draft a chain. Servers draft chains."""
+    of ``block_size``. Evaluations on the way draft a chain. Servers draft chains."""
 
 
 class DraftSection(Section):
@@ -145,7 +145,7 @@ class DraftSection(Section):
     dspark: DSparkSection | None = None
     """None: an ordinary draft, which takes one forward for each token."""
     num_draft_tokens: Annotated[int, Field(ge=1)] = 4
-    """Draft length of the evaluations and of the ``loop`` policy; a DSpark draft has at most its own ``tokens``."""
+    """Draft length of the evaluations and of the ``loop`` policy; a DSpark draft's is its ``block_size``."""
     check_costs: bool = True
     """Refuse a draft whose measured cost is too high to gain at any acceptance rate."""
 

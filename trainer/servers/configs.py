@@ -3,19 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark_config import is_dspark_folder, read_config
-from decoding.model.loading import UNREADABLE, check_same_tokenizer, load_tokenizer, reason
+from decoding.model.dspark_config import is_dspark_folder, read_dspark_config
+from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.loading import UNREADABLE, check_same_tokenizer, is_heads_folder, load_tokenizer, reason
 from decoding.model.stored import read_object
+from trainer.export.companions import trained_for
 from trainer.files.server_traps import misread, other_size, taken_over, too_few_positions, trimmed
 
-ROPE = "rope and window settings"
+ROPE = "target, rope and window settings"
 VOCABULARY = "vocabulary sizes"
 _REMEDY = "export the speculator again, and point the server at the new folder"
 _COMPARED = (
@@ -30,6 +32,13 @@ def is_vllm_heads(folder: Path) -> bool:
     """Return True for a folder of Medusa heads in vLLM's format."""
     config = folder / "config.json"
     return config.is_file() and read_object(config, _REMEDY).get("model_type") == "medusa"
+
+
+def kind_of(folder: Path) -> Literal["heads", "dspark", "draft"]:
+    """Return the kind of speculator that a server reads in a folder."""
+    if is_vllm_heads(folder):
+        return "heads"
+    return "dspark" if is_dspark_folder(folder) else "draft"
 
 
 def _of(check: str, differences: Sequence[Difference], otherwise: str, **figures: Any) -> Finding:
@@ -52,6 +61,8 @@ def compare_settings(target_folder: Path | None, served: Path | None, trained: P
     if target_folder is not None and (target_folder / "config.json").is_file():
         read.append("the target's")
         differences += misread("the target's", read_object(target_folder / "config.json", _REMEDY))
+    if target_folder is not None and trained is not None and _reads_states(trained):
+        differences += _other_target(target_folder, trained)
     if served is not None and not is_dspark_folder(served):  # whose method a server is told
         differences += taken_over(str(served))
     if served is not None and not is_vllm_heads(served):
@@ -63,6 +74,19 @@ def compare_settings(target_folder: Path | None, served: Path | None, trained: P
     if not read and not differences:
         return undecided(ROPE, "no config of the target or of a draft is in a local folder")
     return _of(ROPE, differences, f"{' and '.join(read) or 'no'} config means the same to every reader")
+
+
+def _reads_states(folder: Path) -> bool:
+    return is_dspark_folder(folder) or is_heads_folder(folder) or is_vllm_heads(folder)
+
+
+def _other_target(target_folder: Path, trained: Path) -> list[Difference]:
+    """Return that weights which read a target's states were trained on another one, if their folder records it."""
+    wanted = trained_for(trained)
+    if wanted is None or (found := stored_fingerprint(target_folder)) == wanted:
+        return []
+    remedy = "name the target that it was trained on, or train it again on this one"
+    return [(f"the speculator was trained on another target ({wanted}) than this one ({found})", remedy)]
 
 
 def _other_settings(served: Path, trained: Path) -> list[Difference]:
@@ -85,7 +109,7 @@ def _other_settings(served: Path, trained: Path) -> list[Difference]:
 def _other_dspark(served: Path, trained: Path) -> list[Difference]:
     """Return what differs in the configs of DSpark drafts, but for their trees: servers draft chains."""
     try:
-        theirs, ours = (vars(replace(read_config(folder), tree=())) for folder in (served, trained))
+        theirs, ours = (vars(replace(read_dspark_config(folder), tree=())) for folder in (served, trained))
     except ValueError as error:
         return [(f"the draft's config.json cannot be read: {error}", _REMEDY)]
     return [

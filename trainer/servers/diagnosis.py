@@ -18,11 +18,21 @@ from decoding.measure.proof.finding import Finding, undecided
 from decoding.measure.proof.reference import Reference
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSparkDraft
 from decoding.rules.sampling import SamplingConfig
-from trainer.servers.acceptance import ACCEPTANCE, SAMPLING, LoopAcceptance, compare_acceptance, compare_sampling
+from trainer.servers.acceptance import (
+    ACCEPTANCE,
+    SAMPLING,
+    LoopAcceptance,
+    compare_acceptance,
+    compare_sampling,
+    difference,
+    is_other,
+)
 from trainer.servers.answers import CONTROLS, Completion, CompletionRequest
 from trainer.servers.configs import compare_settings, compare_vocabularies
 from trainer.servers.counters import Counts, parse_counts
+from trainer.servers.readings import misread, other_readings
 from trainer.servers.rendered import TEMPLATE, HeldOutPrompt, ask_rendered, compare_rendered
 from trainer.servers.speculator import TOP_1, Speculator, compare_top_1
 from trainer.servers.texts import TEXT, compare_texts
@@ -37,6 +47,7 @@ _NO_COUNTS = (
     "the server shows no counts of speculation: start it with speculation and metrics (SGLang --enable-metrics, "
     "llama.cpp --metrics), or name its page with --metrics"
 )
+_MISREAD = "the server reads the draft with {}: compare the config.json that it loads, or take another version of it"
 
 Page = Callable[[], str | None]
 """Function that reads the server's metrics page; None without one."""
@@ -122,7 +133,11 @@ def _by_folders(replay: Replay, greedy: Sequence[Sequence[int]]) -> Iterator[Fin
         yield undecided(TOP_1, "no folder that a server reads is given: name it with --exported")
         return
     texts = [[*prompt, *text] for prompt, text in zip(replay.prompts, greedy, strict=True)][:_TEXTS]
-    yield compare_top_1(replay.target, replay.speculator.weights, replay.served, texts, trusted)
+    weights = replay.speculator.weights
+    found = compare_top_1(replay.target, weights, replay.served, texts, trusted)
+    if found.status == "ok" and isinstance(weights, DSparkDraft):
+        found = misread(TOP_1, replay.target, weights, texts) or found
+    yield found
 
 
 def _ask(
@@ -172,6 +187,8 @@ def _by_counts(replay: Replay, counted: Sequence[ServerCounts]) -> tuple[Finding
     first = undecided(ACCEPTANCE, _NO_COUNTS)
     if greedy is not None:
         first = compare_acceptance(_loop_acceptance(replay, greedy, sampled=True), greedy.counts, greedy.note)
+        if not first.passed and isinstance(replay.speculator.weights, DSparkDraft):
+            first = _explained(replay, replay.speculator.weights, greedy, first)
     if sampled is None:
         reason = "no counts are of sampled texts" if greedy is not None else _NO_COUNTS
         return first, undecided(SAMPLING, reason)
@@ -179,14 +196,28 @@ def _by_counts(replay: Replay, counted: Sequence[ServerCounts]) -> tuple[Finding
     return first, compare_sampling(drawn, best, sampled.counts, sampled.temperature, sampled.note)
 
 
-def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool) -> LoopAcceptance:
+def _explained(replay: Replay, draft: DSparkDraft, counted: ServerCounts, found: Finding) -> Finding:
+    """Add to a difference the readings of the draft by which the loop has the server's acceptance, nearest first."""
+    same = list[tuple[float, str]]()
+    for name, other in other_readings(draft, replay.target):
+        changed = replace(replay, speculator=replay.speculator._replace(weights=other))
+        ours = _loop_acceptance(changed, counted, sampled=True, batch=1)
+        if (apart := difference(ours, counted.counts)) is not None and not is_other(ours, counted.counts):
+            same.append((apart.value, name))
+    if not same:
+        return found
+    names = " or ".join(name for _, name in sorted(same))
+    return replace(found, found=f"{found.found}; the loop has the server's with {names}", remedy=_MISREAD.format(names))
+
+
+def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool, batch: int = _BATCH) -> LoopAcceptance:
     """Decode the prompts by the real loop with a chain as long as the server's, else as the spec says."""
     counts = counted.counts
     per_draft = round(counts.drafted / counts.drafts) if counts.drafts and counts.drafted else None
     tokens = replay.speculator.chain_length(counts.tokens or replay.speculator.named.tokens or per_draft)
     config = replace(replay.config, sampling=SamplingConfig(temperature=counted.temperature))
     drafter = replay.speculator.chain(tokens, sampled)
-    found = acceptance(count_steps(replay.target, drafter, replay.prompts, config, _BATCH))
+    found = acceptance(count_steps(replay.target, drafter, replay.prompts, config, batch))
     if not found.passes:
         raise ValueError("every text ended with its first token: give prompts to be answered")
     return LoopAcceptance(found, tokens, len(replay.prompts))

@@ -153,7 +153,20 @@ def compare_top_1(
     if tied:
         found = f"{told}: its lm_head.weight is not read, as tie_word_embeddings is true"
         return problem(TOP_1, found, "set tie_word_embeddings false in the served config.json", **figures)
-    return problem(TOP_1, f"{told}: the served weights are other weights", _REMEDY, **figures)
+    others = f"{told}: the served weights are other weights{_other_tensors(trained, read)}"
+    return problem(TOP_1, others, _REMEDY, **figures)
+
+
+def _other_tensors(trained: Weights, read: Weights) -> str:
+    """Return, in brackets, which tensors differ, and if the first has the same rows in another order."""
+    ours, theirs = ((side.model if isinstance(side, CausalLM) else side).state_dict() for side in (trained, read))
+    names = [name for name in ours if name not in theirs or not torch.equal(ours[name], theirs[name])]
+    if not names:
+        return ""
+    (first, *_), other = names, theirs.get(names[0])
+    order = other is not None and torch.equal(ours[first].sort(0).values, other.sort(0).values)
+    told = f"{first}, which has its rows in another order, as by other token ids" if order else first
+    return f" ({told}; {len(names)} of {len(ours)} tensors)"
 
 
 def _read_served_draft(folder: Path, target: CausalLM, trusted: bool) -> tuple[CausalLM, bool]:
