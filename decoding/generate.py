@@ -131,8 +131,12 @@ class DecodingBatch:
         """Take ``rows`` texts at a time; the other arguments are those of `Engine.steps`, ValueError included."""
         for prompt in prompts:
             check_prompt(target, prompt, config)
+        self.budgets: tuple[Budget, ...] = ()
+        if drafter:
+            target.check_drafts(drafter.name, bool(drafter.chains))
+            self.budgets = drafter.budgets if target.no_trees is None else drafter.chains
         if drafter and config.rule:
-            config.rule.check(drafter.kinds(config.sampling), drafter.chains_only)
+            config.rule.check(drafter.kinds(config.sampling), self.budgets == drafter.chains)
         self.target, self.drafter, self.policy, self.stop, self.config = target, drafter, policy, stop, config
         seeds = range(config.seed, config.seed + len(prompts)) if seeds is None else seeds
         self.waiting = deque(zip(range(len(prompts)), prompts, seeds, strict=True))
@@ -217,13 +221,17 @@ class DecodingBatch:
 
     def _budget(self) -> Budget:
         """Return the policy's choice; if no text has room for a draft, plain decoding without asking the policy."""
-        if self.drafter is None or not any(text.draft_room for text in self.texts):
+        if self.drafter is None or not any(self._rooms()):
             return PLAIN
-        return self.policy.choose(self.drafter.budgets, len(self.texts))
+        return self.policy.choose(self.budgets, len(self.texts))
+
+    def _rooms(self) -> list[int]:
+        """Return how many tokens may be drafted for each row: none where the cache has to take what was accepted."""
+        return [0 if self.cache.is_full(row) else text.draft_room for row, text in enumerate(self.texts)]
 
     def _propose(self, budget: Budget) -> list[Proposal]:
         """Draft a tree for each row; the root alone if there is no drafter or no room."""
-        depths = [min(budget.depth, text.draft_room) for text in self.texts]
+        depths = [min(budget.depth, room) for room in self._rooms()]
         if self.session is None or not any(depths):
             return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]
         return self.session.propose(

@@ -149,7 +149,6 @@ def unknown_end(folder: Path) -> None:
         (without_config, "files", "problem", "config.json is missing"),
         (another_config, "architecture", "problem", "config.json asks for"),
         (own_code, "architecture", "problem", "--trust-remote-code"),
-        (recurrent, "architecture", "problem", "rolled back"),
         (endless, "end of text", "note", "no token ends a text"),
         (unknown_end, "end of text", "problem", "token 500"),
     ],
@@ -159,6 +158,14 @@ def test_each_fault_of_a_target_is_found_before_its_weights_are_read(
 ) -> None:
     damage(save(tmp_path))
     assert says in only(of_target(tmp_path), check, status).found
+
+
+def test_what_a_target_can_do_is_said_before_its_weights_are_read(tmp_path: Path) -> None:
+    recurrent(save(tmp_path))
+    (found,) = [each.found for each in of_target(tmp_path) if each.check == "architecture"]
+    assert found.endswith(
+        "works: training, plain (mamba in transformers cannot run several tokens behind a cached text)"
+    )
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_a_problem_and_padding_is_none(tmp_path: Path) -> None:

@@ -133,15 +133,6 @@ def of(kind: str, **settings: Any) -> PreTrainedModel:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "recurrence": (lambda: of("mamba", state_size=4), "^mamba keeps a recurrent state, which cannot be rolled"),
-    "ALiBi": (
-        lambda: of("bloom", d_model=16, n_heads=2, n_layers=1),
-        r"places tokens by their order \(ALiBi\), so a tree's branches",
-    ),
-    "local attention": (
-        lambda: of("gpt_neo", num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]]),
-        "has local layers, which do not take a tree's mask",
-    ),
     "an encoder-decoder": (
         lambda: T5ForConditionalGeneration(
             T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=1)
@@ -149,10 +140,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "^t5 is an encoder-decoder model: give a decoder-only",
     ),
     "both directions": (lambda: of("bert"), "^bert reads texts in both directions: give a causal LM"),
-    "no cache": (
-        lambda: of("openai-gpt", n_embd=16, n_layer=1, n_head=2, n_positions=32),
-        "^openai-gpt keeps no key-value cache",
-    ),
     "no lm_head": (
         lambda: LlamaModel(LlamaConfig(**_TINY)),
         "LlamaModel has no lm_head: load the model with Auto",
@@ -161,20 +148,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_whose_trees_or_cache_cannot_be_right_is_refused_by_name(name: str) -> None:
+def test_what_is_no_causal_lm_is_refused_by_name(name: str) -> None:
     make, problem = REFUSED[name]
     with pytest.raises(ValueError, match=problem):
         CausalLM(make())
-
-
-def test_a_model_whose_layers_have_keys_of_different_shapes_is_refused_when_it_runs() -> None:
-    settings = {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "global_head_dim": 16,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 16,
-        "num_kv_shared_layers": 0,
-    }
-    target = CausalLM(AutoModelForCausalLM.from_config(config_of("gemma4_text", settings)))
-    with pytest.raises(ValueError, match=r"layers of this model differ .*\[1, 8\] and \[1, 16\]"):
-        Engine(target).decode(PROMPT, DecodingConfig(4))

@@ -156,6 +156,11 @@ class Drafter(ABC):
         return all(budget.nodes == budget.depth + 1 for budget in self.budgets)
 
     @property
+    def chains(self) -> tuple[Budget, ...]:
+        """Budgets under which it drafts nothing but chains, for targets that run no trees."""
+        return self.budgets if self.chains_only else ()
+
+    @property
     def max_depth(self) -> int:
         """Depth of the deepest tree that it drafts."""
         return self.budgets[-1].depth

@@ -14,6 +14,8 @@ from decoding.rules.tree import TokenTree
 
 def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
     """Raise ValueError for a draft whose context is too short, or that writes tokens unknown to the target."""
+    if draft.no_trees is not None:
+        raise ValueError(f"{draft.no_trees}, so that it is no draft: give a small model of full attention")
     if draft.max_text is not None and max_length > draft.max_text:
         raise ValueError(
             f"the text may grow to {max_length} tokens but the draft's context holds {draft.max_text}: "

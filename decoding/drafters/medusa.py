@@ -10,6 +10,7 @@ from decoding.drafters.growth import ConditionalLogits, Growth, StaticTree
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads, StackedHeads
 from decoding.model.markov import DecodingBias
+from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 
@@ -44,6 +45,10 @@ class MedusaDrafter(Drafter):
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         return frozenset({self.growth.kind(sampling)})
+
+    @property
+    def chains(self) -> tuple[Budget, ...]:
+        return tuple(budget for budget in self.budgets if budget.nodes == budget.depth + 1)  # best tokens alone
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "MedusaSession":
         self.heads.config.check_fits(target.hidden_size, target.vocab_size)

@@ -1,7 +1,7 @@
 """Properties of a model, from its config and placement, that limit how it can run."""
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -92,6 +92,8 @@ def why_not_static(model: PreTrainedModel) -> str | None:
     which no CUDA graph can record (transformers' `dynamic_rope_update`; only the latest versions of longrope do
     without). And a graph holds the work of one device.
     """
+    if reason := why_no_trees(model):
+        return f"{reason}, so that its steps cannot have fixed shapes: leave static out"
     text_config = model.config.get_text_config(decoder=True)
     kinds = {str(part.get("rope_type", "default")) for part in _rope_parameters(text_config)}
     if changing := sorted(kind for kind in kinds if "dynamic" in kind or kind == "longrope"):
@@ -150,42 +152,88 @@ def key_devices(model: PreTrainedModel) -> tuple[torch.device, ...] | None:
     return tuple(layer.keys.device for layer in held.layers)
 
 
-def refuse_unfit(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model that cannot run a tree's branches in one pass, or cannot drop rejected tokens."""
-    config = model.config
-    kind = config.model_type
+class Abilities(NamedTuple):
+    """What a causal LM can do: for each ability None, or the reason why not."""
+
+    training: str | None
+    plain: str | None
+    chains: str | None
+    trees: str | None
+    static: str | None
+
+    def __str__(self) -> str:
+        able = [name for name, reason in self._asdict().items() if reason is None]
+        return ", ".join("static shapes" if name == "static" else name for name in able) or "nothing"
+
+
+def abilities(model: PreTrainedModel) -> Abilities:
+    """Return what a model can do: the table of families in docs/targets.md, computed.
+
+    ``training`` of heads and drafts; ``plain`` decoding; drafted ``chains`` and ``trees``; steps of ``static`` shapes.
+    The model's weights are not read, so they may be on the meta device.
+    """
+    unfit = why_unfit(model)
+    chains = unfit or why_no_chains(model)
+    trees = chains or why_no_trees(model)
+    return Abilities(unfit, unfit, chains, trees, trees or why_not_static(model))
+
+
+RESTARTING = ("falcon_mamba", "jamba", "mamba")
+"""Families whose `transformers` code begins a text anew if several tokens come behind a cache."""
+CACHE_OF_THEIR_OWN = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
+"""Families that keep their states elsewhere than in a `DynamicCache`: their texts run whole in every pass."""
+
+
+def why_no_chains(model: PreTrainedModel) -> str | None:
+    """Return the reason why a model cannot verify several tokens in a pass as it writes them; None if it can."""
+    kind = model.config.model_type
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    if kind in RESTARTING:
+        return f"{kind} in transformers cannot run several tokens behind a cached text"
+    if kind in CACHE_OF_THEIR_OWN:
+        return f"{kind} keeps its state outside of transformers' DynamicCache, so that every pass runs the whole text"
+    if "indexed_attention" in types:
+        return f"{kind} attends to the keys that score best, and ties fall otherwise in a longer pass"
+    return None
+
+
+def why_unfit(model: PreTrainedModel) -> str | None:
+    """Return the reason why a model is no causal LM, with a remedy; None if it is one."""
+    config, kind = model.config, model.config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{kind} is an encoder-decoder model: give a decoder-only causal LM")
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"{kind} keeps a recurrent state, which cannot be rolled back after a rejected draft: "
-            "give an attention-only model"
-        )
+        return f"{kind} is an encoder-decoder model: give a decoder-only causal LM"
+    # is_decoder: old config files hold it for any model; the GPT-NeoX family declares it, but does not read it.
     text_config = config.get_text_config(decoder=True)
-    layer_types = {*(getattr(text_config, "layer_types", None) or ()), *getattr(text_config, "attention_layers", ())}
-    if other := sorted(layer_types - {"full_attention", "sliding_attention", "global"}):
-        raise ValueError(
-            f"{kind} has {' and '.join(other)} layers, which do not take a tree's mask: "
-            "give a model with full or sliding attention only"
-        )
+    declared = hasattr(type(text_config), "is_decoder") and not kind.startswith("gpt_neox")
+    if declared and not text_config.is_decoder:
+        return f"{kind} reads texts in both directions: give a causal LM, or set is_decoder in its config"
+    if model.get_output_embeddings() is None:
+        return f"{type(model).__name__} has no lm_head: load the model with AutoModelForCausalLM"
+    return None
+
+
+def why_no_trees(model: PreTrainedModel) -> str | None:
+    """Return the reason why a model cannot run the branches of a tree in one pass; None if it can.
+
+    Its texts then run one by one, on `transformers`' own cache and masks (`decoding.model.rows`).
+    """
+    kind, text_config = model.config.model_type, model.config.get_text_config(decoder=True)
+    if getattr(model, "_is_stateful", False):
+        return f"{kind} keeps a recurrent state, which follows one path alone"
+    types = {*(getattr(text_config, "layer_types", None) or ()), *getattr(text_config, "attention_layers", ())}
+    layers = getattr(text_config, "per_layer_config", None) or ()
+    if len({getattr(layer, "head_dim", None) for layer in layers}) > 1:
+        return f"{kind} has keys of several widths, which do not fit one buffer"
+    if other := sorted(types - {"full_attention", "sliding_attention", "global"}):
+        return f"{kind} has {' and '.join(other)} layers, which do not take a tree's mask"
     accepted = inspect.signature(type(model).forward).parameters
     alibi = kind in ("bloom", "mpt") or getattr(text_config, "alibi", False)
     if alibi or "position_ids" not in accepted:
-        raise ValueError(
-            f"{kind} places tokens by their order{' (ALiBi)' * alibi}, so a tree's branches cannot stand side by side: "
-            "give a model that takes position ids"
-        )
+        order = f"{kind} places tokens by their order{' (ALiBi)' * alibi}"
+        return f"{order}, so that a tree's branches cannot stand side by side"
     if "past_key_values" not in accepted:
-        raise ValueError(f"{kind} keeps no key-value cache: give a model that does")
-    # is_decoder: old config files hold it for any model; the GPT-NeoX family declares it, but does not read it.
-    declared = hasattr(type(text_config), "is_decoder") and not kind.startswith("gpt_neox")
-    if declared and not text_config.is_decoder:
-        raise ValueError(f"{kind} reads texts in both directions: give a causal LM, or set is_decoder in its config")
+        return f"{kind} keeps no key-value cache"
     attention = text_config._attn_implementation
     if attention not in (None, "eager", "sdpa"):
-        raise ValueError(
-            f"the model attends by {attention!r}, which does not take a tree's mask: "
-            "load it with attn_implementation='sdpa' or 'eager'"
-        )
-    if model.get_output_embeddings() is None:
-        raise ValueError(f"{type(model).__name__} has no lm_head: load the model with AutoModelForCausalLM")
+        return f"the model attends by {attention!r}, which does not take a tree's mask (sdpa and eager do)"
+    return None

@@ -269,6 +269,10 @@ class PreallocatedCache(Cache):
                 layer.is_initialized = True
         self._handed_out = self._held
 
+    def is_full(self, slot: int) -> bool:
+        """Return True if a row's next step may run no draft: see `decoding.model.rows`."""
+        return False
+
     @torch.inference_mode()
     def commit(self, slot: int, start: int, kept: Sequence[int]) -> None:
         """Keep the nodes ``kept`` (increasing) of the block that a row wrote at ``start``; drop the other nodes."""

@@ -14,14 +14,17 @@ from decoding.model.architecture import (
     key_devices,
     max_positions,
     max_text,
-    refuse_unfit,
     static_of,
+    why_no_chains,
+    why_no_trees,
+    why_unfit,
     windows,
 )
 from decoding.model.attention import leave_out_cudnn
 from decoding.model.cache import PreallocatedCache
 from decoding.model.dynamic import DynamicSteps, TreeMasks, last_of
 from decoding.model.forward import ModelOutput, run_model
+from decoding.model.rows import RowSteps
 from decoding.model.static import StaticSteps, row_bucket
 from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
@@ -46,7 +49,8 @@ class CausalLM:
         ``static`` runs steps in fixed shapes: ``graphs`` as CUDA graphs, ``eager`` without, for tests. Such a model
         decodes one batch at a time.
         """
-        refuse_unfit(model)
+        if reason := why_unfit(model):
+            raise ValueError(reason)
         leave_out_cudnn()  # here, because every model passes here; it also holds for the peers
         self.model = model
         self.lock = lock_of(model)
@@ -65,6 +69,9 @@ class CausalLM:
         self._last_place = None if has_fixed_rope(text_config) else self.max_positions
         self._masks = TreeMasks(model, windows(text_config))
         self._dynamic = DynamicSteps(model, self._masks, self._last_place)
+        self.no_trees = why_no_trees(model)
+        """The reason why it runs chains alone; None for a model that runs trees."""
+        self._rows = RowSteps(model) if self.no_trees else None
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
         self.turns = CacheTurns()
@@ -93,6 +100,20 @@ class CausalLM:
         device: torch.device = self.model.device
         return device
 
+    def check_drafts(self, drafter: str, has_chains: bool) -> None:
+        """Raise ValueError if no draft of a drafter runs on this target; ``has_chains``: it can draft chains alone."""
+        kind = self.model.config.model_type
+        if (reason := why_no_chains(self.model)) is not None:
+            raise ValueError(
+                f"{reason}, so that no draft can be verified: a {kind} model can be trained on, decoded plainly and "
+                "measured without a drafter"
+            )
+        if self.no_trees is not None and not has_chains:
+            raise ValueError(
+                f"{self.no_trees}, and {drafter} drafts trees: give a {kind} model heads, a draft, dspark as a chain, "
+                "or a lookup of one branch"
+            )
+
     def windows(self) -> dict[str, int | None]:
         """Return the sliding window (None: full attention) of each layer type that takes a mask."""
         return self._masks.windows
@@ -111,6 +132,8 @@ class CausalLM:
 
         A static model restarts its only cache, for ``generation``, when those of other threads are done with it.
         """
+        if self._rows is not None:
+            return self._rows.new_cache(rows)
         if self._static is None:
             return PreallocatedCache(self.num_layers, capacity, rows, self._key_devices)
         self.turns.take(generation)
@@ -140,6 +163,9 @@ class CausalLM:
         """
         slots = range(len(texts)) if slots is None else slots
         assert not any(cache.lengths[slot] for slot in slots), "these rows are not empty"
+        if self._rows is not None:
+            output = self._rows.run(texts, cache, slots, last=True, taps=taps)
+            return output._replace(hidden=output.hidden[:, 0], logits=output.logits[:, 0])
         rows = max(1, _PREFILL_TOKENS // max(len(text) for text in texts))
         outputs = []
         for begin in range(0, len(texts), rows):
@@ -179,7 +205,9 @@ class CausalLM:
         if not any(cache.lengths[: len(blocks)]):
             return self.prefill(blocks, cache, taps=taps)
         trees = [TokenTree.chain(block) for block in blocks]
-        if self._static is not None and self._static.fits(trees):
+        if self._rows is not None:
+            output = self._rows.run(blocks, cache, last=True, taps=taps)
+        elif self._static is not None and self._static.fits(trees):
             output = self._run(trees, cache, None, last_of(list(map(len, blocks)), 1, self.device), taps)
             own = zip(output.states, blocks, strict=bool(taps))
             output = output._replace(states=tuple(states[: len(block)] for states, block in own))
@@ -193,8 +221,10 @@ class CausalLM:
 
         Returns (rows, hidden) and (rows, vocab).
         """
-        steps = self._static or self._dynamic
-        output = steps.step(tokens, cache)
+        if self._rows is not None:
+            output = self._rows.run([[token] for token in tokens.tolist()], cache)
+        else:
+            output = (self._static or self._dynamic).step(tokens, cache)
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
 
     @torch.inference_mode()
@@ -222,6 +252,9 @@ class CausalLM:
         taps: Sequence[int] = (),
     ) -> ModelOutput:
         """Run trees in fixed shapes, if the model has them and the trees fit, or as they come."""
+        if self._rows is not None:
+            assert not any(first or ()) and all(tree.shape.is_chain for tree in trees), self.no_trees
+            return self._rows.run([tree.token_list for tree in trees], cache, taps=taps)
         if self._static is not None and cache.device is not None and self._static.fits(trees):
             output = self._static.run(trees, cache, first, taps)
             if select is None:

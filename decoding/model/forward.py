@@ -1,16 +1,16 @@
 """One pass of a transformers model over this project's cache, and its outputs."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from decoding.model.attention import copy_free_attention
-from decoding.model.cache import PreallocatedCache
 from decoding.model.lm_head import capture_lm_head_input
 from decoding.model.taps import capture_taps
 
@@ -56,28 +56,31 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 def run_model(
     model: PreTrainedModel,
     tokens: Tensor,
-    positions: Tensor,
-    cache: PreallocatedCache,
+    positions: Tensor | None,
+    cache: Cache | Mapping[str, Any],
     mask: Any,
     select: Callable[[Tensor], Tensor] | None = None,
     taps: Sequence[int] = (),
 ) -> ModelOutput:
     """Run ``tokens`` at ``positions``, both (rows, size), into the block that the cache has begun.
 
+    ``positions`` None: the model takes none. ``cache``: by the name that the model has for it, if that is its own.
+
     ``mask`` is an additive mask (rows, 1, size, keys), or a dict of them by layer type, or None where `transformers`
     builds its own. ``select`` picks the positions, (rows, some, hidden), that the lm_head reads and that come back: all
     of them without it. ``taps``: the layers whose outputs come back as ``states``, at all positions (`capture_taps`).
     Outputs come to the device of the tokens.
     """
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers if taps else 0
     with (
         in_eval_mode(model),
         capture_lm_head_input(model, select) as captured,
-        copy_free_attention(model),
-        capture_taps(model, len(cache.layers), taps) as tapped,
+        copy_free_attention(model) if isinstance(cache, Cache) else nullcontext(),
+        capture_taps(model, layers, taps) as tapped,
     ):
-        output = model(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-        )
+        held = cache if isinstance(cache, Mapping) else {"past_key_values": cache}
+        placed = {} if positions is None else {"position_ids": positions}
+        output = model(input_ids=tokens, attention_mask=mask, use_cache=bool(held), **placed, **held)
     hidden = captured[0] if select is None else select(captured[0])
     states = tuple(tapped[0].to(tokens.device)) if taps else ()
     return ModelOutput(hidden.to(tokens.device), output.logits.to(tokens.device), states)

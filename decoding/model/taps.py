@@ -46,6 +46,11 @@ def capture_taps(
             if get_ident() != thread:  # somebody else's forward of the same model
                 return
             parts[tap] = output if isinstance(output, Tensor) else output[0]
+            if parts[tap].ndim > 3:
+                raise ValueError(
+                    f"{type(model).__name__}'s layers hand on several streams, which no draft over states reads: "
+                    "train heads or an ordinary draft on it"
+                )
             if tap == taps[-1]:
                 place = parts[tap].device  # layers may be on several devices
                 found.append(torch.cat([parts[each].to(place) for each in taps], -1))

@@ -18,6 +18,7 @@ from decoding.measure.markdown import one_line
 from decoding.measure.proof.finding import Finding, all_pass, note, ok, problem
 from decoding.measure.proof.greedy import greedy_identity
 from decoding.measure.proof.reference import EngineText, Reference
+from decoding.model.architecture import abilities, why_no_chains
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import read_described
 from decoding.model.fingerprint import stored_fingerprint
@@ -86,13 +87,14 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
                 raise UserError(found, _COPY)
         count = sum(parameter.numel() for parameter in model.model.parameters())
         kind = type(model.model).__name__
-        found = f"{kind}, {count / 1e6:,.1f}M parameters, {model.num_layers} layers; its cache can drop rejected tokens"
+        found = f"{kind}, {count / 1e6:,.1f}M parameters, {model.num_layers} layers; works: {abilities(model.model)}"
+        found += "" if model.no_trees is None else f" ({why_no_chains(model.model) or model.no_trees})"
         built.append(Skeleton(name, folder, model, tokenizer))
         return ok("architecture", found, parameters=count)
 
     findings = [attempt("files", lambda: _files(name, folder), _COPY)]
     if all_pass(findings):
-        findings.append(attempt("architecture", build, "give an attention-only model that transformers knows"))
+        findings.append(attempt("architecture", build, "give a causal LM that transformers knows"))
     return findings, built[0] if built else None
 
 

@@ -93,7 +93,7 @@ def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section:
     """
     config = target.model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or target.hidden_size // heads
+    head_dim = vars(config).get("head_dim") or target.hidden_size // heads
     return DSparkConfig(
         hidden_size=target.hidden_size,
         intermediate_size=section.intermediate_size

@@ -68,6 +68,11 @@ def initial_draft(
         model = with_window(model, section.window)
     model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
     draft = CausalLM(model)
+    if draft.no_trees is not None:
+        raise ValueError(
+            f"{draft.no_trees}, so that it is no draft: give a small model of full attention with the target's "
+            "tokenizer as draft.init.from_model, or train heads or a DSpark draft"
+        )
     given = "from_model" if init.from_model else "from_config" if init.from_config else "from_target"
     check_reads(draft, target, f"draft.init.{given}", examples, longest)
     known = min(draft.vocab_size, target.vocab_size)

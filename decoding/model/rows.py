@@ -1,0 +1,198 @@
+"""Chains on models that take no tree, one row at a time: recurrent states, chunks, tokens placed by their order.
+
+A recurrent state cannot drop a rejected token. So the states of a prefix are kept; a pass feeds the tokens accepted
+since and the new draft together. If the whole draft is accepted the new states are the prefix's; else those kept are
+put back, and the next pass is longer by what was accepted. No step takes a second pass.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from decoding.model.architecture import CACHE_OF_THEIR_OWN, RESTARTING
+from decoding.model.cache import PreallocatedCache
+from decoding.model.forward import ModelOutput, run_model
+
+MOST_FED_AGAIN = 12
+"""Accepted tokens of a row that wait for its states; with more, the row's next step drafts nothing, and so takes all.
+
+Of 0, 4, 8, 12, 16, 32 and 64 the fastest, or within 6% of it, if each fed token adds 1/256 to 1/16 to a pass's cost.
+"""
+
+
+class RowsCache(PreallocatedCache):
+    """Tokens of each row, and `transformers`' own cache of a prefix of them, to which it can be put back.
+
+    Without any cache (a model that takes none) each pass runs the whole text.
+    """
+
+    def __init__(self, new: Callable[[], Cache] | None, rows: int) -> None:
+        """``new`` makes the empty cache of one text; None for a model that takes none."""
+        super().__init__(0, 1, rows)
+        self._new = new
+        self._rows = [_Row(new) for _ in range(rows)]
+
+    def is_full(self, slot: int) -> bool:
+        return self._new is not None and self._rows[slot].waiting > MOST_FED_AGAIN
+
+    def begin_row(self, slot: int, block: Sequence[int], restarts: bool = False) -> list[int]:
+        """Announce a pass that appends a block to a row; return the tokens to run: those that wait, and the block.
+
+        ``restarts``: a model that cannot run several tokens behind others runs the whole text.
+        """
+        row = self._rows[slot]
+        row.tokens += block
+        if restarts and row.waiting > 1:
+            row.restart()
+        self.lengths[slot] += len(block)
+        return row.begin()
+
+    def held(self, slot: int) -> Cache | None:
+        """Return the cache that a row's pass reads and writes."""
+        return self._rows[slot].cache
+
+    def truncate(self, slot: int, length: int) -> None:
+        super().truncate(slot, length)
+        self._rows[slot].truncate(length)
+
+    def clear(self, slot: int, dropped: int = 0) -> None:
+        super().clear(slot, dropped)
+        self._rows[slot] = _Row(self._new)
+
+    def move(self, slot: int, to: int) -> None:
+        self._rows[to] = self._rows[slot]
+        super().move(slot, to)  # which clears the slot
+        if slot == to:
+            self.lengths[to] = len(self._rows[to].tokens)
+
+
+class _Row:
+    """One text: its tokens, its cache of the first ``_live`` of them, and the states behind the first ``_kept``."""
+
+    def __init__(self, new: Callable[[], Cache] | None) -> None:
+        self.tokens: list[int] = []
+        self.cache = None if new is None else new()
+        self._new, self._live, self._kept = new, 0, 0
+        self._states: list[dict[str, Any]] = []
+
+    @property
+    def waiting(self) -> int:
+        """Number of tokens that the cache does not hold."""
+        return len(self.tokens) - self._live
+
+    def begin(self) -> list[int]:
+        """Keep the states, and return the tokens that are to run on them."""
+        fed = self.tokens[self._live :]
+        if self.cache is not None:
+            self._kept, self._states = self._live, [_states_of(layer) for layer in self.cache.layers]
+            self._live = len(self.tokens)
+        return fed
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens from ``length`` on."""
+        del self.tokens[length:]
+        if self.cache is None or length >= self._live:
+            return
+        if self._live and all(type(layer) is DynamicLayer for layer in self.cache.layers):
+            layers: list[Any] = self.cache.layers
+            for layer in layers:
+                layer.crop(length - self._live)
+            self._live = length
+        elif length >= self._kept:
+            for layer, states in zip(self.cache.layers, self._states, strict=True):
+                _put_back(layer, states)
+            self._live = self._kept
+        else:  # the kept states lie behind
+            self.restart()
+
+    def restart(self) -> None:
+        """Drop the cache, so that the text runs again."""
+        self.cache, self._live, self._kept = self._new() if self._new else None, 0, 0
+
+
+_GROWING = ("keys", "values", "indexer_keys")
+"""Tensors of a layer to whose positions, the last dimension but one, new ones are joined."""
+
+
+def _states_of(layer: Any) -> dict[str, Any]:
+    """Copy a layer's states, but for keys: a window's are replaced as a whole, those of full attention are cropped."""
+    is_full = not getattr(layer, "is_sliding", False)
+    states: dict[str, Any] = {}
+    for name, value in vars(layer).items():
+        if name in _GROWING and isinstance(value, Tensor):
+            states[name] = value.shape[-2] if is_full and value.ndim > 2 else value
+        elif isinstance(value, dict):
+            states[name] = {key: part.clone() if isinstance(part, Tensor) else part for key, part in value.items()}
+        else:
+            states[name] = value.clone() if isinstance(value, Tensor) else value
+    return states
+
+
+def _put_back(layer: Any, states: dict[str, Any]) -> None:
+    for name, value in states.items():
+        cropped = name in _GROWING and isinstance(value, int)
+        setattr(layer, name, getattr(layer, name)[..., :value, :] if cropped else value)
+
+
+class RowSteps:
+    """Runner of one model's steps, one row after the other: padding would change a recurrent state."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        accepted, kind = inspect.signature(type(model).forward).parameters, model.config.model_type
+        named = (name for name in ("past_key_values", "cache_params") if name in accepted)
+        self._cache_name = None if kind in CACHE_OF_THEIR_OWN else next(named, None)
+        self._restarts = kind in RESTARTING
+        self._has_positions = "position_ids" in accepted
+        if kind in ("nemotron_h", "zamba2"):  # transformers clamps time steps in a pass of several tokens alone
+            for module in model.modules():
+                if hasattr(module, "time_step_limit"):
+                    vars(module)["time_step_limit"] = (0.0, float("inf"))
+
+    def new_cache(self, rows: int) -> RowsCache:
+        """Make a cache for ``rows`` texts."""
+        keeps = self._cache_name is not None
+        return RowsCache((lambda: DynamicCache(config=self._model.config)) if keeps else None, rows)
+
+    def run(
+        self,
+        blocks: Sequence[Sequence[int]],
+        cache: PreallocatedCache,
+        slots: Sequence[int] | None = None,
+        last: bool = False,
+        taps: Sequence[int] = (),
+    ) -> ModelOutput:
+        """Run a chain of tokens after each of the rows ``slots`` (None: the first ones).
+
+        Returns (rows, tokens, hidden) and (rows, tokens, vocab), shorter rows padded; of each row's ``last`` token
+        alone if that is asked for; with ``taps`` also the states of all tokens of each block.
+        """
+        assert isinstance(cache, RowsCache), "a cache of another model"
+        outputs = [
+            self._run_row(block, cache, slot, last, taps)
+            for slot, block in zip(range(len(blocks)) if slots is None else slots, blocks, strict=True)
+        ]
+        hidden, logits = (
+            pad_sequence([part[0] for part in parts], batch_first=True)
+            for parts in zip(*((output.hidden, output.logits) for output in outputs), strict=True)
+        )
+        return ModelOutput(hidden, logits, tuple(states for output in outputs for states in output.states))
+
+    def _run_row(
+        self, block: Sequence[int], cache: RowsCache, slot: int, last: bool, taps: Sequence[int]
+    ) -> ModelOutput:
+        start = cache.lengths[slot] + len(block)
+        fed = cache.begin_row(slot, block, self._restarts)
+        device = self._model.device
+        places = torch.arange(start - len(fed), start, device=device)[None] if self._has_positions else None
+        count = 1 if last else len(block)
+        tokens, held = torch.tensor([fed], device=device), cache.held(slot)
+        inputs = {} if self._cache_name is None else {self._cache_name: held}
+        output = run_model(self._model, tokens, places, inputs, None, lambda hidden: hidden[:, -count:], taps)
+        return output._replace(states=tuple(states[-len(block) :] for states in output.states))

@@ -1,0 +1,262 @@
+"""What each family of targets can do: training, plain decoding, chains on recurrent states, states of layers."""
+
+import itertools
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distilling import objective_for as distill
+from dspark_training import TEXTS
+from dspark_training import objective_for as dspark_on
+from scripted_drafters import HostileDrafter
+from target_families import CHAINS, PLAIN, TREES, VOCAB, family_model
+from test_generate_families import transformers_greedy
+from tiny_dspark import states_at
+from tiny_models import positions_run, tiny_model
+from tiny_training import medusa_on, tiny_tokenizer
+
+from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, MedusaDrafter
+from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.measure.proof.enumeration import Context, distribution
+from decoding.model import rows
+from decoding.model.architecture import abilities
+from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.policies import Budget
+from decoding.rules.drawing import GeneratorSource, RandomSource
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import TokenTree
+from trainer.data.batch import collate
+from trainer.drafts.distill import DistillObjective
+from trainer.recipe.heads import HeadsSection
+
+RECURRENCES = ["qwen3_next", "falcon_h1", "lfm2"]
+"""A delta rule, Mamba beside attention, convolutions."""
+ALL = [*CHAINS, *TREES, *PLAIN]
+PROMPTS = [[3, 1, 4, 1, 5, 9], [7], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9]]
+COUNT = 14
+TABLE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "targets.md"
+
+
+class Chains(HostileDrafter):
+    """Chains of up to six tokens, each right in two cases of three; or all of them right, or none."""
+
+    budgets = (Budget(6, 7),)
+
+    def __init__(self, right: list[list[int]], share: str = "half") -> None:
+        super().__init__(0, right[0], chains=True, others=right[1:])
+        self._share = share
+
+    def open_text(self, *args: Any) -> Any:
+        return self if self._share != "half" else super().open_text(*args)
+
+    def observe(self, *args: Any) -> None: ...
+
+    def propose(self, request: Any) -> Any:
+        """Propose the right continuation, or one without a right token."""
+        tokens = list(request.tokens)
+        text = next(text for text in self._texts if text[: len(tokens)] == tokens)
+        right = text[len(tokens) : len(tokens) + request.max_depth]
+        wrong = 0 if self._share == "all" else 1
+        tree = TokenTree.chain([tokens[-1], *((token + wrong) % self._vocab for token in right)])
+        return Proposal(tree, ProposalKind.DETERMINISTIC)
+
+
+@cache
+def plain(family: str) -> list[tuple[int, ...]]:
+    """The prompts' plain texts, token by token."""
+    target = CausalLM(family_model(family))
+    return [text.tokens for text in Engine(target).decode(PROMPTS, DecodingConfig(COUNT), batch_size=2)]
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_plain_decoding_is_transformers_generate(family: str) -> None:
+    assert plain(family)[0] == transformers_greedy(family_model(family), PROMPTS[0], COUNT)
+
+
+@pytest.mark.parametrize(
+    ("family", "share"),
+    [*((family, "half") for family in [*CHAINS, *TREES]), *((f, s) for f in RECURRENCES for s in ("all", "none"))],
+)
+def test_chains_are_plain_greedy_in_a_batch_of_texts_of_several_lengths(family: str, share: str) -> None:
+    target = CausalLM(family_model(family))
+    right = [[*prompt, *text] for prompt, text in zip(PROMPTS, plain(family), strict=True)]
+    texts = Engine(target, Chains(right, share)).decode(PROMPTS, DecodingConfig(COUNT), batch_size=2)
+    assert [text.tokens for text in texts] == plain(family)
+    accepted = sum(step.accepted for text in texts for step in text.steps)
+    assert accepted == 0 if share == "none" else accepted > 5
+
+
+_UNEMBEDDED = ("mamba", "mamba2", "falcon_mamba", "rwkv")
+"""Families whose hidden states in `transformers` do not begin with the embeddings."""
+_STREAMS = ("gemma3n_text",)
+
+
+@pytest.mark.parametrize("family", [family for family in ALL if family not in (*_UNEMBEDDED, *_STREAMS)])
+def test_states_behind_a_layer_are_those_of_transformers(family: str) -> None:
+    model = CausalLM(family_model(family))
+    cache = model.new_cache(32, 2)
+    taps, texts, blocks = (0, model.num_layers - 2), PROMPTS[:2], [[1, 2, 3], [8]]
+    taps = tuple(sorted(set(taps)))
+    first = model.prefill(texts, cache, taps=taps).states
+    second = model.verify([TokenTree.chain(block[:1]) for block in blocks], cache, taps=taps).states
+    for text, block, before, behind in zip(texts, blocks, first, second, strict=True):
+        found, wanted = torch.cat([before, behind]), states_at(model, [*text, block[0]], taps)
+        assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+def test_a_family_whose_layers_hand_on_several_streams_has_no_states_to_read() -> None:
+    model = CausalLM(family_model("gemma3n_text"))
+    with pytest.raises(ValueError, match=r"^Gemma3nForCausalLM's layers hand on several streams.*train heads"):
+        model.prefill([[3, 1]], model.new_cache(8), taps=(0,))
+
+
+def draft_on(target: CausalLM, folder: Path) -> DistillObjective:
+    """A draft of another family: a recurrent target's own layers make no draft."""
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return distill(target.model, init={"from_model": str(folder)})
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(f, kind) for f in ALL for kind in ("heads", "draft", "DSpark") if kind != "DSpark" or f not in _STREAMS],
+)
+def test_heads_drafts_and_dspark_drafts_learn_from_every_family(family: str, kind: str, tmp_path: Path) -> None:
+    target, batch = CausalLM(family_model(family)), collate(TEXTS)
+    objective: Any
+    if kind == "heads":
+        objective = medusa_on(target, HeadsSection(num_heads=2))
+    else:
+        objective = draft_on(target, tmp_path) if kind == "draft" else dspark_on(target.model, taps=(0,))
+    trained = [each for each in objective.module.parameters() if each.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trained, 1e-3), []
+    for _ in range(4):
+        loss = objective.module(*objective.inputs(batch, step=0)).losses.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert min(losses[1:]) < losses[0]
+
+
+def test_a_recurrent_model_is_no_draft_neither_trained_nor_decoding() -> None:
+    model = family_model("qwen3_next")
+    with pytest.raises(ValueError, match=r"^qwen3_next keeps a recurrent state.*draft\.init\.from_model"):
+        distill(model)
+    engine = Engine(CausalLM(tiny_model()), DraftModelDrafter(CausalLM(model)))
+    with pytest.raises(ValueError, match=r"^qwen3_next keeps a recurrent state.*no draft: give a small model"):
+        engine.decode([3], DecodingConfig(4))
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_a_family_that_verifies_no_draft_is_refused_where_one_is_given_and_says_what_it_can_do(family: str) -> None:
+    with pytest.raises(ValueError, match=f"^{family} .*no draft can be verified: a {family} model can be trained on"):
+        Engine(CausalLM(family_model(family)), Chains([[3]])).decode([3], DecodingConfig(4))
+
+
+def test_trees_and_static_shapes_are_refused_on_a_recurrent_target_and_heads_draft_their_chain() -> None:
+    target = CausalLM(family_model("lfm2"))
+    tree = DraftTreeDrafter(CausalLM(tiny_model()), 2, 2, 6)
+    with pytest.raises(ValueError, match=r"^lfm2 has conv layers.*draft tree drafts trees: give a lfm2 model heads"):
+        Engine(target, tree).decode([3], DecodingConfig(4))
+    with pytest.raises(ValueError, match=r"^lfm2 has conv layers.*cannot have fixed shapes: leave static out"):
+        target.with_static("eager")
+    heads = MedusaHeads(MedusaConfig(32, VOCAB, 2, tree=((0,), (1,), (0, 0), (0, 1))))
+    steps = Engine(target, MedusaDrafter(heads)).decode([3], DecodingConfig(COUNT, trees=True)).steps
+    assert {step.tree.shape.parents for step in steps if step.tree} == {(-1, 0, 1)}
+
+
+# --- what is fed ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "most"), [("all", 1.2), ("half", 8.0), ("none", 14.0)])
+def test_no_step_takes_a_second_pass_and_what_is_fed_again_is_bounded(share: str, most: float) -> None:
+    target = CausalLM(family_model("qwen3_next"))
+    text = [*PROMPTS[0], *Engine(target).decode(PROMPTS[0], DecodingConfig(40)).tokens]
+    with positions_run(target.model) as run:
+        steps = Engine(target, Chains([text], share)).decode(PROMPTS[0], DecodingConfig(40)).steps
+    assert len(run) == len(steps) and max(run[1:]) <= rows.MOST_FED_AGAIN + 2 * 7
+    assert sum(run[1:]) / 39 < most
+
+
+def test_a_row_that_waits_for_too_long_drafts_nothing_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MOST_FED_AGAIN", 4)
+    target = CausalLM(family_model("qwen3_next"))
+    text = [*PROMPTS[0], *Engine(target).decode(PROMPTS[0], DecodingConfig(20)).tokens]
+    with positions_run(target.model) as run:
+        steps = Engine(target, Chains([text], "none")).decode(PROMPTS[0], DecodingConfig(20)).steps
+    assert [step.drafted > 0 for step in steps[1:7]] == [True] * 5 + [False]
+    assert run[1:8] == [7, 8, 9, 10, 11, 6, 7], "the sixth feeds five again and the last token; then nothing waits"
+
+
+def test_a_row_can_be_cut_anywhere_and_a_conversation_goes_on() -> None:
+    """Behind the kept states the states are put back; before them the text runs again."""
+    target, text = CausalLM(family_model("qwen3_next")), PROMPTS[2] * 2
+    wanted = target.prefill([text], target.new_cache(40)).logits
+    for cut in (0, 1, 8, 12, 13, 17):
+        cache = target.new_cache(40, 2)
+        target.prefill([PROMPTS[2], [3]], cache)
+        target.verify([TokenTree.chain(text[13:18]), TokenTree.chain([5])], cache)
+        cache.truncate(0, cut)
+        cache.move(0, 1)
+        cache.move(1, 0)
+        torch.testing.assert_close(target.append([text[cut:]], cache).logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+class Drawing(TextDrafter):
+    """A chain of up to two tokens, each drawn from the same q."""
+
+    name = "drawing"
+    budgets = (Budget(2, 3),)
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self._q = q
+
+    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
+        return frozenset({ProposalKind.SAMPLED})
+
+    def open_text(self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int) -> Any:
+        self._source = start.source
+        return self
+
+    def observe(self, *args: Any) -> None: ...
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        drawn = [self._source.draw(self._q) for _ in range(request.max_depth)]
+        tree = TokenTree.chain([request.tokens[-1], *drawn])
+        return Proposal(tree, ProposalKind.SAMPLED, self._q.expand(len(tree), -1))
+
+
+def test_sampled_texts_of_the_loop_have_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All outcomes of the loop on a hybrid of three tokens, with a chain drawn from another model's q."""
+    monkeypatch.setattr(rows, "MOST_FED_AGAIN", 1)
+    target = CausalLM(family_model("qwen3_next", vocab=3))
+    q = torch.tensor([0.5, 0.3, 0.2])
+    config, length = DecodingConfig(4, sampling=SamplingConfig(1.0)), 4
+
+    def program(source: RandomSource) -> Context:
+        with monkeypatch.context() as patched:
+            patched.setattr(GeneratorSource, "from_seed", lambda *seed: source)
+            return Engine(target, Drawing(q)).decode([1, 0], config).tokens
+
+    found = distribution(program)
+    for text in itertools.product(range(3), repeat=length):
+        logits = target.model(input_ids=torch.tensor([[1, 0, *text]])).logits[0, 1:-1].double().softmax(-1)
+        wanted = math.prod(logits[place, token].item() for place, token in enumerate(text))
+        assert found.get(text, 0.0) == pytest.approx(wanted, abs=1e-6)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_families_is_that_of_the_code() -> None:
+    rows = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| `")]
+    listed = {name.strip("`"): able.strip() for names, able, *_ in rows for name in names.split(", ")}
+    assert listed == {family: str(abilities(family_model(family))) for family in ALL}
