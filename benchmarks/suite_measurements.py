@@ -238,7 +238,7 @@ def verification(bench: Bench, size: str) -> Measurements:
 
 def speculation(bench: Bench, size: str) -> Measurements:
     """Share of tokens per pass × memory's speed that the loop keeps, at forced acceptances, batch 1."""
-    model, new, context = counting_model(bench, size), bench.pick(192, 6), _contexts(bench)[0]
+    model, new, context = counting_model(bench, size), bench.pick(192, 8), _contexts(bench)[0]
     for kind in ("chain", "medusa", "dspark"):
         for share in (0.8, 0.6):
             for name, static in MODES.items():

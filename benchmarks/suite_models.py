@@ -107,7 +107,7 @@ def counting_model(bench: Bench, size: str, share: float = 1.0) -> PreTrainedMod
 
 def after(embeddings: Tensor, ahead: int, share: float) -> Tensor:
     """Return the lm_head that writes token x + ``ahead`` after x, but after a random 1 - ``share`` of all tokens."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(ahead)  # heads are wrong at different tokens
     wrong = (torch.rand(len(embeddings), generator=generator) >= share).nonzero()[:, 0].to(embeddings.device)
     damaged = embeddings.clone()
     damaged[wrong] = embeddings[wrong.roll(1)]

@@ -58,11 +58,11 @@ def check_figures(steps: dict[str, dict[str, Any]]) -> None:
             row["tokens_per_second"] > 0 and row["share_of_ideal"] > 0 for row in (*plain.values(), *drafted.values())
         )
         assert all(row["right_tokens"] == 1 for row in drafted.values()), "the models count"
-        for kind in ("chain", "medusa", "dspark"):
-            better, worse = (
-                drafted[f"{kind} of 4, acceptance {share} forced, graphs"]["tokens_per_pass"] for share in (0.8, 0.6)
-            )
-            assert better > worse > 1, kind
+        better, worse = (
+            [row["tokens_per_pass"] for name, row in drafted.items() if f"{share} forced" in name]
+            for share in (0.8, 0.6)
+        )
+        assert sum(better) > sum(worse) and all(b >= w > 1 for b, w in zip(better, worse, strict=True))
         assert all(len(row) == 2 for row in steps[f"verification, {size}"].values())
         trained = {**steps[f"training, {size}, heads"], **steps[f"training, {size}, dspark"]}
         assert len(trained) == 3 and all(row["last_loss"] < row["first_loss"] for row in trained.values())
