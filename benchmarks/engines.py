@@ -5,15 +5,14 @@ python benchmarks/engines.py    prints the folder of vLLM's environment, which `
 
 import hashlib
 import json
+import os
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decoded import Decoded
-
     from decoding.drafters import Drafter
     from decoding.model.causal_lm import CausalLM
 
@@ -48,6 +47,10 @@ class VllmCase:
     speculation: dict[str, Any] | None = None
     drafter: "Drafter | None" = None
     batch_sizes: tuple[int, ...] = (1, 4)
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's ``LLM``."""
+    crowd: tuple[tuple[list[int], int], ...] = ()
+    """Prompts of its own, each with its number of new tokens, all asked for at once."""
 
 
 @dataclass(frozen=True)
@@ -93,26 +96,31 @@ def serve_vllm(
 
     asked = {"target": str(folder), "prompts": [list(prompt) for prompt in prompts], "max_new_tokens": max_new_tokens}
     task = [
-        asked | {"artefact": case.artefact, "speculation": case.speculation, "batch_sizes": list(case.batch_sizes)}
+        asked
+        | {"artefact": case.artefact, "speculation": case.speculation, "engine": case.engine}
+        | {"batch_sizes": list(case.batch_sizes), "crowd": case.crowd}
         for case in cases
     ]
     interpreter = vllm_python()
     assert interpreter is not None, "the caller has looked"
     answer = _answer_of("vLLM", interpreter, "served_vllm.py", task, seconds)
     plain = decode_greedily(target, None, prompts, max_new_tokens)
-    ours = {"null": plain}
+    ours = {case.artefact: plain for case in cases if case.speculation is None}
+    depths = {case.artefact: (case.speculation or {}).get("num_speculative_tokens", 0) for case in cases}
     for case in cases:
-        if case.speculation is not None and case.drafter is not None:
-            depth = case.speculation["num_speculative_tokens"]
-            ours[json.dumps(case.speculation, sort_keys=True)] = decode_greedily(
-                target, case.drafter, prompts, max_new_tokens, batch_size=4, overrun=depth
+        if case.drafter is not None:
+            ours[case.artefact] = decode_greedily(
+                target, case.drafter, prompts, max_new_tokens, batch_size=4, overrun=depths[case.artefact]
             )
     rows = []
     for result in answer["results"]:
-        row = _row(answer, result, plain)
-        mine = ours.get(json.dumps(result["speculation"], sort_keys=True))
+        crowd = next(case.crowd for case in cases if case.artefact == result["artefact"])
+        alone = [decode_greedily(target, None, [prompt], count).texts[0] for prompt, count in crowd]
+        row = _row(answer, result, alone or plain.texts)
+        mine, depth = ours.get(row["artefact"]), depths[row["artefact"]]
         if "error" not in row and mine is not None:
-            row["ours"] = {"passes": mine.passes, "drafted": mine.drafted, "accepted": list(mine.accepted)}
+            accepted = [*mine.accepted, *[0] * (depth - len(mine.accepted))]  # vLLM lists every position
+            row["ours"] = {"passes": mine.passes, "drafted": mine.drafted, "accepted": accepted}
         rows.append(row)
     return rows
 
@@ -149,7 +157,7 @@ def serve_llama_cpp(
     plain = decode_greedily(target, None, prompts, max_new_tokens, ends)
     rows = []
     for case, result in zip(cases, answer["results"], strict=True):
-        row = _row(answer, result, plain)
+        row = _row(answer, result, plain.texts)
         if "error" not in row and (case.draft is None or case.drafter is not None):
             ours = plain if case.draft is None else decode_greedily(target, case.drafter, prompts, max_new_tokens, ends)
             accepted = [count - ended for count, ended in zip(ours.accepted, ours.ended, strict=True)]
@@ -169,6 +177,7 @@ def _answer_of(engine: str, python: Path, worker: str, cases: Sequence[Row], sec
         text=True,
         timeout=seconds,
         check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},  # of our proposer
     )
     if done.returncode != 0:
         raise RuntimeError(f"{engine} ended with {done.returncode}: {done.stderr[-3000:]}")
@@ -176,11 +185,11 @@ def _answer_of(engine: str, python: Path, worker: str, cases: Sequence[Row], sec
     return answer
 
 
-def _row(answer: Row, result: Row, plain: "Decoded") -> Row:
+def _row(answer: Row, result: Row, plain: Sequence[tuple[int, ...]]) -> Row:
     """Return a result with the engine's name, and the number of its texts that equal our plain decoding's."""
     row = {**result, **{key: answer[key] for key in ("engine", "version", "import_seconds")}}
     if "error" not in row:
-        row["equal"] = sum(tuple(theirs) == text for theirs, text in zip(result["texts"], plain.texts, strict=True))
+        row["equal"] = sum(tuple(theirs) == text for theirs, text in zip(result["texts"], plain, strict=True))
     return row
 
 

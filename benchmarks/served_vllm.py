@@ -1,16 +1,17 @@
 """Texts and counters of real vLLM, for the proof that exports hold there: one process, one JSON task, one JSON answer.
 
-Run by the Python of vLLM's own environment (`make vllm` makes it); imports vLLM and the standard library alone. The
-task on standard input is ``{"cases": [case, ...]}``, a case being
+Run by the Python of vLLM's own environment (`make vllm` makes it); imports vLLM, our proposer and the standard library.
+The task on standard input is ``{"cases": [case, ...]}``, a case being
 
     {"artefact": NAME, "target": FOLDER, "speculation": vLLM's speculative_config or null, "prompts": [[id, ...], ...],
-     "batch_sizes": [1, 4], "max_new_tokens": 96}
+     "batch_sizes": [1, 4], "max_new_tokens": 96, "engine": {further arguments of vLLM's LLM},
+     "crowd": [[prompt, new tokens], ...] to be asked for at once, in place of "prompts"}
 
 The answer on standard output has one result for each case and batch size. ``theirs`` holds vLLM's own counters: a pass
 is a step of one text behind its prefill; ``accepted`` are accepted drafted tokens by position, those behind a text's
-end included. Passes of plain decoding, which vLLM does not count, are its tokens behind the first. A case that vLLM
-refuses has its ``error`` in place of texts and counts. Decoding is greedy, in fp32; end of text is ignored, so all
-texts have ``max_new_tokens`` tokens.
+end included. Passes of plain decoding, which vLLM does not count, are its tokens behind the first. ``proposals``, of a
+`Recorded` proposer: (text, drafted tokens) of each draft. A case that vLLM refuses has its ``error`` in place of
+texts and counts. Decoding is greedy, in fp32; end of text is ignored, so all texts have ``max_new_tokens`` tokens.
 """
 
 import gc
@@ -29,7 +30,7 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-_COUNTERS = "vllm:spec_decode_num_"
+_COUNTERS, _PREEMPTIONS = "vllm:spec_decode_num_", "vllm:num_preemptions"
 _LONGEST_ERROR = 500
 
 
@@ -55,7 +56,7 @@ def served(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
     try:
         llm = _started(case)
     except Exception as error:  # noqa: BLE001  # of any library; it is the result
-        yield about | {"error": f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]}
+        yield about | {"error": f"{type(error).__name__}: {error}"[:_LONGEST_ERROR], "parsed": _parsed(case)}
         _forget()
         return
     setup = time.monotonic() - began
@@ -65,19 +66,36 @@ def served(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
     _forget()
 
 
+def _parsed(case: dict[str, Any]) -> Any:
+    """Return what vLLM's own config reads of a DSpark folder that it then refuses to run."""
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+
+    if case["speculation"]["method"] != "dspark":
+        return None
+    target = ModelConfig(model=case["target"], dtype="float32")
+    read = SpeculativeConfig(
+        **{key: value for key, value in case["speculation"].items() if key != "num_speculative_tokens"},
+        target_model_config=target,
+        target_parallel_config=ParallelConfig(),
+    )
+    config = read.draft_model_config
+    return [config.architectures, read.num_speculative_tokens, list(config.hf_config.target_layer_ids)]
+
+
 def _started(case: dict[str, Any]) -> Any:
     from vllm import LLM
 
-    return LLM(
-        model=case["target"],
-        dtype="float32",
-        enforce_eager=True,
-        max_num_seqs=max(case["batch_sizes"]),
-        max_model_len=max(map(len, case["prompts"])) + 2 * case["max_new_tokens"],
-        enable_prefix_caching=False,
-        speculative_config=case["speculation"],
-        disable_log_stats=False,  # which counts
-    )
+    arguments = {
+        "model": case["target"],
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_num_seqs": max(case["batch_sizes"]),
+        "max_model_len": max(map(len, case["prompts"])) + 2 * case["max_new_tokens"],
+        "enable_prefix_caching": False,
+        "speculative_config": case["speculation"],
+        "disable_log_stats": False,  # which counts
+    }
+    return LLM(**arguments | case["engine"])
 
 
 def _decoded(llm: Any, case: dict[str, Any], batch_size: int) -> dict[str, Any]:
@@ -88,6 +106,17 @@ def _decoded(llm: Any, case: dict[str, Any], batch_size: int) -> dict[str, Any]:
     greedy = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in case["prompts"]]
     before, began, texts = _counters(llm), time.monotonic(), []
+    from recorded_proposer import PROPOSALS
+
+    PROPOSALS.clear()
+    if crowd := case["crowd"]:
+        lengths = [greedy.clone() for _ in crowd]
+        for place, (_, wanted) in enumerate(crowd):
+            lengths[place].max_tokens = wanted
+            lengths[place].prompt_logprobs = None if place % 5 else 1  # whose states are not those of a step
+        everything = [{"prompt_token_ids": prompt} for prompt, _ in crowd]
+        texts = [list(output.outputs[0].token_ids) for output in llm.generate(everything, lengths, use_tqdm=False)]
+        prompts = []
     for first in range(0, len(prompts), batch_size):
         outputs = llm.generate(prompts[first : first + batch_size], greedy, use_tqdm=False)
         texts += [list(output.outputs[0].token_ids) for output in outputs]
@@ -102,19 +131,23 @@ def _decoded(llm: Any, case: dict[str, Any], batch_size: int) -> dict[str, Any]:
     speculation = llm.llm_engine.vllm_config.speculative_config
     return {
         "method": None if speculation is None else speculation.method,
-        "prompts": len(prompts),
+        "prompts": len(texts),
         "texts": texts,
         "theirs": plain if speculation is None else theirs,
+        "preempted": counted["preemptions"],
+        "proposals": list(PROPOSALS),
         "seconds": seconds,
     }
 
 
 def _counters(llm: Any) -> dict[str, Any]:
     """Return vLLM's counters of speculation, the beginning of their names cut off; zeros before the first draft."""
-    found: dict[str, Any] = {"drafts": 0, "draft_tokens": 0, "accepted_tokens_per_pos": []}
+    found: dict[str, Any] = {"drafts": 0, "draft_tokens": 0, "accepted_tokens_per_pos": [], "preemptions": 0}
     for metric in llm.get_metrics():
-        if metric.name.startswith(_COUNTERS):
-            found[metric.name.removeprefix(_COUNTERS)] = getattr(metric, "values", None) or getattr(metric, "value", 0)
+        if metric.name.startswith((_COUNTERS, _PREEMPTIONS)):
+            found[metric.name.removeprefix(_COUNTERS).removeprefix("vllm:num_")] = getattr(
+                metric, "values", None
+            ) or getattr(metric, "value", 0)
     return found
 
 

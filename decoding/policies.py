@@ -63,9 +63,9 @@ class FixedPolicy:
 class _Acceptance:
     """Shares of drafted tokens accepted at each depth, given that those before were; older trials weigh less."""
 
-    def __init__(self, like: "_Acceptance | None" = None) -> None:
-        """``like``: the acceptance of larger trees, from which the first guess is made."""
-        self._like, self._trials, self._hits = like, list[float](), list[float]()
+    def __init__(self, like: "_Acceptance | None" = None, factor: float = 1.0) -> None:
+        """The first guess is ``factor`` times the shares of ``like``."""
+        self._like, self._factor, self._trials, self._hits = like, factor, list[float](), list[float]()
 
     def add(self, budget: Budget, step: StepCount) -> None:
         ended = step.emitted <= step.accepted  # nothing was refused: the text ended inside the draft
@@ -79,7 +79,7 @@ class _Acceptance:
     def _share(self, depth: int) -> tuple[float, float]:
         """Return the share accepted behind a path of ``depth`` tokens, and its trials; a guess counts as some."""
         if self._like is not None:
-            guess, weight = _OF_LARGER * self._like._share(depth)[0], 4.0
+            guess, weight = self._factor * self._like._share(depth)[0], 4.0
         else:
             guess, weight = self._share(depth - 1)[0] if depth else _GUESS, 1.0
         trials, hits = (self._trials[depth], self._hits[depth]) if depth < len(self._trials) else (0.0, 0.0)
@@ -144,18 +144,23 @@ def _rough(budget: Budget) -> float:
     return 1.0 if budget == PLAIN else 1.1 + 0.02 * (budget.depth + budget.nodes)
 
 
-def _arms(budgets: Sequence[Budget]) -> dict[Budget, bool]:
-    """Return the budgets to choose from: the largest to each of a few depths; True for chains where trees are larger.
+def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
+    """Return the budgets to choose from with their acceptance: the largest to each of a few depths, and chains as deep.
 
-    Among chains these are the whole depth and a half, a quarter, ... of it.
+    The depths are the whole and a half, a quarter, ... of it. Cuts of one tree share its acceptance. With one budget
+    for each depth, as of a hybrid, smaller trees are not the beginnings of the largest, and have their own.
     """
     largest = {budget.depth: budget for budget in budgets}
     depths = [budgets[-1].depth]
     while depths[-1] > 1:
         depths.append((depths[-1] + 1) // 2)
-    arms = {largest[depth]: False for depth in depths if depth in largest}
-    chains = [budget for budget in budgets if budget.nodes == budget.depth + 1 and budget.depth in depths[:-1]]
-    return {**arms, **{chain: True for chain in chains if chain not in arms}}
+    whole = _Acceptance()
+    arms = {largest[depth]: whole for depth in depths if depth in largest}
+    chains = [budget for budget in budgets if budget.nodes == budget.depth + 1]
+    if len(chains) < len(budgets) == len(largest):
+        arms |= {arm: _Acceptance(whole) for arm in arms if arm != budgets[-1]}
+    smaller = (chain for chain in chains if chain.depth in depths[:-1] and chain not in arms)
+    return arms | {chain: _Acceptance(whole, _OF_LARGER) for chain in smaller}
 
 
 _MEMORY = 0.9975
@@ -184,35 +189,33 @@ class AdaptivePolicy:
     name = "adaptive"
 
     def __init__(self) -> None:
-        larger = _Acceptance()
-        self._acceptance = (larger, _Acceptance(larger))
         self._seconds: dict[int, _Seconds] = {}
         self._held: dict[int, tuple[Budget, int]] = {}
         self._chance = random.Random(0)
-        self._arms: dict[tuple[Budget, ...], dict[Budget, bool]] = {}
-        self._chains: set[Budget] = set()
+        self._arms: dict[tuple[Budget, ...], dict[Budget, _Acceptance]] = {}
+        self._acceptance: dict[Budget, _Acceptance] = {}
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         if not budgets:
             return PLAIN
         size, budgets = rows.bit_length(), tuple(budgets)
         if budgets not in self._arms:
-            arms = self._arms[budgets] = _arms(budgets)
-            self._chains.update(arm for arm, chain in arms.items() if chain)
+            self._arms[budgets] = _arms(budgets)
+            self._acceptance |= self._arms[budgets]
         held, left = self._held.get(size, (PLAIN, 0))
         if not left or (held != PLAIN and held not in budgets):
             held, left = self._best(size, self._arms[budgets]), _HELD
         self._held[size] = held, left - 1
         return held
 
-    def _best(self, size: int, arms: Mapping[Budget, bool]) -> Budget:
+    def _best(self, size: int, arms: Mapping[Budget, _Acceptance]) -> Budget:
         seconds, luck = self._seconds.setdefault(size, _Seconds()), self._doubt(1.0) + _CAUTION / 2
         known = {arm: found for arm in (PLAIN, *arms) if (found := seconds.known(arm)) is not None}
         points = sorted((_rough(arm), found[0]) for arm, found in known.items())
         rates: dict[Budget, float] = {}
         for arm in (PLAIN, *arms):
             mean, deviation = known.get(arm) or seconds.guess(arm, points)
-            tokens = self._acceptance[arms.get(arm, False)].tokens(arm.depth, luck)
+            tokens = arms[arm].tokens(arm.depth, luck) if arm in arms else 1.0
             rates[arm] = tokens / (mean * math.exp(self._doubt(deviation) if points else 0.0))
         return max(rates, key=lambda arm: rates[arm])
 
@@ -225,8 +228,8 @@ class AdaptivePolicy:
         size = len(steps).bit_length()
         drafted = max(step.drafted for step in steps)
         self._seconds.setdefault(size, _Seconds()).add(budget, drafted, total)
-        for step in steps if budget != PLAIN else ():
-            self._acceptance[budget in self._chains].add(budget, step)
+        for step in steps if budget in self._acceptance else ():
+            self._acceptance[budget].add(budget, step)
 
 
 _POLICIES: Mapping[str, Callable[[], Policy]] = {

@@ -57,11 +57,14 @@ class Desk:
         written = Engine(self.target).decode(asked, DecodingConfig(_TEXT_TOKENS), batch_size=_TEXTS)
         self.texts = torch.tensor([[*prompt, *text.tokens] for prompt, text in zip(asked, written, strict=True)])
 
-    def write_heads(self, name: str, shared: bool = False, bias: float = 0.0) -> Path:
-        """Train heads on the texts, all of whose biases start ``bias`` wide, and so stay about as wide."""
+    def write_heads(self, name: str, shared: bool = False, bias: float = 0.0, rank: int = 0) -> Path:
+        """Train heads on the texts, all of whose biases start ``bias`` wide, and so stay about as wide.
+
+        ``rank``: of a bias by the token before; 0 for none.
+        """
         torch.manual_seed(0)
         sizes = self.target.hidden_size, self.target.vocab_size, TOKENS, 1
-        heads = MedusaHeads.for_target(self.target.model, MedusaConfig(*sizes, CHAIN, shared_lm_head=shared))
+        heads = MedusaHeads.for_target(self.target.model, MedusaConfig(*sizes, CHAIN, shared, rank))
         for parameter in heads.parameters():
             if parameter.ndim == 1:
                 nn.init.normal_(parameter, std=bias)
@@ -69,7 +72,8 @@ class Desk:
         lm_head: Any = self.target.model.get_output_embeddings()
         length = self.texts.shape[1] - TOKENS - 1
         labels = torch.stack([self.texts[:, head + 2 :][:, :length] for head in range(TOKENS)])
-        _fit(heads.parameters(), lambda: _loss(heads(states[:, :length], lm_head), labels))
+        before = torch.stack([self.texts[:, head + 1 :][:, :length] for head in range(TOKENS)]) if rank else None
+        _fit(heads.parameters(), lambda: _loss(heads(states[:, :length], lm_head, before), labels))
         heads.save_pretrained(self.folder / name)
         provenance = {"target": {"name": str(self.folder / "target")}}
         (self.folder / name / "provenance.json").write_text(json.dumps(provenance))

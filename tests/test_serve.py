@@ -3,6 +3,7 @@
 import json
 import shlex
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from trainer.export.companions import ServingPlan
 from trainer.export.serve import ServerCommand, Serving, commands_of
 from trainer.export.task import Artefact
+from trainer.export.vllm_proposer import HeadsProposer
 
 TARGET = "org/target"
 PLAN = ServingPlan("M, 2 threads", (), ((1, 2, 3), (3, 8, 1), (9, 16, 0)))
@@ -67,7 +69,7 @@ def noted(found: ServerCommand, text: str) -> bool:
         (DSPARK, ["vllm", "sglang"]),
         (DFLASH, ["vllm", "sglang"]),
         (GGUF, ["llama.cpp"]),
-        (replace(HEADS, format="headstart"), []),
+        (replace(HEADS, format="headstart"), ["vllm"]),
         (replace(DFLASH, format="gguf"), ["llama.cpp"]),
     ],
 )
@@ -86,6 +88,18 @@ def test_vllm_drafts_with_all_heads_and_the_page_says_up_to_which_version(folder
     planned = command(HEADS, folder, plan=replace(PLAN, schedule=((1, 2, 2), (3, 8, 1), (9, 16, 0))))
     assert vllm_config(planned)["num_speculative_tokens"] == 2, "vLLM asserts one depth for heads"
     assert noted(planned, "[[1,2,2],[3,8,1],[9,16,0]]") and noted(planned, "--max-num-seqs 8 keeps the server")
+
+
+def test_heads_in_our_own_format_are_served_by_our_proposer(folder: Path) -> None:
+    plan = replace(PLAN, schedule=((1, 2, 2), (3, 8, 1), (9, 16, 0)))
+    found = command(replace(HEADS, format="headstart", markov_rank=4), folder, plan=plan)
+    assert found.argv[:4] == ("vllm", "serve", TARGET, "--speculative-config")
+    config = json.loads(found.argv[4])
+    module, _, name = config["model"].rpartition(".")
+    assert getattr(import_module(module), name) is HeadsProposer and config["method"] == "custom_class"
+    assert config["num_speculative_tokens"] == 2 and noted(found, "--max-num-seqs 8 keeps the server")
+    assert found.argv[5] == "--additional-config" and json.loads(found.argv[6]) == {"headstart": {"heads": str(folder)}}
+    assert noted(found, "0.32 and later") and warned(found, "drafts by argmax")
 
 
 def test_a_plan_gives_a_draft_the_table_by_batch_size_and_says_how_its_tokens_were_drawn(folder: Path) -> None:

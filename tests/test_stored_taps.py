@@ -16,7 +16,7 @@ from test_dspark_runs import trained, workshop
 from test_taps import model_of
 from tiny_dspark import states_at
 from tiny_models import tiny_model
-from tiny_training import recipe_content, tiny_tokenizer
+from tiny_training import Recorder, interrupt, recipe_content, tiny_tokenizer, train_toy
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import fingerprint
@@ -25,6 +25,7 @@ from trainer.drafts.dspark import DSparkObjective
 from trainer.processes import Process
 from trainer.recipe.heads import FeaturesSection, StatesDtype
 from trainer.recipe.reading import parse_recipe
+from trainer.run.loop import Interrupted
 from trainer.target.features import FeatureStore, StoredTaps, ensure_features
 from trainer.target.hidden import OnlineTarget
 from trainer.target.loading import Target
@@ -40,12 +41,17 @@ def target_of(family: str = "llama") -> CausalLM:
 
 
 def stored(
-    target: CausalLM, folder: Path, states: StatesDtype = "target", taps: tuple[int, ...] = (0, 1), said: Any = None
+    target: CausalLM,
+    folder: Path,
+    states: StatesDtype = "target",
+    taps: tuple[int, ...] = (0, 1),
+    said: Any = None,
+    examples: Any = EXAMPLES,
 ) -> FeatureStore:
     whole = Target("tiny", target.dtype, fingerprint(target.model), tiny_tokenizer(), target)
     section = FeaturesSection(folder=str(folder), states=states)
     return ensure_features(
-        whole, EXAMPLES, section, Process(console=Console(file=said or io.StringIO(), width=200)), taps
+        whole, examples, section, Process(console=Console(file=said or io.StringIO(), width=200)), taps
     )
 
 
@@ -123,6 +129,21 @@ def test_a_run_from_the_disk_is_the_run_from_the_target(workshop: Path) -> None:
         lines = (workshop / name / "metrics.jsonl").read_text().splitlines()
         losses.append([row["loss"] for row in map(json.loads, lines) if "loss" in row])
     assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_a_run_from_the_disk_that_goes_on_is_to_the_bit_one_that_never_stopped(tmp_path: Path) -> None:
+    target, examples = target_of(), [EXAMPLES[index % 3] for index in range(16)]
+    recorders = [Recorder() for _ in range(3)]
+    states = StoredTaps(target, stored(target, tmp_path / "states", "int8", examples=examples))
+    objectives = [objective_for(target.model, taps=(0, 1), states=states) for _ in range(3)]
+    train_toy(tmp_path / "whole", objectives[0], recorders[0], examples)
+    recorders[1].actions[2] = interrupt
+    with pytest.raises(Interrupted):
+        train_toy(tmp_path / "parts", objectives[1], recorders[1], examples)
+    train_toy(tmp_path / "parts", objectives[2], recorders[2], examples)
+    assert recorders[1].losses | recorders[2].losses == recorders[0].losses and len(recorders[2].losses) == 4
+    found, wanted = (objectives[index].module.state_dict() for index in (2, 0))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize(

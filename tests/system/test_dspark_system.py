@@ -22,6 +22,8 @@ from whole_runs import (
 )
 
 DSPARK = {"block_size": 3, "markov_rank": 5, "anchors": 4, "layers": 1, "mask_token": "<user>"}
+KILLED = str(ROOT / "tests" / "system" / "launched_killed.py")
+RESTARTING = [*TORCHRUN, "--standalone", "--nproc_per_node", "2", "--max-restarts", "2", KILLED]
 POLICY = {"offline": 0.5, "loop": 0.5, "loop_trains": "all", "max_new_tokens": 6, "every": 3}
 
 
@@ -30,11 +32,13 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_workshop(tmp_path_factory.mktemp("workshop"))
 
 
-def recipe(workshop: Path, name: str) -> tuple[str, Path]:
-    """A recipe of which half the rows are written by the loop, evaluated on the way."""
+def recipe(workshop: Path, name: str, features: str | None = None) -> tuple[str, Path]:
+    """A recipe of which half the rows are written by the loop, or that reads features; evaluated on the way."""
     path = Path(write_recipe(workshop, "draft", workshop / name, steps=6, micro_batch_size=2, learning_rate=1e-2))
     content = yaml.safe_load(path.read_text())
-    content["draft"] |= {"dspark": DSPARK, "policy": POLICY}
+    content["draft"] |= {"dspark": DSPARK, **({} if features else {"policy": POLICY})}
+    if features is not None:
+        content["features"] = {"folder": str(workshop / features), "states": "int8", "shard_tokens": 1024}
     content["evaluation"] |= {"every": 3}
     path.write_text(yaml.safe_dump(content))
     return str(path), workshop / name
@@ -57,8 +61,7 @@ def check_equal(output: Path, alone: Path) -> None:
 def test_two_processes_train_the_draft_as_one_does_though_two_are_killed(alone: Path, workshop: Path) -> None:
     """torchrun starts both again after each kill -9; they go on from the last whole checkpoint, inside of a window."""
     path, output = recipe(workshop, "pair")
-    restarting = [*TORCHRUN, "--standalone", "--nproc_per_node", "2", "--max-restarts", "2"]
-    run([*restarting, str(ROOT / "tests" / "system" / "launched_killed.py"), path, "checkpoint.every=2"], workshop)
+    run([*RESTARTING, path, "checkpoint.every=2"], workshop)
     assert provenance(output)["num_processes"] == 2
     assert [line["step"] for line in repeated(output) if "loss" in line] == [3, 3, 4]
     check_equal(output, alone)
@@ -78,4 +81,14 @@ def test_two_processes_that_shard_the_draft_train_it_as_one_does(alone: Path, wo
     ]
     run([*(FSDP2 if kind == "fsdp2" else zero), SCRIPT, path], workshop, ACCELERATE_USE_CPU=cpu_of(kind))
     assert provenance(output)["num_processes"] == 2
+    check_equal(output, alone)
+
+
+def test_two_processes_that_are_killed_train_from_states_on_disk_as_one_does(workshop: Path) -> None:
+    """Each writes half of the shards, and they go on from a checkpoint without writing any again."""
+    path, alone = recipe(workshop, "disk-alone", "features-alone")
+    run([*DIRECT, path], workshop)
+    path, output = recipe(workshop, "disk-pair", "features-pair")
+    said = run([*RESTARTING, path, "checkpoint.every=2"], workshop)
+    assert said.count("tokens written here") == 1
     check_equal(output, alone)

@@ -172,11 +172,12 @@ def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     found = commands(DRAFTS)
-    assert len(found) == 11
+    assert len(found) == 12
     for command in found:
         run(command + " draft.policy.max_new_tokens=8" * ("on-policy" in command), desk, environment, warm)
     assert (desk / "runs" / "realigned" / "realigned.json").is_file()
     assert (desk / "exported" / "one-forward" / "README.md").is_file()
+    assert (desk / "runs" / "second" / "generated" / "after-00000000-process-0-of-1.jsonl").is_file()
 
 
 def test_every_command_of_the_page_on_data_runs_on_a_table_of_other_names(
@@ -200,10 +201,10 @@ def test_every_command_of_the_page_on_machines_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     found = commands(MACHINES)
-    assert len(found) == 2
+    assert len(found) == 3
     for command in found:  # on the answers that the README's command writes
         run(command, desk, environment, warm)
-    for name in ("stored", "cached"):
+    for name in ("stored", "cached", "tapped"):
         assert (desk / "runs" / name / "final" / "model.safetensors").is_file()
 
 

