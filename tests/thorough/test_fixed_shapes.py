@@ -23,8 +23,10 @@ PROMPTS = [[3, 1, 4, 1, 5] * 3, [9, 2], [6, 5, 3, 5, 8, 9, 7], [5, 6] * 8]
 
 
 def on_gpu(**changes: Any) -> Any:
-    """Stand in for a model on a GPU: the choice looks at its device, its config and its placement alone."""
-    return SimpleNamespace(device=torch.device("cuda"), config=tiny_model("llama", **changes).config)
+    """Stand in for a model on a GPU: the choice looks at its device, class, config and placement alone."""
+    model = tiny_model("llama", **changes)
+    of_class = type("OnGPU", (SimpleNamespace,), {"forward": type(model).forward})
+    return of_class(device=torch.device("cuda"), config=model.config)
 
 
 def test_auto_is_graphs_on_a_gpu_and_off_elsewhere() -> None:

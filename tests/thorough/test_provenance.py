@@ -73,8 +73,8 @@ def test_a_finished_run_says_what_it_was_made_from(run_folder: Path) -> None:
     target = run_folder / "target"
     assert written["target"] == {"name": str(target), "fingerprint": stored_fingerprint(target)}
     assert written["num_processes"] == 1
-    # 4 steps of 8 texts of 20 tokens, of which head 0 predicts all but the first two.
-    assert (written["steps"], written["tokens"]) == (4, 4 * 8 * 18)
+    # 4 steps of 8 texts of 20 tokens, of which all but the first are trained.
+    assert (written["steps"], written["tokens"]) == (4, 4 * 8 * 19)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "draft"])
