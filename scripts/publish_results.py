@@ -272,7 +272,7 @@ def gained_table(report: Report) -> str:
 
 
 def _by_place(report: Report, cell: Callable[[Report], str], needed: str) -> str:
-    timed = {row["set"] for row in report["rows"] if row["speed"]}
+    timed = {row["set"] for row in report["rows"] if row["speed"]} or {row["set"] for row in report["rows"]}
     rows = [row for row in report["rows"] if row[needed] and row["set"] in timed]
     places = sorted({(row["set"], row["setting"]) for row in rows}, key=lambda place: (place[0], place[1] != "greedy"))
     found = {(row["arm"], row["drafting"], row["set"], row["setting"]): cell(row) for row in rows}
@@ -292,6 +292,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "speed": {RESULTS: (("speed", goals_table), ("drafters", drafters_table))},
     "train_stored": {RESULTS: (("train_stored", stored_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
+    "accepted_dspark": {RESULTS: (("dspark", accepted_table),)},
     "accepted": {
         "README.md": (("lead", lead_table),),
         RESULTS: (("accepted", accepted_table), ("gained", gained_table)),
