@@ -23,7 +23,7 @@ from decoding.threads import spin_briefly
 spin_briefly()  # before torch is imported
 
 from rich.table import Table
-from speed import Trained
+from speed import read_trained
 from widen import widened_to
 
 from decoding.drafters import Drafter
@@ -33,7 +33,7 @@ from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.questions import read_prompts
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import eos_token_ids, load_draft, load_dspark, load_heads, load_model, load_tokenizer
+from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
 from decoding.policies import AdaptivePolicy, Budget, FixedPolicy
 from decoding.rules.sampling import SamplingConfig
 from trainer.terminal.console import standard_output
@@ -127,11 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     model, tokenizer = load_model(options.target, parse_dtype(options.dtype)), load_tokenizer(options.target)
     target = CausalLM(model)
-    trained = Trained(
-        load_draft(options.draft, target, tokenizer) if options.draft else None,
-        {name: load_heads(folder, target) for name, folder in (each.split("=", 1) for each in options.heads)},
-        load_dspark(options.dspark, target) if options.dspark else None,
-    )
+    trained = read_trained(options, target, tokenizer)
     targets = {Path(options.target).name: (target, trained)}
     if options.widen:
         wide, stand_in = widened_to(model, int(options.widen))

@@ -20,6 +20,7 @@ from decoding.threads import spin_briefly
 spin_briefly()  # before torch is imported
 
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 from widen import widened_dspark, widened_heads, widened_to
 
 from decoding.drafters import Drafter
@@ -135,15 +136,20 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parse(arguments)
-    model, tokenizer = load_model(options.target, parse_dtype(options.dtype)), load_tokenizer(options.target)
-    target = CausalLM(model)
-    trained = Trained(
+def read_trained(options: argparse.Namespace, target: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Trained:
+    """Load the folders that ``--draft``, ``--heads`` and ``--dspark`` name."""
+    return Trained(
         load_draft(options.draft, target, tokenizer) if options.draft else None,
         {name: load_heads(folder, target) for name, folder in (each.split("=", 1) for each in options.heads)},
         load_dspark(options.dspark, target) if options.dspark else None,
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parse(arguments)
+    model, tokenizer = load_model(options.target, parse_dtype(options.dtype)), load_tokenizer(options.target)
+    target = CausalLM(model)
+    trained = read_trained(options, target, tokenizer)
     prompts = read_prompts(options.prompts, tokenizer, options.limit)
     eos = eos_token_ids(model, tokenizer)
     config = EvaluationConfig(max_new_tokens=options.max_new_tokens, rounds=options.rounds, eos_token_ids=eos)
