@@ -46,7 +46,9 @@ def test_the_installed_wheel_says_its_version_and_trains_three_steps(headstart: 
     assert finish(tmp_path, headstart, "--version").strip() == f"headstart {metadata.version('headstart')}"
     recipe = write_recipe(write_workshop(tmp_path), "medusa", tmp_path / "run", steps=3)
     assert f"finished: {tmp_path / 'run' / 'final'}" in finish(tmp_path, headstart, "train", recipe)
-    found = "import trainer, pathlib; print(*pathlib.Path(trainer.__file__).parents[1].glob('decoding/measure/report/*.j2'))"
+    found = (
+        "from pathlib import Path; import decoding; print(*Path(decoding.__file__).parent.glob('measure/report/*.j2'))"
+    )
     templates = finish(tmp_path, headstart.parent / "python", "-c", found).split()
     assert templates and all(path.startswith(str(headstart.parent.parent)) for path in templates)
 
