@@ -167,7 +167,7 @@ class ExportOptions:
         str,
         Option(
             metavar="NAME",
-            help="Heads: headstart, or vllm (<= 0.32). A draft: draft or gguf. A DSpark draft: dspark or gguf.",
+            help="Heads: headstart. A draft: draft or gguf. A DSpark draft: dspark or gguf.",
         ),
     ]
     report: Annotated[Path | None, Option(metavar="FILE", help="report.json of these weights, for their card.")] = None
