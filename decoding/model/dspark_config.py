@@ -39,8 +39,9 @@ class DSparkConfig:
     """Sizes of a draft, by the names of its ``config.json``; ValueError for what no server loads.
 
     ``hidden_size`` and ``vocab_size``: the target's. ``target_layer_ids``: the layers (from 0) behind which its states
-    are read. ``block_size``: K, the tokens drafted in one forward (a DFlash file counts the newest one too); ``slots``:
-    the tokens that run in it; a drafter's ``tokens``: its chain, at most K. ``mask_token_id``: a token that texts lack.
+    are read. ``block_size``: K, the tokens drafted in one forward (a file of DFlash or speculators whose masks predict
+    their own places counts the newest one too); ``slots``: the tokens that run in it; a drafter's ``tokens``: its
+    chain, at most K. ``mask_token_id``: a token that texts lack.
     ``sample_from_anchor``: slot j predicts token j behind the newest one; False: each mask predicts its own place, in a
     block of one more token. ``markov_rank`` 0: no bias (DFlash), and then neither this nor a confidence head. ``tree``:
     the paths of ranks that it drafts unless told otherwise; empty for a chain. ``num_target_layers`` None: unknown.
@@ -203,7 +204,8 @@ def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
             "tree": (stored.get("headstart") or {}).get("tree", ()),
         }
     )
-    return config if is_dspark else replace(config, block_size=config.block_size - 1)
+    counts_newest = not config.sample_from_anchor and (bool(of_speculators) or not is_dspark)
+    return replace(config, block_size=config.block_size - 1) if counts_newest else config
 
 
 def _taps(flat: Mapping[str, Any]) -> tuple[int, ...]:
