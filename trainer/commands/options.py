@@ -17,6 +17,7 @@ from trainer.commands import shared_options as shared
 class EvaluateOptions(shared.ModelOptions):
     """Options of `headstart evaluate`."""
 
+    target: shared.Target = ""
     prompts: Annotated[str, Option(metavar="FILE", help=shared.QUESTIONS_HELP)]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for report.json and report.html.")]
     drafter: Annotated[
@@ -51,6 +52,20 @@ class EvaluateOptions(shared.ModelOptions):
     rounds: shared.Rounds = 1
     restart: Annotated[bool, Option("--restart", help="Drop the runs in --output, and begin anew.")] = False
     plan: shared.PlanFile = None
+    endpoint: Annotated[
+        str | None,
+        Option(
+            metavar="URL", help="Instead, an OpenAI-compatible server to measure; such as http://localhost:8000/v1."
+        ),
+    ] = None
+    baseline_endpoint: Annotated[
+        str | None, Option(metavar="URL", help="A server of the same target without speculation.", hidden=True)
+    ] = None
+    model: shared.ServedName = None
+    concurrency: Annotated[
+        Sequence[int],
+        Option(metavar="N,...", parser=shared.whole_numbers, help="Requests to an endpoint at a time.", hidden=True),
+    ] = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +166,7 @@ class ExportOptions:
         str,
         Option(
             metavar="NAME",
-            help="Heads: headstart, or vllm (<= 0.32). A draft: draft or gguf. A DSpark draft: dspark or gguf.",
+            help="Heads: headstart. A draft: draft or gguf. A DSpark draft: dspark or gguf.",
         ),
     ]
     report: Annotated[Path | None, Option(metavar="FILE", help="report.json of these weights, for their card.")] = None
