@@ -17,6 +17,7 @@ from trainer.commands import shared_options as shared
 class EvaluateOptions(shared.ModelOptions):
     """Options of `headstart evaluate`."""
 
+    target: shared.Target = ""
     prompts: Annotated[str, Option(metavar="FILE", help=shared.QUESTIONS_HELP)]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for report.json and report.html.")]
     drafter: Annotated[
@@ -28,10 +29,7 @@ class EvaluateOptions(shared.ModelOptions):
         Sequence[str] | None,
         Option(metavar="NAME,...", parser=shared.names, help="Ask only questions of these tasks.", hidden=True),
     ] = None
-    thinking: Annotated[
-        bool | None,
-        Option("--thinking/--no-thinking", help="Value of enable_thinking for the chat template.", hidden=True),
-    ] = None
+    chat_template_kwargs: shared.TemplateKwargs = None
     max_new_tokens: shared.MaxNewTokens = 96
     temperature: Annotated[
         Sequence[float], Option(metavar="X,...", parser=shared.numbers, help="Temperatures of the sampling settings.")
@@ -54,6 +52,20 @@ class EvaluateOptions(shared.ModelOptions):
     rounds: shared.Rounds = 1
     restart: Annotated[bool, Option("--restart", help="Drop the runs in --output, and begin anew.")] = False
     plan: shared.PlanFile = None
+    endpoint: Annotated[
+        str | None,
+        Option(
+            metavar="URL", help="Instead, an OpenAI-compatible server to measure; such as http://localhost:8000/v1."
+        ),
+    ] = None
+    baseline_endpoint: Annotated[
+        str | None, Option(metavar="URL", help="A server of the same target without speculation.", hidden=True)
+    ] = None
+    model: shared.ServedName = None
+    concurrency: Annotated[
+        Sequence[int],
+        Option(metavar="N,...", parser=shared.whole_numbers, help="Requests to an endpoint at a time.", hidden=True),
+    ] = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +78,7 @@ class DecodingOptions(shared.ModelOptions):
     max_new_tokens: shared.MaxNewTokens = 128
     temperature: shared.Temperature = 0.0
     stop: shared.Stop = None
+    chat_template_kwargs: shared.TemplateKwargs = None
     seed: Annotated[
         int | None,
         Option(help="Repeats a sampled text, by drafts of a fixed size that follow no clock.", hidden=True),
@@ -119,6 +132,7 @@ class PlanOptions(shared.ModelOptions):
         list[str], Option(metavar=shared.SPEC, help=f"Drafter to plan with, any number; {shared.DRAFTERS}.")
     ]
     prompt_field: shared.PromptField = None
+    chat_template_kwargs: shared.TemplateKwargs = None
     limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 24
     max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 96
     temperature: Annotated[float, Option(min=0, help="Sampling temperature of later use; 0 is greedy.")] = 0.0
@@ -326,6 +340,7 @@ class RegenerateOptions(shared.LoadingOptions):
     ] = None
     model: shared.ServedName = None
     prompt_field: shared.PromptField = None
+    chat_template_kwargs: shared.TemplateKwargs = None
     limit: Annotated[int | None, Option(min=1, help="Number of rows, all if not given.")] = None
     n: Annotated[int, Option(min=1, help="Answers for each prompt.")] = 1
     temperature: shared.Temperature = 0.0

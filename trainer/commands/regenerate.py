@@ -17,6 +17,7 @@ from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
+from decoding.prompts import set_variables
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import check_endpoint, read_target
 from trainer.commands.options import RegenerateOptions
@@ -29,7 +30,8 @@ from trainer.terminal.console import say, standard_error, standard_output
 
 _SETTINGS = ("prompt_field", "n", "temperature", "top_p", "max_new_tokens", "seed", "keep_truncated")
 """Options that decide the answers."""
-_OF_THIS_PROCESS, _OF_ENDPOINTS = ("drafter", "batch_size", "dtype", "trust_remote_code"), ("concurrency", "timeout")
+_OF_THIS_PROCESS = ("drafter", "batch_size", "dtype", "trust_remote_code", "chat_template_kwargs")
+_OF_ENDPOINTS = ("concurrency", "timeout")
 """Options that a target in this process reads alone, and those that endpoints read alone."""
 
 
@@ -120,15 +122,18 @@ def _target(options: RegenerateOptions, target_name: str, config: DecodingConfig
     target = read_target(target_name, options)
     name, trusted = resolve(target_name), options.trust_remote_code
     tokenizer = load_tokenizer(name, trusted)
+    set_variables(tokenizer, options.chat_template_kwargs)
     drafter = None
     if options.drafter is not None:
         drafter = DrafterLoader(target, tokenizer, trusted).load(parse_drafter(options.drafter))
     config = replace(config, eos_token_ids=eos_token_ids(target.model, tokenizer))
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
-    static = {} if target.static is None else {"static": target.static}  # other kernels may round otherwise
+    more = {} if target.static is None else {"static": target.static}  # other kernels may round otherwise
+    if options.chat_template_kwargs is not None:
+        more["chat_template_kwargs"] = options.chat_template_kwargs
     settings = {
         "dtype": str(target.dtype).removeprefix("torch."),
-        **static,
+        **more,
         "target_fingerprint": stored_fingerprint(name, trusted),
     }
     return backend, {"chat": tokenizer.chat_template is not None, **settings}

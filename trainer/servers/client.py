@@ -5,14 +5,24 @@ Token ids of an answer come under several names, or not at all. `/metrics` is ne
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
-from openai import APIError, BadRequestError, UnprocessableEntityError
+from openai import APIConnectionError, APIError, APITimeoutError, BadRequestError, UnprocessableEntityError
 
-from trainer.servers.answers import CONTROLS, Completion, CompletionRequest, Prompt
-from trainer.servers.connection import Connection, Endpoint
+from trainer.servers.answers import (
+    CONTROLS,
+    Completion,
+    CompletionRequest,
+    Prompt,
+    StreamedAnswer,
+    read_stream,
+)
+from trainer.servers.connection import RETRIES, Connection, Endpoint
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 Messages = Sequence[Mapping[str, str]]
 
@@ -50,19 +60,36 @@ class ServedModel:
         self, requests: Sequence[CompletionRequest], on_answer: Callable[[], None] = lambda: None
     ) -> list[Completion]:
         """Return the answers in the order of the requests, up to ``concurrency`` under way at a time."""
+        return self._run(_at_a_time(self.served.concurrency, self._answer, requests, on_answer))
 
-        async def all_of_them() -> list[Completion]:
-            places = asyncio.Semaphore(self.served.concurrency)
+    def streamed(
+        self,
+        bodies: Sequence[Mapping[str, Any]],
+        concurrency: int,
+        on_answer: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> list[StreamedAnswer]:
+        """Return streamed answers in the order of their requests, timed by ``clock``, so many under way at a time."""
+        return self._run(_at_a_time(concurrency, partial(self._streamed, clock=clock), bodies, on_answer))
 
-            async def one(request: CompletionRequest) -> Completion:
-                async with places:
-                    answer = await self._answer(request)
-                on_answer()
-                return answer
+    def takes(self, body: Mapping[str, Any], clock: Callable[[], float] = time.perf_counter) -> bool:
+        """Ask for a stream and drop it; return False if the server refuses the request."""
+        try:
+            self._run(self._streamed(body, clock), raw=_REFUSED)
+        except _REFUSED:
+            return False
+        return True
 
-            return await asyncio.gather(*map(one, requests))  # after an error `close` ends the others
-
-        return self._run(all_of_them())
+    async def _streamed(self, body: Mapping[str, Any], clock: Callable[[], float]) -> StreamedAnswer:
+        for left in reversed(range(RETRIES)):
+            begin = clock()
+            try:
+                return read_stream(begin, [(clock(), event) async for event in self._connection.events(body)])
+            except APIConnectionError as error:
+                # llama.cpp closes idle connections unasked: nothing was answered, and the clock starts anew.
+                if isinstance(error, APITimeoutError) or not left:
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     async def _answer(self, request: CompletionRequest) -> Completion:
         """Return the answer; a server that refuses the wish for token ids is asked without it from then on."""
@@ -132,6 +159,21 @@ class ServedModel:
         except APIError as error:
             explained = ValueError(f"the endpoint gave no answer: {self._connection.explained(error)}")
             raise self._connection.fatal(error) or explained from None
+
+
+async def _at_a_time(
+    places: int, work: Callable[[Item], Coroutine[Any, Any, Result]], items: Sequence[Item], on_end: Callable[[], None]
+) -> list[Result]:
+    """Do the work on every item, on so many at a time; return the results in the items' order."""
+    free = asyncio.Semaphore(places)
+
+    async def one(item: Item) -> Result:
+        async with free:
+            found = await work(item)
+        on_end()
+        return found
+
+    return await asyncio.gather(*map(one, items))  # after an error `close` ends the others
 
 
 def _is_chat(prompt: Prompt) -> bool:

@@ -1,18 +1,20 @@
 """A connection to a served model: its address and key checked, its errors in one line without the key."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
+from httpx import HTTPError
 from openai import (
     APIConnectionError,
     APIError,
     APIStatusError,
     APITimeoutError,
     AsyncOpenAI,
+    AsyncStream,
     AuthenticationError,
     DefaultAsyncHttpxClient,
     NotFoundError,
@@ -68,8 +70,29 @@ class Connection:
 
     async def ask(self, body: Mapping[str, Any]) -> Completion:
         """Send a request with ``messages`` or a ``prompt``; APIError, and UserError for an answer that is none."""
-        path = "chat/completions" if "messages" in body else "completions"
-        return read_completion(await self.client.post(path, cast_to=str, body={"model": self.endpoint.model, **body}))
+        whole = {"model": self.endpoint.model, **body}
+        return read_completion(await self.client.post(_path(body), cast_to=str, body=whole))
+
+    async def events(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of a streamed answer as they come, without any repetition; errors as of `ask`."""
+        whole = {"model": self.endpoint.model, "stream": True, "stream_options": {"include_usage": True}, **body}
+        try:
+            stream = await self.client.post(
+                _path(body),
+                cast_to=object,
+                body=whole,
+                options={"max_retries": 0},
+                stream=True,
+                stream_cls=AsyncStream[object],
+            )
+            async for event in stream:
+                if isinstance(event, dict):
+                    yield event
+        except (HTTPError, ValueError) as error:
+            raise UserError(
+                f"the endpoint {self.host} broke off an answer ({first_line(error) or type(error).__name__})",
+                "see to the endpoint, then start the same command again",
+            ) from None
 
     @property
     def host(self) -> str:
@@ -115,6 +138,10 @@ class Connection:
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "[the key]") if self._key else text
+
+
+def _path(body: Mapping[str, Any]) -> str:
+    return "chat/completions" if "messages" in body else "completions"
 
 
 def _checked(address: str) -> str:
