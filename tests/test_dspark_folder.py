@@ -277,7 +277,7 @@ SIZES: dict[str, tuple[dict[str, Any], str]] = {
     "a mask beyond": ({"mask_token_id": 16}, "mask_token_id is 16: give one of the target's 16 tokens"),
     "heads in no groups": (
         {"num_attention_heads": 3, "num_key_value_heads": 2},
-        "is no multiple of num_key_value_heads",
+        "is not a multiple of num_key_value_heads",
     ),
     "heads of no kernel": ({"head_dim": 8}, "head_dim is 8: servers take 32, 64"),
     "a deep tree": ({"tokens": 2, "tree": ((0,), (0, 0), (0, 0, 0))}, "3 deep but a forward drafts 2 tokens: shorten"),

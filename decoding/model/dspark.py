@@ -91,14 +91,7 @@ class _Layer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = _Attention(config)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Qwen3MLP(_MLPSizes(config.hidden_size, config.intermediate_size))
-
-
-@dataclass(frozen=True)
-class _MLPSizes:
-    hidden_size: int
-    intermediate_size: int
-    hidden_act: str = "silu"
+        self.mlp = Qwen3MLP(config)
 
 
 Held = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]

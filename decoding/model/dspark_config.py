@@ -8,7 +8,7 @@ first layer as 0.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.stored import CONFIG_NAME, check_whole, read_object
@@ -47,6 +47,7 @@ class DSparkConfig:
     the paths of ranks that it drafts unless told otherwise; empty for a chain. ``num_target_layers`` None: unknown.
     """
 
+    hidden_act: ClassVar[str] = "silu"
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
@@ -86,7 +87,7 @@ class DSparkConfig:
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) is no multiple of num_key_value_heads "
+                f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads "
                 f"({self.num_key_value_heads})"
             )
         if self.head_dim not in HEAD_DIMS:
@@ -144,7 +145,7 @@ class DSparkConfig:
             **own,
             "rope_theta": theta,  # for readers of transformers 4's keys
             "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
-            "hidden_act": "silu",
+            "hidden_act": self.hidden_act,
             "attention_bias": False,
             "tie_word_embeddings": False,
             "layer_types": ["full_attention"] * self.num_hidden_layers,
