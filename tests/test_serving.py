@@ -99,12 +99,6 @@ def test_answers_come_in_the_order_of_the_requests() -> None:
     assert [answer.text for answer in answers] == [str(seed) for seed in range(20)]
 
 
-def test_a_server_that_refuses_the_wish_for_ids_is_asked_without_it_from_then_on() -> None:
-    with asked(refused_with("return_token_ids", choice())) as (model, endpoint):
-        assert [one(model, "x").text for _ in range(2)] == ["ab", "ab"]
-    assert ["return_token_ids" in request.body for request in endpoint.requests] == [True, False, False]
-
-
 def test_a_chat_is_sent_as_messages() -> None:
     message = {"role": "assistant", "content": "hello"}
     reply = (200, {"choices": [{"message": message, "finish_reason": "stop", "token_ids": [5]}]})

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.commands.inspection import marked_text
+from trainer.doctor.machine import size
 from trainer.export.exporter import NO_PROMPTS, export
 from trainer.export.task import DRAFT, DSPARK, HEADS, kind_held_in
 from trainer.job import Job
@@ -31,6 +32,7 @@ from trainer.run.heldout import evaluator_of
 from trainer.run.loop import Hooks, train
 from trainer.run.state import gather_weights
 from trainer.run.train import ensure_built
+from trainer.target.loading import Target
 from trainer.terminal.console import say, standard_error, standard_output, title
 
 STEPS = 4
@@ -98,6 +100,8 @@ def dry_run(recipe: AnyRecipe, console: Console | None = None) -> None:
             evaluator.evaluate(job.objective)
         evaluation = time.perf_counter() - start
         table = _table(recipe, job, parameters, _times(job, accelerator, process), evaluation)
+        if isinstance(job.target, Target) and (states := job.target.model.state_bytes()):
+            table.add_row("memory", "recurrent states of a decoded text, kept twice", size(2 * states))
         table.add_row("memory", "most that one process held", _size(_peak_memory(accelerator)))
     if process.is_first:
         say(console, marked_text(job.dataset.examples[0], job.tokenizer, console.is_terminal and not console.no_color))

@@ -39,7 +39,10 @@ from trainer.terminal.progress import ProgressBar
 
 _FILLED = 0.9
 """Share of a context that its prompts fill at least; cuts between tokens take some off."""
-_PUBLISHED = ("dtype", "trust_remote_code", "prompt_field", "limit", "task", "thinking", "max_new_tokens", "rounds")
+_PUBLISHED = (
+    *("dtype", "trust_remote_code", "prompt_field", "limit", "task", "max_new_tokens", "rounds"),
+    "chat_template_kwargs",
+)
 """Options that the report gives as they are; the others are given as names, fingerprints and what was asked."""
 
 
@@ -113,7 +116,7 @@ def _prepared(
     models = load_models(options, drafters)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
     # A prompt of a given length has no room that is known beforehand for the answers before a later turn.
-    asker = Asker(chosen, models.tokenizer, options.thinking, all_turns=config.contexts == (None,), filler=every)
+    asker = Asker(chosen, models.tokenizer, all_turns=config.contexts == (None,), filler=every)
     asker = _fitting(asker, config, models)
     _check_filled(asker, config, options.prompts)
     methods = standard_methods(models.target, models.drafters, config)

@@ -29,10 +29,7 @@ class EvaluateOptions(shared.ModelOptions):
         Sequence[str] | None,
         Option(metavar="NAME,...", parser=shared.names, help="Ask only questions of these tasks.", hidden=True),
     ] = None
-    thinking: Annotated[
-        bool | None,
-        Option("--thinking/--no-thinking", help="Value of enable_thinking for the chat template.", hidden=True),
-    ] = None
+    chat_template_kwargs: shared.TemplateKwargs = None
     max_new_tokens: shared.MaxNewTokens = 96
     temperature: Annotated[
         Sequence[float], Option(metavar="X,...", parser=shared.numbers, help="Temperatures of the sampling settings.")
@@ -81,6 +78,7 @@ class DecodingOptions(shared.ModelOptions):
     max_new_tokens: shared.MaxNewTokens = 128
     temperature: shared.Temperature = 0.0
     stop: shared.Stop = None
+    chat_template_kwargs: shared.TemplateKwargs = None
     seed: Annotated[
         int | None,
         Option(help="Repeats a sampled text, by drafts of a fixed size that follow no clock.", hidden=True),
@@ -134,6 +132,7 @@ class PlanOptions(shared.ModelOptions):
         list[str], Option(metavar=shared.SPEC, help=f"Drafter to plan with, any number; {shared.DRAFTERS}.")
     ]
     prompt_field: shared.PromptField = None
+    chat_template_kwargs: shared.TemplateKwargs = None
     limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 24
     max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 96
     temperature: Annotated[float, Option(min=0, help="Sampling temperature of later use; 0 is greedy.")] = 0.0
@@ -346,6 +345,7 @@ class RegenerateOptions(shared.LoadingOptions):
     ] = None
     model: shared.ServedName = None
     prompt_field: shared.PromptField = None
+    chat_template_kwargs: shared.TemplateKwargs = None
     limit: Annotated[int | None, Option(min=1, help="Number of rows, all if not given.")] = None
     n: Annotated[int, Option(min=1, help="Answers for each prompt.")] = 1
     temperature: Annotated[

@@ -16,6 +16,7 @@ from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
+from decoding.prompts import set_variables
 from decoding.rules.controls import sampling_from_generation_config
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import check_endpoint, read_target
@@ -31,7 +32,8 @@ from trainer.terminal.console import say, standard_error, standard_output
 _SETTINGS = ("n", "seed", "keep_truncated")
 """Options that decide the answers."""
 _MOST_TOKENS = 2048
-_OF_THIS_PROCESS, _OF_ENDPOINTS = ("drafter", "batch_size", "dtype", "trust_remote_code"), ("concurrency", "timeout")
+_OF_THIS_PROCESS = ("drafter", "batch_size", "dtype", "trust_remote_code", "chat_template_kwargs")
+_OF_ENDPOINTS = ("concurrency", "timeout")
 """Options that a target in this process reads alone, and those that endpoints read alone."""
 
 
@@ -158,6 +160,7 @@ def _target(
     target = read_target(target_name, options)
     name, trusted = resolve(target_name), options.trust_remote_code
     tokenizer = load_tokenizer(name, trusted)
+    set_variables(tokenizer, options.chat_template_kwargs)
     drafter = None
     if options.drafter is not None:
         drafter = DrafterLoader(target, tokenizer, trusted).load(parse_drafter(options.drafter))
@@ -167,10 +170,12 @@ def _target(
     most = options.max_new_tokens or min(_MOST_TOKENS, (target.max_positions or 2 * _MOST_TOKENS) // 2)
     config = DecodingConfig(most, sampling, eos_token_ids=eos_token_ids(target.model, tokenizer), seed=options.seed)
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
-    static = {} if target.static is None else {"static": target.static}  # other kernels may round otherwise
+    more = {} if target.static is None else {"static": target.static}  # other kernels may round otherwise
+    if options.chat_template_kwargs is not None:
+        more["chat_template_kwargs"] = options.chat_template_kwargs
     settings = {
         "dtype": str(target.dtype).removeprefix("torch."),
-        **static,
+        **more,
         **_controls(sampling),
         "max_new_tokens": most,
         "target_fingerprint": stored_fingerprint(name, trusted),
