@@ -11,7 +11,7 @@ endif
 BIN = .venv/bin
 PYTEST = $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check format clean docs engines gpu vllm
+.PHONY: demo test check format clean docs engines gpu vllm wheel
 
 demo: .venv/.ready
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/demo.py
@@ -34,6 +34,10 @@ gpu:
 docs: .venv/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "written: site/index.html"
+
+# The wheel that `pip install` takes, into dist/.
+wheel: .venv/.ready
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 
 # Exports in real vLLM, before a release: its environment is made once, in the user's cache folder (3 GB).
 vllm: .venv/.ready
@@ -60,4 +64,4 @@ engines: .venv-engines/.ready
 	sh scripts/setup.sh
 
 clean:
-	rm -rf .venv .venv-engines runs build site *.egg-info
+	rm -rf .venv .venv-engines runs build dist site *.egg-info

@@ -9,6 +9,7 @@ import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,14 @@ class LlamaCppCase:
     def speculation(self) -> dict[str, Any] | None:
         """What the worker is told of the draft."""
         return None if self.draft is None else {"draft": str(self.draft), "tokens": self.tokens, "method": self.method}
+
+
+def arguments_of(command: Sequence[str]) -> Row:
+    """Return the arguments of a `VllmCase` that starts vLLM as a printed command does."""
+    options = dict(pairwise(command))
+    additional = options.get("--additional-config")
+    engine = {} if additional is None else {"additional_config": json.loads(additional)}
+    return {"speculation": json.loads(options["--speculative-config"]), "engine": engine}
 
 
 def serve_vllm(

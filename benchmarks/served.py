@@ -43,11 +43,11 @@ from trainer.export.exporter import NO_PROMPTS, ExportSummary, export
 from trainer.export.task import artefact_folder
 from trainer.terminal.console import quiet_libraries, standard_output
 
-ARTEFACTS = {"draft": "draft", "heads": "vllm", "shared-heads": "vllm", "dspark": "dspark", "dflash": "dspark"}
-"""Names -> the formats in which vLLM takes them."""
-
-
 METHODS = ("dspark", "dflash")
+ARTEFACTS = (
+    {"draft": "draft"} | dict.fromkeys(("heads", "shared-heads"), "headstart") | dict.fromkeys(METHODS, "dspark")
+)
+"""Names -> the formats in which vLLM takes them."""
 
 
 class Bench(NamedTuple):
@@ -80,9 +80,9 @@ def vllm_cases(bench: Bench) -> list[engines.VllmCase]:
     cases = [engines.VllmCase("plain decoding")]
     for name in bench.trained:
         summary = bench.export(name, ARTEFACTS[name])
-        speculation = json.loads(summary.commands[0].argv[-1])
-        drafter = bench.chain(name, str(summary.folder), speculation["num_speculative_tokens"])
-        cases.append(engines.VllmCase(name, speculation, drafter))
+        given = engines.arguments_of(summary.commands[0].argv)
+        drafter = bench.chain(name, str(summary.folder), given["speculation"]["num_speculative_tokens"])
+        cases.append(engines.VllmCase(name, drafter=drafter, **given))
     return cases
 
 

@@ -134,7 +134,7 @@ class DecodingBatch:
         self.budgets: tuple[Budget, ...] = ()
         if drafter:
             target.check_drafts(drafter.name, bool(drafter.chains))
-            self.budgets = drafter.budgets if target.no_trees is None else drafter.chains
+            self.budgets = drafter.budgets_on(target)
         if drafter and config.rule:
             config.rule.check(drafter.kinds(config.sampling), self.budgets == drafter.chains)
         self.target, self.drafter, self.policy, self.stop, self.config = target, drafter, policy, stop, config
@@ -234,10 +234,12 @@ class DecodingBatch:
         depths = [min(budget.depth, room) for room in self._rooms()]
         if self.session is None or not any(depths):
             return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]
+        # Cut in depth alone, a tree's chain would leave room for branches.
+        sizes = [budget.nodes if self.target.no_trees is None else depth + 1 for depth in depths]
         return self.session.propose(
             [
-                DraftRequest(text.tokens, text.hidden, depth, budget.nodes, text.hand_over_states())
-                for text, depth in zip(self.texts, depths, strict=True)
+                DraftRequest(text.tokens, text.hidden, depth, nodes, text.hand_over_states())
+                for text, depth, nodes in zip(self.texts, depths, sizes, strict=True)
             ]
         )
 

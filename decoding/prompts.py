@@ -1,5 +1,8 @@
 """Prompts as token ids."""
 
+import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import TemplateError
@@ -8,27 +11,61 @@ from transformers import PreTrainedTokenizerBase
 from decoding.fields import Tools
 
 
+def with_variables(template: str, variables: Mapping[str, Any]) -> str:
+    """Return a chat template with some variables set, such as ``enable_thinking``: requests' ``chat_template_kwargs``.
+
+    Set in the template's text, they hold wherever it is applied, and change its digest. ValueError for a name that the
+    template does not read.
+    """
+    for name in variables:
+        if not name.isidentifier() or not re.search(rf"\b{name}\b", template):
+            raise ValueError(f"chat_template_kwargs has {name}, which the chat template does not read: leave it out")
+    values = {name: "none" if value is None else json.dumps(value) for name, value in variables.items()}
+    return "".join(f"{{%- set {name} = {value} %}}" for name, value in values.items()) + template
+
+
+def read_variables(given: str) -> dict[str, Any]:
+    """Read the variables of a chat template from a JSON object; ValueError for any other text."""
+    try:
+        variables = json.loads(given)
+        if not isinstance(variables, dict):
+            raise ValueError("no object")
+    except ValueError as error:
+        raise ValueError(f'chat_template_kwargs is {given}: give a JSON object, {{"name": value}}') from error
+    return variables
+
+
+def set_variables(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None:
+    """Set variables of a tokenizer's chat template, given as a JSON object; ValueError as `with_variables`."""
+    if given is None:
+        return
+    variables = read_variables(given)
+    template: Any = tokenizer.chat_template or ""
+    if isinstance(template, dict):
+        tokenizer.chat_template = {name: with_variables(text, variables) for name, text in template.items()}
+    else:
+        tokenizer.chat_template = with_variables(template, variables)
+
+
 def encode_prompt(
     prompt: str | list[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     chat: bool,
-    thinking: bool | None = None,
     tools: Tools | None = None,
 ) -> tuple[int, ...]:
     """Return the token ids that ask for an answer to a user's message or to messages.
 
-    Without ``chat`` or a chat template they are the tokens of the plain text, which a model continues. ``thinking`` is
-    handed to the template as ``enable_thinking``; None leaves it to the template. ``tools`` are those of
-    `decoding.fields.tools_of`. ValueError for text that is not UTF-8 and for messages that the template refuses.
+    Without ``chat`` or a chat template they are the tokens of the plain text, which a model continues. ``tools`` are
+    those of `decoding.fields.tools_of`. ValueError for text that is not UTF-8, and for messages that the template
+    refuses.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         for message in messages:
             message["content"].encode()
         if chat and tokenizer.chat_template is not None:
-            options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
             encoded: Any = tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, return_dict=True, **options
+                messages, tools=tools, add_generation_prompt=True, return_dict=True
             )
         else:
             encoded = tokenizer("\n".join(message["content"] for message in messages))

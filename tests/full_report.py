@@ -98,7 +98,7 @@ def full_report(**changes: Any) -> Report:
         "title": "A target on eighty prompts",
         "command": "headstart evaluate --target ORG/NAME",
         "settings": {"max_new_tokens": 64},
-        "asked": {"template": "chat", "template_sha256": "0123456789abcdef", "thinking": False, "turns": "first"},
+        "asked": {"template": "chat", "template_sha256": "0123456789abcdef", "turns": "first"},
         "fingerprints": {"target": "89abcdef"},
         "hardware": {"processor": "Some processor", "cores": 8, "threads": 8},
         "versions": {"torch": "2.13.0"},

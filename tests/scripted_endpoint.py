@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Reply = tuple[int, Any]
-"""HTTP status, and what is sent as JSON, or as it is if it is text."""
+"""HTTP status, and what is sent as JSON, as it is if it is text, or as the events of a stream if it is an iterator."""
 
 
 _NONE: Mapping[str, str] = {}
@@ -93,6 +93,9 @@ def serve(
             if (status, content) == DROPPED:
                 self.close_connection = True
                 return
+            if isinstance(content, Iterator):
+                self._stream(content)
+                return
             encoded = (content if isinstance(content, str) else json.dumps(content)).encode()
             try:
                 self.send_response(status)
@@ -105,6 +108,16 @@ def serve(
                 self.wfile.write(encoded)
             except ConnectionError:  # a client that lost its patience
                 self.close_connection = True
+
+        def _stream(self, events: Iterator[Any]) -> None:
+            self.close_connection = True
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            for event in events:
+                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\n\n")
 
         def log_message(self, format: str, *args: object) -> None:
             pass

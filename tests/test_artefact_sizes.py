@@ -27,7 +27,6 @@ from decoding.model.loading import (
 from decoding.model.stored import CONFIG_NAME, WEIGHTS_NAME
 from decoding.rules.tree import MOST_NODES
 from trainer.export.exporter import export
-from trainer.export.vllm import read_vllm_heads
 
 CONFIG = MedusaConfig(16, 16, num_heads=3, num_layers=2, tree=((0,), (1,), (0, 0), (0, 2)))
 INDEX = "model.safetensors.index.json"
@@ -99,7 +98,7 @@ def test_a_config_that_describes_no_heads_is_refused_in_one_sentence(
 @pytest.mark.parametrize("text", [b"[]", b"{", b"\xff\xfe", b"[" * 100_000], ids=lambda text: str(text)[:12])
 def test_a_config_that_is_no_json_object_is_refused_wherever_it_is_read(text: bytes, tmp_path: Path) -> None:
     (written_heads(tmp_path) / CONFIG_NAME).write_bytes(text)
-    for read in (MedusaHeads.from_pretrained, is_heads_folder, read_vllm_heads, lambda f: load_model(str(f))):
+    for read in (MedusaHeads.from_pretrained, is_heads_folder, lambda f: load_model(str(f))):
         with pytest.raises(ValueError, match=r"config\.json (cannot be read as JSON|holds a list, not an object)"):
             read(tmp_path)
 
@@ -115,7 +114,6 @@ def test_heads_that_are_not_finite_are_neither_read_nor_exported(
     for read in (
         lambda folder: load_heads(folder, tiny_llama),
         lambda folder: export(folder, tmp_path / "out", "headstart"),
-        lambda folder: export(folder, tmp_path / "out", "vllm"),
     ):
         with pytest.raises(ValueError, match=r"1 of the 256 values of heads\.1\.lm_head\.weight are NaN or infinite"):
             read(tmp_path / "run")

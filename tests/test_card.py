@@ -13,7 +13,7 @@ from trainer.export.companions import read_provenance
 from trainer.export.serve import ServerCommand
 from trainer.export.task import Artefact
 
-HEADS = Artefact("vllm", 1234, "bfloat16", hidden_size=8, vocab_size=12, layers=2, heads=2, tree_nodes=4)
+HEADS = Artefact("headstart", 1234, "bfloat16", hidden_size=8, vocab_size=12, layers=2, heads=2, tree_nodes=4)
 DRAFT = Artefact("draft", 1234, "bfloat16", hidden_size=8, vocab_size=12, layers=2)
 PROVENANCE: dict[str, Any] = {
     "commit": "0123456789ab-dirty",

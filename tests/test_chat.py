@@ -1,5 +1,6 @@
 """Which tokens of a conversation are the assistant's, in templates that say so and in those that do not."""
 
+import json
 from itertools import groupby
 from typing import Any
 
@@ -8,6 +9,7 @@ from tiny_tokenizer import byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from decoding.prompts import set_variables
 from trainer.data.chat import ChatTemplate, Marked
 
 # As the families' own templates behave, in short: none of them has generation marks.
@@ -102,6 +104,46 @@ def test_where_earlier_answers_are_rewritten_each_answer_is_a_sequence_as_the_ta
     prompt: Any = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)
     assert list(second.tokens[: second.trained.index(True)]) == prompt["input_ids"]
     assert "Hm." not in str(tokenizer.decode(second.tokens))
+
+
+def test_marks_of_a_template_that_drops_earlier_thinking_give_a_sequence_for_each_answer() -> None:
+    template = (
+        "{%- for m in messages %}{{ m.role + ':' }}{% generation %}{% if m.role == 'assistant' %}"
+        "{%- if loop.last %}{{ '<' + m.reasoning_content + '>' }}{% endif %}{{ m.content + ';' }}{% endif %}"
+        "{% endgeneration %}{% if m.role != 'assistant' %}{{ m.content + ';' }}{% endif %}{% endfor %}"
+    )
+    messages = [{**each, "reasoning_content": "Hm."} for each in turns("Why?", "No.", "So?", "Yes.")]
+    tokenizer, (first, second) = encode(template, messages)
+    assert trained_texts(tokenizer, first) == ["<Hm.>No.;"]
+    assert trained_texts(tokenizer, second) == ["<Hm.>Yes.;"]
+    assert str(tokenizer.decode(second.tokens)) == "user:Why?;assistant:No.;user:So?;assistant:<Hm.>Yes.;"
+    always = template.replace("loop.last", "true")
+    tokenizer, (whole,) = encode(always, messages)
+    assert trained_texts(tokenizer, whole) == ["<Hm.>No.;", "<Hm.>Yes.;"]
+    shifting = template.replace(
+        "m.content + ';' }}{% endif %}{% endg", "m.content ~ messages | length }}{% endif %}{% endg"
+    )
+    with pytest.raises(ValueError, match=r"row: the chat template writes earlier answers in another way"):
+        encode(shifting, messages)
+
+
+def test_variables_of_a_template_are_those_that_transformers_hands_it() -> None:
+    template = (
+        "{% macro t() %}{{ enable_thinking }}|{{ note | default('-') }}{% endmacro %}{{ t() }}{{ messages[0].content }}"
+    )
+    given = {"enable_thinking": False, "note": "a'\"%}"}
+    tokenizer = byte_tokenizer(template)
+    wanted = tokenizer.apply_chat_template(turns("a"), tokenize=False, **given)
+    assert "False|a" in str(wanted)
+    set_variables(tokenizer, json.dumps(given))
+    assert tokenizer.apply_chat_template(turns("a"), tokenize=False) == wanted
+    for text, message in (
+        ("{", "give a JSON object"),
+        ("[]", "give a JSON object"),
+        ('{"effort": 1}', "has effort, which"),
+    ):
+        with pytest.raises(ValueError, match=f"^chat_template_kwargs .*{message}"):
+            set_variables(tokenizer, text)
 
 
 def test_a_prompt_that_the_template_rewrites_once_answered_is_refused() -> None:

@@ -213,7 +213,7 @@ ERRORS = {
         "--plan and --drafter are both given: leave one out",
     ),
     "a recipe that is not there": (["train", "nowhere.yaml"], "there is no recipe nowhere.yaml"),
-    "an export of nothing": (["export", "nowhere", "out", "--format", "vllm"], "nowhere"),
+    "an export of nothing": (["export", "nowhere", "out", "--format", "headstart"], "nowhere"),
     "a push of nothing": (["push", "nowhere", "org/name"], "nowhere"),
 }
 

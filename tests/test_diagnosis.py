@@ -17,8 +17,6 @@ from decoding.metrics import StepCount, acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.sampling import SamplingConfig
-from trainer.export import vllm
-from trainer.export.task import ExportTask
 from trainer.servers.acceptance import LoopAcceptance, compare_acceptance, compare_positions, compare_sampling
 from trainer.servers.answers import Completion
 from trainer.servers.configs import compare_settings, compare_vocabularies
@@ -110,36 +108,29 @@ def test_an_end_that_is_nearly_as_likely_as_the_other_token_is_a_near_tie() -> N
         assert finding.passed is not differs
 
 
-# --- heads as vLLM reads them -----------------------------------------------------------------------------------------
+# --- heads as a server reads them -------------------------------------------------------------------------------------
 
 
-def biased_heads(target: CausalLM) -> MedusaHeads:
-    """Heads whose tokens depend on their biases."""
-    tree = ((0,), (0, 0))
-    heads = MedusaHeads.for_target(target.model, MedusaConfig(target.hidden_size, target.vocab_size, 2, 1, tree))
+def random_heads(target: CausalLM) -> MedusaHeads:
+    """Heads with a bias by the token before."""
+    heads = MedusaHeads(MedusaConfig(target.hidden_size, target.vocab_size, 2, 1, ((0,), (0, 0)), markov_rank=4))
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for head in heads.heads:
-            linear: Any = head.blocks[0].linear  # type: ignore[union-attr,index]
-            linear.weight.copy_(0.3 * torch.randn(linear.weight.shape, generator=generator))
-            linear.bias.copy_(3 * torch.randn(linear.bias.shape, generator=generator))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
     return heads
 
 
 @pytest.fixture
 def served_heads(tiny_llama: CausalLM, tmp_path: Path) -> Path:
-    """Biased heads as the export writes them for vLLM."""
-    biased_heads(tiny_llama).save_pretrained(tmp_path / "final")
-    (tmp_path / "served").mkdir()
-    vllm.write(ExportTask(tmp_path / "final", tmp_path / "served", "vllm"))
-    return tmp_path / "served"
+    random_heads(tiny_llama).save_pretrained(tmp_path)
+    return tmp_path
 
 
 TEXTS = [[place * step % 16 for place in range(40)] for step in (1, 3, 5)]
 
 
 def top_1(target: CausalLM, served: Path) -> Finding:
-    return compare_top_1(target, biased_heads(target), served, TEXTS, False)
+    return compare_top_1(target, random_heads(target), served, TEXTS, False)
 
 
 def rewrite(folder: Path, **changes: Any) -> None:
@@ -149,16 +140,18 @@ def rewrite(folder: Path, **changes: Any) -> None:
 
 def test_exported_heads_have_the_trained_tokens(tiny_llama: CausalLM, served_heads: Path) -> None:
     finding = top_1(tiny_llama, served_heads)
-    assert finding.status == "ok" and finding.figures == {"share": 1.0, "positions": 240}
-
-
-def without_biases(folder: Path) -> None:
-    rewrite(folder, medusa_fc_bias=False)
+    assert finding.status == "ok" and finding.figures == {"share": 1.0, "positions": 228}
 
 
 def misnamed(folder: Path) -> None:
     stored = load_file(folder / "model.safetensors")
-    stored["heads.0.weight"] = stored.pop("lm_heads.0.weight")
+    stored["lm_heads.0.weight"] = stored.pop("heads.0.lm_head.weight")
+    save_file(stored, folder / "model.safetensors")
+
+
+def by_other_ids(folder: Path) -> None:
+    stored = load_file(folder / "model.safetensors")
+    stored["markov.output.weight"] = stored["markov.output.weight"].roll(1, 0)
     save_file(stored, folder / "model.safetensors")
 
 
@@ -169,12 +162,12 @@ def damaged(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (without_biases, "medusa_fc_bias is False"),
-        (misnamed, "lm_heads.0.weight"),
+        (misnamed, "heads.0.lm_head.weight is missing"),
+        (by_other_ids, "markov.output.weight, which has its rows in another order, as by other token ids"),
         (damaged, "cannot be read as safetensors"),
     ],
 )
-def test_heads_that_vllm_would_read_otherwise_are_named(
+def test_heads_that_are_others_are_named(
     damage: Callable[[Path], None], says: str, tiny_llama: CausalLM, served_heads: Path
 ) -> None:
     damage(served_heads)
@@ -185,22 +178,25 @@ def test_heads_that_vllm_would_read_otherwise_are_named(
 def test_heads_of_another_target_are_named(tiny_llama: CausalLM, served_heads: Path) -> None:
     tokenizer = byte_tokenizer(size=16)
     assert compare_vocabularies(tiny_llama, tokenizer, served_heads).status == "ok"
-    rewrite(served_heads, vocab_size=32, truncated_vocab_size=32)
+    rewrite(served_heads, vocab_size=32)
     finding = compare_vocabularies(tiny_llama, tokenizer, served_heads)
     assert not finding.passed and "predict 32 tokens and the target knows 16" in finding.found
 
 
-def test_a_path_by_which_vllm_takes_another_method_is_named(tiny_llama: CausalLM, served_heads: Path) -> None:
-    assert compare_settings(None, served_heads, None, 64).status == "open"
-    renamed = served_heads.rename(served_heads.with_name("my-eagle3-heads"))
-    finding = compare_settings(None, renamed, None, 64)
+def test_a_path_by_which_vllm_takes_another_method_is_named(tmp_path: Path) -> None:
+    served = tmp_path / "my-eagle3-draft"
+    tiny_model("llama").save_pretrained(served)
+    finding = compare_settings(served, served, served, 16)
     assert not finding.passed and "'eagle3'" in finding.found and finding.remedy == "rename the folder"
 
 
-def test_the_targets_own_config_is_read_as_others_read_it(tiny_llama: CausalLM, tmp_path: Path) -> None:
-    model = tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
-    model.save_pretrained(tmp_path)  # by transformers 5, without the keys of version 4
-    finding = compare_settings(tmp_path, None, None, 64)
+def test_the_targets_own_config_is_read_as_others_read_it(served_heads: Path, tmp_path: Path) -> None:
+    model, target = (
+        tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
+        tmp_path / "t",
+    )
+    model.save_pretrained(target)  # by transformers 5, without the keys of version 4
+    finding = compare_settings(target, served_heads, served_heads, 64)
     assert not finding.passed and "the target's config.json lacks rope_theta" in finding.found
 
 

@@ -72,7 +72,7 @@ def test_the_folder_is_what_training_wrote_and_its_card_says_what_it_reads(
     assert "# DFlash draft for target\n" in (flash.folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize("format", ["headstart", "draft", "vllm"])
+@pytest.mark.parametrize("format", ["headstart", "draft"])
 def test_formats_of_other_artefacts_do_not_take_it(tmp_path: Path, target: tuple[Path, CausalLM], format: str) -> None:
     with pytest.raises(ValueError, match=r"holds a DSpark draft, which format .* give format dspark or gguf"):
         export(trained(tmp_path / "run", target), tmp_path / "out", format)
@@ -142,11 +142,12 @@ def test_a_file_without_its_target_or_for_another_one_is_refused(tmp_path: Path,
 # --- what a server reads ----------------------------------------------------------------------------------------------
 
 
-def diagnosed(source: Path, served: Path, target: CausalLM) -> list[Finding]:
+def diagnosed(source: Path, served: Path, trained_on: tuple[Path, CausalLM]) -> list[Finding]:
+    folder, target = trained_on
     weights = load_speculator(named_speculator(f"dspark:{source}"), target).weights
     texts = [list(range(5 + offset, 25 + offset)) for offset in range(3)]
     return [
-        compare_settings(None, served, source, 64),
+        compare_settings(folder, served, source, 64),
         compare_vocabularies(target, byte_level(), served),
         compare_top_1(target, weights, served, texts, False),
     ]
@@ -157,7 +158,7 @@ def test_an_untouched_copy_has_no_difference(tmp_path: Path, target: tuple[Path,
     """Also for readers of transformers 4's keys."""
     source = trained(tmp_path / "run", target, rope_theta=rope_theta)
     served = export(source, tmp_path / "dspark-out", "dspark").folder
-    assert [finding.status for finding in diagnosed(source, served, target[1])] == ["ok"] * 3
+    assert [finding.status for finding in diagnosed(source, served, target)] == ["ok"] * 3
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_a_setting_that_differs_is_named(
     served = export(source, tmp_path / "out", "dspark").folder
     config = json.loads((served / "config.json").read_text()) | {key: value}
     (served / "config.json").write_text(json.dumps(config))
-    settings, _, top_1 = diagnosed(source, served, target[1])
+    settings, _, top_1 = diagnosed(source, served, target)
     assert settings.status == "problem" and found in settings.found
     if key == "block_size":  # with a mask less in the block its tokens are others, of which three a block are compared
         assert top_1.status == "problem" and top_1.figures["positions"] == 3 * (18 + 17 + 16)
@@ -193,7 +194,7 @@ def test_a_target_whose_logits_are_unknown_is_a_finding(
 
     monkeypatch.setattr("trainer.target.hidden.check_logits", refuse)
     source = trained(tmp_path / "run", target)
-    top_1 = diagnosed(source, source, target[1])[-1]
+    top_1 = diagnosed(source, source, target)[-1]
     assert top_1.status == "open" and top_1.found == "the target does more to its logits"
 
 
@@ -203,7 +204,7 @@ def test_a_bias_by_other_ids_and_another_vocabulary_are_found(tmp_path: Path, ta
     weights = load_file(served / "model.safetensors")
     weights["markov_head.markov_w1.weight"] = weights["markov_head.markov_w1.weight"].roll(1, 0)
     save_file(weights, served / "model.safetensors")
-    top_1 = diagnosed(source, served, target[1])[-1]
+    top_1 = diagnosed(source, served, target)[-1]
     assert top_1.status == "problem" and "the served weights are other weights" in top_1.found
     wider = CausalLM(tiny_model("llama", num_hidden_layers=3, **{**SIZES, "vocab": 300}))
     vocabulary = compare_vocabularies(wider, byte_level(), served)

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -18,7 +17,6 @@ from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.stored import write_weights
 from trainer.export.exporter import export
-from trainer.export.vllm import read_vllm_heads
 
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=12, num_heads=2, num_layers=2, tree=((0,), (1,), (0, 0), (0, 2)))
 
@@ -103,58 +101,6 @@ def test_our_own_format_comes_back_bit_equal_in_its_stored_dtype(tmp_path: Path,
     assert ("A bias of rank 3 by the token before" in card) == ("markov_rank" in change)
 
 
-def test_the_config_and_the_tensors_are_those_that_vllm_reads(heads_folder: Path, tmp_path: Path) -> None:
-    """With its names and shapes; biases are kept, and the logits are the trained ones to the bit."""
-    summary = export(heads_folder, tmp_path / "out", "vllm")
-    assert "vllm serve TARGET --speculative-config" in str(summary)
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "hidden_size": 8,
-        "vocab_size": 12,
-        "truncated_vocab_size": 12,
-        "num_heads": 2,
-        "num_hidden_layers": 2,
-        "medusa_fc_bias": True,
-        "original_lm_head": False,
-    }
-    stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == {
-        **{f"blocks.{head}.layers.{layer}.weight": (8, 8) for head in range(2) for layer in range(2)},
-        **{f"blocks.{head}.layers.{layer}.bias": (8,) for head in range(2) for layer in range(2)},
-        **{f"lm_heads.{head}.weight": (12, 8) for head in range(2)},
-    }
-    ours = load_file(heads_folder / "model.safetensors")
-    assert bits(stored["blocks.1.layers.0.bias"]) == bits(ours["heads.1.blocks.0.linear.bias"])
-    assert bits(stored["lm_heads.1.weight"]) == bits(ours["heads.1.lm_head.weight"])
-    hidden = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
-    read = read_vllm_heads(tmp_path / "out")
-    assert torch.equal(read(hidden), random_heads(dtype=torch.bfloat16)(hidden))
-    assert read.config.tree == ((0,), (0, 0)), "vLLM drafts a chain of each head's best token"
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (lambda state, config: state.pop("blocks.0.layers.0.bias"), "blocks.0.layers.0.bias is missing"),
-        (lambda state, config: state.update({"lm_head.weight": torch.zeros(1)}), "lm_head.weight is unknown"),
-        (lambda state, config: state.update({"lm_heads.0.weight": torch.zeros(11, 8).bfloat16()}), "size mismatch"),
-        (lambda state, config: config.update(medusa_fc_bias=False), "medusa_fc_bias"),
-        (lambda state, config: config.update(num_attention_heads=4), "num_attention_heads"),
-    ],
-)
-def test_the_vllm_reader_refuses_what_vllm_would_misread(
-    heads_folder: Path, tmp_path: Path, change: Callable[[Any, Any], Any], complaint: str
-) -> None:
-    folder = export(heads_folder, tmp_path / "out", "vllm").folder
-    state, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    change(state, config)
-    save_file(state, folder / "model.safetensors")
-    write_json(folder / "config.json", config)
-    with pytest.raises(ValueError, match=complaint):
-        read_vllm_heads(folder)
-
-
 def test_a_draft_comes_back_with_bit_equal_logits_and_its_tokenizer(draft_folder: Path, tmp_path: Path) -> None:
     summary = export(draft_folder, tmp_path / "out", "draft")
     before, after = (AutoModelForCausalLM.from_pretrained(f, dtype="auto") for f in (draft_folder, tmp_path / "out"))
@@ -188,26 +134,24 @@ def test_a_report_of_other_weights_or_on_another_target_does_not_get_onto_a_card
             export(heads_folder, out, "headstart", report=path)
     assert not out.exists()
     path = write_json(tmp_path / "report.json", report_of(heads=mine, target="feed"))
-    card = (export(heads_folder, out, "vllm", report=path).folder / "README.md").read_text()
+    card = (export(heads_folder, out, "headstart", report=path).folder / "README.md").read_text()
     assert "base_model: org/target" in card and str(tmp_path) not in card
 
 
 # --- whole or not at all -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ["headstart", "vllm"])
 def test_a_corrupted_write_is_caught_and_leaves_nothing(
-    heads_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+    heads_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write_one_bit_wrong(folder: Path, state: dict[str, torch.Tensor], *sizes: int) -> None:
         wrong = {name: tensor.clone() for name, tensor in state.items()}
         next(iter(wrong.values())).view(torch.int16).reshape(-1)[0] ^= 1
         write_weights(folder, wrong, *sizes)
 
-    module = "decoding.model.heads" if format == "headstart" else "trainer.export.vllm"
-    monkeypatch.setattr(f"{module}.write_weights", write_one_bit_wrong)
+    monkeypatch.setattr("decoding.model.heads.write_weights", write_one_bit_wrong)
     with pytest.raises(ValueError, match="reads back with another"):
-        export(heads_folder, tmp_path / "out", format)
+        export(heads_folder, tmp_path / "out", "headstart")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -233,33 +177,26 @@ def test_a_corrupted_draft_is_caught(draft_folder: Path, tmp_path: Path, monkeyp
 
 
 def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_folder: Path, tmp_path: Path) -> None:
-    refused = ((heads_folder, "draft"), (heads_folder, "gguf"), (draft_folder, "vllm"), (draft_folder, "headstart"))
-    for source, format in refused:
+    for source, format in ((heads_folder, "draft"), (heads_folder, "gguf"), (draft_folder, "headstart")):
         with pytest.raises(ValueError, match="does not take: give format"):
             export(source, tmp_path / "out", format)
-    with pytest.raises(ValueError, match="format is 'onnx': give one of headstart, vllm, dspark"):
+    with pytest.raises(ValueError, match="format is 'onnx': give one of headstart, dspark"):
         export(heads_folder, tmp_path / "out", "onnx")
-    with pytest.raises(ValueError, match="type of format 'vllm' is 'f32': leave it out"):
-        export(heads_folder, tmp_path / "out", "vllm", type="f32")
+    with pytest.raises(ValueError, match="type of format 'headstart' is 'f32': leave it out"):
+        export(heads_folder, tmp_path / "out", "headstart", type="f32")
     with pytest.raises(ValueError, match="type of format 'gguf' is 'q4': give one of f32"):
         export(draft_folder, tmp_path / "out", "gguf", type="q4")
-    random_heads(replace(CONFIG, markov_rank=3)).save_pretrained(tmp_path / "biased")
-    with pytest.raises(ValueError, match=r"a bias of rank 3 by the token before.*give format headstart, or train"):
-        export(tmp_path / "biased", tmp_path / "out", "vllm")
     assert not (tmp_path / "out").exists()
-    exported = export(heads_folder, tmp_path / "exported", "vllm").folder
-    with pytest.raises(ValueError, match="holds heads in vLLM's format: give the folder of the run"):
-        export(exported, tmp_path / "again", "headstart")
 
 
 def test_a_source_without_weights_or_tokenizer_is_refused(
     heads_folder: Path, draft_folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"there is no folder .*nowhere: give that of a training run"):
-        export(tmp_path / "nowhere", tmp_path / "out", "vllm")
+        export(tmp_path / "nowhere", tmp_path / "out", "headstart")
     (heads_folder / "model.safetensors").rename(heads_folder / "model.bin")
     with pytest.raises(ValueError, match="holds no weights"):
-        export(heads_folder, tmp_path / "out", "vllm")
+        export(heads_folder, tmp_path / "out", "headstart")
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):

@@ -29,18 +29,16 @@ def final(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("format", ["headstart", "vllm"])
-def test_the_adapted_target_goes_with_its_heads(final: Path, tmp_path: Path, format: str) -> None:
+def test_the_adapted_target_goes_with_its_heads(final: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    summary = export(final, out, format)
+    summary = export(final, out, "headstart")
     assert {"target/model.safetensors", "target/tokenizer.json", "model.safetensors"} <= summary.files.keys()
     assert stored_fingerprint(out / "target") == stored_fingerprint(final / "target")
     assert stored_fingerprint(out / "target") != stored_fingerprint(tmp_path / "target")
     decoded, card = summary.compared[-1], (out / "README.md").read_text()
     assert "texts equal 3/3, to plain decoding's 3/3" in decoded and "logits of 2 heads bit-equal" in decoded
     assert "`DIR/target` the adapted target" in card and str(tmp_path) not in card
-    if format == "vllm":
-        assert str(out / "target") in summary.commands[0].argv, "vLLM serves the adapted target"
+    assert str(out / "target") in summary.commands[0].argv, "vLLM serves the adapted target"
 
 
 def test_a_target_that_is_copied_wrongly_is_caught_and_leaves_nothing(

@@ -10,7 +10,6 @@ from tiny_tokenizer import byte_tokenizer
 from decoding.measure.questions import MT_BENCH, Asker, Question, evenly, read_questions
 
 CHAT = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-THINKING = CHAT + "{% if enable_thinking %}!{% endif %}"
 KEY = "questions_sha256"
 
 
@@ -106,13 +105,6 @@ def test_a_later_turn_is_asked_behind_the_answer_without_its_end() -> None:
     assert asker(("one", "two"), all_turns=False).turns(0) == 1
 
 
-def test_the_thinking_mode_reaches_the_template_or_is_refused() -> None:
-    assert text(asker(("one",), template=THINKING, thinking=True).prompt(0)) == "<u>one<a>!"
-    assert text(asker(("one",), template=THINKING, thinking=False).prompt(0)) == "<u>one<a>"
-    with pytest.raises(ValueError, match="--no-thinking has no effect: the target's chat template reads no enable_th"):
-        asker(("one",), thinking=False)
-
-
 def test_a_context_is_filled_with_the_rows_before_and_never_exceeded() -> None:
     asked = asker(("aaaa",), ("bbbb",), ("cccc",))
     assert text(asked.prompt(2, context=10)) == "<u>cccc<a>"
@@ -127,7 +119,7 @@ def test_a_context_is_filled_with_the_rows_before_and_never_exceeded() -> None:
 
 def test_the_digest_of_the_questions_tells_ids_tasks_and_later_turns_apart() -> None:
     def digest(name: str = "q", task: str | None = None, later: str = "two", all_turns: bool = True) -> str:
-        return str(Asker([Question(name, task, user("one"), (later,))], byte_tokenizer(), None, all_turns).asked()[KEY])
+        return str(Asker([Question(name, task, user("one"), (later,))], byte_tokenizer(), all_turns).asked()[KEY])
 
     assert len({digest(), digest("r"), digest(task="qa"), digest(later="three")}) == 4
     assert digest(all_turns=False) == digest(later="three", all_turns=False), "nobody asks it"

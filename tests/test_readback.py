@@ -11,7 +11,7 @@ from test_export import random_heads
 from tiny_training import recipe_content, write_corpus, write_target
 
 from decoding.model.heads import MedusaConfig
-from trainer.export import draft, vllm
+from trainer.export import draft, headstart
 from trainer.export.exporter import export
 from trainer.recipe.reading import parse_recipe
 
@@ -50,20 +50,16 @@ def target_as_draft(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("format", "tree", "change"),
-    [
-        ("headstart", "medusa, tree of 3", {}),
-        ("headstart", "markov, tree of 3", {"markov_rank": 3}),
-        ("vllm", "medusa, chain of 2", {}),
-        ("vllm", "medusa, chain of 2", {"shared_lm_head": True}),
-    ],
+    ("name", "change"), [("medusa", {}), ("medusa", {"shared_lm_head": True}), ("markov", {"markov_rank": 3})]
 )
 def test_exported_heads_draft_as_the_trained_ones(
-    heads: Path, tmp_path: Path, format: str, tree: str, change: dict[str, Any]
+    heads: Path, tmp_path: Path, name: str, change: dict[str, Any]
 ) -> None:
     random_heads(replace(HEADS, **change), torch.bfloat16).save_pretrained(heads)
-    sentence = export(heads.parent, tmp_path / "out", format).compared[-1]
-    assert sentence.startswith(f"3 prompts of heldout.jsonl decoded with both ({tree}): texts equal 3/3, to pl")
+    sentence = export(heads.parent, tmp_path / "out", "headstart").compared[-1]
+    assert sentence.startswith(
+        f"3 prompts of heldout.jsonl decoded with both ({name}, tree of 3): texts equal 3/3, to pl"
+    )
     assert "to plain decoding's 3/3" in sentence and sentence.endswith("logits of 2 heads bit-equal")
 
 
@@ -95,21 +91,21 @@ def test_without_target_or_prompts_the_export_says_what_to_give(heads: Path, tmp
 def test_heads_that_read_back_otherwise_are_caught_by_their_logits(
     heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = vllm.read_vllm_heads
+    read = headstart.load_heads
 
-    def without_biases(folder: Path) -> Any:
-        wrong = read(folder)
+    def without_biases(folder: Path, target: Any) -> Any:
+        wrong = read(folder, target)
         with torch.no_grad():
             for name, parameter in wrong.named_parameters():
-                parameter.mul_(0 if name.endswith("bias") else 1)
+                parameter.mul_(0 if name.endswith("bias") and folder != heads else 1)
         return wrong
 
-    monkeypatch.setattr(vllm, "read_vllm_heads", without_biases)
+    monkeypatch.setattr(headstart, "load_heads", without_biases)
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(
         ValueError, match=r"decodes otherwise than the trained weights: the heads' logits differ after p"
     ):
-        export(heads, tmp_path / "out", "vllm")
+        export(heads, tmp_path / "out", "headstart")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 

@@ -17,7 +17,7 @@ from trainer.export.vllm_proposer import HeadsProposer
 TARGET = "org/target"
 PLAN = ServingPlan("M, 2 threads", (), ((1, 2, 3), (3, 8, 1), (9, 16, 0)))
 DRAFT = Artefact("draft", 9, "float32", hidden_size=8, vocab_size=128, layers=1)
-HEADS = replace(DRAFT, format="vllm", heads=3)
+HEADS = replace(DRAFT, format="headstart", heads=3)
 DSPARK = replace(DRAFT, format="dspark", at_once=4, markov_rank=8)
 DFLASH = replace(DSPARK, markov_rank=0)
 GGUF = replace(DRAFT, format="gguf")
@@ -69,7 +69,6 @@ def noted(found: ServerCommand, text: str) -> bool:
         (DSPARK, ["vllm", "sglang"]),
         (DFLASH, ["vllm", "sglang"]),
         (GGUF, ["llama.cpp"]),
-        (replace(HEADS, format="headstart"), ["vllm"]),
         (replace(DFLASH, format="gguf"), ["llama.cpp"]),
     ],
 )
@@ -81,23 +80,16 @@ def test_each_format_has_the_commands_of_the_servers_that_take_it(
     assert all("DIR" in each.shell and str(folder) not in each.shell for each in found)
 
 
-def test_vllm_drafts_with_all_heads_and_the_page_says_up_to_which_version(folder: Path) -> None:
-    found = command(HEADS, folder)
-    assert vllm_config(found) == {"method": "medusa", "model": str(folder), "num_speculative_tokens": 3}
-    assert noted(found, "3 tokens at a time: as many as it drafts at once") and noted(found, "0.32 or older")
-    planned = command(HEADS, folder, plan=replace(PLAN, schedule=((1, 2, 2), (3, 8, 1), (9, 16, 0))))
-    assert vllm_config(planned)["num_speculative_tokens"] == 2, "vLLM asserts one depth for heads"
-    assert noted(planned, "[[1,2,2],[3,8,1],[9,16,0]]") and noted(planned, "--max-num-seqs 8 keeps the server")
-
-
-def test_heads_in_our_own_format_are_served_by_our_proposer(folder: Path) -> None:
+def test_heads_are_served_by_our_proposer_at_one_depth(folder: Path) -> None:
     plan = replace(PLAN, schedule=((1, 2, 2), (3, 8, 1), (9, 16, 0)))
-    found = command(replace(HEADS, format="headstart", markov_rank=4), folder, plan=plan)
+    found = command(HEADS, folder, plan=plan)
     assert found.argv[:4] == ("vllm", "serve", TARGET, "--speculative-config")
     config = json.loads(found.argv[4])
     module, _, name = config["model"].rpartition(".")
     assert getattr(import_module(module), name) is HeadsProposer and config["method"] == "custom_class"
     assert config["num_speculative_tokens"] == 2 and noted(found, "--max-num-seqs 8 keeps the server")
+    assert noted(found, "[[1,2,2],[3,8,1],[9,16,0]]")
+    assert noted(command(HEADS, folder), "3 tokens at a time: as many as it drafts at once")
     assert found.argv[5] == "--additional-config" and json.loads(found.argv[6]) == {"headstart": {"heads": str(folder)}}
     assert noted(found, "0.32 and later") and warned(found, "drafts by argmax")
 
@@ -162,8 +154,10 @@ def test_a_dspark_draft_is_named_by_its_method_in_every_server(
 
 @pytest.mark.parametrize("name", ["my-eagle3-heads", "x/dspark_7b"])
 def test_a_path_by_which_vllm_takes_another_method_is_named(tmp_path: Path, name: str) -> None:
-    assert warned(command(HEADS, tmp_path / name), "by which vLLM chooses another method")
-    assert not warned(command(HEADS, tmp_path / name, path="DIR"), "another method"), "the server is given this path"
+    served = folder_of(tmp_path / name, model_type="llama")
+    assert warned(command(DRAFT, served), "by which vLLM chooses another method")
+    assert not warned(command(DRAFT, served, path="DIR"), "another method"), "the server is given this path"
+    assert not warned(command(HEADS, served), "another method"), "its path is no model's"
 
 
 def test_a_draft_of_another_vocabulary_size_or_with_fewer_positions_is_configured_and_named(

@@ -134,8 +134,14 @@ def test_a_cached_file_is_found_again_only_for_what_gives_the_same_sequences(tmp
     assert {*token_cache._DECIDES} | changes_none | elsewhere == {*DataSection.model_fields}, "a new field: which?"
     base = of()
     assert base == of(packing=True, num_proc=4, license="mit", split="other"), "none of them decides a sequence"
-    changed = {"max_length": 17, "max_rows": 19, "bad_rows": "stop", "format": "text", "text_field": "body"}
-    changed |= {"prompt_field": "question", "answer_field": "answer"}
+    changed: dict[str, Any] = {
+        "max_length": 17,
+        "max_rows": 19,
+        "bad_rows": "stop",
+        "format": "text",
+        "text_field": "body",
+    }
+    changed |= {"prompt_field": "question", "answer_field": "answer", "chat_template_kwargs": {"effort": 1}}
     assert changed.keys() == {*token_cache._DECIDES}
     other_words = (*WORDS[:4], *WORDS[5:], WORDS[4])
     found = [

@@ -160,6 +160,10 @@ class Drafter(ABC):
         """Budgets under which it drafts nothing but chains, for targets that run no trees."""
         return self.budgets if self.chains_only else ()
 
+    def budgets_on(self, target: CausalLM) -> tuple[Budget, ...]:
+        """Return the budgets for a target: chains alone if it runs no trees."""
+        return self.budgets if target.no_trees is None else self.chains
+
     @property
     def max_depth(self) -> int:
         """Depth of the deepest tree that it drafts."""

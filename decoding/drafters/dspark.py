@@ -10,6 +10,7 @@ from decoding.drafters.growth import ConditionalLogits, Growth, StaticTree
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkDraft, TextKeys
 from decoding.model.markov import DecodingBias
+from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 
@@ -59,6 +60,10 @@ class DSparkDrafter(Drafter):
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         return frozenset({self.growth.kind(sampling)})
+
+    @property
+    def chains(self) -> tuple[Budget, ...]:
+        return self.growth.tree.chains
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DSparkSession":
         texts = TextRows(sampling, target.vocab_size, target.device)

@@ -63,6 +63,11 @@ class StaticTree:
         """Return the widest cut within the request's bounds."""
         return self._cuts(min(request.max_depth, self.max_depth), min(request.max_nodes, len(self._shape)))
 
+    @property
+    def chains(self) -> tuple[Budget, ...]:
+        """The budgets under which it is cut to a chain."""
+        return tuple(budget for budget in self.budgets if budget.nodes == budget.depth + 1)
+
     def _sizes(self) -> tuple[Budget, ...]:
         """List the budgets: all ranks and rank 0 alone, each to every depth, and 1, 2, 4, ... ranks to full depth."""
         widths = [1]

@@ -48,7 +48,7 @@ class MedusaDrafter(Drafter):
 
     @property
     def chains(self) -> tuple[Budget, ...]:
-        return tuple(budget for budget in self.budgets if budget.nodes == budget.depth + 1)  # best tokens alone
+        return self.growth.tree.chains
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "MedusaSession":
         self.heads.config.check_fits(target.hidden_size, target.vocab_size)

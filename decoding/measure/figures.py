@@ -160,19 +160,29 @@ def answers(report: Report) -> list[str]:
     return [_answer(report, setting) for setting in settings(report)]
 
 
+def load_of(report: Report) -> str:
+    """Return the word for the axis of batch sizes: a server's is the number of requests under way."""
+    return "concurrency" if report.get("served") else "batch"
+
+
 def _answer(report: Report, setting: str) -> str:
     timed = [row for row in named(report["rows"], setting) if speed_of(row) is not None and row["method"] != PLAIN]
     if not timed:
-        return one_line(f"Nothing but plain decoding was timed, {setting}.")
+        alone = "The speed-up is not known" if report.get("served") else "Nothing but plain decoding was timed"
+        return one_line(f"{alone}, {setting}.")
     best = max(timed, key=lambda row: speed_of(row) or 0.0)
     figure = best.get("speedup_of_totals") or {"value": speed_of(best), "low": None, "high": None}
-    said = f"{estimate(figure, '×')} plain decoding, {setting}, batch {best.get('batch_size') or 1}"
+    said = f"{estimate(figure, '×')} plain decoding, {setting}, {load_of(report)} {best.get('batch_size') or 1}"
+    falls, falls_with_context = (below_from(curve(report, best, axis)) for axis in ("batch_size", "context"))
+    slower = "slower" if report.get("served") else "below 1×"
+    crossover = f"; {slower} from {load_of(report)} {falls:,} on" if falls else ""
     if figure["value"] <= 1:
+        if report.get("served"):
+            return one_line(f"The server is not faster than plain decoding: {said}{crossover}.")
         return one_line(f"Nothing is faster than plain decoding: at best {best['method']}, {said}.")
     if figure["low"] is not None and figure["low"] <= 1:
         said += "; its interval holds 1×, so these prompts do not show a gain"
-    falls, falls_with_context = (below_from(curve(report, best, axis)) for axis in ("batch_size", "context"))
-    said += f"; below 1× from batch {falls:,} on" if falls else ""
+    said += crossover
     said += f"; below 1× from {falls_with_context:,} tokens of context on" if falls_with_context else ""
     return one_line(f"Fastest: {best['method']}{' (lossy)' * (best['label'] == 'lossy')}, {said}.")
 
@@ -193,9 +203,14 @@ def caption(report: Report) -> str:
     if (processes := report.get("processes") or 1) > 1:
         where += f", {processes} processes side by side"
     commits = report.get("commits") or [report["commit"]]
+    what = (
+        f"Measured from outside, by {where}"
+        if report.get("served")
+        else f"{report['parameters'] / 1e6:.1f}M-parameter target in {report['dtype']} on {where}"
+    )
     return one_line(
-        f"{report['parameters'] / 1e6:.1f}M-parameter target in {report['dtype']} on {where}; "
-        f"{prompts}, up to {report['max_new_tokens']} new tokens, batch {first.get('batch_size') or 1}; "
+        f"{what}; {prompts}, up to {report['max_new_tokens']} new tokens, {load_of(report)} "
+        f"{first.get('batch_size') or 1}; "
         f"commit{'s' * (len(commits) > 1)} {_and(commits)}"
     )
 

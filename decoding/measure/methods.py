@@ -234,7 +234,8 @@ def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decodin
     peers = [transformers_method(target, setting, TRANSFORMERS, decoding)]
     for name, drafter in drafters.items():
         # transformers takes a vocabulary of another size for another tokenizer, so a padded draft has no peer.
-        if isinstance(drafter, DraftModelDrafter) and drafter.draft.vocab_size == target.vocab_size:
+        same = isinstance(drafter, DraftModelDrafter) and drafter.draft.vocab_size == target.vocab_size
+        if isinstance(drafter, DraftModelDrafter) and same and not getattr(target.model, "_is_stateful", False):
             depth = drafter.max_depth
             assisted = [
                 transformers_method(target, setting, f"{_ASSISTED}, {depth} tokens", decoding, drafter.draft, depth),

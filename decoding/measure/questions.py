@@ -129,24 +129,16 @@ def evenly(questions: Sequence[Question], limit: int) -> list[Question]:
 class Asker:
     """Writer of the questions' prompts as token ids: a `PromptSource`.
 
-    ``thinking`` is handed to the chat template; without ``chat`` none is used. ``all_turns`` False asks first turns
-    only. ``filler`` are all questions of the file in its order: a prompt that is asked for with a context is preceded
-    by the texts of the questions before it, the last before the first.
+    Without ``chat`` no chat template is used. ``all_turns`` False asks first turns only. ``filler`` are all questions
+    of the file in its order: a prompt that is asked for with a context is preceded by the texts of the questions before
+    it, the last before the first.
     """
 
     questions: Sequence[Question]
     tokenizer: PreTrainedTokenizerBase
-    thinking: bool | None = None
     all_turns: bool = True
     filler: Sequence[Question] = ()
     chat: bool = True
-
-    def __post_init__(self) -> None:
-        template = self.tokenizer.chat_template
-        if self.thinking is not None and "enable_thinking" not in str(template):
-            given = "--thinking" if self.thinking else "--no-thinking"
-            what = "reads no enable_thinking" if template else "is missing"
-            raise ValueError(f"{given} has no effect: the target's chat template {what}; leave it out")
 
     @cached_property
     def ids(self) -> Sequence[str]:
@@ -176,7 +168,7 @@ class Asker:
 
     def _encode(self, messages: list[dict[str, Any]], question: Question) -> tuple[int, ...]:
         chat = self.chat and not question.plain
-        return encode_prompt(messages, self.tokenizer, chat, self.thinking, question.tools)
+        return encode_prompt(messages, self.tokenizer, chat, question.tools)
 
     def _filled(self, question: Question, messages: list[dict[str, Any]], context: int) -> tuple[int, ...]:
         """Return the prompt with so much text before the user's first message that it has ``context`` tokens at most.
@@ -216,7 +208,7 @@ class Asker:
         return ids
 
     def asked(self) -> dict[str, Any]:
-        """Tell what was asked of every method: the template and its digest, the thinking mode, the turns.
+        """Tell what was asked of every method: the template and its digest, the turns.
 
         ``questions_sha256`` covers what the first turns' tokens do not: ids, tasks and the texts of later turns.
         """
@@ -228,7 +220,6 @@ class Asker:
         return {
             "template": "chat" if chat else "none",
             "template_sha256": None if template is None else sha256(template.encode()).hexdigest(),
-            "thinking": self.thinking,
             "turns": "all" if any(self.turns(index) > 1 for index in range(len(self.questions))) else "first",
             "questions_sha256": sha256(json.dumps(questions).encode()).hexdigest(),
         }

@@ -191,7 +191,7 @@ def why_no_chains(model: PreTrainedModel) -> str | None:
     if kind in RESTARTING:
         return f"{kind} in transformers cannot run several tokens behind a cached text"
     if kind in CACHE_OF_THEIR_OWN:
-        return f"{kind} keeps its state outside of transformers' DynamicCache, so that every pass runs the whole text"
+        return f"{kind} keeps its state outside of transformers' DynamicCache and runs the whole text in every pass"
     if "indexed_attention" in types:
         return f"{kind} attends to the keys that score best, and ties fall otherwise in a longer pass"
     return None

@@ -114,6 +114,11 @@ class CausalLM:
                 "or a lookup of one branch"
             )
 
+    @torch.inference_mode()
+    def state_bytes(self) -> int:
+        """Return the bytes of the recurrent states of one text, which a drafted chain needs twice; 0 without any."""
+        return self._rows.state_bytes() if self._rows is not None else 0
+
     def windows(self) -> dict[str, int | None]:
         """Return the sliding window (None: full attention) of each layer type that takes a mask."""
         return self._masks.windows

@@ -134,6 +134,11 @@ def _states_of(layer: Any) -> dict[str, Any]:
     return states
 
 
+def _flat(value: Any) -> list[Tensor]:
+    parts = value.values() if isinstance(value, dict) else [value]
+    return [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+
+
 def _put_back(layer: Any, states: dict[str, Any]) -> None:
     for name, value in states.items():
         cropped = name in _GROWING and isinstance(value, int)
@@ -159,6 +164,17 @@ class RowSteps:
         """Make a cache for ``rows`` texts."""
         keeps = self._cache_name is not None
         return RowsCache((lambda: DynamicCache(config=self._model.config)) if keeps else None, rows)
+
+    def state_bytes(self) -> int:
+        """Return the bytes of one text's states that do not grow with it: of recurrences and convolutions."""
+        cache = self.new_cache(1)
+        self.run([[0]], cache, last=True)
+        held = cache.held(0)
+        states = [] if held is None else [_states_of(layer) for layer in held.layers]
+        parts = [
+            part for each in states for name, value in each.items() if name not in _GROWING for part in _flat(value)
+        ]
+        return sum(part.nbytes for part in parts)
 
     def run(
         self,

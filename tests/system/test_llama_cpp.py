@@ -3,24 +3,37 @@
 Needs the environment that `make engines` makes, of which `make test` takes care.
 """
 
+import io
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from llama_cpp_server import llama_cpp
+from rich.console import Console
 from test_gguf import LLAMA3, QWEN2, sentencepiece_like
 from tiny_models import tiny_model
+from tiny_training import write_rows
 from tokenizers import Regex, pre_tokenizers
 from trained_pair import bpe_tokenizer, sentences, train_dspark, train_pair
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from decoding.drafters import DraftModelDrafter, DSparkDrafter
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.measure.compare import compare, read_evaluation
 from decoding.measure.proof.greedy import margin_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_dspark, load_model, load_tokenizer
+from trainer.commands.evaluate import run_evaluate
+from trainer.commands.options import EvaluateOptions, RegenerateOptions
+from trainer.commands.regenerate import run_regenerate
+from trainer.data.dataset import load_dataset
 from trainer.export.exporter import NO_PROMPTS, export
+from trainer.recipe.common import DataSection
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from engines import LLAMA_CPP, LlamaCppCase, serve_llama_cpp
@@ -238,3 +251,56 @@ def test_llama_cpp_splits_texts_as_the_tokenizer_does(desk: Desk, found: dict[st
     for text, tokens in zip(TEXTS, found[f"split {name}"]["tokenised"], strict=True):
         assert tokens == tokenizer(text)["input_ids"], text
     assert len({str(found[f"split {other}"]["tokenised"]) for other in TOKENIZERS}) == len(TOKENIZERS), "they differ"
+
+
+# --- measured from outside --------------------------------------------------------------------------------------------
+
+
+def test_a_server_is_measured_from_outside_with_its_draft_and_without(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    target, draft = (desk.file(folder, f"outside-{index}") for index, folder in enumerate(desk.pair))
+    rows = [{"prompt": text[:40]} for text in sentences(4, seed=9)]
+    options = EvaluateOptions(
+        prompts=write_rows(tmp_path / "prompts.jsonl", rows),
+        output=tmp_path / "out",
+        model=str(target),
+        concurrency=(1, 4),
+        max_new_tokens=24,
+        settings=("greedy",),
+    )
+    with llama_cpp(target, draft) as endpoint, llama_cpp(target) as baseline:
+        both = replace(options, endpoint=endpoint, baseline_endpoint=baseline)
+        report = run_evaluate(both, Console(file=io.StringIO()))
+    every = {(row["method"], row["batch_size"]): row for row in (*report["rows"], *report["grid"])}
+    assert every.keys() == {(name, load) for name in ("served", "plain") for load in (1, 4)}
+    for (name, load), row in every.items():
+        figures = row["latency"]
+        assert figures["requests"] == 4 and figures["counted"] and 1 <= figures["under_way"] <= load + 1e-9
+        assert figures["tpot_ms"]["p50"] > 0 and 0 < figures["ttft_ms"]["p50"] < 60_000
+        assert row["tokens_per_second"]["value"] > 0 and ("acceptance_length" in row) == (name == "served")
+    row = every["served", 1]
+    reached = [share["value"] for share in row["reached"]]
+    assert len(reached) == 3 and 0 < reached[1] <= reached[0] < 1
+    assert row["acceptance_length"] == pytest.approx(1 + sum(reached))
+    assert row["identical_to_plain"]["identical"] == row["identical_to_plain"]["of"] == 4
+    assert compare(read_evaluation(tmp_path / "out"), read_evaluation(tmp_path / "out"), "plain", "served")["rows"]
+
+
+def test_training_reads_the_very_tokens_that_a_server_wrote(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": text[:40]} for text in sentences(3, seed=9)])
+    answers = tmp_path / "answers.jsonl"
+    with llama_cpp(desk.file(desk.pair[0], "answering")) as address:
+        asked = RegenerateOptions(prompts=prompts, output=answers, endpoint=[address], model="any", temperature=0.0)
+        summary = run_regenerate(replace(asked, max_new_tokens=60), Console(file=io.StringIO()))
+    assert (summary.answered, summary.texts_alone) == (3, 0)
+    dataset = load_dataset(str(answers), DataSection(train="", heldout=""), desk.tokenizer)
+    config = DecodingConfig(60, eos_token_ids=desk.ends)
+    for example in dataset.examples:
+        prompt, trained = (example.tokens[example.trained == kept].tolist() for kept in (False, True))
+        assert tuple(trained) == Engine(desk.target).decode(prompt, config).tokens
+    assert any(example.tokens[-1] in desk.ends for example in dataset.examples), "ends are trained"

@@ -259,21 +259,12 @@ def test_a_server_that_tells_only_the_number_of_tokens_is_compared_by_it(desk: D
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_heads_that_no_server_reads_need_something_to_be_compared_with(desk: Desk, tmp_path: Path) -> None:
-    MedusaHeads(MedusaConfig(16, 128)).save_pretrained(tmp_path / "heads")
-    with pytest.raises(ValueError, match=r"there is nothing to compare heads:.* with: give a server's --endpoint"):
-        diagnosed(desk, speculator=f"heads:{tmp_path / 'heads'}", exported=None, target="/nowhere/at/all")
-
-
 def test_an_export_of_another_kind_is_refused_before_anything_is_compared(desk: Desk, tmp_path: Path) -> None:
-    heads = MedusaHeads(MedusaConfig(16, 128))
-    heads.save_pretrained(tmp_path / "heads")
-    (tmp_path / "exported").mkdir()
-    (tmp_path / "exported" / "config.json").write_text('{"model_type": "medusa"}')
+    MedusaHeads(MedusaConfig(16, 128)).save_pretrained(tmp_path / "heads")
     with pytest.raises(ValueError, match=r"holds a model, but heads:.* of kind heads: give"):
         diagnosed(desk, speculator=f"heads:{tmp_path / 'heads'}", target="/nowhere/at/all")
-    with pytest.raises(ValueError, match=r"exported holds heads .* but draft:.* of kind draft: give the folder"):
-        diagnosed(desk, exported=tmp_path / "exported", target="/nowhere/at/all")
+    with pytest.raises(ValueError, match=r"heads holds heads, but draft:.* of kind draft: give the folder"):
+        diagnosed(desk, exported=tmp_path / "heads", target="/nowhere/at/all")
 
 
 @pytest.mark.parametrize(

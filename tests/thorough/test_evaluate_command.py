@@ -41,7 +41,7 @@ REFUSED = {
     "--context 64,253": "--context 253 does not fit with 4 new tokens into the 256 that target and drafters can hold",
     "--context 64": "--context 64 is more than the texts of",
     "--task a,c": "--task is 'c', but",
-    "--no-thinking": "--no-thinking has no effect: the target's chat template reads no enable_thinking",
+    '--chat-template-kwargs {"a":1}': "chat_template_kwargs has a, which the chat template does not read: leave it out",
 }
 
 

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     exported.mkdir()
     (exported / "model.safetensors").write_bytes(WEIGHTS)
     (exported / "config.json").write_bytes(CONFIG)
-    artefact = Artefact("vllm", 100, "bfloat16", hidden_size=8, vocab_size=12, layers=1, heads=2, tree_nodes=2)
+    artefact = Artefact("headstart", 100, "bfloat16", hidden_size=8, vocab_size=12, layers=1, heads=2, tree_nodes=2)
     (exported / "README.md").write_text(render_card(artefact, None, None), encoding="utf-8")
     return exported
 

@@ -14,11 +14,11 @@ from dspark_training import objective_for as dspark_on
 from scripted_drafters import HostileDrafter
 from target_families import CHAINS, PLAIN, TREES, VOCAB, family_model
 from test_generate_families import transformers_greedy
-from tiny_dspark import states_at
+from tiny_dspark import states_at, tiny_dspark
 from tiny_models import positions_run, tiny_model
 from tiny_training import medusa_on, tiny_tokenizer
 
-from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, MedusaDrafter
+from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, DSparkDrafter, MedusaDrafter
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -161,7 +161,7 @@ def test_a_family_that_verifies_no_draft_is_refused_where_one_is_given_and_says_
         Engine(CausalLM(family_model(family)), Chains([[3]])).decode([3], DecodingConfig(4))
 
 
-def test_trees_and_static_shapes_are_refused_on_a_recurrent_target_and_heads_draft_their_chain() -> None:
+def test_trees_and_static_shapes_are_refused_on_a_recurrent_target_and_drafts_of_a_tree_draft_its_chain() -> None:
     target = CausalLM(family_model("lfm2"))
     tree = DraftTreeDrafter(CausalLM(tiny_model()), 2, 2, 6)
     with pytest.raises(ValueError, match=r"^lfm2 has conv layers.*draft tree drafts trees: give a lfm2 model heads"):
@@ -169,8 +169,10 @@ def test_trees_and_static_shapes_are_refused_on_a_recurrent_target_and_heads_dra
     with pytest.raises(ValueError, match=r"^lfm2 has conv layers.*cannot have fixed shapes: leave static out"):
         target.with_static("eager")
     heads = MedusaHeads(MedusaConfig(32, VOCAB, 2, tree=((0,), (1,), (0, 0), (0, 1))))
-    steps = Engine(target, MedusaDrafter(heads)).decode([3], DecodingConfig(COUNT, trees=True)).steps
-    assert {step.tree.shape.parents for step in steps if step.tree} == {(-1, 0, 1)}
+    dspark = DSparkDrafter(tiny_dspark(target), tree=((0,), (1,), (0, 0), (0, 1)))
+    for drafter, count in itertools.product((MedusaDrafter(heads), dspark), range(3, COUNT)):
+        steps = Engine(target, drafter).decode([3], DecodingConfig(count, trees=True)).steps
+        assert {step.tree.shape.parents for step in steps if step.tree} <= {(-1, 0, 1), (-1, 0)}
 
 
 # --- what is fed ------------------------------------------------------------------------------------------------------

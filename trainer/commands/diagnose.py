@@ -22,7 +22,7 @@ from trainer.commands.models import check_endpoint, connect, read_target
 from trainer.commands.options import DiagnoseOptions
 from trainer.data.conversations import read_conversations, read_heldout
 from trainer.quickstart import resolve
-from trainer.servers.configs import is_vllm_heads, kind_of
+from trainer.servers.configs import kind_of
 from trainer.servers.counters import parse_counts
 from trainer.servers.diagnosis import Replay, ServerCounts, diagnose
 from trainer.servers.rendered import HeldOutPrompt
@@ -31,7 +31,7 @@ from trainer.terminal.console import say, standard_error, standard_output
 
 _PAGE_SECONDS = 10.0
 _NO_LIMIT = 1 << 30
-_HELD = {"heads": "heads as vLLM reads them", "dspark": "a DSpark draft", "draft": "a model"}
+_HELD = {"heads": "heads", "dspark": "a DSpark draft", "draft": "a model"}
 
 
 def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bool:
@@ -60,24 +60,13 @@ def _check(options: DiagnoseOptions) -> SpeculatorName:
         raise UserError(f"{folder} is no folder that a server reads (no config.json)", "name an exported folder")
     read_conversations(resolve(options.prompts), None, options.limit, 1, chat=True)
     named = named_speculator(options.speculator)
-    for held in filter(None, (folder, _read_by_servers(named))):
+    for held in filter(None, (folder, named.folder)):
         if (kind := kind_of(held)) != named.kind:
             raise UserError(
                 f"{held} holds {_HELD[kind]}, but {options.speculator} is a speculator of kind {named.kind}",
                 f"give the folder that was exported of it, or name it as {kind}:{named.path}",
             )
-    if (options.endpoint, options.metrics, folder, _read_by_servers(named)) == (None, None, None, None):
-        raise UserError(
-            f"there is nothing to compare {options.speculator} with",
-            "give a server's --endpoint or --metrics, or --exported with the folder that it reads",
-        )
     return named
-
-
-def _read_by_servers(named: SpeculatorName) -> Path | None:
-    """Return the speculator's own folder if a server can read it: heads in this project's format no server reads."""
-    folder = named.folder
-    return None if named.kind == "heads" and not is_vllm_heads(folder) else folder
 
 
 def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) -> list[Finding]:
@@ -101,7 +90,7 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
         _heldout(options, speculator, target, tokenizer, watch),
         DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(target.model, tokenizer)),
         options.temperature,
-        options.exported or _read_by_servers(named),
+        options.exported or named.folder,
         local_folder(resolve(options.target), weights=False),
         options.trust_remote_code,
     )

@@ -17,9 +17,10 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
 
-from decoding.model.dspark_config import is_dspark_folder
 from trainer.commands.inspection import marked_text
+from trainer.doctor.machine import size
 from trainer.export.exporter import NO_PROMPTS, export
+from trainer.export.task import DRAFT, DSPARK, HEADS, kind_held_in
 from trainer.job import Job
 from trainer.learning.spans import StepTimes, Stopwatch
 from trainer.processes import Process, agreed, build_accelerator, describe, on_first
@@ -31,6 +32,7 @@ from trainer.run.heldout import evaluator_of
 from trainer.run.loop import Hooks, train
 from trainer.run.state import gather_weights
 from trainer.run.train import ensure_built
+from trainer.target.loading import Target
 from trainer.terminal.console import say, standard_error, standard_output, title
 
 STEPS = 4
@@ -98,6 +100,8 @@ def dry_run(recipe: AnyRecipe, console: Console | None = None) -> None:
             evaluator.evaluate(job.objective)
         evaluation = time.perf_counter() - start
         table = _table(recipe, job, parameters, _times(job, accelerator, process), evaluation)
+        if isinstance(job.target, Target) and (states := job.target.model.state_bytes()):
+            table.add_row("memory", "recurrent states of a decoded text, kept twice", size(2 * states))
         table.add_row("memory", "most that one process held", _size(_peak_memory(accelerator)))
     if process.is_first:
         say(console, marked_text(job.dataset.examples[0], job.tokenizer, console.is_terminal and not console.no_color))
@@ -105,18 +109,18 @@ def dry_run(recipe: AnyRecipe, console: Console | None = None) -> None:
 
 
 def _write_artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scratch: Path, console: Console) -> None:
-    """Write the untrained artefact in the format that servers load, else in our own, and print what loads it."""
+    """Write the untrained artefact in the format that servers load, and print what loads it."""
     made, folder = scratch / "final", Path(recipe.output) / FOLDER
     finish(job, made, Progress(0, 0), [], describe(accelerator))
     if (folder / "provenance.json").is_file():  # of an earlier dry run
         shutil.rmtree(folder)
-    formats = {"medusa": ("vllm", "headstart"), "draft": ("draft", "headstart")}.get(recipe.kind, ())
-    for format in ("dspark",) if is_dspark_folder(made) else formats:
-        try:
-            say(console, str(export(made, folder, format, prompts=NO_PROMPTS)))
-            break
-        except ValueError as error:  # no server takes every head or draft
-            say(console, f"the untrained artefact is not written as {format}: {error}")
+    if recipe.kind == "pretrain":
+        return
+    format = {HEADS: "headstart", DRAFT: "draft", DSPARK: "dspark"}[kind_held_in(made)]
+    try:
+        say(console, str(export(made, folder, format, prompts=NO_PROMPTS)))
+    except ValueError as error:  # no server takes every draft
+        say(console, f"the untrained artefact is not written as {format}: {error}")
 
 
 def _times(job: Job, accelerator: Accelerator, process: Process) -> _Times:

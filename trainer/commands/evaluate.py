@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from decoding.errors import UserError
 from decoding.measure.markdown import one_line
 from decoding.measure.measurement import Measurement, report_of, write_report
 from decoding.measure.methods import EvaluationConfig, settings_of, standard_methods
@@ -38,7 +39,10 @@ from trainer.terminal.progress import ProgressBar
 
 _FILLED = 0.9
 """Share of a context that its prompts fill at least; cuts between tokens take some off."""
-_PUBLISHED = ("dtype", "trust_remote_code", "prompt_field", "limit", "task", "thinking", "max_new_tokens", "rounds")
+_PUBLISHED = (
+    *("dtype", "trust_remote_code", "prompt_field", "limit", "task", "max_new_tokens", "rounds"),
+    "chat_template_kwargs",
+)
 """Options that the report gives as they are; the others are given as names, fingerprints and what was asked."""
 
 
@@ -48,6 +52,11 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     Of several processes each decodes its share, and the first one writes and returns the report; the others return {}.
     """
     watched, console = console or standard_error(), console or standard_output()
+    if options.endpoint is not None:
+        from trainer.commands.evaluate_served import run_evaluate_served
+
+        return run_evaluate_served(options, watched, console)
+    _check_target(options)
     accelerator = join_processes()
     rank, world = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     logging.set_verbosity_error()  # `generate` warns about the draft length that assisted generation is given
@@ -55,7 +64,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     measurement, tokenizer, about = agreed(lambda: _prepared(options, process), patient=True)
     with ExitStack() as stack:
         on_first(lambda: stack.enter_context(hold(options.output)))
-        on_first(lambda: _check_records(options, about))
+        on_first(lambda: check_records(options, about))
         measurement = _measured(options.output, measurement, about, accelerator, watched)
         if rank:
             return {}
@@ -78,6 +87,15 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     return report
 
 
+def _check_target(options: EvaluateOptions) -> None:
+    """Raise UserError for options of an endpoint without one, and without a target."""
+    for name in ("model", "baseline_endpoint", "concurrency"):
+        if getattr(options, name) != getattr(EvaluateOptions, name):
+            raise UserError(f"--{name.replace('_', '-')} has no effect without --endpoint", "leave it out")
+    if not options.target:
+        raise UserError("there is nothing to evaluate", "give --target for a model in this process, or --endpoint")
+
+
 def _prepared(
     options: EvaluateOptions, process: Process
 ) -> tuple[Measurement, PreTrainedTokenizerBase, dict[str, Any]]:
@@ -94,11 +112,11 @@ def _prepared(
     notes = process.console if process.is_first else Console(quiet=True)
     drafters = asked_or_planned(options.drafter or (), options.plan, options, temperatures, config.batch_sizes, notes)
     every = read_questions(resolve(options.prompts), options.prompt_field)
-    chosen = _chosen(every, options, process)
+    chosen = chosen_questions(every, options, process)
     models = load_models(options, drafters)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
     # A prompt of a given length has no room that is known beforehand for the answers before a later turn.
-    asker = Asker(chosen, models.tokenizer, options.thinking, all_turns=config.contexts == (None,), filler=every)
+    asker = Asker(chosen, models.tokenizer, all_turns=config.contexts == (None,), filler=every)
     asker = _fitting(asker, config, models)
     _check_filled(asker, config, options.prompts)
     methods = standard_methods(models.target, models.drafters, config)
@@ -118,7 +136,7 @@ def _measured(
     """Decode this process's share into its file of runs; return the measurement with the records of all processes."""
     names = ("setting", "name", "label", "drafter", "artefact", "temperature")
     provenance = {
-        "identity": _identity(about),
+        "identity": identity_of(about),
         "methods": [{name: getattr(method, name) for name in names} for method in measurement.methods],
         "processes": measurement.world,
         **account(),
@@ -138,7 +156,7 @@ def _measured(
 # --- questions --------------------------------------------------------------------------------------------------------
 
 
-def _chosen(every: Sequence[Question], options: EvaluateOptions, process: Process) -> list[Question]:
+def chosen_questions(every: Sequence[Question], options: EvaluateOptions, process: Process) -> list[Question]:
     """Return the questions to ask; ValueError for tasks that the file lacks."""
     of_tasks = every
     if options.task is not None:
@@ -226,14 +244,14 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
     }
 
 
-def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
+def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
     """Return everything that makes the runs, flat, so that a difference can be named."""
     return {**about["settings"], **about["asked"], "drafters": about["drafters"], **about["fingerprints"]}
 
 
-def _check_records(options: EvaluateOptions, about: Mapping[str, Any]) -> None:
+def check_records(options: EvaluateOptions, about: Mapping[str, Any]) -> None:
     """Drop earlier runs if asked to; ValueError for a folder of other runs."""
     if options.restart:
         for file in record_files(options.output):
             file.unlink()
-    check_identity(options.output, _identity(about))
+    check_identity(options.output, identity_of(about))

@@ -18,6 +18,7 @@ from decoding.measure.redact import published_name, without_local_paths
 from decoding.model.architecture import static_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_model, load_tokenizer
+from decoding.prompts import set_variables
 from trainer.commands.shared_options import LoadingOptions, ModelOptions
 from trainer.export.companions import read_provenance
 from trainer.quickstart import resolve
@@ -55,6 +56,7 @@ def load_models(options: ModelOptions, drafters: Sequence[str]) -> LoadedModels:
     specs = read_specs(drafters)
     target, trusted = read_target(options.target, options), options.trust_remote_code
     tokenizer = load_tokenizer(resolve(options.target), trusted)
+    set_variables(tokenizer, getattr(options, "chat_template_kwargs", None))
     loader = DrafterLoader(target, tokenizer, trusted)
     loaded = [loader.load(spec) for spec in specs]
     labels = [drafter.label for drafter in loaded]

@@ -17,6 +17,7 @@ from trainer.commands import shared_options as shared
 class EvaluateOptions(shared.ModelOptions):
     """Options of `headstart evaluate`."""
 
+    target: shared.Target = ""
     prompts: Annotated[str, Option(metavar="FILE", help=shared.QUESTIONS_HELP)]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for report.json and report.html.")]
     drafter: Annotated[
@@ -28,10 +29,7 @@ class EvaluateOptions(shared.ModelOptions):
         Sequence[str] | None,
         Option(metavar="NAME,...", parser=shared.names, help="Ask only questions of these tasks.", hidden=True),
     ] = None
-    thinking: Annotated[
-        bool | None,
-        Option("--thinking/--no-thinking", help="Value of enable_thinking for the chat template.", hidden=True),
-    ] = None
+    chat_template_kwargs: shared.TemplateKwargs = None
     max_new_tokens: shared.MaxNewTokens = 96
     temperature: Annotated[
         Sequence[float], Option(metavar="X,...", parser=shared.numbers, help="Temperatures of the sampling settings.")
@@ -54,6 +52,20 @@ class EvaluateOptions(shared.ModelOptions):
     rounds: shared.Rounds = 1
     restart: Annotated[bool, Option("--restart", help="Drop the runs in --output, and begin anew.")] = False
     plan: shared.PlanFile = None
+    endpoint: Annotated[
+        str | None,
+        Option(
+            metavar="URL", help="Instead, an OpenAI-compatible server to measure; such as http://localhost:8000/v1."
+        ),
+    ] = None
+    baseline_endpoint: Annotated[
+        str | None, Option(metavar="URL", help="A server of the same target without speculation.", hidden=True)
+    ] = None
+    model: shared.ServedName = None
+    concurrency: Annotated[
+        Sequence[int],
+        Option(metavar="N,...", parser=shared.whole_numbers, help="Requests to an endpoint at a time.", hidden=True),
+    ] = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +78,7 @@ class DecodingOptions(shared.ModelOptions):
     max_new_tokens: shared.MaxNewTokens = 128
     temperature: shared.Temperature = 0.0
     stop: shared.Stop = None
+    chat_template_kwargs: shared.TemplateKwargs = None
     seed: Annotated[
         int | None,
         Option(help="Repeats a sampled text, by drafts of a fixed size that follow no clock.", hidden=True),
@@ -119,6 +132,7 @@ class PlanOptions(shared.ModelOptions):
         list[str], Option(metavar=shared.SPEC, help=f"Drafter to plan with, any number; {shared.DRAFTERS}.")
     ]
     prompt_field: shared.PromptField = None
+    chat_template_kwargs: shared.TemplateKwargs = None
     limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 24
     max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 96
     temperature: Annotated[float, Option(min=0, help="Sampling temperature of later use; 0 is greedy.")] = 0.0
@@ -152,7 +166,7 @@ class ExportOptions:
         str,
         Option(
             metavar="NAME",
-            help="Heads: headstart, or vllm (<= 0.32). A draft: draft or gguf. A DSpark draft: dspark or gguf.",
+            help="Heads: headstart. A draft: draft or gguf. A DSpark draft: dspark or gguf.",
         ),
     ]
     report: Annotated[Path | None, Option(metavar="FILE", help="report.json of these weights, for their card.")] = None
@@ -308,7 +322,12 @@ class RegenerateOptions(shared.LoadingOptions):
     """Options of `headstart regenerate`."""
 
     prompts: Annotated[
-        str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP}; or one list of turns, or one conversation.")
+        str,
+        Option(
+            metavar="FILE",
+            help=f"{shared.PROMPTS_HELP}, or one conversation; ORG/NAME on the Hub, or a set by name "
+            "(docs/how-to/data.md).",
+        ),
     ]
     output: Annotated[
         Path, Option(metavar="FILE", help=".jsonl file of the answers; answers that it holds already are kept.")
@@ -326,11 +345,16 @@ class RegenerateOptions(shared.LoadingOptions):
     ] = None
     model: shared.ServedName = None
     prompt_field: shared.PromptField = None
+    chat_template_kwargs: shared.TemplateKwargs = None
     limit: Annotated[int | None, Option(min=1, help="Number of rows, all if not given.")] = None
     n: Annotated[int, Option(min=1, help="Answers for each prompt.")] = 1
-    temperature: shared.Temperature = 0.0
-    top_p: shared.TopP = 1.0
-    max_new_tokens: shared.MaxNewTokens = 256
+    temperature: Annotated[
+        float | None, Option(help="Sampling temperature; 0 is greedy. By default the model's own sampling.")
+    ] = None
+    top_p: Annotated[float | None, Option(help="Nucleus sampling; 1 switches it off.", hidden=True)] = None
+    max_new_tokens: Annotated[
+        int | None, Option(min=1, help="Longest answer, in tokens; 2,048, or half of a smaller context.")
+    ] = None
     seed: shared.Seed = 0
     keep_truncated: Annotated[
         bool,
@@ -343,7 +367,7 @@ class RegenerateOptions(shared.LoadingOptions):
         Option(metavar=shared.SPEC, help=f"Drafter, to make a target in this process faster; {shared.DRAFTERS}."),
     ] = None
     batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time; of a target in this process.")] = 16
-    concurrency: shared.Concurrency = 16
+    concurrency: shared.Concurrency = 64
     timeout: shared.Timeout = 120.0
 
 

@@ -17,6 +17,7 @@ from decoding.measure.questions import read_prompts
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
 from decoding.model.hub import revisions
 from decoding.model.loading import eos_token_ids, load_tokenizer
+from decoding.prompts import set_variables
 from trainer.commands.findings import account
 from trainer.commands.models import read_specs, read_target
 from trainer.commands.options import PlanOptions
@@ -32,6 +33,7 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
     specs, folder = read_specs(options.drafter), resolve(options.target)
     target = read_target(options.target, options)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
+    set_variables(tokenizer, options.chat_template_kwargs)
     config = PlanConfig(
         batch_sizes=tuple(options.batch_size),
         temperature=options.temperature,

@@ -98,6 +98,12 @@ PROMPTS_HELP = ".jsonl file, one prompt per line"
 PromptField = Annotated[
     str | None, Option(metavar="NAME", help="Field of the prompt; found by name if not given.", hidden=True)
 ]
+TemplateKwargs = Annotated[
+    str | None,
+    Option(
+        metavar="JSON", help="""Variables of the chat template, such as '{"enable_thinking": false}'.""", hidden=True
+    ),
+]
 Limit = Annotated[int, Option(min=1, help="Number of prompts.")]
 MaxNewTokens = Annotated[int, Option(min=1, help="Longest continuation, in tokens.")]
 Rounds = Annotated[int, Option(min=1, help="Times that each method decodes each prompt.", hidden=True)]

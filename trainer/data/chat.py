@@ -1,7 +1,7 @@
 """Conversations become token ids, with the assistant's own tokens marked as trained."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.fields import UNSPOKEN, Tools
-from decoding.prompts import encode_prompt
+from decoding.prompts import encode_prompt, with_variables
 from trainer.data.batch import Example
 from trainer.data.conversations import ANSWER_TOKENS, Transcript
 from trainer.recipe.common import DataSection
@@ -43,7 +43,7 @@ class TranscriptEncoder:
     def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
         self._max_length = section.max_length
         self._tokenizer = tokenizer
-        self._template = chat_template(tokenizer, section.chat_template)
+        self._template = chat_template(tokenizer, section)
         self._vocabulary = frozenset(tokenizer.get_vocab().values())
 
     def encode(self, transcript: Transcript) -> Encoded:
@@ -101,11 +101,14 @@ class TranscriptEncoder:
         """
         messages, where, written = transcript.messages, transcript.where, transcript.answer_tokens
         indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        rendered = iter(given if isinstance(given := transcript.prompt_tokens, list) else ())
         examples = []
         for index, tokens in zip(indices, written if isinstance(written, list) else (), strict=False):
-            if not self._reads(tokens, messages[index]["content"], transcript.cut_off and index == indices[-1]):
+            if not self._reads(tokens, messages[index], transcript.cut_off and index == indices[-1]):
                 break
-            prompt = self._prompt(messages[:index], where, template)
+            prompt = next(rendered, None) or self._prompt(messages[:index], where, template)
+            if not self._knows(prompt):
+                break
             trained = (False,) * len(prompt) + (True,) * len(tokens)
             examples.append(Example((*prompt, *tokens), trained, len(prompt)))
         if len(examples) != len(indices) or len(written) != len(indices):
@@ -115,12 +118,17 @@ class TranscriptEncoder:
             )
         return tuple(examples)
 
-    def _reads(self, tokens: Any, answer: str, truncated: bool) -> bool:
-        """Return True for a list of this tokenizer's tokens that are the answer's text."""
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+    def _knows(self, tokens: Any) -> bool:
+        """Return True for token ids of this tokenizer."""
+        integers = isinstance(tokens, list | tuple) and all(type(token) is int for token in tokens)
+        return integers and self._vocabulary.issuperset(tokens)
+
+    def _reads(self, tokens: Any, answer: dict[str, Any], truncated: bool) -> bool:
+        """Return True for a list of this tokenizer's tokens that are the answer; of one with reasoning a part is."""
+        if not isinstance(tokens, list) or not self._knows(tokens):
             return False
-        known = self._vocabulary.issuperset(tokens)
-        return known and read_answer(self._tokenizer, tokens, truncated).strip() == answer.strip()
+        text, content = read_answer(self._tokenizer, tokens, truncated).strip(), answer["content"].strip()
+        return content in text if UNSPOKEN & answer.keys() else content == text
 
     def _prompt(self, messages: Messages, where: str, template: "ChatTemplate | None") -> tuple[int, ...]:
         if template is None:
@@ -145,6 +153,11 @@ class Marked(NamedTuple):
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
 
+    @property
+    def end(self) -> int:
+        """The number of tokens up to the last marked one."""
+        return max((index + 1 for index, mark in enumerate(self.trained) if mark), default=0)
+
 
 class ChatTemplate:
     """A tokenizer's chat template that tells the assistant's tokens from the others.
@@ -155,10 +168,19 @@ class ChatTemplate:
     each answer, as the target saw it when it wrote that answer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None, tools: Tools | None = None) -> None:
-        """``template`` None: the tokenizer's own, of several the one for ``tools``, which every conversation has."""
-        self._tokenizer, self._given, self._tools = tokenizer, template, tools
-        self._template = tokenizer.get_chat_template(template, tools)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None,
+        tools: Tools | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``template`` None: the tokenizer's own, of several the one for ``tools``, which every conversation has.
+
+        ``variables`` are those of `decoding.prompts.with_variables`.
+        """
+        self._tokenizer, self._given, self._tools, self._variables = tokenizer, template, tools, variables or {}
+        self._template = with_variables(tokenizer.get_chat_template(template, tools), self._variables)
         self._has_marks = _GENERATION.search(self._template) is not None
         if not tokenizer.is_fast:
             raise ValueError(
@@ -175,7 +197,7 @@ class ChatTemplate:
 
     def with_tools(self, tools: Tools | None) -> "ChatTemplate":
         """Return the template of conversations whose assistant may call ``tools``."""
-        return self if tools == self._tools else ChatTemplate(self._tokenizer, self._given, tools)
+        return self if tools == self._tools else ChatTemplate(self._tokenizer, self._given, tools, self._variables)
 
     def ignored(self, messages: Messages) -> tuple[str, ...]:
         """Return "tools", and the fields of the messages, that change nothing in the text of a conversation."""
@@ -208,7 +230,7 @@ class ChatTemplate:
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError(f"{where}: the conversation has no answer of the assistant's, so nothing would be trained")
         try:
-            encoded = [self._by_marks(messages)] if self._has_marks else self._by_comparison(messages, where)
+            encoded = self._by_marks(messages, where) if self._has_marks else self._by_comparison(messages, where)
             if cut_off and messages[-1]["role"] == "assistant":
                 encoded[-1] = self._without_end(messages, encoded[-1])
         except (TemplateError, TypeError) as error:  # TypeError: a template adds texts to what is none
@@ -217,7 +239,27 @@ class ChatTemplate:
             self._check(sequence.trained, where)
         return encoded
 
-    def _by_marks(self, messages: Messages) -> Marked:
+    def _by_marks(self, messages: Messages, where: str) -> list[Marked]:
+        """Return one sequence; one for each answer if the template rewrites answers once others follow."""
+        whole, answers = self._marked(messages), [i for i, each in enumerate(messages) if each["role"] == "assistant"]
+        if len(answers) == 1:
+            return [whole]
+        found = [self._marked(messages[: index + 1]) for index in answers]
+        if all(whole.tokens[: each.end] == each.tokens[: each.end] for each in found):
+            return [whole]
+        for place, index in enumerate(answers):
+            before = self._marked(messages[:index]) if index else Marked((), ())
+            tokens, trained = found[place]
+            if tokens[: before.end] != before.tokens[: before.end]:
+                raise ValueError(
+                    f"{where}: the chat template writes earlier answers in another way once a later one is there, so "
+                    "no sequence is what the target saw: give conversations of one answer, or another template in "
+                    "data.chat_template"
+                )
+            found[place] = Marked(tokens, (False,) * before.end + trained[before.end :])
+        return found
+
+    def _marked(self, messages: Messages) -> Marked:
         encoded: Any = self._tokenizer.apply_chat_template(
             list(messages),
             tools=self._tools,
@@ -299,12 +341,14 @@ class ChatTemplate:
         )
 
 
-def chat_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> ChatTemplate | None:
+def chat_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> ChatTemplate | None:
     """Return the template in a Jinja file, else the tokenizer's own; None without either."""
+    file, variables, given = section.chat_template, section.chat_template_kwargs, None
     if file is not None:
         if not Path(file).is_file():
             raise ValueError(f"there is no chat template {file}: data.chat_template names a Jinja file")
-        return ChatTemplate(tokenizer, Path(file).read_text(encoding="utf-8"))
-    if tokenizer.chat_template is None:
+        given = Path(file).read_text(encoding="utf-8")
+    elif tokenizer.chat_template is None:
+        with_variables("", variables)  # which reads none
         return None
-    return ChatTemplate(tokenizer, None)
+    return ChatTemplate(tokenizer, given, variables=variables)

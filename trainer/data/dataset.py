@@ -16,6 +16,7 @@ from trainer.data.encoding import Account
 from trainer.data.rows import open_source
 from trainer.data.sequences import chosen, pack
 from trainer.data.token_cache import load_sequences
+from trainer.files.shards import digest_of
 from trainer.processes import agreed
 from trainer.quickstart import resolve
 from trainer.recipe.common import DataSection
@@ -86,6 +87,8 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
     digest = source.sha256
     if section.chat_template is not None:
         digest = hashlib.sha256(digest.encode() + Path(section.chat_template).read_bytes()).hexdigest()
+    if section.chat_template_kwargs:
+        digest = digest_of([digest, section.chat_template_kwargs])
     return Dataset(
         examples=pack(sequences, section.max_length) if section.packing else sequences,
         firsts=chosen(sequences, firsts),

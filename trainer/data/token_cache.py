@@ -36,7 +36,10 @@ from trainer.recipe.common import DataSection
 _SEQUENCES, _ACCOUNT = "sequences.arrow", "account.json"
 _FEW_ROWS, _FEW_BYTES = 256, 1 << 20
 """So few rows are tokenized as fast as a file of them is found."""
-_DECIDES = ("format", "text_field", "prompt_field", "answer_field", "max_length", "max_rows", "bad_rows")
+_DECIDES = (
+    *("format", "text_field", "prompt_field", "answer_field", "max_length", "max_rows", "bad_rows"),
+    "chat_template_kwargs",
+)
 """The fields of a data section that decide the sequences, besides the chat template's file and the source."""
 _CODE = ("rows", "conversations", "chat", "encoding", "sequences", "batch", "token_cache")
 _LOGGER = logging.getLogger(__name__)

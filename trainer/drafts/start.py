@@ -63,16 +63,15 @@ def initial_draft(
     a context or a vocabulary that is too small, layers that the target does not have, a config that makes no model.
     """
     init = section.init
+    if init.from_model is None and getattr(target.model, "_is_stateful", False):  # such layers alone may not even build
+        raise ValueError(_no_draft(target))
     model = _started(target, tokenizer, init, trust_remote_code)
     if section.window is not None:
         model = with_window(model, section.window)
     model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
     draft = CausalLM(model)
     if draft.no_trees is not None:
-        raise ValueError(
-            f"{draft.no_trees}, so that it is no draft: give a small model of full attention with the target's "
-            "tokenizer as draft.init.from_model, or train heads or a DSpark draft"
-        )
+        raise ValueError(_no_draft(draft))
     given = "from_model" if init.from_model else "from_config" if init.from_config else "from_target"
     check_reads(draft, target, f"draft.init.{given}", examples, longest)
     known = min(draft.vocab_size, target.vocab_size)
@@ -88,6 +87,13 @@ def initial_draft(
         draft = trimmed_vocabulary(model, [token for token in written if token < known])
     draft.model.requires_grad_(True)
     return InitialDraft(draft.model, draft.output_tokens)
+
+
+def _no_draft(model: CausalLM) -> str:
+    return (
+        f"{model.no_trees}, so that it is no draft: give a small model of full attention with the target's tokenizer "
+        "as draft.init.from_model, or train heads or a DSpark draft"
+    )
 
 
 def _started(

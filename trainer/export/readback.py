@@ -200,7 +200,7 @@ def _compared(
         parts += [f"trained: {_counts(ours.decoded)}", f"exported: {_counts(theirs.decoded)}"]
     else:
         parts.append(_counts(theirs.decoded))
-    if not rounded and ours.logits is not None:
+    if not rounded and ours.logits is not None and ours.logits.numel():
         parts.append(f"logits of {len(ours.logits)} heads bit-equal")
     return f"{count} prompts of {asked.name} decoded with both ({theirs.label}): {'; '.join(parts)}"
 
@@ -254,16 +254,14 @@ def _counts(decoded: Sequence[Generation]) -> str:
 
 @torch.inference_mode()
 def heads_logits(
-    heads: MedusaHeads, target: CausalLM, text: Sequence[int]
-) -> Float[Tensor, "heads positions vocab"] | None:
-    """Return the heads' logits at a text's last positions before which they predict; None for too short a text."""
+    heads: MedusaHeads, target: CausalLM, text: Sequence[int], most: int = _POSITIONS
+) -> Float[Tensor, "heads positions vocab"]:
+    """Return the heads' logits at the last ``most`` positions of a text behind which all of them predict its tokens."""
     tokens, count = torch.tensor(list(text), device=target.device), heads.config.num_heads
-    end = len(tokens) - count
-    if end < 1:
-        return None
-    positions = slice(max(0, end - _POSITIONS), end)
-    following = tokens[1:].unfold(0, count, 1)[positions]
+    end = max(0, len(tokens) - count)
+    positions = slice(max(0, end - most), end)
+    following = torch.stack([tokens[head + 1 :][positions] for head in range(count)])
     hidden = lm_head_input(target.model, {"input_ids": tokens[None]})[0, positions]
     lm_head = target.model.get_output_embeddings()
-    logits: Tensor = heads(hidden, lm_head, None if heads.markov is None else following.T)
+    logits: Tensor = heads(hidden, lm_head, None if heads.markov is None else following)
     return logits

@@ -117,7 +117,7 @@ def commands_of(serving: Serving) -> tuple[ServerCommand, ...]:
 
 
 def _vllm(serving: Serving) -> ServerCommand:
-    """Return `vllm serve` with a speculative config. Heads and DSpark drafts have one depth in vLLM."""
+    """Return `vllm serve` with a speculative config. DSpark drafts have one depth in vLLM."""
     artefact, plan = serving.artefact, serving.plan
     config: dict[str, Any] = {"method": artefact.method.replace("-", "_"), "model": serving.path}
     config["num_speculative_tokens"] = serving.tokens
@@ -136,14 +136,9 @@ def _vllm(serving: Serving) -> ServerCommand:
     if serving.has_other_size:  # which vLLM rejects together with drawn drafts
         config["use_heterogeneous_vocab"] = True
         warnings.append("the draft's vocabulary has another size than the target's, hence use_heterogeneous_vocab")
-    elif not artefact.heads and serving.drawn:
+    elif serving.drawn:
         config["draft_sample_method"] = "probabilistic"
-    if artefact.heads:
-        notes.append(
-            "vLLM has dropped Medusa heads in version 0.33: serve with 0.32 or older, or export headstart's format"
-        )
-        warnings.append(_argmax(""))
-    elif not serving.drawn:
+    if not serving.drawn:
         warnings.append(_argmax(', unless the config has "draft_sample_method":"probabilistic"'))
     if artefact.method == "dspark":
         notes.append("not tried: vLLM 0.32 and later draft so on GPUs alone, by the V2 model runner")
@@ -219,7 +214,6 @@ def _sglang(serving: Serving) -> ServerCommand:
 
 _SERVERS_OF: Mapping[str, tuple[Callable[[Serving], ServerCommand], ...]] = {
     "headstart": (_vllm_heads,),
-    "vllm": (_vllm,),
     "dspark": (_vllm, _sglang),
     "draft": (_vllm, _sglang),
     "gguf": (_llama_cpp,),

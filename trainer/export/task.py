@@ -9,7 +9,6 @@ from typing import Any
 
 from decoding.model.dspark_config import is_dspark_folder
 from decoding.model.loading import is_heads_folder
-from decoding.model.stored import read_object
 from decoding.rules.best_tree import Paths
 from trainer import quickstart
 from trainer.files.folders import check_links, scratch_beside
@@ -33,7 +32,6 @@ class Format:
 
 FORMATS = {
     "headstart": Format((HEADS,), "headstart"),
-    "vllm": Format((HEADS,), "vllm"),
     "dspark": Format((DSPARK,), "vllm"),
     "draft": Format((DRAFT,), "transformers"),
     "gguf": Format((DRAFT, DSPARK), "gguf", ("f32", "f16", "bf16", "q8_0")),
@@ -111,8 +109,6 @@ def check_format(source: Path, format: str, type: str | None = None) -> None:
         if not any(source.glob(pattern)):
             raise ValueError(f"{source} holds no weights to export ({what}): give the final folder of a training run")
     check_links(source)
-    if read_object(source / "config.json", "export it again").get("model_type") == "medusa":
-        raise ValueError(f"{source} holds heads in vLLM's format: give the folder of the run that they are from")
     held, types = kind_held_in(source), FORMATS[format].types
     if held not in FORMATS[format].kinds:
         fitting = " or ".join(name for name, other in FORMATS.items() if held in other.kinds)

@@ -197,7 +197,17 @@ def with_adapters(model: PreTrainedModel, section: AdaptersSection) -> "PeftMode
         target_modules="all-linear",  # without the lm_head
         task_type="CAUSAL_LM",
     )
-    adapted: PeftModel = get_peft_model(model, config)
+    kind = model.config.model_type
+    unfit = (
+        f"{kind} takes no adapters (its experts are one tensor, or code reads a layer's weights or outputs directly): "
+        "train heads alone (a recipe without adapters)"
+    )
+    try:
+        adapted: PeftModel = get_peft_model(model, config)
+    except ValueError as error:
+        raise ValueError(unfit) from error
+    if config.target_parameters or kind.startswith("llama4"):
+        raise ValueError(unfit)
     return adapted
 
 

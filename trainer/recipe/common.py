@@ -34,6 +34,8 @@ class DataSection(Section):
     """None: the first field of a row that is in `decoding.fields.ANSWER_FIELDS`."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template."""
+    chat_template_kwargs: dict[str, bool | int | float | str | None] = {}
+    """Variables of the chat template, such as ``enable_thinking``; those that a server gets in its requests."""
     max_length: Annotated[int, Field(ge=8)] = 512
     """Longest sequence in tokens; longer texts are cut into several, longer chats are cut off (and counted)."""
     max_rows: Annotated[int, Field(ge=1)] | None = None

@@ -1,7 +1,7 @@
 """Requests to a served model and its answers, as plain values: read by those who compare, without `openai`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -64,8 +64,9 @@ def read_completion(sent: str) -> Completion:
     text = message.get("content") if message else choice.get("text")
     logprobs = told if isinstance(told := choice.get("logprobs"), dict) else {}
     content = [entry for entry in logprobs.get("content") or () if isinstance(entry, dict)]
-    ids = _integers(choice.get("token_ids")) or _integers(choice.get("tokens"))
-    ids = ids or _integers([entry.get("id") for entry in content])  # llama.cpp's place for them
+    verbose = told if isinstance(told := found.get("__verbose"), dict) else {}  # llama.cpp
+    ids = _integers(choice.get("token_ids")) or _integers(choice.get("tokens")) or _integers(verbose.get("tokens"))
+    ids = ids or _integers([entry.get("id") for entry in content])
     return Completion(
         text=text if isinstance(text, str) else "",
         token_ids=ids,
@@ -76,6 +77,58 @@ def read_completion(sent: str) -> Completion:
         message=message,
         model=found.get("model"),
     )
+
+
+class StreamedAnswer(NamedTuple):
+    """A streamed answer with its times, by one clock: of the request, of the last event, and of each event with text.
+
+    ``tokens``: None if the server does not count them. ``passes[n]``: the target's passes that accepted n drafted
+    tokens, of up to ``drafts``; empty if the server does not report them by request.
+    """
+
+    begin: float
+    end: float
+    arrivals: tuple[float, ...]
+    text: str
+    tokens: int | None
+    model: str | None
+    passes: tuple[int, ...] = ()
+    drafts: int = 0
+
+
+def read_stream(begin: float, events: Sequence[tuple[float, Mapping[str, Any]]]) -> StreamedAnswer:
+    """Return the answer in the events of a stream, each with its time; UserError for a server that streams nothing."""
+    if not any(event.get("choices") for _, event in events):
+        raise UserError("the endpoint streams nothing", "give the address of a server that takes stream=true")
+    texts = [(at, text) for at, event in events if (text := _streamed_text(event))]
+    counts = [tokens for _, event in events if (tokens := _count(event.get("usage"), "completion_tokens")) is not None]
+    passes: tuple[int, ...] = ()
+    drafts = 0
+    for _, event in events:  # vLLM, of --per-request-spec-decode-metrics
+        metrics = told if isinstance(told := event.get("metrics"), dict) else {}
+        counted = told if isinstance(told := metrics.get("speculative_decoding"), dict) else {}
+        passes = _integers(counted.get("acceptance_histogram")) or passes
+        drafts = max(_count(counted, "num_spec_tokens") or 0, len(passes) - 1)
+    return StreamedAnswer(
+        begin,
+        events[-1][0],
+        tuple(at for at, _ in texts),
+        "".join(text for _, text in texts),
+        counts[-1] if counts else None,
+        next((event["model"] for _, event in events if isinstance(event.get("model"), str)), None),
+        passes,
+        drafts,
+    )
+
+
+def _streamed_text(event: Mapping[str, Any]) -> str:
+    """Return what an event adds to an answer: text, reasoning, or calls as JSON."""
+    choices = event.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    delta = delta if isinstance(delta := choice.get("delta"), dict) else choice
+    parts = [delta.get(name) for name in ("reasoning_content", "reasoning", "content", "text")]
+    calls = delta.get("tool_calls")
+    return "".join(part for part in parts if isinstance(part, str)) + (json.dumps(calls) if calls else "")
 
 
 def _count(usage: Any, name: str) -> int | None:

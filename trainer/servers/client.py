@@ -5,20 +5,26 @@ Token ids of an answer come under several names, or not at all. `/metrics` is ne
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
-from openai import APIError, BadRequestError, UnprocessableEntityError
+from openai import APIConnectionError, APIError, APITimeoutError
 
-from trainer.servers.answers import CONTROLS, Completion, CompletionRequest, Prompt
-from trainer.servers.connection import Connection, Endpoint
+from trainer.servers.answers import (
+    CONTROLS,
+    Completion,
+    CompletionRequest,
+    Prompt,
+    StreamedAnswer,
+    read_stream,
+)
+from trainer.servers.connection import REFUSED, RETRIES, Connection, Endpoint
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 Messages = Sequence[Mapping[str, str]]
-
-_IDS = {"return_token_ids": True, "return_tokens": True}
-"""Requests for token ids: vLLM's name and llama.cpp's."""
-_REFUSED = (BadRequestError, UnprocessableEntityError)
 
 
 class ServedModel:
@@ -33,7 +39,6 @@ class ServedModel:
         self._connection = Connection(endpoint)
         self._client = self._connection.client
         self._runner = asyncio.Runner()
-        self._extra: dict[str, Any] = dict(_IDS)
         self.takes_ids = True
         """False once the server has refused a prompt of token ids."""
 
@@ -50,49 +55,53 @@ class ServedModel:
         self, requests: Sequence[CompletionRequest], on_answer: Callable[[], None] = lambda: None
     ) -> list[Completion]:
         """Return the answers in the order of the requests, up to ``concurrency`` under way at a time."""
+        return self._run(_at_a_time(self.served.concurrency, self._answer, requests, on_answer))
 
-        async def all_of_them() -> list[Completion]:
-            places = asyncio.Semaphore(self.served.concurrency)
+    def streamed(
+        self,
+        bodies: Sequence[Mapping[str, Any]],
+        concurrency: int,
+        on_answer: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> list[StreamedAnswer]:
+        """Return streamed answers in the order of their requests, timed by ``clock``, so many under way at a time."""
+        return self._run(_at_a_time(concurrency, partial(self._streamed, clock=clock), bodies, on_answer))
 
-            async def one(request: CompletionRequest) -> Completion:
-                async with places:
-                    answer = await self._answer(request)
-                on_answer()
-                return answer
+    def takes(self, body: Mapping[str, Any], clock: Callable[[], float] = time.perf_counter) -> bool:
+        """Ask for a stream and drop it; return False if the server refuses the request."""
+        try:
+            self._run(self._streamed(body, clock), raw=REFUSED)
+        except REFUSED:
+            return False
+        return True
 
-            return await asyncio.gather(*map(one, requests))  # after an error `close` ends the others
-
-        return self._run(all_of_them())
+    async def _streamed(self, body: Mapping[str, Any], clock: Callable[[], float]) -> StreamedAnswer:
+        for left in reversed(range(RETRIES)):
+            begin = clock()
+            try:
+                return read_stream(begin, [(clock(), event) async for event in self._connection.events(body)])
+            except APIConnectionError as error:
+                # llama.cpp closes idle connections unasked: nothing was answered, and the clock starts anew.
+                if isinstance(error, APITimeoutError) or not left:
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     async def _answer(self, request: CompletionRequest) -> Completion:
-        """Return the answer; a server that refuses the wish for token ids is asked without it from then on."""
-        asked_for = self._extra
-        try:
-            return await self._send(request, asked_for)
-        except _REFUSED:
-            if not asked_for:
-                raise
-            found = await self._send(request, {})
-            self._extra = {}
-            return found
-
-    async def _send(self, request: CompletionRequest, extra: Mapping[str, Any]) -> Completion:
         body: dict[str, Any] = {
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
             "seed": request.seed % 2**31,
             **request.controls,
-            **extra,
         }
         if _is_chat(request.prompt):
             if request.logprobs is not None:
                 body |= {"logprobs": True, "top_logprobs": request.logprobs}
-            return await self._connection.ask({**body, "messages": list(request.prompt)})
+            return await self._connection.ask_ids({**body, "messages": list(request.prompt)})
         if request.logprobs is not None:
             body["logprobs"] = request.logprobs
         prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
-        return await self._connection.ask({**body, "prompt": prompt})
+        return await self._connection.ask_ids({**body, "prompt": prompt})
 
     # --- what stands beside the answers ---------------------------------------------------------------------------
 
@@ -110,8 +119,8 @@ class ServedModel:
 
     def _takes(self, request: CompletionRequest) -> bool:
         try:
-            self._run(self._answer(request), raw=_REFUSED)
-        except _REFUSED:
+            self._run(self._answer(request), raw=REFUSED)
+        except REFUSED:
             return False
         return True
 
@@ -132,6 +141,21 @@ class ServedModel:
         except APIError as error:
             explained = ValueError(f"the endpoint gave no answer: {self._connection.explained(error)}")
             raise self._connection.fatal(error) or explained from None
+
+
+async def _at_a_time(
+    places: int, work: Callable[[Item], Coroutine[Any, Any, Result]], items: Sequence[Item], on_end: Callable[[], None]
+) -> list[Result]:
+    """Do the work on every item, on so many at a time; return the results in the items' order."""
+    free = asyncio.Semaphore(places)
+
+    async def one(item: Item) -> Result:
+        async with free:
+            found = await work(item)
+        on_end()
+        return found
+
+    return await asyncio.gather(*map(one, items))  # after an error `close` ends the others
 
 
 def _is_chat(prompt: Prompt) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.measure.proof.finding import Finding, ok, problem, undecided
+from decoding.measure.proof.finding import Finding, ok, problem
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import is_dspark_folder, read_dspark_config
 from decoding.model.fingerprint import stored_fingerprint
@@ -28,15 +28,9 @@ Difference = tuple[str, str]
 """A difference in words, and its remedy."""
 
 
-def is_vllm_heads(folder: Path) -> bool:
-    """Return True for a folder of Medusa heads in vLLM's format."""
-    config = folder / "config.json"
-    return config.is_file() and read_object(config, _REMEDY).get("model_type") == "medusa"
-
-
 def kind_of(folder: Path) -> Literal["heads", "dspark", "draft"]:
     """Return the kind of speculator that a server reads in a folder."""
-    if is_vllm_heads(folder):
+    if is_heads_folder(folder):
         return "heads"
     return "dspark" if is_dspark_folder(folder) else "draft"
 
@@ -49,35 +43,25 @@ def _of(check: str, differences: Sequence[Difference], otherwise: str, **figures
     return problem(check, "; ".join(found for found, _ in differences), remedies, **figures)
 
 
-def compare_settings(target_folder: Path | None, served: Path | None, trained: Path | None, longest: int) -> Finding:
-    """Compare rope, windows and positions in the configs of the target and of the draft.
+def compare_settings(target_folder: Path, served: Path, trained: Path, longest: int) -> Finding:
+    """Compare rope, windows and positions in the configs of the target and of the draft; heads have no such settings.
 
-    ``target_folder`` and the folders of the draft are None if they are no local folders; heads have no such settings.
     ``served``: the folder that the server reads; ``trained``: the one that is decoded with here. ``longest``: the
     longest text of the replay, in tokens.
     """
-    differences: list[Difference] = []
-    read: list[str] = []
-    if target_folder is not None and (target_folder / "config.json").is_file():
-        read.append("the target's")
-        differences += misread("the target's", read_object(target_folder / "config.json", _REMEDY))
-    if target_folder is not None and trained is not None and _reads_states(trained):
+    kind, read = kind_of(served), ["the target's"]
+    differences: list[Difference] = [*misread(read[0], read_object(target_folder / "config.json", _REMEDY))]
+    if kind_of(trained) != "draft":
         differences += _other_target(target_folder, trained)
-    if served is not None and not is_dspark_folder(served):  # whose method a server is told
+    if kind == "draft":  # the command names the method of other speculators
         differences += taken_over(str(served))
-    if served is not None and not is_vllm_heads(served):
+    if kind != "heads":
         read.append("the draft's")
         stored = read_object(served / "config.json", _REMEDY)
-        if trained is not None and trained != served:
+        if trained != served:
             differences += _other_settings(served, trained)
         differences += [*misread("the draft's", stored), *too_few_positions(stored, longest)]
-    if not read and not differences:
-        return undecided(ROPE, "no config of the target or of a draft is in a local folder")
-    return _of(ROPE, differences, f"{' and '.join(read) or 'no'} config means the same to every reader")
-
-
-def _reads_states(folder: Path) -> bool:
-    return is_dspark_folder(folder) or is_heads_folder(folder) or is_vllm_heads(folder)
+    return _of(ROPE, differences, f"{' and '.join(read)} config means the same to every reader")
 
 
 def _other_target(target_folder: Path, trained: Path) -> list[Difference]:
@@ -125,15 +109,13 @@ def _plain(value: Any) -> Any:
 
 
 def compare_vocabularies(
-    target: CausalLM, tokenizer: PreTrainedTokenizerBase, served: Path | None, trusted: bool = False
+    target: CausalLM, tokenizer: PreTrainedTokenizerBase, served: Path, trusted: bool = False
 ) -> Finding:
     """Compare the vocabulary of the served heads or draft, its tokenizer and a trimmed lm_head with the target's."""
-    if served is None:
-        return undecided(VOCABULARY, "no folder that a server reads is given: name it with --exported")
     stored, known = read_object(served / "config.json", _REMEDY), target.vocab_size
     size = stored.get("vocab_size", (stored.get("text_config") or {}).get("vocab_size"))
     differences: list[Difference] = []
-    if is_vllm_heads(served) or is_dspark_folder(served):  # without a tokenizer of their own
+    if kind_of(served) != "draft":  # without a tokenizer of their own
         if size != known:
             found = f"the served weights predict {size} tokens and the target knows {known}"
             differences.append((found, "serve weights that were trained on this target"))

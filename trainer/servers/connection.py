@@ -1,22 +1,26 @@
 """A connection to a served model: its address and key checked, its errors in one line without the key."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
+from httpx import HTTPError
 from openai import (
     APIConnectionError,
     APIError,
     APIStatusError,
     APITimeoutError,
     AsyncOpenAI,
+    AsyncStream,
     AuthenticationError,
+    BadRequestError,
     DefaultAsyncHttpxClient,
     NotFoundError,
     PermissionDeniedError,
+    UnprocessableEntityError,
 )
 from pydantic import HttpUrl, ValidationError
 
@@ -26,7 +30,10 @@ from trainer.servers.answers import Completion, read_completion
 
 RETRIES = 5
 """Times that `openai`'s client repeats a request that may succeed later, with growing delays between them."""
+REFUSED = (BadRequestError, UnprocessableEntityError)
 _KEY = "OPENAI_API_KEY"
+_IDS: Mapping[str, bool] = {"return_token_ids": True, "return_tokens": True, "verbose": True}
+"""Requests for token ids: vLLM's and SGLang's name, and llama.cpp's two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,7 @@ class Connection:
     def __init__(self, endpoint: Endpoint) -> None:
         """Check the address and the key, and send nothing; UserError for those that cannot work."""
         self.endpoint = endpoint
+        self._ids = _IDS
         self._key = os.environ.get(_KEY)
         if self._key and not all("!" <= character <= "~" for character in self._key):
             raise UserError(
@@ -68,8 +76,41 @@ class Connection:
 
     async def ask(self, body: Mapping[str, Any]) -> Completion:
         """Send a request with ``messages`` or a ``prompt``; APIError, and UserError for an answer that is none."""
-        path = "chat/completions" if "messages" in body else "completions"
-        return read_completion(await self.client.post(path, cast_to=str, body={"model": self.endpoint.model, **body}))
+        whole = {"model": self.endpoint.model, **body}
+        return read_completion(await self.client.post(_path(body), cast_to=str, body=whole))
+
+    async def ask_ids(self, body: Mapping[str, Any]) -> Completion:
+        """As `ask`, for token ids too; a server that refuses this wish alone is asked without it from then on."""
+        wanted = self._ids
+        try:
+            return await self.ask({**body, **wanted})
+        except REFUSED:
+            if not wanted:
+                raise
+            found = await self.ask(body)
+            self._ids = {}
+            return found
+
+    async def events(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of a streamed answer as they come, without any repetition; errors as of `ask`."""
+        whole = {"model": self.endpoint.model, "stream": True, "stream_options": {"include_usage": True}, **body}
+        try:
+            stream = await self.client.post(
+                _path(body),
+                cast_to=object,
+                body=whole,
+                options={"max_retries": 0},
+                stream=True,
+                stream_cls=AsyncStream[object],
+            )
+            async for event in stream:
+                if isinstance(event, dict):
+                    yield event
+        except (HTTPError, ValueError) as error:
+            raise UserError(
+                f"the endpoint {self.host} broke off an answer ({first_line(error) or type(error).__name__})",
+                "see to the endpoint, then start the same command again",
+            ) from None
 
     @property
     def host(self) -> str:
@@ -115,6 +156,10 @@ class Connection:
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "[the key]") if self._key else text
+
+
+def _path(body: Mapping[str, Any]) -> str:
+    return "chat/completions" if "messages" in body else "completions"
 
 
 def _checked(address: str) -> str:

@@ -57,8 +57,7 @@ Page = Callable[[], str | None]
 class Replay:
     """A speculator to diagnose on prompts, with what is known of the server's side.
 
-    ``served``: the folder of the speculator that the server reads; None if it is not known. ``target_folder``: the
-    target's, None if it is not known.
+    ``served``: the folder of the speculator that the server reads; ``target_folder``: the target's.
     """
 
     target: CausalLM
@@ -67,8 +66,8 @@ class Replay:
     heldout: Sequence[HeldOutPrompt]
     config: DecodingConfig
     temperature: float
-    served: Path | None = None
-    target_folder: Path | None = None
+    served: Path
+    target_folder: Path
     trust_remote_code: bool = False
 
     @property
@@ -129,9 +128,6 @@ def _by_folders(replay: Replay, greedy: Sequence[Sequence[int]]) -> Iterator[Fin
     longest = max(map(len, replay.prompts)) + replay.config.max_new_tokens
     yield compare_settings(replay.target_folder, replay.served, trained, longest)
     yield compare_vocabularies(replay.target, replay.tokenizer, replay.served, trusted)
-    if replay.served is None:
-        yield undecided(TOP_1, "no folder that a server reads is given: name it with --exported")
-        return
     texts = [[*prompt, *text] for prompt, text in zip(replay.prompts, greedy, strict=True)][:_TEXTS]
     weights = replay.speculator.weights
     found = compare_top_1(replay.target, weights, replay.served, texts, trusted)

@@ -20,12 +20,10 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkDraft
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.hub import local_folder
-from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import load_draft, load_dspark, load_heads, load_model
 from decoding.model.stored import read_header, read_object
 from trainer.drafts.dspark import block_logits
-from trainer.export.vllm import read_vllm_heads
-from trainer.servers.configs import is_vllm_heads
+from trainer.export.readback import heads_logits
 from trainer.target.hidden import OnlineTarget
 
 TOP_1 = "the draft's top-1"
@@ -85,10 +83,7 @@ class Speculator(NamedTuple):
 
 
 def named_speculator(text: str) -> SpeculatorName:
-    """Read a drafter's spec or a folder, of heads in vLLM's format too; no weights are read.
-
-    ValueError for a drafter without trained weights.
-    """
+    """Read a drafter's spec or a folder; no weights are read. ValueError for a drafter without trained weights."""
     spec = parse_drafter(text)
     kind = _KINDS.get(str(spec.options.get("of", spec.name)))
     if kind is None or spec.path is None:
@@ -96,8 +91,6 @@ def named_speculator(text: str) -> SpeculatorName:
             f"{text!r} has no trained weights that a server could read in another way",
             "give heads:PATH, draft:PATH, dspark:PATH or a folder",
         )
-    if is_vllm_heads(local_folder(spec.path, weights=False)):
-        return SpeculatorName("heads", spec.path, None)
     tokens = spec.options.get("tokens")
     return SpeculatorName(kind, spec.path, tokens if spec.name in ("draft", "dspark") else None)
 
@@ -105,17 +98,10 @@ def named_speculator(text: str) -> SpeculatorName:
 def load_speculator(named: SpeculatorName, target: CausalLM, trusted: bool = False) -> Speculator:
     """Load the weights for the target."""
     if named.kind == "heads":
-        read = _read_served_heads if is_vllm_heads(named.folder) else load_heads
-        return Speculator(named, read(named.folder, target))
+        return Speculator(named, load_heads(named.folder, target))
     if named.kind == "dspark":
         return Speculator(named, load_dspark(named.path, target))
     return Speculator(named, load_draft(named.path, target, None, trusted))
-
-
-def _read_served_heads(folder: Path, target: CausalLM) -> MedusaHeads:
-    heads = read_vllm_heads(folder)
-    heads.config.check_fits(target.hidden_size, target.vocab_size)
-    return heads.to(target.device, target.dtype).eval()
 
 
 # --- the weights that a server reads ----------------------------------------------------------------------------------
@@ -125,14 +111,12 @@ def compare_top_1(
     target: CausalLM, trained: Weights, served: Path, texts: Sequence[Sequence[int]], trusted: bool
 ) -> Finding:
     """Compare the top-1 tokens of the trained weights with those that a server reads, at all positions of the texts."""
-    if isinstance(trained, MedusaHeads) and trained.markov is not None:
-        return undecided(TOP_1, "these heads read tokens, which the heads of no server do: export plain Medusa heads")
     tied = False
     top_1: _Top1 = _draft_top_1
     read: Any
     try:
         if isinstance(trained, MedusaHeads):
-            top_1, read = _heads_top_1(target), _read_served_heads(served, target)
+            top_1, read = _heads_top_1(target), load_heads(served, target)
         elif isinstance(trained, DSparkDraft):
             read = load_dspark(served, target)
             try:
@@ -201,10 +185,8 @@ def _dspark_top_1(target: CausalLM, online: OnlineTarget, depths: int) -> _Top1:
 
 
 def _heads_top_1(target: CausalLM) -> _Top1:
-    @torch.inference_mode()
     def top_1(heads: MedusaHeads, text: Sequence[int]) -> Tensor:
-        hidden = lm_head_input(target.model, {"input_ids": torch.tensor([list(text)], device=target.device)})
-        best: Tensor = heads(hidden[0], target.model.get_output_embeddings()).argmax(-1)
-        return best
+        """Each token is drafted behind the text's own."""
+        return heads_logits(heads, target, text, len(text)).argmax(-1)
 
     return top_1

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from decoding.dtypes import parse_dtype
+from decoding.model.architecture import why_no_chains
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import load_model, load_tokenizer
@@ -68,6 +69,9 @@ def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) 
             f"data.max_length is {recipe.data.max_length} but the target's context holds {model.max_positions} tokens: "
             f"give data.max_length={model.max_positions} or less"
         )
+    reason = why_no_chains(model.model)
+    if reason is not None and recipe.evaluation.prompts:
+        raise ValueError(f"{reason}, so that no evaluation can verify drafts: set evaluation.prompts=0 to train on it")
     if recipe.data.packing:
         check_documents_are_apart(model.model)
     return model

@@ -157,7 +157,7 @@ class Planner:
             return MeasuredFamily(family, self._trees(family, children))
         steps, _ = self.decode(family, self.prompts)
         if family.kind == "fixed":
-            candidates = [Candidate(family.spec, family.drafter.budgets[-1], tokens_per_pass(steps))]
+            candidates = [Candidate(family.spec, family.drafter.budgets_on(self.target)[-1], tokens_per_pass(steps))]
         else:
             candidates = [
                 Candidate(family.chain(depth), Budget(depth, depth + 1), tokens_per_pass(steps, depth))

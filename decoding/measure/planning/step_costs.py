@@ -114,7 +114,8 @@ def survey_steps(
     ``seconds`` bounds the time of the steps, prefills apart; every budget that the texts have room for gets a sample
     anyway. ValueError where they have room for none.
     """
-    fitting = [each for each in drafter.budgets if each.depth <= config.max_new_tokens // 2] or drafter.budgets[:1]
+    budgets = drafter.budgets_on(target)
+    fitting = [each for each in budgets if each.depth <= config.max_new_tokens // 2] or budgets[:1]
     spaced = [fitting[round(index * (len(fitting) - 1) / (_SIZES - 1))] for index in range(_SIZES)]
     survey = StepSurvey(list(dict.fromkeys(spaced)), rows, samples)
     texts = list(islice(cycle(prompts), max(_MOST_TEXTS, 8 * rows)))

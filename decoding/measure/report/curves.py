@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -61,10 +61,51 @@ def _draw_speedups(axes: Axes, report: Report, setting: str, axis: str, fixed: i
     lines = {name: points for name, points in lines.items() if len(points) > 1}
     for name, points in lines.items():
         axes.plot(*zip(*points, strict=True), label=one_line(name), **series(methods(report).index(name)))
-    over_sizes(axes, sorted({size for points in lines.values() for size, _ in points}), _AXES[axis][0])
+    label = "requests at a time" if report.get("served") and axis == "batch_size" else _AXES[axis][0]
+    over_sizes(axes, sorted({size for points in lines.values() for size, _ in points}), label)
     top = 1.08 * max((speed_of(row) or 0.0 for row in cells(report) if row["method"] != PLAIN), default=1.0)
     axes.set_ylim(0, max(top, 1.3))
     return list(lines)
+
+
+@styled
+def load_curves(report: Report) -> list[Picture]:
+    """Draw a server's throughput, time to first token and time per token over the load, in each setting."""
+    pictures = []
+    names = [*methods(report), PLAIN]
+    for setting in settings(report) if report.get("served") else ():
+        for heading, place in _LOADED.items():
+            rows = [(row, value) for row in named(cells(report), setting) if (value := _at(row, place)) is not None]
+            lines = {
+                name: [(row["batch_size"], value) for row, value in rows if row["method"] == name] for name in names
+            }
+            lines = {name: points for name, points in lines.items() if len(points) > 1}
+            if not lines:
+                continue
+            figure, axes = panel(3.5, 2.5)
+            for name, points in lines.items():
+                axes.plot(*zip(*sorted(points), strict=True), **series(names.index(name)))
+            over_sizes(axes, sorted({row["batch_size"] for row, _ in rows}), "requests at a time")
+            axes.set_ylim(bottom=0)
+            legend = [Legend(one_line(name), *swatch(names.index(name))) for name in lines]
+            title = one_line(f"{heading}, {setting}")
+            pictures.append(Picture(title, svg(figure, title), legend))
+    return pictures
+
+
+_LOADED = {
+    "Output tokens/s in all": ("tokens_per_second", "value"),
+    "Median ms to the first token": ("latency", "ttft_ms", "p50"),
+    "Median ms per further token": ("latency", "tpot_ms", "p50"),
+}
+
+
+def _at(row: Report, place: Sequence[str]) -> float | None:
+    """Return the figure at a place of a row; None if it was not measured."""
+    found: Any = row
+    for name in place:
+        found = (found or {}).get(name)
+    return None if found is None else float(found)
 
 
 def over_sizes(axes: Axes, sizes: Sequence[int], label: str) -> None:

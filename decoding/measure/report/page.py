@@ -20,7 +20,7 @@ from decoding.measure.figures import (
     times,
 )
 from decoding.measure.markdown import one_line, visible
-from decoding.measure.report.curves import acceptance_curves, cost_curve, speedup_curves
+from decoding.measure.report.curves import acceptance_curves, cost_curve, load_curves, speedup_curves
 from decoding.measure.report.style import css
 from decoding.measure.report.tables import page_tables
 
@@ -44,9 +44,10 @@ def write_html(report: Report, path: Path) -> None:
         lead=lead,
         others=others,
         caption=caption(report),
-        sentence=greedy_sentence(report),
+        sentences=[*filter(None, [greedy_sentence(report)]), *(report.get("notes") or [])],
         speedups=bar_charts(report),
-        over_batch=speedup_curves(report, "batch_size"),
+        over=f"Over {'concurrency' if report.get('served') else 'batch size'}",
+        over_batch=[*speedup_curves(report, "batch_size"), *load_curves(report)],
         over_context=speedup_curves(report, "context"),
         acceptance=acceptance_curves(report),
         cost=cost_curve(report),

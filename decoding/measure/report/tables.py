@@ -16,6 +16,7 @@ from decoding.measure.figures import (
     Report,
     answers,
     caption,
+    cells,
     estimate,
     greedy_sentence,
     named,
@@ -96,8 +97,9 @@ class TerminalReport:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         report = self.report
         yield Text(one_line(report.get("title") or ""), style="bold")
-        yield terminal_table(report)
-        lines = (*answers(report), f"{caption(report)}.", _NOTES, greedy_sentence(report))
+        yield load_table(report) if report.get("served") else terminal_table(report)
+        notes = report.get("notes") if report.get("served") else [_NOTES]
+        lines = (*answers(report), f"{caption(report)}.", *(notes or ()), greedy_sentence(report))
         yield Text("\n".join(filter(None, lines)), style="table.caption")
 
 
@@ -112,7 +114,7 @@ def terminal_table(report: Report) -> Table:
         table.add_row(Text(one_line(setting), style="bold"))
         for row in named(report["rows"], setting):
             same, lossy = row.get("identical_to_plain"), row["label"] == "lossy"
-            cells = (
+            shown = (
                 one_line(row["method"]) + " (lossy)" * lossy,
                 _same(same) if same and row["method"] != PLAIN else "",
                 number((row.get("tokens_per_pass") or {}).get("value")),
@@ -120,8 +122,47 @@ def terminal_table(report: Report) -> Table:
                 estimate(row.get("speedup_of_totals"), "×"),
                 times((row.get("speedup") or {}).get("median")),
             )
-            table.add_row(*map(Text, cells), style="yellow" if lossy else None)
+            table.add_row(*map(Text, shown), style="yellow" if lossy else None)
     return table
+
+
+def load_table(report: Report) -> Table:
+    """Make the table of servers under load: a row for each endpoint at each concurrency."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for column in _LOAD:
+        table.add_column(column.replace(" ms, ", " ms\n").replace(", ", "\n", 1), justify="right", no_wrap=True)
+    for setting in settings(report):
+        table.add_section()
+        for shown in _load_rows(report, setting):
+            table.add_row(*map(Text, shown))
+    return table
+
+
+_LOAD = (
+    *("setting", "endpoint", "at a time", "tokens/s", "of a request", "speed-up [95%]"),
+    *(f"{name} ms, p50 p90 p99" for name in ("TTFT", "TPOT", "ITL")),
+    "acceptance, length: by position",
+)
+
+
+def _load_rows(report: Report, setting: str) -> list[tuple[str, ...]]:
+    rows = sorted(named(cells(report), setting), key=lambda row: row["batch_size"])
+    return [
+        (
+            *_names(row),
+            _count(row["batch_size"]),
+            _tokens_per_second(row),
+            number(row["latency"]["tokens_per_second_of_a_request"]["value"], 1),
+            NONE if row["method"] == PLAIN else estimate(row.get("speedup_of_totals"), "×"),
+            *(
+                " ".join(number(row["latency"][name][each], 1) for each in ("p50", "p90", "p99"))
+                for name in ("ttft_ms", "tpot_ms", "itl_ms")
+            ),
+            f"{number(row.get('acceptance_length'))}: "
+            + (" ".join(number(each["value"]) for each in row.get("reached") or []) or NONE),
+        )
+        for row in rows
+    ]
 
 
 # --- tables of the page -----------------------------------------------------------------------------------------------
@@ -148,7 +189,11 @@ def page_tables(report: Report) -> list[PageTable]:
     parts = ("draft", "verify", "overhead")
     speed = ("setting", "method", "speed-up with the prefill", "as predicted from the cost curve", *parts)
     ends = ("prompts", "tokens per target pass", "tokens/s", "speed-up")
+    loads = (
+        [each for setting in settings(report) for each in _load_rows(report, setting)] if report.get("served") else []
+    )
     found = [
+        PageTable("Under load", _LOAD, 2, loads),
         PageTable("All figures", COLUMNS, 3, table_rows(report)),
         PageTable("Acceptance, counted both ways", acceptance, 5, [_acceptance(row) for row in drafted]),
         PageTable(

@@ -1,0 +1,17 @@
+# Headstart with the pinned versions. The CPU's image by default; with CUDA: docker build --target cuda .
+#   docker build -t headstart . && docker run --rm -v "$PWD:/work" headstart train recipe.yaml
+FROM python:3.11-slim AS source
+WORKDIR /headstart
+COPY . .
+
+FROM source AS cuda
+RUN pip install --no-cache-dir "$(grep '^torch==' requirements.lock)"
+RUN pip install --no-cache-dir --constraint requirements.lock ".[endpoint,gguf,wandb]"
+WORKDIR /work
+ENTRYPOINT ["headstart"]
+
+FROM source AS cpu
+RUN pip install --no-cache-dir "$(grep '^torch==' requirements.lock)+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
+RUN pip install --no-cache-dir --constraint requirements.lock ".[endpoint,gguf,wandb]"
+WORKDIR /work
+ENTRYPOINT ["headstart"]

@@ -1,0 +1,184 @@
+"""Figures of servers under load, from streamed answers that were timed from outside.
+
+An answer is a record as any other (`decoding.measure.records`): the cell's batch size is the number of requests under
+way, and a run's seconds are its share of the time. Next to its runs a record's line has ``timing`` and ``counters``.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from decoding.measure.figures import PLAIN, Report, cells, told
+from decoding.measure.methods import Method, Run
+from decoding.measure.records import GridCell, Records, RunKey
+from decoding.measure.rows import figures_of
+from decoding.metrics import proportion, ratio_of_sums
+
+SERVED = "served"
+"""Name of the endpoint's method; a second endpoint without speculation is plain decoding."""
+_AT_ONCE = 0.01
+"""Share of an answer's time within which its events come if something collects them on the way."""
+_WHOLE_LOAD = 0.9
+"""Share of the requests asked for that must be under way on average."""
+_OF_ONE_PROCESS = ("with_prefill", "over_transformers")
+"""Parts of the names of figures that a server does not show."""
+
+
+class Timing(NamedTuple):
+    """Times of a streamed answer in seconds: of its request, its last event, and each event with text.
+
+    ``tokens``: None if the server does not count them. ``digest``: that of the text.
+    """
+
+    begin: float
+    end: float
+    arrivals: tuple[float, ...]
+    tokens: int | None
+    digest: str
+
+
+def shares_of_time(spans: Sequence[tuple[float, float]]) -> list[float]:
+    """Return each answer's share of the seconds from ``spans`` (begin, end): answers under way share them alike.
+
+    The shares add up to the time in which anything was under way, so that tokens over shares are the throughput.
+    """
+    shares = [0.0] * len(spans)
+    for begin, end in pairwise(sorted({moment for span in spans for moment in span})):
+        under_way = [index for index, span in enumerate(spans) if span[0] <= begin and end <= span[1]]
+        for index in under_way:
+            shares[index] += (end - begin) / len(under_way)
+    return shares
+
+
+def latency(timings: Mapping[str, Sequence[Timing]], seconds: float) -> dict[str, Any]:
+    """Return the latency figures of the answers to each prompt, as JSON values; ``seconds``: with any under way.
+
+    ``ttft_ms``: from the request to the first text. ``tpot_ms``: of each answer, the time behind its first text over
+    its further tokens. ``itl_ms``: between two events of an answer, of which one may hold several tokens.
+    """
+    every = [timing for each in timings.values() for timing in each]
+    written = [each for each in every if each.arrivals]
+    long = [each for each in written if (each.tokens or 0) > 1]
+    at_once = [each.end - each.arrivals[0] < _AT_ONCE * (each.end - each.begin) for each in long]
+    streamed = 2 * sum(at_once) <= len(at_once)
+    by_prompt = [
+        (float(sum(each.tokens or 0 for each in mine)), sum(each.end - each.begin for each in mine))
+        for mine in timings.values()
+    ]
+    counted = all(each.tokens is not None for each in every)
+    return {
+        "requests": len(every),
+        "under_way": sum(each.end - each.begin for each in every) / seconds if seconds else None,
+        "streamed": streamed,
+        "counted": counted,
+        "tokens_per_second_of_a_request": told(ratio_of_sums(by_prompt if counted else [])),
+        "ttft_ms": _percentiles(each.arrivals[0] - each.begin for each in written if streamed),
+        "tpot_ms": _percentiles(
+            (each.end - each.arrivals[0]) / (each.tokens - 1) for each in long if streamed and each.tokens
+        ),
+        "itl_ms": _percentiles(
+            after - before for each in written if streamed for before, after in pairwise(each.arrivals)
+        ),
+    }
+
+
+def _percentiles(seconds: Iterable[float]) -> dict[str, Any]:
+    """Return percentiles in milliseconds; null where too few values stand above one to know it."""
+    values = torch.tensor(list(seconds), dtype=torch.float64) * 1000
+    found = {f"p{q}": float(values.quantile(q / 100)) if len(values) * (100 - q) >= 100 else None for q in (90, 99)}
+    return {"p50": float(values.median()) if len(values) else None, **found, "observations": len(values)}
+
+
+def counted_acceptance(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the acceptance of a cell from a server's counters (the fields of its counts), summed over rounds.
+
+    Counts whose positions do not add up to the accepted tokens give none, and ``counters_disagree`` in their place.
+    """
+    drafts = sum(round(each["drafts"] or 0) for each in counters)
+    if not drafts:
+        lengths = [each["length"] for each in counters if each["length"] is not None]
+        return {"acceptance_length": sum(lengths) / len(lengths)} if lengths else {}
+    drafted, accepted = (sum(round(each[name]) for each in counters) for name in ("drafted", "accepted"))
+    depth = max(len(each["reached"]) for each in counters)
+    reached = [
+        sum(round(each["reached"][place]) for each in counters if place < len(each["reached"]))
+        for place in range(depth)
+    ]
+    if sum(reached) != accepted or not all(after <= before for before, after in pairwise([drafts, *reached])):
+        return {"counters_disagree": True}
+    shares = [proportion(count, drafts) for count in reached]
+    length = 1 + sum(share.value for share in shares)
+    assert math.isclose(length, 1 + accepted / drafts, rel_tol=1e-9), (reached, accepted, drafts)
+    return {
+        "passes": drafts,
+        "acceptance_length": length,
+        "reached": [share._asdict() for share in shares],
+        "accepted_per_drafted": proportion(accepted, drafted)._asdict(),
+    }
+
+
+def served_figures(
+    lines: Iterable[Mapping[str, Any]],
+    methods: Sequence[Method],
+    loads: Sequence[GridCell],
+    tasks: Mapping[str, str | None],
+) -> dict[str, Any]:
+    """Return a report's rows as of `figures_of`, with ``latency`` and acceptance, and ``notes`` in sentences."""
+    by_key = {RunKey(GridCell(*line["cell"]), *(line[name] for name in RunKey._fields[1:])): line for line in lines}
+    report: Report = figures_of(Records(known=by_key.values()), methods, loads, tasks)
+    for row in (*cells(report), *report["tasks"]):
+        for name in [name for name in row if any(part in name for part in _OF_ONE_PROCESS)]:
+            del row[name]
+        row.pop("identical_to_plain", None)
+    for row in cells(report):
+        mine = [line for key, line in by_key.items() if _is_of(key, row)]
+        timings: dict[str, list[Timing]] = {}
+        for line in mine:
+            timings.setdefault(line["prompts"][0], []).append(Timing(*line["timing"]))
+        row["latency"] = latency(timings, sum(Run(*line["runs"][0]).decode_seconds for line in mine))
+        if "reached" not in row:  # counted for each request
+            row |= counted_acceptance([line["counters"] for line in mine if line.get("counters")])
+        if row["temperature"] == 0 and row["method"] != PLAIN:
+            row |= _identity(by_key, row)
+    for row in (*cells(report), *report["tasks"]):
+        if not all(each["latency"]["counted"] for each in cells(report)):
+            row["tokens_per_second"] = row["speedup_of_totals"] = row["speedup"] = None
+    return {**report, "served": True, "notes": _notes(report)}
+
+
+def _is_of(key: RunKey, row: Report) -> bool:
+    return (key.setting, key.method, key.cell.batch_size) == (row["setting"], row["method"], row["batch_size"])
+
+
+def _identity(by_key: Mapping[RunKey, Mapping[str, Any]], row: Report) -> dict[str, Any]:
+    """Count the greedy texts that are the plain endpoint's too; nobody has the logits where two part."""
+    pairs = [(line, by_key.get(key._replace(method=PLAIN))) for key, line in by_key.items() if _is_of(key, row)]
+    same = [mine["timing"][4] == plain["timing"][4] for mine, plain in pairs if plain is not None]
+    if not same:
+        return {}
+    margin = 0.0 if all(same) else None
+    return {"identical_to_plain": {"identical": sum(same), "of": len(same), "largest_margin": margin, "ended_early": 0}}
+
+
+def _notes(report: Report) -> list[str]:
+    every, notes = cells(report), []
+    if all(row["method"] != PLAIN for row in every):
+        notes.append("One endpoint was measured alone, so there is no speed-up: give --baseline-endpoint.")
+    if any(row.get("passes") for row in every if row["method"] == PLAIN):
+        notes.append("The baseline's server counted drafts meanwhile: it speculates too, or answers others.")
+    for row in (row for row in every if row["method"] == SERVED):
+        load, figures = f"{row['setting']}, concurrency {row['batch_size']}", row["latency"]
+        if row.get("counters_disagree"):
+            notes.append(f"The server's counters contradict each other ({load}): acceptance is not known.")
+        elif "acceptance_length" not in row:
+            notes.append(f"The server counted no drafts ({load}): it shows no metrics, or does not speculate.")
+        if not figures["streamed"]:
+            notes.append(f"Answers came all at once ({load}): times between request and end are not known.")
+        if (mean := figures["under_way"] or 0.0) < _WHOLE_LOAD * row["batch_size"]:
+            notes.append(f"On average {mean:.1f} requests were under way ({load}): give more prompts (--limit).")
+    if not all(row["latency"]["counted"] for row in every):
+        notes.append("A server does not count the tokens of its answers: rates and speed-ups are not known.")
+    return notes

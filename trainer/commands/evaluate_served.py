@@ -1,0 +1,229 @@
+"""`headstart evaluate --endpoint`: what a server gains at each concurrency, measured from outside by streams."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from decoding.errors import UserError
+from decoding.measure.figures import PLAIN
+from decoding.measure.markdown import one_line
+from decoding.measure.measurement import write_report
+from decoding.measure.methods import EvaluationConfig, Method, Run, Setting, settings_of
+from decoding.measure.questions import Question, read_questions
+from decoding.measure.records import GridCell, Records, RunKey, line_of, open_records, read_lines, record_files
+from decoding.measure.redact import published_command, published_name, without_local_paths
+from decoding.measure.report.page import write_html
+from decoding.measure.report.tables import TerminalReport
+from decoding.measure.served import SERVED, Timing, served_figures, shares_of_time
+from decoding.metrics import StepCount
+from decoding.prompts import read_variables
+from trainer.commands.evaluate import check_records, chosen_questions, identity_of
+from trainer.commands.findings import account
+from trainer.commands.models import check_endpoint, connect
+from trainer.commands.options import EvaluateOptions
+from trainer.files.lock import hold
+from trainer.processes import Process
+from trainer.quickstart import resolve
+from trainer.servers.answers import StreamedAnswer
+from trainer.servers.client import ServedModel
+from trainer.servers.counters import Counts, parse_counts
+from trainer.terminal.console import say, wide
+from trainer.terminal.progress import ProgressBar
+
+_PUBLISHED = (
+    *("prompt_field", "limit", "task", "chat_template_kwargs", "max_new_tokens", "rounds"),
+    *("settings", "temperature", "concurrency"),
+)
+_OF_THIS_PROCESS = ("target", "drafter", "batch_size", "context", "plan", "dtype", "trust_remote_code")
+
+
+class Cell(NamedTuple):
+    """Answers of one endpoint to every question, so many at a time, under one setting and in one round."""
+
+    method: Method
+    setting: Setting
+    load: GridCell
+    round: int
+
+    def key(self, wave: int) -> RunKey:
+        return RunKey(self.load, wave, 0, self.setting.name, self.method.name, self.round)
+
+
+def run_evaluate_served(
+    options: EvaluateOptions, watched: Console, console: Console, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Any]:
+    """Measure the endpoints in turns, print the table, write report.json and report.html; return the report."""
+    config = _checked(options)
+    every = read_questions(resolve(options.prompts), options.prompt_field)
+    questions = chosen_questions(every, options, Process(0, 1, watched))
+    if len(questions) < max(options.concurrency):
+        raise UserError(
+            f"--concurrency {max(options.concurrency)} needs as many prompts, and there are {len(questions)}",
+            "raise --limit, or lower it",
+        )
+    addresses = {SERVED: options.endpoint, PLAIN: options.baseline_endpoint}
+    names = [name for name, address in addresses.items() if address is not None]
+    methods = [_method(setting, name) for setting in settings_of(config) for name in names]
+    loads = [GridCell(each, None) for each in options.concurrency]
+    about = _about(options, questions, names)
+    with ExitStack() as stack:
+        stack.enter_context(hold(options.output))
+        check_records(options, about)
+        given = [{name: getattr(each, name) for name in ("setting", "name")} for each in methods]
+        provenance = {"identity": identity_of(about), "methods": given, "processes": 1, **account()}
+        records = open_records(options.output, 0, provenance)
+        stack.callback(records.close)
+        missing = [each for each in _cells(methods, config, loads) if not _is_done(each, records, questions)]
+        servers = {name: stack.enter_context(connect(addresses[name] or "", options.model or "")) for name in names}
+        bar = stack.enter_context(ProgressBar(watched, "evaluating", len(missing) * len(questions)))
+        sessions = {name: _Session(server, options, questions, clock, bar.advance) for name, server in servers.items()}
+        for cell in missing:
+            for line in sessions[cell.method.name].lines(cell):
+                records.add(line)
+        lines = [line for file in record_files(options.output) for line in read_lines(file) if "timing" in line]
+    tasks = {question.id: question.task for question in questions}
+    report = {**about, **account(), "models": {name: each.model for name, each in sessions.items()}}
+    report |= {"questions": len(questions), "rounds": config.rounds, "max_new_tokens": config.max_new_tokens}
+    report |= served_figures(lines, methods, loads, tasks)
+    write_report(report, options.output / "report.json")
+    write_html(report, options.output / "report.html")
+    wide(console).print(TerminalReport(report))
+    say(console, f"written: {options.output / 'report.json'}, {options.output / 'report.html'}")
+    return report
+
+
+def _checked(options: EvaluateOptions) -> EvaluationConfig:
+    """Return the settings; UserError for options that do not go together."""
+    check_endpoint(options.endpoint, options.model)
+    if changed := [name for name in _OF_THIS_PROCESS if getattr(options, name) != getattr(EvaluateOptions, name)]:
+        raise UserError(f"--{changed[0].replace('_', '-')} has no effect with --endpoint", "leave it out")
+    if "typical" in options.settings:
+        raise UserError("--settings typical is of this process", "give greedy, sampling, or both")
+    if options.endpoint == options.baseline_endpoint:
+        raise UserError("--baseline-endpoint is --endpoint itself", "start a second server without speculation")
+    return EvaluationConfig(
+        options.max_new_tokens, options.rounds, tuple(options.temperature), settings=tuple(options.settings)
+    )
+
+
+def _method(setting: Setting, name: str) -> Method:
+    def decode(prompt: Sequence[int], seed: int) -> Run:
+        raise AssertionError("a server decodes")
+
+    return Method(setting.name, name, "unproved", decode, temperature=setting.temperature)
+
+
+def _cells(methods: Sequence[Method], config: EvaluationConfig, loads: Sequence[GridCell]) -> Iterator[Cell]:
+    """Yield the cells; the endpoints take turns, and the first of them changes."""
+    turn = count()
+    for setting in settings_of(config):
+        mine = [method for method in methods if method.setting == setting.name]
+        for load in loads:
+            for repetition in range(config.rounds):
+                for method in mine[:: -1 if next(turn) % 2 else 1]:
+                    yield Cell(method, setting, load, repetition)
+
+
+def _is_done(cell: Cell, records: Records, questions: Sequence[Question]) -> bool:
+    return all(cell.key(wave) in records.by_key for wave in range(len(questions)))
+
+
+class _Session:
+    """An endpoint that is measured, with the name of the model that it served first."""
+
+    def __init__(
+        self,
+        server: ServedModel,
+        options: EvaluateOptions,
+        questions: Sequence[Question],
+        clock: Callable[[], float],
+        on_answer: Callable[[], None],
+    ) -> None:
+        self._server, self._options, self._questions = server, options, questions
+        self._clock, self._on_answer = clock, on_answer
+        self._uncached: bool | None = None
+        """True if the server takes the fields that keep it from reusing an earlier request's prefill."""
+        self.model: str | None = None
+
+    def lines(self, cell: Cell) -> list[dict[str, Any]]:
+        """Return the lines of a cell's records, the first with the server's counters; UserError for another model."""
+        bodies = [self._body(index, cell) for index in range(len(self._questions))]
+        anew = {"cache_prompt": False, "cache_salt": f"{time.time_ns()}"}  # llama.cpp's name, vLLM's and SGLang's
+        if self._uncached is None:  # at the first cell; the request warms the server up, too
+            self._uncached = self._server.takes({**bodies[0], **anew}, self._clock)
+        before = self._counts()
+        asked = [{**body, **(anew if self._uncached else {})} for body in bodies]
+        answers = self._server.streamed(asked, cell.load.batch_size, self._on_answer, self._clock)
+        after = self._counts()
+        for model in (answer.model for answer in answers if answer.model is not None):
+            self.model = self.model or model
+            if model != self.model:
+                raise UserError(
+                    f"the endpoint answered as {self.model!r}, and then as {model!r}",
+                    "measure a server that keeps its model",
+                )
+        shares = shares_of_time([(answer.begin, answer.end) for answer in answers])
+        lines = []
+        for wave, (body, answer, share) in enumerate(zip(bodies, answers, shares, strict=True)):
+            asks = {name: body.get(name) for name in ("messages", "prompt", "tools")}
+            named = {"prompts": [self._questions[wave].id], "digests": [_digest(asks)]}
+            run = Run((), answer.tokens or 0, 0.0, share, _steps(answer))
+            timing = Timing(answer.begin, answer.end, answer.arrivals, answer.tokens, _digest(answer.text))
+            lines.append(line_of(cell.key(wave), **named, runs=[run], timing=timing))
+        if after is not None:
+            lines[0]["counters"] = asdict(after.since(before))
+        return lines
+
+    def _body(self, index: int, cell: Cell) -> dict[str, Any]:
+        question, options = self._questions[index], self._options
+        messages = list(question.opening)
+        body: dict[str, Any] = {"prompt": messages[0]["content"]} if question.plain else {"messages": messages}
+        if question.tools:
+            body["tools"] = question.tools
+        if options.chat_template_kwargs:
+            body["chat_template_kwargs"] = read_variables(options.chat_template_kwargs)
+        seed = cell.round * len(self._questions) + index
+        return {**body, "max_tokens": options.max_new_tokens, "temperature": cell.setting.temperature, "seed": seed}
+
+    def _counts(self) -> Counts | None:
+        """Return the server's counts; None without any."""
+        try:
+            return parse_counts(self._server.metrics() or "")
+        except UserError:
+            return None
+
+
+def _steps(answer: StreamedAnswer) -> tuple[StepCount, ...]:
+    """Return an answer's passes as counts of steps, each with the target's own token; the order is not known."""
+    return tuple(
+        StepCount(accepted + 1, accepted, answer.drafts, answer.drafts)
+        for accepted, times in enumerate(answer.passes)
+        for _ in range(times)
+    )
+
+
+def _digest(value: Any) -> str:
+    return sha256(repr(value).encode()).hexdigest()[:12]
+
+
+def _about(options: EvaluateOptions, questions: Sequence[Question], names: Sequence[str]) -> dict[str, Any]:
+    """Return what the report says of its own making, without the addresses, which may move or hold a secret."""
+    model = one_line(published_name(options.model or ""))
+    texts = [(each.id, each.task, each.opening, each.plain, each.tools) for each in questions]
+    return {
+        "title": one_line(f"{model}, served, on {Path(published_name(options.prompts)).name}"),
+        "command": published_command(sys.argv),
+        "settings": without_local_paths({name: getattr(options, name) for name in _PUBLISHED}),
+        "asked": {"turns": "first", "endpoints": list(names)},
+        "drafters": {},
+        "fingerprints": {"target": f"served as {model}", "tokenizer": "of the server", "prompts": _digest(texts)},
+        "prompts_from": one_line(published_name(options.prompts)),
+    }
