@@ -148,7 +148,7 @@ def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
     """Return the budgets to choose from with their acceptance: the largest to each of a few depths, and chains as deep.
 
     The depths are the whole and a half, a quarter, ... of it. Cuts of one tree share its acceptance. With one budget
-    for each depth, as of a hybrid, smaller trees are not the beginnings of the largest, and have their own.
+    for each depth, as of a hybrid, smaller trees are not the beginnings of the largest: only the largest is chosen.
     """
     largest = {budget.depth: budget for budget in budgets}
     depths = [budgets[-1].depth]
@@ -158,7 +158,7 @@ def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
     arms = {largest[depth]: whole for depth in depths if depth in largest}
     chains = [budget for budget in budgets if budget.nodes == budget.depth + 1]
     if len(chains) < len(budgets) == len(largest):
-        arms |= {arm: _Acceptance(whole) for arm in arms if arm != budgets[-1]}
+        return {budgets[-1]: whole}  # to learn each tree's acceptance costs more than the best of them gains
     smaller = (chain for chain in chains if chain.depth in depths[:-1] and chain not in arms)
     return arms | {chain: _Acceptance(whole, _OF_LARGER) for chain in smaller}
 

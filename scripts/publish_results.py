@@ -292,7 +292,6 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "speed": {RESULTS: (("speed", goals_table), ("drafters", drafters_table))},
     "train_stored": {RESULTS: (("train_stored", stored_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
-    "accepted_dspark": {RESULTS: (("dspark", accepted_table),)},
     "accepted": {
         "README.md": (("lead", lead_table),),
         RESULTS: (("accepted", accepted_table), ("gained", gained_table)),

@@ -20,6 +20,7 @@ TREE = (
     Budget(3, 11),
     Budget(6, 17),
 )
+HYBRID = [Budget(depth, nodes) for depth, nodes in enumerate((3, 5, 7, 9, 11, 13, 14, 15), start=1)]
 NAMES = ("adaptive", "fixed")
 NODES = (0.005, 0.15)
 RATES = (0.05, 0.5, 0.75, 0.93)
@@ -59,9 +60,9 @@ def test_the_adaptive_policy_keeps_what_the_better_of_drafting_and_plain_decodin
     Each step is timed with noise of 10% and one hiccup of twenty times in 50. Means over two seeds.
     """
     found: dict[object, float] = {}
-    for budgets, of_all, node, rate in product((chains(10), list(TREE)), (0.0, 1.0), NODES, RATES):
+    for budgets, of_all, node, rate in product((chains(10), list(TREE), HYBRID), (0.0, 1.0), NODES, RATES):
         machine = Machine(of_all / budgets[-1].depth, lambda rows, nodes, node=node: 1 + node * (nodes - 1), 0.1)
-        found[len(budgets), of_all, node, rate] = fmean(shares(machine, rate, budgets, rows, 1.0, tokens))
+        found[len(budgets), budgets[-1].nodes, of_all, node, rate] = fmean(shares(machine, rate, budgets, rows, 1.0, tokens))
     for node, rate in product(NODES, RATES):  # a lookup, which often finds nothing
         machine = Machine(0.0, lambda rows, nodes, node=node: 1 + node * (nodes - 1), 0.1)
         found["lookup", node, rate] = fmean(shares(machine, rate, chains(10), rows, 0.3, tokens))
