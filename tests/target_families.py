@@ -1,10 +1,11 @@
 """Tiny random models of families beyond plain attention: hybrids, recurrences, chunks, experts, latent attention."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 VOCAB = 16
 _BASE: dict[str, Any] = {
@@ -145,6 +146,40 @@ PLAIN: dict[str, dict[str, Any]] = {
     "deepseek_v32": {**_LATENT, **_INDEXED},
 }
 """Families that are trained on and decoded plainly, and verify no drafts."""
+
+_MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+_VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "image_size": 16, "patch_size": 8, "depth": 1}
+_VISION |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_heads": 2, "out_hidden_size": 32, "head_dim": 8}
+_VISION |= {"deepstack_visual_indexes": [0]}
+
+SIDES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen3_vl": ("", {"rope_parameters": _MROPE}, ""),
+    "qwen3_vl_moe": ("", {"rope_parameters": _MROPE, **_EXPERTS}, ""),
+    "qwen2_5_vl": ("", {"rope_parameters": _MROPE}, ""),
+    "glm4v": ("", {"rope_parameters": _MROPE}, ""),
+    "mistral3": ("mistral", {}, "pixtral"),
+    "llava": ("llama", {}, "clip_vision_model"),
+    "internvl": ("qwen2", {}, ""),
+    "gemma3": ("", TREES["gemma3_text"], ""),
+    "gemma4": ("", {**CHAINS["gemma4_text"], "pad_token_id": 0}, ""),
+    "qwen3_5": ("", _DELTA, ""),
+    "qwen3_5_moe": ("", {**_DELTA, **_EXPERTS}, ""),
+    "llama4": ("", CHAINS["llama4_text"], ""),
+    "lfm2_vl": ("lfm2", _CONV, ""),
+}
+"""Models of images and text: the kind and the settings of the text side, and the kind of the image side."""
+
+
+def write_sides(family: str, folder: Path) -> PreTrainedModel:
+    """Write a whole random model of images and text."""
+    torch.manual_seed(0)
+    text, settings, vision = SIDES[family]
+    settings = {**_BASE, **settings, **({"model_type": text} if text else {})}
+    images = {**_VISION, **({"model_type": vision} if vision else {})}
+    given = {"text_config": settings, "vision_config": images, "tie_word_embeddings": False}
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **given))
+    model.save_pretrained(folder)
+    return model.eval()
 
 
 @cache

@@ -12,10 +12,14 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 )
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -68,7 +72,10 @@ def load_model(
         _LOGGER.warning("%s does not fit the first GPU: it is spread over %d", name, torch.cuda.device_count())
     disable_progress_bar()  # the bar of reading weights ends before it is drawn
     try:
-        read: Any = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(
+            str(_that_or_base(folder, "config.json")), trust_remote_code=trust_remote_code
+        )
+        read: Any = auto_class(config).from_pretrained(
             str(folder),
             dtype=dtype,
             use_safetensors=True,
@@ -95,13 +102,19 @@ def load_model(
     return model
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' class that builds a config's causal LM; models of images and text are loaded whole."""
+    sides = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if sides else AutoModelForCausalLM
+
+
 def model_without_weights(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """Build a model's class on the meta device, where weights take no memory; adapters have their base's."""
     folder = _that_or_base(folder, "config.json")
     disable_progress_bar()
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code
         )
     if (folder / "generation_config.json").is_file():
