@@ -24,16 +24,22 @@ def with_variables(template: str, variables: Mapping[str, Any]) -> str:
     return "".join(f"{{%- set {name} = {value} %}}" for name, value in values.items()) + template
 
 
-def set_variables(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None:
-    """Set variables of a tokenizer's chat template, given as a JSON object; ValueError as `with_variables`."""
-    if given is None:
-        return
+def read_variables(given: str) -> dict[str, Any]:
+    """Read variables of a chat template from a JSON object; ValueError for anything else."""
     try:
         variables = json.loads(given)
         if not isinstance(variables, dict):
             raise ValueError("no object")
     except ValueError as error:
         raise ValueError(f'chat_template_kwargs is {given}: give a JSON object, {{"name": value}}') from error
+    return variables
+
+
+def set_variables(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None:
+    """Set variables of a tokenizer's chat template, given as JSON; ValueError as the functions above."""
+    if given is None:
+        return
+    variables = read_variables(given)
     template: Any = tokenizer.chat_template or ""
     if isinstance(template, dict):
         tokenizer.chat_template = {name: with_variables(text, variables) for name, text in template.items()}

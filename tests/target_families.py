@@ -66,6 +66,11 @@ _KDA = {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 4, "head_dim": 
 _CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_multiple_of": 8}
 _JAMBA: dict[str, Any] = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1, "mamba_dt_rank": 4}
 _INDEXED: dict[str, Any] = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 8}
+_COMPRESSED: dict[str, Any] = {
+    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    **_INDEXED,
+}
 _GEMMA4: dict[str, Any] = {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
 _NEMOTRON: dict[str, Any] = {
     "mamba_num_heads": 8,
@@ -84,6 +89,16 @@ _ZAMBA2: dict[str, Any] = {
     "layers_block_type": ["mamba", "hybrid", "mamba"],
     "num_mem_blocks": 1,
     "adapter_rank": 4,
+    "attention_hidden_size": 64,
+    "attention_head_dim": 16,
+}
+_ZAMBA: dict[str, Any] = {
+    "mamba_d_state": 8,
+    "n_mamba_heads": 2,
+    "mamba_dt_rank": 4,
+    "num_hidden_layers": 3,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
     "attention_hidden_size": 64,
     "attention_head_dim": 16,
 }
@@ -113,6 +128,9 @@ CHAINS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": _DELTA,
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
     "zamba2": _ZAMBA2,
+    "zaya": {**_EXPERTS, "num_experts_per_tok": 1},
+    "bailing_hybrid": {**_LATENT, **_EXPERTS, "layer_group_size": 2},
+    "deepseek_v4": {**_LATENT, **_COMPRESSED, "sliding_window": 4},
     "gemma4_text": {**_SLIDING, **_GEMMA4, "vocab_size_per_layer_input": VOCAB},
     "llama4_text": {
         "attention_chunk_size": 6,
@@ -133,6 +151,7 @@ TREES: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_SLIDING, "query_pre_attn_scalar": 8},
     "gemma3n_text": _GEMMA3N,
     "cohere2": _SLIDING,
+    "minimax_m2": _EXPERTS,
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1},
 }
 """Families that decode trees."""
@@ -141,6 +160,9 @@ PLAIN: dict[str, dict[str, Any]] = {
     "jamba": {**_JAMBA, "num_experts": 4, "mamba_d_state": 8, "use_mamba_kernels": False},
     "mamba": {"state_size": 8},
     "falcon_mamba": {"state_size": 8},
+    "zamba": _ZAMBA,
+    "minimax": {**_EXPERTS, "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+    "doge": {"keep_window_size": 8},
     "rwkv": {"attention_hidden_size": 32},
     "recurrent_gemma": _GRIFFIN,
     "deepseek_v32": {**_LATENT, **_INDEXED},

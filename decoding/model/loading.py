@@ -31,7 +31,7 @@ from decoding.model.architecture import is_spread, places_of, why_not_static
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft, check_ends
 from decoding.model.dspark_config import is_dspark_folder, read_dspark_config
-from decoding.model.folder import adapted_model, check_model_folder
+from decoding.model.folder import adapted_model, check_model_folder, quantisation
 from decoding.model.heads import FORMAT, MedusaHeads, read_config
 from decoding.model.hub import local_folder
 from decoding.model.stored import CONFIG_NAME, check_finite, read_header, read_object, weight_files
@@ -72,15 +72,16 @@ def load_model(
         _LOGGER.warning("%s does not fit the first GPU: it is spread over %d", name, torch.cuda.device_count())
     disable_progress_bar()  # the bar of reading weights ends before it is drawn
     try:
-        config = AutoConfig.from_pretrained(
-            str(_that_or_base(folder, "config.json")), trust_remote_code=trust_remote_code
-        )
+        described = _that_or_base(folder, "config.json")
+        config = AutoConfig.from_pretrained(str(described), trust_remote_code=trust_remote_code)
+        # Quantised weights are made on their device: most cannot be moved.
+        placed = {"": device or default_device()} if quantisation(described) else None
         read: Any = auto_class(config).from_pretrained(
             str(folder),
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
-            device_map="auto" if spread else None,
+            device_map="auto" if spread else placed,
             output_loading_info=True,
         )
     except UNREADABLE as error:
@@ -91,7 +92,7 @@ def load_model(
             f"the weights of {name} lack {missing[0]}, one of {len(missing)} that its config asks for, and would have "
             "random values there: give a folder with all of them"
         )
-    if not spread:
+    if not spread and placed is None:
         model.to(device or default_device())  # type: ignore[arg-type]  # transformers' stubs
     elif is_spread(model) and (left := sorted({"cpu", "disk"} & places_of(model))):
         raise ValueError(

@@ -24,6 +24,7 @@ from decoding.measure.report.page import write_html
 from decoding.measure.report.tables import TerminalReport
 from decoding.measure.served import SERVED, Timing, served_figures, shares_of_time
 from decoding.metrics import StepCount
+from decoding.prompts import read_variables
 from trainer.commands.evaluate import check_records, chosen_questions, identity_of
 from trainer.commands.findings import account
 from trainer.commands.models import check_endpoint, connect
@@ -183,8 +184,8 @@ class _Session:
         body: dict[str, Any] = {"prompt": messages[0]["content"]} if question.plain else {"messages": messages}
         if question.tools:
             body["tools"] = question.tools
-        if options.thinking is not None:
-            body["chat_template_kwargs"] = {"enable_thinking": options.thinking}
+        if options.chat_template_kwargs is not None:
+            body["chat_template_kwargs"] = read_variables(options.chat_template_kwargs)
         seed = cell.round * len(self._questions) + index
         return {**body, "max_tokens": options.max_new_tokens, "temperature": cell.setting.temperature, "seed": seed}
 
@@ -213,7 +214,10 @@ def _about(options: EvaluateOptions, questions: Sequence[Question], names: Seque
     """Return what the report says of its own making, without the addresses, which may move or hold a secret."""
     model = one_line(published_name(options.model or ""))
     texts = [(each.id, each.task, each.opening, each.plain, each.tools) for each in questions]
-    kept = ("prompt_field", "limit", "task", "thinking", "max_new_tokens", "rounds", "settings", "temperature")
+    kept = (
+        *("prompt_field", "limit", "task", "max_new_tokens", "rounds", "settings", "temperature"),
+        "chat_template_kwargs",
+    )
     return {
         "title": one_line(f"{model}, served, on {Path(published_name(options.prompts)).name}"),
         "command": published_command(sys.argv),

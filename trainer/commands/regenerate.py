@@ -17,7 +17,7 @@ from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
-from decoding.prompts import set_variables
+from decoding.prompts import read_variables, set_variables
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import check_endpoint, read_target
 from trainer.commands.options import RegenerateOptions
@@ -30,7 +30,7 @@ from trainer.terminal.console import say, standard_error, standard_output
 
 _SETTINGS = ("prompt_field", "n", "temperature", "top_p", "max_new_tokens", "seed", "keep_truncated")
 """Options that decide the answers."""
-_OF_THIS_PROCESS = ("drafter", "batch_size", "dtype", "trust_remote_code", "chat_template_kwargs")
+_OF_THIS_PROCESS = ("drafter", "batch_size", "dtype", "trust_remote_code")
 _OF_ENDPOINTS = ("concurrency", "timeout")
 """Options that a target in this process reads alone, and those that endpoints read alone."""
 
@@ -113,8 +113,11 @@ def _backend(options: RegenerateOptions, sampling: SamplingConfig) -> tuple[Back
     assert options.model is not None, "checked by check_endpoint"
     addresses = [address.strip() for given in options.endpoint or () for address in given.split(",")]
     settings: dict[str, Any] = {name: getattr(options, name) for name in ("model", "concurrency", "timeout")}
-    backend = EndpointBackend([Endpoint(address=address, **settings) for address in addresses], config)
-    return backend, {"chat": True, "model": options.model}  # without the addresses, which may move or hold a secret
+    variables = options.chat_template_kwargs
+    more = {} if variables is None else {"chat_template_kwargs": read_variables(variables)}
+    backend = EndpointBackend([Endpoint(address=address, **settings) for address in addresses], config, more)
+    # Without the addresses, which may move or hold a secret.
+    return backend, {"chat": True, "model": options.model, **more}
 
 
 def _target(options: RegenerateOptions, target_name: str, config: DecodingConfig) -> tuple[Backend, dict[str, Any]]:

@@ -148,6 +148,11 @@ def draft_from_target(
     ``layers``: which, in this order, negative numbers counting from the last; or how many, evenly spaced from the first
     to the last (one: the first).
     """
+    if getattr(target, "hf_quantizer", None) is not None:
+        raise ValueError(
+            "the target's weights are quantised, so that its layers are no draft: give a small model with the target's "
+            "tokenizer as draft.init.from_model, or train heads or a DSpark draft"
+        )
     config = copy.deepcopy(target.config.get_text_config(decoder=True))
     kept = _chosen_layers(layers, config.num_hidden_layers)
     _set_layers(config, kept)

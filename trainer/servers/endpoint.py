@@ -6,7 +6,7 @@ model's distribution unseen, for example by a top-k in its generation config.
 
 import asyncio
 import json
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -51,8 +51,11 @@ class EndpointBackend:
     set aside. A wrong key or an unknown model ends the run, and so does a request for which no endpoint was reached.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], config: DecodingConfig) -> None:
-        """Check the endpoints and send nothing."""
+    def __init__(
+        self, endpoints: Sequence[Endpoint], config: DecodingConfig, more: Mapping[str, Any] | None = None
+    ) -> None:
+        """Check the endpoints and send nothing; ``more`` goes with every request."""
+        self._more = more or {}
         self._connections = [Connection(endpoint) for endpoint in endpoints]
         check_once("the endpoint", (connection.host for connection in self._connections))
         self._config = config
@@ -155,6 +158,7 @@ class EndpointBackend:
             "max_tokens": config.max_new_tokens,
             "seed": (config.seed + conversation.index + _TURNS_APART * len(answers)) % 2**31,
         }
+        body |= self._more
         return {**body, "tools": conversation.tools} if conversation.tools else body
 
 
