@@ -23,6 +23,7 @@ from decoding.model.hub import only_cached
 from decoding.model.loading import load_model
 from decoding.policies import Policy, default_policy, named_policy
 from decoding.rules.controls import Processor, sampling_from_generation_config
+from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import Rule
 from decoding.speculation import Prompts, SpeculativeOutput, decode_prompts, named_rule, padding_token
 from decoding.text import TextDecoder, check_tensor_of_ids
@@ -135,27 +136,16 @@ class HeadstartModel:
         inputs = options.pop("inputs", None)
         if input_ids is not None and inputs is not None:
             raise UserError("both inputs and input_ids are given", "give one of them")
-        input_ids = inputs if input_ids is None else input_ids
-        if input_ids is not None:
-            check_tensor_of_ids(input_ids)
         _refuse_arguments(options)
         config = _resolve(self.generation_config, generation_config, options)
-        eos = _token_list(config.eos_token_id)
-        if input_ids is None:
-            if config.bos_token_id is None:
-                raise UserError("there is neither input_ids nor a bos_token_id to begin with", "give one of them")
-            input_ids = torch.tensor([[config.bos_token_id]], device=self.device)
-        elif attention_mask is None and config.pad_token_id is not None and config.pad_token_id not in eos:
-            attention_mask = input_ids.ne(config.pad_token_id)  # as `generate`; else padding may be the end of a text
-        prompts = Prompts.of_tensor(input_ids, attention_mask).repeated(config.num_return_sequences or 1)
+        prompts = self._prompts(inputs if input_ids is None else input_ids, attention_mask, config)
         if streamer is not None and len(prompts.rows) > 1:
             raise ValueError(f"a streamer takes one text, not {len(prompts.rows)}: call generate for each prompt")
+        eos = _token_list(config.eos_token_id)
         config.num_return_sequences, config.eos_token_id = None, eos or None
         max_new_tokens = _resolve_lengths(config, prompts.width, self.target.max_positions)
         sampling = sampling_from_generation_config(config, tuple(logits_processor or ()), self.device)
-        policy = self.policy or default_policy(seed, sampling.greedy)
-        if isinstance(policy, str):
-            policy = self._policies.setdefault((policy, sampling.temperature), named_policy(policy))
+        policy = self._policy_for(seed, sampling)
         if seed is None:
             seed = 0 if sampling.greedy else int(torch.randint(2**62, ()))
         stops = config.stop_strings
@@ -171,6 +161,26 @@ class HeadstartModel:
         engine = Engine(self.target, self.drafter, policy, tokenizer)
         output = decode_prompts(engine, prompts, decoding, batch_size, padding, streamer)
         return output if config.return_dict_in_generate else output.sequences
+
+    def _prompts(self, input_ids: Tensor | None, attention_mask: Tensor | None, config: GenerationConfig) -> Prompts:
+        """Return the prompts, each as often as the config wants texts of it; without any, one of BOS alone."""
+        if input_ids is None:
+            if config.bos_token_id is None:
+                raise UserError("there is neither input_ids nor a bos_token_id to begin with", "give one of them")
+            input_ids = torch.tensor([[config.bos_token_id]], device=self.device)
+        else:
+            check_tensor_of_ids(input_ids)
+            padding = config.pad_token_id
+            if attention_mask is None and padding is not None and padding not in _token_list(config.eos_token_id):
+                attention_mask = input_ids.ne(padding)  # as `generate`; else padding may be the end of a text
+        return Prompts.of_tensor(input_ids, attention_mask).repeated(config.num_return_sequences or 1)
+
+    def _policy_for(self, seed: int | None, sampling: SamplingConfig) -> Policy:
+        """Return the given policy, or one that is kept for the temperature."""
+        policy = self.policy or default_policy(seed, sampling.greedy)
+        if isinstance(policy, str):
+            policy = self._policies.setdefault((policy, sampling.temperature), named_policy(policy))
+        return policy
 
 
 # --- the options of generate ----------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def with_variables(template: str, variables: Mapping[str, Any]) -> str:
 
 
 def read_variables(given: str) -> dict[str, Any]:
-    """Read variables of a chat template from a JSON object; ValueError for anything else."""
+    """Read the variables of a chat template from a JSON object; ValueError for any other text."""
     try:
         variables = json.loads(given)
         if not isinstance(variables, dict):
@@ -36,7 +36,7 @@ def read_variables(given: str) -> dict[str, Any]:
 
 
 def set_variables(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None:
-    """Set variables of a tokenizer's chat template, given as JSON; ValueError as the functions above."""
+    """Set variables of a tokenizer's chat template, given as a JSON object; ValueError as `with_variables`."""
     if given is None:
         return
     variables = read_variables(given)

@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from drafter_checks import Follower, assert_same
 from safetensors.torch import load_file, save_file
 from tiny_dspark import tiny_dflash, tiny_dspark
 from tiny_models import tiny_model
 
+from decoding.drafters import DSparkDrafter
+from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import is_dspark_folder, read_dspark_config
 from decoding.model.loading import load_draft, load_dspark
+from decoding.rules.sampling import SamplingConfig
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +135,27 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "speculators_model_type": "dspark",
             "transformer_layer_config": {**LAYERS, "model_type": "qwen3"},
             "aux_hidden_state_layer_ids": [1, 3],
-            "speculators_config": {"proposal_methods": [{"speculative_tokens": 4}], "verifier": {"name_or_path": "x"}},
+            "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}], "verifier": {"name_or_path": "x"}},
             "draft_vocab_size": 16,
             **BLOCK,
             **BIAS,
         },
-        {"sample_from_anchor": False, "markov_rank": 3, "block_size": 4},
+        {"sample_from_anchor": False, "markov_rank": 3, "block_size": 3},
+    ),
+    "speculators, from the anchor": (
+        {
+            "architectures": ["DSparkDraftModel"],
+            "speculators_model_type": "dspark",
+            "transformer_layer_config": LAYERS,
+            "eagle_aux_hidden_state_layer_ids": [1, 3],
+            "sample_from_anchor": True,
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": False,
+            **BLOCK,
+            **BIAS,
+        },
+        {"sample_from_anchor": True, "markov_rank": 3, "block_size": 4, "enable_confidence_head": True}
+        | {"confidence_head_with_markov": False},
     ),
     "speculators, DFlash": (
         {
@@ -155,6 +174,17 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             **LAYERS,
             "block_size": 4,
             "dflash_config": {"projector_type": "dspark", "mask_token_id": 7, "target_layer_ids": [0, 2], **BIAS},
+        },
+        {"sample_from_anchor": True, "markov_rank": 3, "block_size": 4},
+    ),
+    "DeepSpec": (
+        {
+            "architectures": ["Qwen3DSparkModel"],
+            **LAYERS,
+            "target_layer_ids": [0, 2],
+            "num_anchors": 8,
+            **BLOCK,
+            **BIAS,
         },
         {"sample_from_anchor": True, "markov_rank": 3, "block_size": 4},
     ),
@@ -185,13 +215,37 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_configs_of_other_trainers_are_read(tmp_path: Path, name: str) -> None:
+def test_the_folders_of_other_trainers_draft_as_the_same_weights_do_here(
+    target: CausalLM, tmp_path: Path, name: str
+) -> None:
+    """With copies of the target's ends, and maps from the draft's ids to the same."""
     content, wanted = SHAPES[name]
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    found = vars(read_dspark_config(tmp_path))
-    same = {key: value for key, value in LAYERS.items() if key in found}
+    same = {key: LAYERS[key] for key in (*SIZED, *HEADS)}
     wanted = {**same, "rope_theta": 5e5, "target_layer_ids": (0, 2), "mask_token_id": 7, **wanted}
-    assert is_dspark_folder(tmp_path) and found | wanted == found
+    draft = tiny_dspark(target, **wanted, num_target_layers=content.get("num_target_layers"))
+    draft.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    ends = {name: weight.detach().clone() for name, weight in ends_of(target).items()}
+    maps = {"t2d": torch.ones(16, dtype=torch.bool), "d2t": torch.zeros(16, dtype=torch.int64)}
+    _tensors(lambda tensors: tensors.update(**ends, **maps))(tmp_path)
+    read = DrafterLoader(target).load(parse_drafter(f"dspark:{tmp_path}"))
+    assert isinstance(read, DSparkDrafter) and read.draft.config == draft.config
+    for sampling in (SamplingConfig(), SamplingConfig(temperature=1.0)):
+        found, same_weights = (Follower(each, target, sampling) for each in (read, DSparkDrafter(draft)))
+        for text in ([3], [3, 1, 4, 1, 5], [3, 1, 4, 1, 5, 9, 2, 6]):
+            assert_same(found.propose(text)[0], same_weights.propose(text)[0])
+    maps["d2t"][3] = 2
+    _tensors(lambda tensors: tensors.update(maps))(tmp_path)
+    with pytest.raises(ValueError, match="holds d2t, by which it has other ids than its target: give a DSpark"):
+        load_dspark(tmp_path, target)
+
+
+def ends_of(target: CausalLM) -> dict[str, torch.Tensor]:
+    ends: dict[str, Any] = {
+        "embed_tokens.weight": target.model.get_input_embeddings(),
+        "lm_head.weight": target.model.get_output_embeddings(),
+    }
+    return {name: module.weight for name, module in ends.items()}
 
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
@@ -199,8 +253,7 @@ def test_copies_of_the_targets_ends_are_left_out_and_others_refused(
     target: CausalLM, tmp_path: Path, name: str
 ) -> None:
     tiny_dspark(target).save_pretrained(tmp_path)
-    ends: dict[str, Any] = {"embed_tokens.weight": target.model.get_input_embeddings()}
-    weight = ends.get(name, target.model.get_output_embeddings()).weight.detach().bfloat16()
+    weight = ends_of(target)[name].detach().bfloat16()
     _tensors(lambda tensors: tensors.update({name: weight.clone()}))(tmp_path)
     assert load_dspark(tmp_path, target).config.block_size == 4
     weight[7] += 1
@@ -224,7 +277,7 @@ SIZES: dict[str, tuple[dict[str, Any], str]] = {
     "a mask beyond": ({"mask_token_id": 16}, "mask_token_id is 16: give one of the target's 16 tokens"),
     "heads in no groups": (
         {"num_attention_heads": 3, "num_key_value_heads": 2},
-        "is no multiple of num_key_value_heads",
+        "is not a multiple of num_key_value_heads",
     ),
     "heads of no kernel": ({"head_dim": 8}, "head_dim is 8: servers take 32, 64"),
     "a deep tree": ({"tokens": 2, "tree": ((0,), (0, 0), (0, 0, 0))}, "3 deep but a forward drafts 2 tokens: shorten"),

@@ -167,7 +167,11 @@ def test_a_request_streams_without_an_earlier_requests_prefill(tmp_path: Path) -
     )
     body = fake.bodies[-1]
     assert (body["stream"], body["max_tokens"], body["temperature"], body["seed"]) == (True, 9, 0.5, PROMPTS - 1)
-    assert body["cache_prompt"] is False and body["cache_salt"] and body["chat_template_kwargs"]
+    assert (
+        body["cache_prompt"] is False
+        and body["cache_salt"]
+        and body["chat_template_kwargs"] == {"enable_thinking": False}
+    )
     assert body["stream_options"] == {"include_usage": True}
     assert len(fake.bodies) == PROMPTS + 1, "one warms the server up"
     (tmp_path / "other").mkdir()

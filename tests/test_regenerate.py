@@ -6,6 +6,7 @@ The target counts: after token x comes x + 1. In its tokenizer, a to l are 4 to 
 
 import io
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from rich.console import Console
 from tiny_models import counting_model, tiny_model
 from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
+from transformers import GenerationConfig
 
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
@@ -119,6 +121,20 @@ def test_samples_of_a_prompt_differ_and_are_those_of_their_seed(models: Path, tm
     # Conversation i is decoded with the seed + i, so that the other run starts with the second of this one.
     assert texts["other"][:3] == texts["one"][1:]
     assert len({str(text) for text in texts["one"]}) == 4
+
+
+def test_without_options_the_target_samples_as_its_generation_config_says(models: Path, tmp_path: Path) -> None:
+    sampled = tmp_path / "sampled"
+    shutil.copytree(models / "random", sampled)
+    GenerationConfig(do_sample=True, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1).save_pretrained(sampled)
+    regenerate(options(tmp_path, sampled, ["a c"], n=2, max_new_tokens=None))
+    made = json.loads((tmp_path / "answers.jsonl.meta.json").read_text())["settings"]
+    assert [made[name] for name in ("temperature", "top_k", "top_p", "min_p")] == [0.5, 3, 0.9, 0.1]
+    assert made["max_new_tokens"] == 48, "half of the context"
+    (tmp_path / "other").mkdir()
+    regenerate(options(tmp_path / "other", sampled, ["a c"], temperature=0.0))
+    made = json.loads((tmp_path / "other" / "answers.jsonl.meta.json").read_text())["settings"]
+    assert [made[name] for name in ("temperature", "top_k", "top_p", "min_p")] == [0.0, 0, 1.0, 0.0]
 
 
 # --- what is not ----------------------------------------------------------------------------------------------------

@@ -120,6 +120,58 @@ def test_what_is_neither_text_nor_reasoning_nor_calls_is_an_empty_answer(
     assert set_aside(tmp_path)[0]["problem"] == "empty" and answer_of(tmp_path)["content"] == "Yes"
 
 
+# --- the target's own tokens ------------------------------------------------------------------------------------------
+
+
+def with_ids(reply: Reply, where: str, tokens: str, prompt: str | None = None) -> Reply:
+    """The reply with the token ids of a byte tokenizer, in one server's place for them."""
+    status, body = reply
+    if where == "vLLM":
+        body["choices"][0]["token_ids"] = [*tokens.encode()]
+        body["prompt_token_ids"] = None if prompt is None else [*prompt.encode()]
+    else:
+        body["__verbose"] = {"tokens": [*tokens.encode()]}
+    return status, body
+
+
+@pytest.mark.parametrize("where", ["vLLM", "llama.cpp"])
+def test_training_reads_the_very_tokens_of_the_server(tmp_path: Path, where: str) -> None:
+    replies = with_ids(chat("A"), where, "A\0", "<1>"), with_ids(chat("B"), where, "B\0", "<1>A;<2>")
+    with serve(in_turn(*replies)) as endpoint:
+        summary = regenerate(options(tmp_path, endpoint.address, [["one", "two"]]))
+    asked = endpoint.requests[0].body
+    assert asked["return_token_ids"] and asked["return_tokens"] and asked["verbose"] and summary.texts_alone == 0
+    (row,) = rows(tmp_path / "answers.jsonl")
+    assert row["answer_tokens"] == [[*b"A\0"], [*b"B\0"]] and ("prompt_tokens" in row) == (where == "vLLM")
+    assert trained(tmp_path) == ["A\0", "B\0"]
+    section = DataSection(train="t", heldout="h")
+    dataset = load_dataset(str(tmp_path / "answers.jsonl"), section, byte_tokenizer(TOOL_TEMPLATE))
+    first = bytes(dataset.examples[0].tokens[:-2].tolist())
+    assert (first == b"<1>") == (where == "vLLM"), "else the template's own"
+
+
+def test_tokens_of_an_answer_with_reasoning_hold_both(tmp_path: Path) -> None:
+    reply = with_ids(message("Yes", reasoning="Hm"), "vLLM", "<think>Hm</think>Yes;")
+    with serve(lambda request: reply) as endpoint:
+        regenerate(options(tmp_path, endpoint.address))
+    assert trained(tmp_path) == ["<think>Hm</think>Yes;"]
+
+
+def test_a_server_without_a_field_for_ids_answers_in_texts_which_are_counted_and_cuts_too(tmp_path: Path) -> None:
+    def script(request: Request) -> Reply:
+        if "return_token_ids" in request.body:
+            return 422, {"error": {"message": "unknown field"}}
+        return chat("half", "length" if last_words(request) == "two" else "stop")
+
+    with serve(script) as endpoint:
+        said = printed(options(tmp_path, endpoint.address, ("one", "two", "three", "four"), concurrency=1))
+    assert len(endpoint.requests) == 5, "asked for once"
+    assert [line.split("│")[2].strip() for line in said.splitlines() if "as text alone" in line] == ["4"]
+    assert "warning: 25.0% of the answers were cut off at 2,048 tokens: raise --max-new-tokens" in said
+    body = endpoint.requests[-1].body
+    assert body["max_tokens"] == 2048 and "temperature" not in body, "the server's own sampling"
+
+
 # --- what is not written ----------------------------------------------------------------------------------------------
 
 

@@ -69,7 +69,7 @@ def test_a_request_has_the_prompts_ids_the_controls_and_its_seed() -> None:
     (request,) = endpoint.requests
     assert request.path == "/v1/completions" and request.key == KEY
     expected = {"model": "tiny", "prompt": [1, 2], "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "seed": 3}
-    assert request.body == {**expected, "top_k": 0, "return_token_ids": True, "return_tokens": True}
+    assert request.body == {**expected, "top_k": 0, "return_token_ids": True, "return_tokens": True, "verbose": True}
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,6 @@ def test_answers_come_in_the_order_of_the_requests() -> None:
     with asked(lambda request: choice(text=str(request.body["seed"]))) as (model, _):
         answers = model.many([CompletionRequest("x", 1, seed=seed) for seed in range(20)])
     assert [answer.text for answer in answers] == [str(seed) for seed in range(20)]
-
-
-def test_a_server_that_refuses_the_wish_for_ids_is_asked_without_it_from_then_on() -> None:
-    with asked(refused_with("return_token_ids", choice())) as (model, endpoint):
-        assert [one(model, "x").text for _ in range(2)] == ["ab", "ab"]
-    assert ["return_token_ids" in request.body for request in endpoint.requests] == [True, False, False]
 
 
 def test_a_chat_is_sent_as_messages() -> None:

@@ -9,13 +9,18 @@ from typing import Any
 
 import datasets
 import pytest
+import scripted_endpoint
 from fake_hub import TOKEN, FakeHub, Repository
 from fake_hub import hub as hub
 from reference_data import reference_examples
+from rich.console import Console
 from test_token_cache import plain, tokenized
 from tiny_training import tiny_tokenizer, write_rows
 
+from trainer.commands.options import RegenerateOptions
+from trainer.commands.regenerate import run_regenerate
 from trainer.data.dataset import Dataset, load_dataset
+from trainer.data.rows import PRESETS, Preset, stream_prompts
 from trainer.recipe.common import DataSection
 
 NAME, SHARDS, PER_SHARD = "zoe/chats", 4, 30
@@ -136,3 +141,32 @@ def test_a_connection_that_breaks_is_tried_again_and_lost_ends_in_one_sentence(
     assert TOKEN not in caplog.text
     del hub.failures[third]
     assert loaded().account.num_rows == len(ROWS)
+
+
+# --- prompts for `headstart regenerate` -------------------------------------------------------------------------------
+
+
+def test_prompts_by_name_are_streamed_and_a_row_without_one_is_left_out_and_said(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    rows: list[dict[str, Any]] = [{"asked": "one"}, {"asked": ""}, {"other": "x"}, {"asked": "two"}, {"asked": "three"}]
+    commit = publish(hub, shards(rows, split="fine"))
+    monkeypatch.setitem(PRESETS, "mine", Preset(f"{NAME}::fine", "asked", "mit"))
+    said = io.StringIO()
+    with scripted_endpoint.serve(lambda request: scripted_endpoint.chat("Yes")) as endpoint:
+        given: dict[str, Any] = {"endpoint": [endpoint.address], "model": "tiny", "output": tmp_path / "out.jsonl"}
+        summary = run_regenerate(RegenerateOptions(prompts="mine", limit=3, **given), Console(file=said, width=200))
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in written] == [1, 2, 4] and summary.answered == 3
+    assert f"mine: {NAME}::fine on the Hub, licence mit" in said.getvalue()
+    assert f"1 rows hold no prompt, and are left out; the first: {NAME}::fine, line 3" in said.getvalue()
+    digest = json.loads((tmp_path / "out.jsonl.meta.json").read_text())["settings"]["prompts_sha256"]
+    assert digest == stream_prompts(f"{NAME}@{commit}::fine").sha256 != stream_prompts(f"{NAME}::other").sha256
+
+
+def test_every_set_by_name_is_one_of_the_hubs_with_a_field_and_a_licence() -> None:
+    assert PRESETS.keys() == {"perfectblend", "ultrachat", "sharegpt", "magpie", "gsm8k", "codealpaca"}
+    page = (Path(__file__).parents[1] / "docs" / "how-to" / "data.md").read_text()
+    for name, preset in PRESETS.items():
+        assert f"| `{name}` | `{preset.source}` | `{preset.field}` | {preset.licence} |" in page

@@ -45,8 +45,8 @@ _OF_FILES = {
 }
 """Our names of tensors whose names in files are others."""
 _MASK = "give a draft whose mask is a token of the target's"
-_TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "t2d")
-"""Tensors that some trainers store as well: copies of the target's, which are not loaded."""
+_TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
+"""Tensors that some trainers store as well: copies of the target's, and maps to its ids, which are not loaded."""
 
 
 class _Attention(nn.Module):
@@ -91,14 +91,7 @@ class _Layer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = _Attention(config)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Qwen3MLP(_MLPSizes(config.hidden_size, config.intermediate_size))
-
-
-@dataclass(frozen=True)
-class _MLPSizes:
-    hidden_size: int
-    intermediate_size: int
-    hidden_act: str = "silu"
+        self.mlp = Qwen3MLP(config)
 
 
 Held = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -200,14 +193,20 @@ def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]
 
 
 def check_ends(folder: Path, target: CausalLM) -> None:
-    """Raise ValueError if a draft's folder holds another embedding or lm_head than the target's, but for rounding."""
+    """Raise ValueError if a draft's folder holds another embedding, lm_head or ids than the target's, but for rounding.
+
+    ``d2t`` holds the distance from each of the draft's ids to the target's.
+    """
     ends: dict[str, Any] = {
         "embed_tokens.weight": target.model.get_input_embeddings(),
         "lm_head.weight": target.model.get_output_embeddings(),
     }
-    if ends.keys().isdisjoint(weights_header(folder, REMEDY)):
+    header = weights_header(folder, REMEDY)
+    if header.keys().isdisjoint(_TARGETS_OWN):
         return
     for name, tensor in stored_weights(folder, REMEDY):
+        if name == "d2t" and tensor.any():
+            raise ValueError(f"{folder} holds d2t, by which it has other ids than its target: {REMEDY}")
         if name not in ends:
             continue
         own = ends[name].weight.detach()

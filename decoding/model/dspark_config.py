@@ -8,7 +8,7 @@ first layer as 0.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.stored import CONFIG_NAME, check_whole, read_object
@@ -39,13 +39,15 @@ class DSparkConfig:
     """Sizes of a draft, by the names of its ``config.json``; ValueError for what no server loads.
 
     ``hidden_size`` and ``vocab_size``: the target's. ``target_layer_ids``: the layers (from 0) behind which its states
-    are read. ``block_size``: K, the tokens drafted in one forward (a DFlash file counts the newest one too); ``slots``:
-    the tokens that run in it; a drafter's ``tokens``: its chain, at most K. ``mask_token_id``: a token that texts lack.
+    are read. ``block_size``: K, the tokens drafted in one forward (a file of DFlash or speculators whose masks predict
+    their own places counts the newest one too); ``slots``: the tokens that run in it; a drafter's ``tokens``: its
+    chain, at most K. ``mask_token_id``: a token that texts lack.
     ``sample_from_anchor``: slot j predicts token j behind the newest one; False: each mask predicts its own place, in a
     block of one more token. ``markov_rank`` 0: no bias (DFlash), and then neither this nor a confidence head. ``tree``:
     the paths of ranks that it drafts unless told otherwise; empty for a chain. ``num_target_layers`` None: unknown.
     """
 
+    hidden_act: ClassVar[str] = "silu"
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
@@ -85,7 +87,7 @@ class DSparkConfig:
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) is no multiple of num_key_value_heads "
+                f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads "
                 f"({self.num_key_value_heads})"
             )
         if self.head_dim not in HEAD_DIMS:
@@ -143,7 +145,7 @@ class DSparkConfig:
             **own,
             "rope_theta": theta,  # for readers of transformers 4's keys
             "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
-            "hidden_act": "silu",
+            "hidden_act": self.hidden_act,
             "attention_bias": False,
             "tie_word_embeddings": False,
             "layer_types": ["full_attention"] * self.num_hidden_layers,
@@ -203,7 +205,8 @@ def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
             "tree": (stored.get("headstart") or {}).get("tree", ()),
         }
     )
-    return config if is_dspark else replace(config, block_size=config.block_size - 1)
+    counts_newest = not config.sample_from_anchor and (bool(of_speculators) or not is_dspark)
+    return replace(config, block_size=config.block_size - 1) if counts_newest else config
 
 
 def _taps(flat: Mapping[str, Any]) -> tuple[int, ...]:

@@ -22,13 +22,18 @@ from trained_pair import bpe_tokenizer, sentences, train_dspark, train_pair
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from decoding.drafters import DraftModelDrafter, DSparkDrafter
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
 from decoding.measure.compare import compare, read_evaluation
 from decoding.measure.proof.greedy import margin_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_dspark, load_model, load_tokenizer
 from trainer.commands.evaluate import run_evaluate
-from trainer.commands.options import EvaluateOptions
+from trainer.commands.options import EvaluateOptions, RegenerateOptions
+from trainer.commands.regenerate import run_regenerate
+from trainer.data.dataset import load_dataset
 from trainer.export.exporter import NO_PROMPTS, export
+from trainer.recipe.common import DataSection
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from engines import LLAMA_CPP, LlamaCppCase, serve_llama_cpp
@@ -281,3 +286,21 @@ def test_a_server_is_measured_from_outside_with_its_draft_and_without(
     assert row["acceptance_length"] == pytest.approx(1 + sum(reached))
     assert row["identical_to_plain"]["identical"] == row["identical_to_plain"]["of"] == 4
     assert compare(read_evaluation(tmp_path / "out"), read_evaluation(tmp_path / "out"), "plain", "served")["rows"]
+
+
+def test_training_reads_the_very_tokens_that_a_server_wrote(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": text[:40]} for text in sentences(3, seed=9)])
+    answers = tmp_path / "answers.jsonl"
+    with llama_cpp(desk.file(desk.pair[0], "answering")) as address:
+        asked = RegenerateOptions(prompts=prompts, output=answers, endpoint=[address], model="any", temperature=0.0)
+        summary = run_regenerate(replace(asked, max_new_tokens=60), Console(file=io.StringIO()))
+    assert (summary.answered, summary.texts_alone) == (3, 0)
+    dataset = load_dataset(str(answers), DataSection(train="", heldout=""), desk.tokenizer)
+    config = DecodingConfig(60, eos_token_ids=desk.ends)
+    for example in dataset.examples:
+        prompt, trained = (example.tokens[example.trained == kept].tolist() for kept in (False, True))
+        assert tuple(trained) == Engine(desk.target).decode(prompt, config).tokens
+    assert any(example.tokens[-1] in desk.ends for example in dataset.examples), "ends are trained"

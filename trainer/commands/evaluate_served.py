@@ -38,6 +38,10 @@ from trainer.servers.counters import Counts, parse_counts
 from trainer.terminal.console import say, wide
 from trainer.terminal.progress import ProgressBar
 
+_PUBLISHED = (
+    *("prompt_field", "limit", "task", "chat_template_kwargs", "max_new_tokens", "rounds"),
+    *("settings", "temperature", "concurrency"),
+)
 _OF_THIS_PROCESS = ("target", "drafter", "batch_size", "context", "plan", "dtype", "trust_remote_code")
 
 
@@ -184,7 +188,7 @@ class _Session:
         body: dict[str, Any] = {"prompt": messages[0]["content"]} if question.plain else {"messages": messages}
         if question.tools:
             body["tools"] = question.tools
-        if options.chat_template_kwargs is not None:
+        if options.chat_template_kwargs:
             body["chat_template_kwargs"] = read_variables(options.chat_template_kwargs)
         seed = cell.round * len(self._questions) + index
         return {**body, "max_tokens": options.max_new_tokens, "temperature": cell.setting.temperature, "seed": seed}
@@ -214,14 +218,10 @@ def _about(options: EvaluateOptions, questions: Sequence[Question], names: Seque
     """Return what the report says of its own making, without the addresses, which may move or hold a secret."""
     model = one_line(published_name(options.model or ""))
     texts = [(each.id, each.task, each.opening, each.plain, each.tools) for each in questions]
-    kept = (
-        *("prompt_field", "limit", "task", "max_new_tokens", "rounds", "settings", "temperature"),
-        "chat_template_kwargs",
-    )
     return {
         "title": one_line(f"{model}, served, on {Path(published_name(options.prompts)).name}"),
         "command": published_command(sys.argv),
-        "settings": without_local_paths({name: getattr(options, name) for name in (*kept, "concurrency")}),
+        "settings": without_local_paths({name: getattr(options, name) for name in _PUBLISHED}),
         "asked": {"turns": "first", "endpoints": list(names)},
         "drafters": {},
         "fingerprints": {"target": f"served as {model}", "tokenizer": "of the server", "prompts": _digest(texts)},

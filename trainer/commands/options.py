@@ -322,7 +322,12 @@ class RegenerateOptions(shared.LoadingOptions):
     """Options of `headstart regenerate`."""
 
     prompts: Annotated[
-        str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP}; or one list of turns, or one conversation.")
+        str,
+        Option(
+            metavar="FILE",
+            help=f"{shared.PROMPTS_HELP}, or one conversation; ORG/NAME on the Hub, or a set by name "
+            "(docs/how-to/data.md).",
+        ),
     ]
     output: Annotated[
         Path, Option(metavar="FILE", help=".jsonl file of the answers; answers that it holds already are kept.")
@@ -343,9 +348,13 @@ class RegenerateOptions(shared.LoadingOptions):
     chat_template_kwargs: shared.TemplateKwargs = None
     limit: Annotated[int | None, Option(min=1, help="Number of rows, all if not given.")] = None
     n: Annotated[int, Option(min=1, help="Answers for each prompt.")] = 1
-    temperature: shared.Temperature = 0.0
-    top_p: shared.TopP = 1.0
-    max_new_tokens: shared.MaxNewTokens = 256
+    temperature: Annotated[
+        float | None, Option(help="Sampling temperature; 0 is greedy. By default the model's own sampling.")
+    ] = None
+    top_p: Annotated[float | None, Option(help="Nucleus sampling; 1 switches it off.", hidden=True)] = None
+    max_new_tokens: Annotated[
+        int | None, Option(min=1, help="Longest answer, in tokens; 2,048, or half of a smaller context.")
+    ] = None
     seed: shared.Seed = 0
     keep_truncated: Annotated[
         bool,
@@ -358,7 +367,7 @@ class RegenerateOptions(shared.LoadingOptions):
         Option(metavar=shared.SPEC, help=f"Drafter, to make a target in this process faster; {shared.DRAFTERS}."),
     ] = None
     batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time; of a target in this process.")] = 16
-    concurrency: shared.Concurrency = 16
+    concurrency: shared.Concurrency = 64
     timeout: shared.Timeout = 120.0
 
 

@@ -5,7 +5,6 @@ was tuned by reinforcement, heads trained on other people's answers learn a dist
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,21 @@ from decoding.measure.machine import commit, versions
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import read_variables, set_variables
+from decoding.rules.controls import sampling_from_generation_config
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import check_endpoint, read_target
 from trainer.commands.options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend, Summary, answer
 from trainer.data.conversations import OpenConversation, read_conversations
+from trainer.data.rows import PRESETS, stream_prompts
 from trainer.files.folders import sha256_of
 from trainer.quickstart import resolve
 from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output
 
-_SETTINGS = ("prompt_field", "n", "temperature", "top_p", "max_new_tokens", "seed", "keep_truncated")
+_SETTINGS = ("n", "seed", "keep_truncated")
 """Options that decide the answers."""
+_MOST_TOKENS = 2048
 _OF_THIS_PROCESS = ("drafter", "batch_size", "dtype", "trust_remote_code")
 _OF_ENDPOINTS = ("concurrency", "timeout")
 """Options that a target in this process reads alone, and those that endpoints read alone."""
@@ -38,20 +40,37 @@ _OF_ENDPOINTS = ("concurrency", "timeout")
 def run_regenerate(options: RegenerateOptions, console: Console | None = None) -> Summary:
     """Answer the prompts that have no answer yet; prints and returns the counts."""
     watched, console = console or standard_error(), console or standard_output()
-    sampling = SamplingConfig(temperature=options.temperature, top_p=options.top_p)
-    backend, made_by = _backend(options, sampling)
-    chat = made_by.pop("chat")
-    prompts = resolve(options.prompts)
-    conversations = read_conversations(prompts, options.prompt_field, options.limit, options.n, chat)
+    backend, made_by = _backend(options)
+    chat = made_by["chat"]
+    preset = PRESETS.get(options.prompts)
+    prompts, field = resolve(preset.source if preset else options.prompts), options.prompt_field
+    if preset:
+        field = field or preset.field
+        say(watched, f"{options.prompts}: {prompts} on the Hub, licence {preset.licence}")
+    is_file = "/" not in prompts or Path(prompts).exists() or Path(prompts).suffix in (".jsonl", ".parquet")
+    source = None if is_file else stream_prompts(prompts)
+    bad = list[ValueError]()
+    rows, on_bad = (source.hub, bad.append) if source else (None, None)
+    conversations = read_conversations(prompts, field, options.limit, options.n, chat, rows, on_bad)
+    if bad:
+        say(watched, f"{len(bad)} rows hold no prompt, and are left out; the first: {bad[0]}")
     if unseen := _without_their_tools(conversations, backend):
         say(watched, f"{unseen} of {len(conversations)} prompts have tools, which no chat template shows the target")
-    settings = {"prompts_sha256": sha256_of(Path(prompts)), "chat": chat, **made_by}
+    settings = {
+        "prompts_sha256": source.sha256 if source else sha256_of(Path(prompts)),
+        "prompt_field": field,
+        **made_by,
+    }
     settings |= {name: getattr(options, name) for name in _SETTINGS}
-    about = {"prompts": Path(prompts).name, "commit": commit(), "versions": versions()}
+    about = {"prompts": prompts if source else Path(prompts).name, "commit": commit(), "versions": versions()}
     with AnswerFile(options.output, settings, about, options.keep_truncated, backend.encoder) as answers:
         summary = answer(backend, conversations, answers, watched)
     console.print(_table(summary))
     answers.check_not_empty()
+    if cut := summary.truncated + summary.dropped:
+        share = cut / (summary.answered + summary.dropped)
+        most = made_by["max_new_tokens"]
+        say(watched, f"warning: {share:.1%} of the answers were cut off at {most:,} tokens: raise --max-new-tokens")
     aside = f"; why some were set aside: {answers.set_aside_path}" if summary.set_aside else ""
     say(console, f"written: {options.output}{aside}")
     return summary
@@ -78,6 +97,7 @@ def _table(summary: Summary) -> Table:
         "mean tokens of an answer": f"{summary.tokens / summary.answers:.1f}" if summary.answers else None,
         "cut off, kept": summary.truncated,
         "later turns left out behind a cut-off answer": summary.unasked or None,
+        "as text alone, without token ids": summary.texts_alone or None,
         "with reasoning": summary.reasoned or None,
         "with reasoning alone": summary.reasoned_only or None,
         "rows that ask for another model": summary.other_models or None,
@@ -93,34 +113,53 @@ def _table(summary: Summary) -> Table:
     return table
 
 
-def _backend(options: RegenerateOptions, sampling: SamplingConfig) -> tuple[Backend, dict[str, Any]]:
+def _backend(options: RegenerateOptions) -> tuple[Backend, dict[str, Any]]:
     """Return the backend that was asked for, and the settings that make its answers."""
     if (options.target is None) == (options.endpoint is None):
         raise ValueError("give --target for a model in this process, or --endpoint with --model for one that is served")
-    if options.n > 1 and sampling.greedy:
-        raise ValueError(f"n is {options.n} at temperature 0, where all answers are the same: give a temperature")
     check_endpoint(options.endpoint, options.model)
     unread = _OF_ENDPOINTS if options.endpoint is None else _OF_THIS_PROCESS
     if changed := [name for name in unread if getattr(options, name) != getattr(RegenerateOptions, name)]:
         given = "without" if options.endpoint is None else "with"
         raise ValueError(f"--{changed[0].replace('_', '-')} has no effect {given} --endpoint: leave it out")
-    config = DecodingConfig(options.max_new_tokens, sampling, seed=options.seed)
+    asked = None
+    if (options.temperature, options.top_p) != (None, None):
+        top_p = 1.0 if options.top_p is None else options.top_p
+        asked = _fitting(SamplingConfig(temperature=options.temperature or 0.0, top_p=top_p), options)
     if options.target is not None:
-        return _target(options, options.target, config)
+        return _target(options, options.target, asked)
     from trainer.servers.connection import Endpoint
     from trainer.servers.endpoint import EndpointBackend
 
     assert options.model is not None, "checked by check_endpoint"
     addresses = [address.strip() for given in options.endpoint or () for address in given.split(",")]
     settings: dict[str, Any] = {name: getattr(options, name) for name in ("model", "concurrency", "timeout")}
-    variables = options.chat_template_kwargs
-    more = {} if variables is None else {"chat_template_kwargs": read_variables(variables)}
-    backend = EndpointBackend([Endpoint(address=address, **settings) for address in addresses], config, more)
+    config = DecodingConfig(options.max_new_tokens or _MOST_TOKENS, seed=options.seed)
+    template = options.chat_template_kwargs
+    variables = None if template is None else read_variables(template)
+    backend = EndpointBackend(
+        [Endpoint(address=address, **settings) for address in addresses], config, asked, variables
+    )
     # Without the addresses, which may move or hold a secret.
-    return backend, {"chat": True, "model": options.model, **more}
+    own = {"model": options.model, **_controls(asked), "max_new_tokens": config.max_new_tokens}
+    return backend, {"chat": True, **own, **({"chat_template_kwargs": template} if template is not None else {})}
 
 
-def _target(options: RegenerateOptions, target_name: str, config: DecodingConfig) -> tuple[Backend, dict[str, Any]]:
+def _fitting(sampling: SamplingConfig, options: RegenerateOptions) -> SamplingConfig:
+    """Return the controls; ValueError for several answers that would all be the same."""
+    if options.n > 1 and sampling.greedy:
+        raise ValueError(f"n is {options.n} at temperature 0, where all answers are the same: give a temperature")
+    return sampling
+
+
+def _controls(sampling: SamplingConfig | None) -> dict[str, float | None]:
+    """Return the controls by name; None for those that a server chooses."""
+    return {name: getattr(sampling, name, None) for name in ("temperature", "top_k", "top_p", "min_p")}
+
+
+def _target(
+    options: RegenerateOptions, target_name: str, sampling: SamplingConfig | None
+) -> tuple[Backend, dict[str, Any]]:
     """Return the backend of a target in this process, and the settings that make its answers."""
     target = read_target(target_name, options)
     name, trusted = resolve(target_name), options.trust_remote_code
@@ -129,7 +168,11 @@ def _target(options: RegenerateOptions, target_name: str, config: DecodingConfig
     drafter = None
     if options.drafter is not None:
         drafter = DrafterLoader(target, tokenizer, trusted).load(parse_drafter(options.drafter))
-    config = replace(config, eos_token_ids=eos_token_ids(target.model, tokenizer))
+    if sampling is None:
+        own = target.model.generation_config
+        sampling = _fitting(sampling_from_generation_config(own) if own else SamplingConfig(), options)
+    most = options.max_new_tokens or min(_MOST_TOKENS, (target.max_positions or 2 * _MOST_TOKENS) // 2)
+    config = DecodingConfig(most, sampling, eos_token_ids=eos_token_ids(target.model, tokenizer), seed=options.seed)
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
     more = {} if target.static is None else {"static": target.static}  # other kernels may round otherwise
     if options.chat_template_kwargs is not None:
@@ -137,6 +180,8 @@ def _target(options: RegenerateOptions, target_name: str, config: DecodingConfig
     settings = {
         "dtype": str(target.dtype).removeprefix("torch."),
         **more,
+        **_controls(sampling),
+        "max_new_tokens": most,
         "target_fingerprint": stored_fingerprint(name, trusted),
     }
     return backend, {"chat": tokenizer.chat_template is not None, **settings}

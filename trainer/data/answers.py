@@ -20,6 +20,7 @@ from decoding.model.loading import first_line
 from trainer.data.chat import TranscriptEncoder
 from trainer.data.conversations import (
     ANSWER_TOKENS,
+    PROMPT_TOKENS,
     TRUNCATED,
     AnswerKey,
     Message,
@@ -48,8 +49,10 @@ class AnsweredConversation:
     truncated: bool
     """True if the last answer did not end within the tokens allowed."""
     answer_tokens: tuple[tuple[int, ...], ...] | None = None
-    """The target's own tokens of each answer, with the end if it came to one; None from an endpoint, which does not
-    tell them."""
+    """The target's own tokens of each answer, with the end if it came to one; None from an endpoint that keeps them to
+    itself."""
+    prompt_tokens: tuple[tuple[int, ...], ...] | None = None
+    """The tokens before each answer as an endpoint rendered them; None for those of the target's own template."""
     model: str | None = None
     """The model that answered, by its server's name."""
 
@@ -194,7 +197,7 @@ class AnswerFile:
                 self._encoder.encode(transcript)
         except ValueError as error:
             if outcome.answer_tokens is not None:  # the text alone may do
-                return self._judged(replace(outcome, answer_tokens=None))
+                return self._judged(replace(outcome, answer_tokens=None, prompt_tokens=None))
             return FailedConversation(conversation, "failed", f"training would refuse it: {error}")
         return outcome
 
@@ -212,6 +215,8 @@ def _row_of(outcome: Outcome) -> dict[str, Any]:
         row |= {"prompt": conversation.text, "answer": outcome.answers[0]["content"]}
     if outcome.answer_tokens is not None:
         row[ANSWER_TOKENS] = outcome.answer_tokens
+        if outcome.prompt_tokens is not None:
+            row[PROMPT_TOKENS] = outcome.prompt_tokens
     return row | {"tokens": outcome.tokens, TRUNCATED: outcome.truncated}
 
 
@@ -261,7 +266,7 @@ class Summary:
     """Counts of one run.
 
     ``reasoned``: answers with reasoning; ``reasoned_only``: those with nothing else. ``other_models``: conversations
-    that ask for another model than the one that answered.
+    that ask for another model than the one that answered. ``texts_alone``: those without the target's own tokens.
     """
 
     rows: int
@@ -277,6 +282,7 @@ class Summary:
     dropped: int = 0
     empty: int = 0
     failed: int = 0
+    texts_alone: int = 0
     seconds: float = 0.0
 
     def count(self, outcome: Outcome) -> None:
@@ -289,6 +295,7 @@ class Summary:
         self.answers += len(outcome.answers)
         self.tokens += outcome.tokens
         self.truncated += outcome.truncated
+        self.texts_alone += outcome.answer_tokens is None
         self.unasked += len(outcome.conversation.turns) - len(outcome.answers)
         reasoned = [answer for answer in outcome.answers if "reasoning_content" in answer]
         self.reasoned += len(reasoned)

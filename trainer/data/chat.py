@@ -101,11 +101,14 @@ class TranscriptEncoder:
         """
         messages, where, written = transcript.messages, transcript.where, transcript.answer_tokens
         indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        rendered = iter(given if isinstance(given := transcript.prompt_tokens, list) else ())
         examples = []
         for index, tokens in zip(indices, written if isinstance(written, list) else (), strict=False):
-            if not self._reads(tokens, messages[index]["content"], transcript.cut_off and index == indices[-1]):
+            if not self._reads(tokens, messages[index], transcript.cut_off and index == indices[-1]):
                 break
-            prompt = self._prompt(messages[:index], where, template)
+            prompt = next(rendered, None) or self._prompt(messages[:index], where, template)
+            if not self._knows(prompt):
+                break
             trained = (False,) * len(prompt) + (True,) * len(tokens)
             examples.append(Example((*prompt, *tokens), trained, len(prompt)))
         if len(examples) != len(indices) or len(written) != len(indices):
@@ -115,12 +118,17 @@ class TranscriptEncoder:
             )
         return tuple(examples)
 
-    def _reads(self, tokens: Any, answer: str, truncated: bool) -> bool:
-        """Return True for a list of this tokenizer's tokens that are the answer's text."""
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+    def _knows(self, tokens: Any) -> bool:
+        """Return True for token ids of this tokenizer."""
+        integers = isinstance(tokens, list | tuple) and all(type(token) is int for token in tokens)
+        return integers and self._vocabulary.issuperset(tokens)
+
+    def _reads(self, tokens: Any, answer: dict[str, Any], truncated: bool) -> bool:
+        """Return True for a list of this tokenizer's tokens that are the answer; of one with reasoning a part is."""
+        if not isinstance(tokens, list) or not self._knows(tokens):
             return False
-        known = self._vocabulary.issuperset(tokens)
-        return known and read_answer(self._tokenizer, tokens, truncated).strip() == answer.strip()
+        text, content = read_answer(self._tokenizer, tokens, truncated).strip(), answer["content"].strip()
+        return content in text if UNSPOKEN & answer.keys() else content == text
 
     def _prompt(self, messages: Messages, where: str, template: "ChatTemplate | None") -> tuple[int, ...]:
         if template is None:

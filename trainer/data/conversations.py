@@ -1,6 +1,6 @@
 """Rows become conversations: with their answers to train on, or without answers for a target to write them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,13 +21,15 @@ from decoding.fields import (
     prompt_of,
     tools_of,
 )
-from decoding.jsonl import read_rows
+from decoding.jsonl import read_rows, without_nulls
 from decoding.prompts import encode_prompt
 from trainer.data.rows import Row
 from trainer.recipe.common import DataSection
 
 ANSWER_TOKENS = "answer_tokens"
 """Field in which `headstart regenerate` keeps the target's own tokens, a list of token ids for each answer."""
+PROMPT_TOKENS = "prompt_tokens"
+"""Field in which it keeps the tokens before each answer as a server rendered them."""
 TRUNCATED = "truncated"
 """Field in which `headstart regenerate` says that the last answer was cut off, so that it has no end."""
 _PROMPT_ALONE = tuple(name for name in PROMPT_FIELDS if name not in ("messages", "conversations"))
@@ -55,6 +57,8 @@ class Transcript:
     """The fields of the prompt and of its answer in ``prompt_answer`` rows."""
     answer_tokens: Any = None
     """The row's `ANSWER_TOKENS`, unchecked; None without that field."""
+    prompt_tokens: Any = None
+    """The row's `PROMPT_TOKENS`, unchecked; None without that field."""
     cut_off: bool = False
     """True if the last answer was cut off, so that it has no end to train."""
     tools: Tools | None = None
@@ -82,8 +86,8 @@ def transcript_of(row: Row, section: DataSection) -> Transcript:
             {"role": "assistant", "content": _text(answer, reply, where)},
         ]
     cut_off = fields.get(TRUNCATED) is True
-    tokens, tools = fields.get(ANSWER_TOKENS), tools_of(fields, where)
-    return Transcript(where, format, tuple(messages), "", found, tokens, cut_off, tools)
+    own = fields.get(ANSWER_TOKENS), fields.get(PROMPT_TOKENS)
+    return Transcript(where, format, tuple(messages), "", found, *own, cut_off, tools_of(fields, where))
 
 
 def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Format:
@@ -171,27 +175,40 @@ def is_empty(answer: Message) -> bool:
 
 
 def read_conversations(
-    path: str | Path, field: str | None, limit: int | None, samples: int, chat: bool
+    path: str | Path,
+    field: str | None,
+    limit: int | None,
+    samples: int,
+    chat: bool,
+    stream: Iterable[dict[str, Any]] | None = None,
+    on_bad: Callable[[ValueError], None] | None = None,
 ) -> list[OpenConversation]:
     """Read the first ``limit`` rows of a file, each as ``samples`` conversations without their answers.
+
+    ``stream``: rows in place of the file's. ``on_bad``: called for each row that is no prompt, which is left out then.
 
     The prompt's field is found as `decoding.prompts.read_prompts` finds it. A row of several turns, or of messages
     with the assistant's between them, becomes a conversation of several turns, which only a ``chat`` can hold.
     ValueError for a file without prompts and for a row that is none.
     """
     conversations: list[OpenConversation] = []
-    for number, row in read_rows(path):
-        if limit is not None and len(conversations) >= limit * samples:
-            break
+    for number, row in read_rows(path) if stream is None else enumerate(map(without_nulls, stream), start=1):
         where = f"{path}, line {number}"
-        turns = _turns(prompt_of(row, field, where)[1], where)
+        try:
+            turns, tools = _turns(prompt_of(row, field, where)[1], where), tools_of(row, where)
+        except ValueError as error:
+            if on_bad is None:
+                raise
+            on_bad(error)
+            continue
         if not chat and (len(turns) > 1 or len(turns[0]) > 1):
             raise ValueError(f"{where}: a conversation of several messages needs a chat template: give one text a row")
-        tools = tools_of(row, where)
         model = row["model"] if isinstance(row.get("model"), str) else None
         for sample in range(samples):
             key = AnswerKey(number, sample)
             conversations.append(OpenConversation(key, len(conversations), turns, chat, tools, model))
+        if limit is not None and len(conversations) >= limit * samples:
+            break
     if not conversations:
         raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line, and a limit above 0")
     return conversations

@@ -33,6 +33,25 @@ _HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([^\s:@]+))?(?::([\w.-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+class Preset(NamedTuple):
+    """A set of prompts on the hub, the field of its prompts, and its licence as its card has it."""
+
+    source: str
+    field: str
+    licence: str
+
+
+PRESETS = {
+    "perfectblend": Preset("mlabonne/open-perfectblend", "conversations", "apache-2.0"),
+    "ultrachat": Preset("HuggingFaceH4/ultrachat_200k::train_sft", "messages", "mit"),
+    "sharegpt": Preset("Aeala/ShareGPT_Vicuna_unfiltered", "conversations", "apache-2.0"),
+    "magpie": Preset("Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered", "conversations", "llama3.1"),
+    "gsm8k": Preset("openai/gsm8k:main", "question", "mit"),
+    "codealpaca": Preset("sahil2801/CodeAlpaca-20k", "instruction", "cc-by-4.0"),
+}
+"""Prompts by name."""
+
+
 class Row(NamedTuple):
     """One row: its fields by name, or the reason why it has none."""
 
@@ -99,6 +118,13 @@ def open_source(name: str, section: DataSection) -> RowSource:
         raise UserError(f"there is no data file {name}", remedy)
     hub = HubName(found[1], found[2])
     return (_streamed if section.streaming else _downloaded)(name, hub, found[3], section)
+
+
+def stream_prompts(name: str) -> RowSource:
+    """Stream ORG/NAME[@REVISION][:CONFIG][:SPLIT] from the hub; ORG/NAME::SPLIT has no configuration."""
+    repository, config, split = (*name.split(":", 2), "", "")[:3]
+    section = DataSection(train=name, heldout=name, streaming=True, split=split or "train")
+    return open_source(f"{repository}:{config}" if config else repository, section)
 
 
 def _is_data(name: str) -> bool:
@@ -176,7 +202,10 @@ class _Stream:
         HfApi().auth_check(self.hub.repo_id, repo_type="dataset")  # the datasets library hides why it is refused
         splits: Any = datasets.load_dataset(self.hub.repo_id, self.config, revision=self.commit, streaming=True)
         if self.split not in splits:
-            remedy = "give one as data.split or data.heldout_split, and take a part of it by data.max_rows"
+            remedy = (
+                "give one as data.split or data.heldout_split, or as ORG/NAME::SPLIT of --prompts, and take a part of "
+            )
+            remedy += "it by data.max_rows, or --limit"
             raise UserError(f"it has no split {self.split!r} but {' and '.join(splits)}", remedy)
         rows: Iterable[dict[str, Any]] = splits[self.split]
         return rows

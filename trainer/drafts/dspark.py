@@ -42,8 +42,8 @@ def initial_dspark(
 ) -> DSparkDraft:
     """Make the untrained draft of a recipe, in fp32 on the target's device, by torch's global seed.
 
-    One that starts from another DSpark draft goes on training that one. ValueError for sizes that no server loads, and
-    for a mask token that the examples hold.
+    If the recipe names another DSpark draft to start from, this is that draft. ValueError for sizes that no server
+    loads, and for a mask token that the examples hold.
     """
     assert section.dspark is not None, "the recipe asks for a DSpark draft"
     if section.init.from_model is None:
@@ -64,7 +64,7 @@ def initial_dspark(
 def _stored_draft(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, name: str, section: DSparkSection
 ) -> DSparkDraft:
-    """Load a draft to go on with. ValueError if it has other sizes than the section gives; None gives none."""
+    """Load a draft to train further. ValueError if it has other sizes than the section gives; None gives none."""
     draft = load_dspark(name, target).float().requires_grad_(True).train()
     config = draft.config = replace(draft.config, tree=())  # its tree is fitted anew
     mask = None if section.mask_token is None else mask_token(tokenizer, target.vocab_size, section.mask_token)
@@ -89,7 +89,7 @@ def _stored_draft(
 def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DSparkSection) -> DSparkConfig:
     """Return the sizes of a recipe's draft: those of the target's layers, unless the recipe gives others.
 
-    Its attention heads are as wide as the target's, or wider, where servers have no kernel for such heads.
+    Its attention heads are as wide as the target's, or wider if servers have no kernel for such heads.
     """
     config = target.model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
@@ -126,7 +126,7 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | 
     """Return the id of a token that no text holds.
 
     That is ``name``, else the padding, a reserved token, an id without a token, or the token of a byte that UTF-8 never
-    has. ValueError for a ``name`` that is no token of the target, and where none is free.
+    has. ValueError for a ``name`` that is not a token of the target, and if none is free.
     """
     known = tokenizer.get_vocab()
     if name is not None:

@@ -64,8 +64,9 @@ def read_completion(sent: str) -> Completion:
     text = message.get("content") if message else choice.get("text")
     logprobs = told if isinstance(told := choice.get("logprobs"), dict) else {}
     content = [entry for entry in logprobs.get("content") or () if isinstance(entry, dict)]
-    ids = _integers(choice.get("token_ids")) or _integers(choice.get("tokens"))
-    ids = ids or _integers([entry.get("id") for entry in content])  # llama.cpp's place for them
+    verbose = told if isinstance(told := found.get("__verbose"), dict) else {}  # llama.cpp
+    ids = _integers(choice.get("token_ids")) or _integers(choice.get("tokens")) or _integers(verbose.get("tokens"))
+    ids = ids or _integers([entry.get("id") for entry in content])
     return Completion(
         text=text if isinstance(text, str) else "",
         token_ids=ids,

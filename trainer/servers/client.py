@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from openai import APIConnectionError, APIError, APITimeoutError, BadRequestError, UnprocessableEntityError
+from openai import APIConnectionError, APIError, APITimeoutError
 
 from trainer.servers.answers import (
     CONTROLS,
@@ -20,15 +20,11 @@ from trainer.servers.answers import (
     StreamedAnswer,
     read_stream,
 )
-from trainer.servers.connection import RETRIES, Connection, Endpoint
+from trainer.servers.connection import REFUSED, RETRIES, Connection, Endpoint
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Messages = Sequence[Mapping[str, str]]
-
-_IDS = {"return_token_ids": True, "return_tokens": True}
-"""Requests for token ids: vLLM's name and llama.cpp's."""
-_REFUSED = (BadRequestError, UnprocessableEntityError)
 
 
 class ServedModel:
@@ -43,7 +39,6 @@ class ServedModel:
         self._connection = Connection(endpoint)
         self._client = self._connection.client
         self._runner = asyncio.Runner()
-        self._extra: dict[str, Any] = dict(_IDS)
         self.takes_ids = True
         """False once the server has refused a prompt of token ids."""
 
@@ -75,8 +70,8 @@ class ServedModel:
     def takes(self, body: Mapping[str, Any], clock: Callable[[], float] = time.perf_counter) -> bool:
         """Ask for a stream and drop it; return False if the server refuses the request."""
         try:
-            self._run(self._streamed(body, clock), raw=_REFUSED)
-        except _REFUSED:
+            self._run(self._streamed(body, clock), raw=REFUSED)
+        except REFUSED:
             return False
         return True
 
@@ -92,34 +87,21 @@ class ServedModel:
         raise AssertionError("the last try returns or raises")
 
     async def _answer(self, request: CompletionRequest) -> Completion:
-        """Return the answer; a server that refuses the wish for token ids is asked without it from then on."""
-        asked_for = self._extra
-        try:
-            return await self._send(request, asked_for)
-        except _REFUSED:
-            if not asked_for:
-                raise
-            found = await self._send(request, {})
-            self._extra = {}
-            return found
-
-    async def _send(self, request: CompletionRequest, extra: Mapping[str, Any]) -> Completion:
         body: dict[str, Any] = {
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
             "seed": request.seed % 2**31,
             **request.controls,
-            **extra,
         }
         if _is_chat(request.prompt):
             if request.logprobs is not None:
                 body |= {"logprobs": True, "top_logprobs": request.logprobs}
-            return await self._connection.ask({**body, "messages": list(request.prompt)})
+            return await self._connection.ask_ids({**body, "messages": list(request.prompt)})
         if request.logprobs is not None:
             body["logprobs"] = request.logprobs
         prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
-        return await self._connection.ask({**body, "prompt": prompt})
+        return await self._connection.ask_ids({**body, "prompt": prompt})
 
     # --- what stands beside the answers ---------------------------------------------------------------------------
 
@@ -137,8 +119,8 @@ class ServedModel:
 
     def _takes(self, request: CompletionRequest) -> bool:
         try:
-            self._run(self._answer(request), raw=_REFUSED)
-        except _REFUSED:
+            self._run(self._answer(request), raw=REFUSED)
+        except REFUSED:
             return False
         return True
 

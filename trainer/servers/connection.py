@@ -16,9 +16,11 @@ from openai import (
     AsyncOpenAI,
     AsyncStream,
     AuthenticationError,
+    BadRequestError,
     DefaultAsyncHttpxClient,
     NotFoundError,
     PermissionDeniedError,
+    UnprocessableEntityError,
 )
 from pydantic import HttpUrl, ValidationError
 
@@ -28,7 +30,10 @@ from trainer.servers.answers import Completion, read_completion
 
 RETRIES = 5
 """Times that `openai`'s client repeats a request that may succeed later, with growing delays between them."""
+REFUSED = (BadRequestError, UnprocessableEntityError)
 _KEY = "OPENAI_API_KEY"
+_IDS: Mapping[str, bool] = {"return_token_ids": True, "return_tokens": True, "verbose": True}
+"""Requests for token ids: vLLM's and SGLang's name, and llama.cpp's two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,7 @@ class Connection:
     def __init__(self, endpoint: Endpoint) -> None:
         """Check the address and the key, and send nothing; UserError for those that cannot work."""
         self.endpoint = endpoint
+        self._ids = _IDS
         self._key = os.environ.get(_KEY)
         if self._key and not all("!" <= character <= "~" for character in self._key):
             raise UserError(
@@ -72,6 +78,18 @@ class Connection:
         """Send a request with ``messages`` or a ``prompt``; APIError, and UserError for an answer that is none."""
         whole = {"model": self.endpoint.model, **body}
         return read_completion(await self.client.post(_path(body), cast_to=str, body=whole))
+
+    async def ask_ids(self, body: Mapping[str, Any]) -> Completion:
+        """As `ask`, for token ids too; a server that refuses this wish alone is asked without it from then on."""
+        wanted = self._ids
+        try:
+            return await self.ask({**body, **wanted})
+        except REFUSED:
+            if not wanted:
+                raise
+            found = await self.ask(body)
+            self._ids = {}
+            return found
 
     async def events(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of a streamed answer as they come, without any repetition; errors as of `ask`."""

@@ -1,7 +1,7 @@
 """Answers by served targets: OpenAI-compatible endpoints, asked by `openai`'s client, many conversations at a time.
 
-The server templates the messages, samples with its own generator, and returns texts, not tokens. It may change the
-model's distribution unseen, for example by a top-k in its generation config.
+The server templates the messages and samples with its own generator, by default as the model's generation config says.
+It returns texts, and its token ids if it has a field for them.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from openai import APIConnectionError, APIError, APITimeoutError
 
 from decoding.errors import UserError, check_once
 from decoding.generate import DecodingConfig
+from decoding.rules.sampling import SamplingConfig
 from trainer.data.answers import AnsweredConversation, FailedConversation, Outcome, Problem
 from trainer.data.chat import whole_characters
 from trainer.data.conversations import AnswerKey, Message, OpenConversation, answer_message, is_empty
@@ -33,6 +34,8 @@ class _Reply(NamedTuple):
     """0 if the endpoint does not count them."""
     truncated: bool
     model: str | None
+    ids: tuple[int, ...] | None
+    prompt_ids: tuple[int, ...] | None
 
 
 class _NoAnswer(Exception):
@@ -52,10 +55,19 @@ class EndpointBackend:
     """
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], config: DecodingConfig, more: Mapping[str, Any] | None = None
+        self,
+        endpoints: Sequence[Endpoint],
+        config: DecodingConfig,
+        sampling: SamplingConfig | None,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Check the endpoints and send nothing; ``more`` goes with every request."""
-        self._more = more or {}
+        """Check the endpoints and send nothing. ``sampling`` None leaves it to the servers.
+
+        ``variables`` are those of the chat template (None: none are sent).
+        """
+        self._sampling: dict[str, Any] = {} if variables is None else {"chat_template_kwargs": variables}
+        if sampling is not None:
+            self._sampling |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         self._connections = [Connection(endpoint) for endpoint in endpoints]
         check_once("the endpoint", (connection.host for connection in self._connections))
         self._config = config
@@ -119,7 +131,11 @@ class EndpointBackend:
         except _NoAnswer as error:
             return FailedConversation(conversation, error.problem, str(error), again=True)
         answers, tokens = tuple(reply.message for reply in replies), sum(reply.tokens for reply in replies)
-        return AnsweredConversation(conversation, answers, tokens, replies[-1].truncated, model=replies[-1].model)
+        ids, prompts = (
+            _if_all(each) for each in zip(*((reply.ids, reply.prompt_ids) for reply in replies), strict=True)
+        )
+        last = replies[-1]
+        return AnsweredConversation(conversation, answers, tokens, last.truncated, ids, prompts, last.model)
 
     async def _reply(self, conversation: OpenConversation, answers: Sequence[Message]) -> _Reply:
         """Return the next answer; `_NoAnswer` if no endpoint gives one, UserError if none can be reached."""
@@ -128,7 +144,7 @@ class EndpointBackend:
         problems, unreached = list[str](), 0
         for connection in sorted(in_turn, key=self._unreached.__contains__):
             try:
-                completion = await connection.ask(self._request(conversation, answers))
+                completion = await connection.ask_ids(self._request(conversation, answers))
             except UserError as error:
                 problems.append(error.message)
             except APIError as error:
@@ -152,13 +168,11 @@ class EndpointBackend:
         """Return a request; its seed follows from the conversation and the turn, not from the endpoint."""
         config = self._config
         body = {
+            **self._sampling,
             "messages": conversation.open_after(answers),
-            "temperature": config.sampling.temperature,
-            "top_p": config.sampling.top_p,
             "max_tokens": config.max_new_tokens,
             "seed": (config.seed + conversation.index + _TURNS_APART * len(answers)) % 2**31,
         }
-        body |= self._more
         return {**body, "tools": conversation.tools} if conversation.tools else body
 
 
@@ -179,4 +193,10 @@ def _read(completion: Completion) -> _Reply:
         json.dumps(answer, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # neither the next request nor a row for training can hold it
         raise _NoAnswer("failed", f"the answer holds half a character ({error.reason})") from error
-    return _Reply(answer, completion.tokens or 0, truncated, completion.model)
+    ids = completion.token_ids
+    return _Reply(answer, completion.tokens or 0, truncated, completion.model, ids, completion.prompt_ids)
+
+
+def _if_all(found: tuple[tuple[int, ...] | None, ...]) -> tuple[tuple[int, ...], ...] | None:
+    """Return the token ids of every answer; None if the server kept those of one to itself."""
+    return tuple(each for each in found if each is not None) if None not in found else None
