@@ -24,8 +24,7 @@ test: lint engines
 
 # What a contributor runs before each commit: lint, types, import layers, the fast tests.
 check: lint
-	$(BIN)/mypy
-	$(PYTEST) --dist worksteal tests/gpu tests/test_*.py
+	$(PYTEST) --dist worksteal tests/system/test_types.py tests/gpu tests/test_*.py
 
 # What there is to measure on a GPU, in 25 minutes, with torch and transformers alone; PRETEND=1 tries it on the CPU.
 gpu:

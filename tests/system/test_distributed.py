@@ -22,7 +22,6 @@ from whole_runs import (
     SCRIPT,
     losses,
     provenance,
-    start,
     write_recipe,
     write_workshop,
 )
@@ -33,8 +32,8 @@ from decoding.model.fingerprint import stored_fingerprint
 from trainer.run.finish import consolidate
 from trainer.run.loop import Interrupted
 
-TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
-WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp2": "FSDP_Scaled", "zero1": "DeepSpeedEngine"}
+TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp2": "FSDP_Scaled"}
 WRAPPERS |= {"zero2": "DeepSpeedEngine", "zero3": "DeepSpeedEngine"}
 FSDP2 = [*ACCELERATE, "--config_file", str(ROOT / "recipes" / "accelerate" / "fsdp.yaml"), "--main_process_port", "0"]
 FSDP2 += [str(ROOT / "tests" / "system" / "launched_fsdp2.py")]
@@ -117,6 +116,13 @@ def test_what_was_asked_for_is_what_ran(kind: str, launched: Callable[[str], Pat
     assert kind != "ddp" or found["bucket_views"] is True
 
 
+def test_zero1_is_launched_as_zero2_is_but_for_its_stage() -> None:
+    """Here nothing asks which of them it is."""
+    one, two = (yaml.safe_load((ROOT / "recipes" / "accelerate" / f"zero{stage}.yaml").read_text()) for stage in (1, 2))
+    assert (one["deepspeed_config"].pop("zero_stage"), two["deepspeed_config"].pop("zero_stage")) == (1, 2)
+    assert one == two
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_two_processes_train_as_one(kind: str, launched: Callable[[str], Path], alone: Any) -> None:
     """Eight sequences a step, as two micro batches of two in each: losses, gradient norms and evaluations."""
@@ -171,11 +177,7 @@ def test_two_launchers_that_know_of_each_other_train_as_one(tmp_path: Path, alon
     with ThreadPoolExecutor() as pool:
         ranks = [[*machines, "--machine_rank", str(rank), "--main_process_port", str(port)] for rank in range(2)]
         ended = list(
-            pool.map(
-                lambda launch, options: launch(command_of("ddp", tmp_path, "second", options), tmp_path),
-                (start, run_to_an_end),  # in new processes, as users start them; and forked
-                ranks,
-            )
+            pool.map(lambda options: run_to_an_end(command_of("ddp", tmp_path, "second", options), tmp_path), ranks)
         )
     assert [done.returncode for done in ended] == [0, 0], ended[0].stderr[-3000:] + ended[1].stderr[-3000:]
     found = noted(tmp_path / "killed")

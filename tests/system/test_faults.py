@@ -92,7 +92,7 @@ def test_a_run_with_nothing_but_damaged_checkpoints_exits_2_and_keeps_them(begun
 
 def test_a_second_run_in_the_same_folder_exits_2_and_leaves_the_first_alone(begun: tuple[Path, str]) -> None:
     output, recipe = begun
-    with running([*DIRECT, recipe, "training.steps=12"], output.parent, fork=False) as first:
+    with running([*DIRECT, recipe, "training.steps=12"], output.parent) as first:
         wait_until(lambda: f'"process": {first.pid},' in (output / "run.lock").read_text(), first)
         os.kill(first.pid, signal.SIGSTOP)
         said = one_line(finish([*DIRECT, recipe], output.parent))

@@ -4,12 +4,13 @@ Loading torch, transformers and the commands takes most of the time of a command
 has a process, arguments, a folder, output and an exit code of its own; its environment is the forking process's, with
 changes. ``accelerate launch`` and ``torchrun`` are the real launchers, but for forking what they would start.
 
-Run as a program, it reads {"words", "folder", "output", "seconds", "changes"}, one a line, and answers with
-the process id and then with the exit code.
+Run as a program, it reads {"words", "folder", "output", "seconds", "changes"}, one a line. Into the pipe
+``output``.code go the process id and then the exit code.
 """
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -21,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 
 class Run:
@@ -29,9 +30,9 @@ class Run:
 
     stderr = None  # no pipe: it goes into a file
 
-    def __init__(self, answers: IO[str], output: Path) -> None:
-        self._answers, self._output = answers, output
-        self.pid = int(answers.readline())
+    def __init__(self, output: Path) -> None:
+        self._answers, self._output = output.with_suffix(".code").open(), output
+        self.pid = int(self._answers.readline())
         """Of its process group as well."""
         self.returncode: int | None = None
 
@@ -48,7 +49,8 @@ class Run:
     def wait(self, timeout: float | None = None) -> int:
         """The exit code; who began it has said how long it may take."""
         if self.returncode is None:
-            self.returncode = int(self._answers.readline())
+            with self._answers:
+                self.returncode = int(self._answers.readline())
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
@@ -58,7 +60,7 @@ class Run:
 
 
 class WarmProgram:
-    """The process that forks, as the test sees it: for one command at a time."""
+    """The process that forks, as the test sees it."""
 
     def __init__(self, process: "subprocess.Popen[str]", outputs: Path) -> None:
         self._process, self._outputs, self._asked = process, outputs, 0
@@ -71,14 +73,15 @@ class WarmProgram:
         After ``seconds`` it is killed. ``changes`` of the environment, None to remove a variable, must be of such that
         nothing reads when it is imported.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
         self._asked += 1
         output = self._outputs / str(self._asked)
+        os.mkfifo(output.with_suffix(".code"))
         asked = {"words": list(words), "folder": str(folder), "output": str(output), "seconds": seconds}
         asked["changes"] = dict(changes or {})
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
-        return Run(self._process.stdout, output)
+        return Run(output)
 
     def run(
         self, words: Sequence[str], folder: Path, seconds: int, changes: Mapping[str, str | None] | None = None
@@ -95,7 +98,7 @@ def warm_program(environment: Mapping[str, str]) -> Iterator[WarmProgram]:
     with (
         tempfile.TemporaryDirectory() as outputs,
         subprocess.Popen(
-            [sys.executable, __file__], env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__], env=dict(environment), stdin=subprocess.PIPE, text=True
         ) as process,
     ):
         yield WarmProgram(process, Path(outputs))
@@ -111,6 +114,8 @@ def _load() -> None:
         importlib.import_module(module.name)
     for name in ("trainer.cli", "trainer.export", "trainer.run.train", "transformers.models.llama.modeling_llama"):
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or every process would go through all of it, and copy it, at each collection
 
 
 def _run(asked: Mapping[str, Any]) -> int:
@@ -184,14 +189,19 @@ def _run_the_launched(options: argparse.Namespace) -> None:
     _run_program(*command[1:])
 
 
-def _fork_for(asked: Mapping[str, Any]) -> int:
+def _fork_for(asked: Mapping[str, Any]) -> None:
+    """Run a command in a child, for which another one waits."""
+    if os.fork():
+        return
     child = os.fork()
     if child:
-        print(child, flush=True)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # what it launched and left
-        return code
+        with open(asked["output"] + ".code", "w") as answers:
+            print(child, file=answers, flush=True)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # what it launched and left
+            print(code, file=answers, flush=True)
+        os._exit(0)
     code = 1
     try:
         code = _run(asked)
@@ -206,4 +216,7 @@ def _fork_for(asked: Mapping[str, Any]) -> int:
 if __name__ == "__main__":
     _load()
     for line in sys.stdin:
-        print(_fork_for(json.loads(line)), flush=True)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # those whose commands have ended
+                pass
+        _fork_for(json.loads(line))

@@ -55,12 +55,13 @@ def write_recipe(workshop: Path, kind: str, output: Path, every: int = 5, **trai
 
 
 def environment(**changes: str | None) -> dict[str, str]:
-    """One thread a process, the CPU only, no network, no keys."""
+    """One thread a process, the CPU only, no network, no keys; no compiler, which DeepSpeed loads for nothing here."""
     others = ("WANDB_", "HF_", "ACCELERATE_", "OPENAI_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(others)}
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "system")))
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "PYTHONWARNINGS": "ignore"}
     settings |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    settings["TORCHDYNAMO_DISABLE"] = "1"
     return {**env, **{key: value for key, value in {**settings, **changes}.items() if value is not None}}
 
 
@@ -96,11 +97,6 @@ def finish(command: list[str], cwd: Path, **changes: str | None) -> subprocess.C
     if run := _fork(command, cwd, changes):
         said, complained = run.communicate()
         return subprocess.CompletedProcess(command, run.wait(), said, complained)
-    return start(command, cwd, **changes)
-
-
-def start(command: list[str], cwd: Path, **changes: str | None) -> subprocess.CompletedProcess[str]:
-    """Run to an end as users do, in new processes."""
     return subprocess.run(
         command, cwd=cwd, env=environment(**changes), capture_output=True, text=True, timeout=DEADLINE, check=False
     )
@@ -114,9 +110,9 @@ def run(command: list[str], cwd: Path, **changes: str | None) -> str:
 
 
 @contextmanager
-def running(command: list[str], cwd: Path, fork: bool = True, **changes: str | None) -> Iterator[Popen | Run]:
-    """A run in a process group of its own, of which nothing is left afterwards; while it is forked no other can be."""
-    process = (fork and _fork(command, cwd, changes)) or subprocess.Popen(
+def running(command: list[str], cwd: Path, **changes: str | None) -> Iterator[Popen | Run]:
+    """A run in a process group of its own, of which nothing is left afterwards."""
+    process = _fork(command, cwd, changes) or subprocess.Popen(
         command, cwd=cwd, env=environment(**changes), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from decoding.model.causal_lm import CausalLM
 TOKENS = 12
 
 FEW = ["chain", "Markov heads", "DSpark chain", "drawn hybrid"]
-"""They stand for all kinds in `make check`."""
+"""They stand for all kinds."""
 KINDS = [*((name, None) for name in FEW), ("plain", None), ("chain", "eager")]
 
 

@@ -50,7 +50,7 @@ def test_a_short_run_compares_the_policies_in_every_cell(
     scripts: Callable[[str], ModuleType], words: list[str], tmp_path: Path
 ) -> None:
     output = tmp_path / "report.json"
-    scripts("policies").main([*words, "--output", str(output), "--turns", "2", "--batch-sizes", "1", "2"])
+    scripts("policies").main([*words, "--output", str(output), "--turns", "1", "--batch-sizes", "1", "2"])
     report = json.loads(output.read_text())
     assert len(report["rows"]) == 2 * 2 * 4  # temperatures, batch sizes, drafters
     assert all(row["default_over_better"] > 0 and row["choices"] for row in report["rows"])

@@ -92,7 +92,7 @@ def transfers(device: torch.device, name: str, temperature: float, rule: str | N
     steps = Engine(target, drafter(name, target, device)).steps(PROMPTS, config, batch_size=rows)
     list(islice(steps, 2 * rows))
     counts = []
-    for _ in range(3):
+    for _ in range(2):
         with counting() as waits:
             list(islice(steps, rows))
         counts.append(waits.total())

@@ -153,7 +153,7 @@ def test_a_run_on_a_spread_target_trains_and_evaluates_as_on_a_whole_one(
     for placed in ("whole", "spread"):
         content = recipe_content(tmp_path, "medusa" if kind == "shared" else "draft")
         content |= {"output": str(tmp_path / placed)}
-        content["evaluation"]["every"] = 2
+        content["training"]["steps"], content["evaluation"]["every"] = 2, 1
         if kind == "dspark":
             content["draft"] |= {"dspark": {"markov_rank": 3, "mask_token": "<user>"}}
         if kind == "shared":

@@ -32,7 +32,7 @@ from trainer.servers.acceptance import (
 from trainer.servers.answers import CONTROLS, Completion, CompletionRequest
 from trainer.servers.configs import compare_settings, compare_vocabularies
 from trainer.servers.counters import Counts, parse_counts
-from trainer.servers.readings import misread, other_readings
+from trainer.servers.readings import CAUSAL, misread, other_readings
 from trainer.servers.rendered import TEMPLATE, HeldOutPrompt, ask_rendered, compare_rendered
 from trainer.servers.speculator import TOP_1, Speculator, compare_top_1
 from trainer.servers.texts import TEXT, compare_texts
@@ -197,7 +197,7 @@ def _explained(replay: Replay, draft: DSparkDraft, counted: ServerCounts, found:
     same = list[tuple[float, str]]()
     for name, other in other_readings(draft, replay.target):
         changed = replace(replay, speculator=replay.speculator._replace(weights=other))
-        ours = _loop_acceptance(changed, counted, sampled=True, batch=1)
+        ours = _loop_acceptance(changed, counted, sampled=True, batch=1 if name == CAUSAL else _BATCH)
         if (apart := difference(ours, counted.counts)) is not None and not is_other(ours, counted.counts):
             same.append((apart.value, name))
     if not same:

@@ -17,6 +17,8 @@ from trainer.target.hidden import OnlineTarget
 _Z = 3.29
 """Standard errors beyond which a difference is real."""
 _THETAS = (1e4, 5e5, 1e6)
+CAUSAL = "a causal block"
+"""The reading that hides the right keys in a batch of one text alone."""
 
 
 def other_readings(draft: DSparkDraft, target: CausalLM) -> Iterator[tuple[str, DSparkDraft]]:
@@ -47,7 +49,7 @@ def other_readings(draft: DSparkDraft, target: CausalLM) -> Iterator[tuple[str, 
     changed = copy.deepcopy(draft)
     for layer in changed.layers:
         layer.self_attn.register_forward_pre_hook(_causal)  # type: ignore[union-attr]
-    yield "a causal block", changed
+    yield CAUSAL, changed
     if draft.markov is not None:
         changed = copy.deepcopy(draft)
         changed.markov = None
@@ -68,17 +70,17 @@ def misread(check: str, target: CausalLM, draft: DSparkDraft, texts: Sequence[Se
     online = OnlineTarget(target)
     labels, hits = _hits(target, online, draft, texts)
     told = f"{hits.float().mean():.1%} of {len(labels):,} tokens of the target's texts are the draft's top-1"
-    found = dict[str, float]()
+    most_frequent, found = int(labels.bincount().max()), dict[str, float]()
     for name, other in other_readings(draft, target):
         theirs = _hits(target, online, other, texts)[1]
         better, worse = int((theirs & ~hits).sum()), int((hits & ~theirs).sum())
-        if better - worse > _Z * (better + worse) ** 0.5:  # McNemar's test
+        if better - worse > _Z * (better + worse) ** 0.5 and int(theirs.sum()) > most_frequent:  # McNemar's test
             found[name] = float(theirs.float().mean())
     if found:
         best = max(found, key=lambda name: found[name])
         remedy = f"it was trained with {best}: write that in its config.json, or train it as its config says"
         return problem(check, f"{told}, and {found[best]:.1%} with {best}", remedy)
-    if int(hits.sum()) <= int(labels.bincount().max()):
+    if int(hits.sum()) <= most_frequent:
         remedy = "give the target that it was trained on, or train it on this one"
         return problem(check, f"{told}, no more than of the most frequent token: it is another target's", remedy)
     return None

@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from decoding.model.causal_lm import CausalLM
 from trainer.commands.demo import imported_app
 from trainer.demo.race import Models
 
-pytest.importorskip("gradio")
+pytestmark = pytest.mark.skipif(find_spec("gradio") is None, reason="the demo needs Gradio")
 JSON = {"content-type": "application/json"}
 ENTRY = {"prompt": "abcab", "drafter": "lookup", "rule": "automatic", "depth": 3, "nodes": 8, "temperature": 0.0}
 ENTRY |= {"max_new_tokens": 4, "seed": 0}
