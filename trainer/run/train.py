@@ -47,7 +47,7 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
     console = console or standard_error()
     ensure_built(recipe.target_name)
     ensure_built(recipe.data.train)
-    precision, trackers = recipe.training.mixed_precision, trackers_of(recipe.tracking)
+    precision, trackers = recipe.training.mixed_precision, trackers_of(recipe.tracking) or None
     accelerator = build_accelerator(precision, log_with=trackers, project_dir=recipe.output)
     agreed(lambda: check_folders(recipe))
     with ExitStack() as held:
