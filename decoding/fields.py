@@ -129,6 +129,12 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
         checked["reasoning_content"] = reasoning  # the name that templates read
     if checked.get("content") is None and any(checked.get(name) for name in UNSPOKEN):
         checked["content"] = ""
+    if isinstance(parts := checked.get("content"), list):
+        kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
+        if others := sorted({str(kind) for kind in kinds if kind != "text"}):
+            found = " and ".join(others)
+            raise ValueError(f"{where}: a message has parts of {found}, not of text alone: leave it out")
+        checked["content"] = "".join(str(part.get("text", "")) for part in parts)
     if not all(isinstance(checked.get(key), str) for key in ("role", "content")):
         raise ValueError(f"{where}: a message is {message!r:.60}, without a role and a content that are texts")
     if isinstance(calls := checked.get("tool_calls"), list):

@@ -1,10 +1,11 @@
 """Tiny random models of families beyond plain attention: hybrids, recurrences, chunks, experts, latent attention."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 VOCAB = 16
 _BASE: dict[str, Any] = {
@@ -65,6 +66,11 @@ _KDA = {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 4, "head_dim": 
 _CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_multiple_of": 8}
 _JAMBA: dict[str, Any] = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1, "mamba_dt_rank": 4}
 _INDEXED: dict[str, Any] = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 8}
+_COMPRESSED: dict[str, Any] = {
+    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    **_INDEXED,
+}
 _GEMMA4: dict[str, Any] = {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
 _NEMOTRON: dict[str, Any] = {
     "mamba_num_heads": 8,
@@ -83,6 +89,16 @@ _ZAMBA2: dict[str, Any] = {
     "layers_block_type": ["mamba", "hybrid", "mamba"],
     "num_mem_blocks": 1,
     "adapter_rank": 4,
+    "attention_hidden_size": 64,
+    "attention_head_dim": 16,
+}
+_ZAMBA: dict[str, Any] = {
+    "mamba_d_state": 8,
+    "n_mamba_heads": 2,
+    "mamba_dt_rank": 4,
+    "num_hidden_layers": 3,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
     "attention_hidden_size": 64,
     "attention_head_dim": 16,
 }
@@ -112,6 +128,9 @@ CHAINS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": _DELTA,
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
     "zamba2": _ZAMBA2,
+    "zaya": {**_EXPERTS, "num_experts_per_tok": 1},
+    "bailing_hybrid": {**_LATENT, **_EXPERTS, "layer_group_size": 2},
+    "deepseek_v4": {**_LATENT, **_COMPRESSED, "sliding_window": 4},
     "gemma4_text": {**_SLIDING, **_GEMMA4, "vocab_size_per_layer_input": VOCAB},
     "llama4_text": {
         "attention_chunk_size": 6,
@@ -132,6 +151,7 @@ TREES: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_SLIDING, "query_pre_attn_scalar": 8},
     "gemma3n_text": _GEMMA3N,
     "cohere2": _SLIDING,
+    "minimax_m2": _EXPERTS,
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1},
 }
 """Families that decode trees."""
@@ -140,11 +160,48 @@ PLAIN: dict[str, dict[str, Any]] = {
     "jamba": {**_JAMBA, "num_experts": 4, "mamba_d_state": 8, "use_mamba_kernels": False},
     "mamba": {"state_size": 8},
     "falcon_mamba": {"state_size": 8},
+    "zamba": _ZAMBA,
+    "minimax": {**_EXPERTS, "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+    "doge": {"keep_window_size": 8},
     "rwkv": {"attention_hidden_size": 32},
     "recurrent_gemma": _GRIFFIN,
     "deepseek_v32": {**_LATENT, **_INDEXED},
 }
 """Families that are trained on and decoded plainly, and verify no drafts."""
+
+_MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+_VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "image_size": 16, "patch_size": 8, "depth": 1}
+_VISION |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_heads": 2, "out_hidden_size": 32, "head_dim": 8}
+_VISION |= {"deepstack_visual_indexes": [0]}
+
+SIDES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen3_vl": ("", {"rope_parameters": _MROPE}, ""),
+    "qwen3_vl_moe": ("", {"rope_parameters": _MROPE, **_EXPERTS}, ""),
+    "qwen2_5_vl": ("", {"rope_parameters": _MROPE}, ""),
+    "glm4v": ("", {"rope_parameters": _MROPE}, ""),
+    "mistral3": ("mistral", {}, "pixtral"),
+    "llava": ("llama", {}, "clip_vision_model"),
+    "internvl": ("qwen2", {}, ""),
+    "gemma3": ("", TREES["gemma3_text"], ""),
+    "gemma4": ("", {**CHAINS["gemma4_text"], "pad_token_id": 0}, ""),
+    "qwen3_5": ("", _DELTA, ""),
+    "qwen3_5_moe": ("", {**_DELTA, **_EXPERTS}, ""),
+    "llama4": ("", CHAINS["llama4_text"], ""),
+    "lfm2_vl": ("lfm2", _CONV, ""),
+}
+"""Models of images and text: the kind and the settings of the text side, and the kind of the image side."""
+
+
+def write_sides(family: str, folder: Path) -> PreTrainedModel:
+    """Write a whole random model of images and text."""
+    torch.manual_seed(0)
+    text, settings, vision = SIDES[family]
+    settings = {**_BASE, **settings, **({"model_type": text} if text else {})}
+    images = {**_VISION, **({"model_type": vision} if vision else {})}
+    given = {"text_config": settings, "vision_config": images, "tie_word_embeddings": False}
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **given))
+    model.save_pretrained(folder)
+    return model.eval()
 
 
 @cache

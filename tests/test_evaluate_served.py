@@ -157,22 +157,14 @@ def test_every_figure_follows_from_the_delays_and_the_counters(tmp_path: Path) -
 
 def test_a_request_streams_without_an_earlier_requests_prefill(tmp_path: Path) -> None:
     fake = Fake(Clock())
-    measured(
-        tmp_path,
-        fake,
-        max_new_tokens=9,
-        settings=("sampling",),
-        temperature=(0.5,),
-        chat_template_kwargs='{"enable_thinking": false}',
-    )
+    asked: dict[str, Any] = {"max_new_tokens": 9, "settings": ("sampling",), "temperature": (0.5,)}
+    measured(tmp_path, fake, chat_template_kwargs='{"enable_thinking": false}', **asked)
     body = fake.bodies[-1]
     assert (body["stream"], body["max_tokens"], body["temperature"], body["seed"]) == (True, 9, 0.5, PROMPTS - 1)
-    assert (
-        body["cache_prompt"] is False
-        and body["cache_salt"]
-        and body["chat_template_kwargs"] == {"enable_thinking": False}
-    )
-    assert body["stream_options"] == {"include_usage": True}
+    assert body["cache_prompt"] is False and body["cache_salt"]
+    assert body["chat_template_kwargs"] == {"enable_thinking": False} and body["stream_options"] == {
+        "include_usage": True
+    }
     assert len(fake.bodies) == PROMPTS + 1, "one warms the server up"
     (tmp_path / "other").mkdir()
     other = Fake(Clock(), salted=False)

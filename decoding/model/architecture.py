@@ -178,7 +178,7 @@ def abilities(model: PreTrainedModel) -> Abilities:
     return Abilities(unfit, unfit, chains, trees, trees or why_not_static(model))
 
 
-RESTARTING = ("falcon_mamba", "jamba", "mamba")
+RESTARTING = ("falcon_mamba", "jamba", "mamba", "roformer", "trocr", "zamba")
 """Families whose `transformers` code begins a text anew if several tokens come behind a cache."""
 CACHE_OF_THEIR_OWN = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 """Families that keep their states elsewhere than in a `DynamicCache`: their texts run whole in every pass."""
@@ -192,7 +192,7 @@ def why_no_chains(model: PreTrainedModel) -> str | None:
         return f"{kind} in transformers cannot run several tokens behind a cached text"
     if kind in CACHE_OF_THEIR_OWN:
         return f"{kind} keeps its state outside of transformers' DynamicCache and runs the whole text in every pass"
-    if "indexed_attention" in types:
+    if "indexed_attention" in types or kind == "doge":
         return f"{kind} attends to the keys that score best, and ties fall otherwise in a longer pass"
     return None
 
@@ -222,7 +222,7 @@ def why_no_trees(model: PreTrainedModel) -> str | None:
         return f"{kind} keeps a recurrent state, which follows one path alone"
     types = {*(getattr(text_config, "layer_types", None) or ()), *getattr(text_config, "attention_layers", ())}
     layers = getattr(text_config, "per_layer_config", None) or ()
-    if len({getattr(layer, "head_dim", None) for layer in layers}) > 1:
+    if len({getattr(layer, "head_dim", None) for layer in layers}) > 1 or kind == "mimo_v2_flash":
         return f"{kind} has keys of several widths, which do not fit one buffer"
     if other := sorted(types - {"full_attention", "sliding_attention", "global"}):
         return f"{kind} has {' and '.join(other)} layers, which do not take a tree's mask"

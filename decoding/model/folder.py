@@ -46,6 +46,16 @@ def check_model_folder(folder: Path) -> None:
                 _check_floats(path, header)
 
 
+def quantisation(folder: Path) -> str | None:
+    """Return the method by which a folder's weights are quantised, such as ``fp8``; None for plain weights."""
+    path = folder / _CONFIG
+    given = read_object(path, _REMEDY).get("quantization_config") if path.is_file() else None
+    if not isinstance(given, dict):
+        return None
+    bits = [f" {count}-bit" for count in (4, 8) if given.get(f"load_in_{count}bit")]
+    return f"{given.get('quant_method')}{''.join(bits)}"
+
+
 def adapted_model(folder: Path) -> str | None:
     """Return the name of the model that a folder's adapters belong to; None for a folder without adapters.
 

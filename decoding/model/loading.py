@@ -12,10 +12,14 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 )
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -27,7 +31,7 @@ from decoding.model.architecture import is_spread, places_of, why_not_static
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft, check_ends
 from decoding.model.dspark_config import is_dspark_folder, read_dspark_config
-from decoding.model.folder import adapted_model, check_model_folder
+from decoding.model.folder import adapted_model, check_model_folder, quantisation
 from decoding.model.heads import FORMAT, MedusaHeads, read_config
 from decoding.model.hub import local_folder
 from decoding.model.stored import CONFIG_NAME, check_finite, read_header, read_object, weight_files
@@ -68,12 +72,16 @@ def load_model(
         _LOGGER.warning("%s does not fit the first GPU: it is spread over %d", name, torch.cuda.device_count())
     disable_progress_bar()  # the bar of reading weights ends before it is drawn
     try:
-        read: Any = AutoModelForCausalLM.from_pretrained(
+        described = _that_or_base(folder, "config.json")
+        config = AutoConfig.from_pretrained(str(described), trust_remote_code=trust_remote_code)
+        # Quantised weights are made on their device: most cannot be moved.
+        placed = {"": device or default_device()} if quantisation(described) else None
+        read: Any = auto_class(config).from_pretrained(
             str(folder),
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
-            device_map="auto" if spread else None,
+            device_map="auto" if spread else placed,
             output_loading_info=True,
         )
     except UNREADABLE as error:
@@ -84,7 +92,7 @@ def load_model(
             f"the weights of {name} lack {missing[0]}, one of {len(missing)} that its config asks for, and would have "
             "random values there: give a folder with all of them"
         )
-    if not spread:
+    if not spread and placed is None:
         model.to(device or default_device())  # type: ignore[arg-type]  # transformers' stubs
     elif is_spread(model) and (left := sorted({"cpu", "disk"} & places_of(model))):
         raise ValueError(
@@ -95,13 +103,19 @@ def load_model(
     return model
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' class that builds a config's causal LM; models of images and text are loaded whole."""
+    sides = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if sides else AutoModelForCausalLM
+
+
 def model_without_weights(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """Build a model's class on the meta device, where weights take no memory; adapters have their base's."""
     folder = _that_or_base(folder, "config.json")
     disable_progress_bar()
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code
         )
     if (folder / "generation_config.json").is_file():

@@ -19,10 +19,10 @@ from decoding.model.architecture import CACHE_OF_THEIR_OWN, RESTARTING
 from decoding.model.cache import PreallocatedCache
 from decoding.model.forward import ModelOutput, run_model
 
-MOST_FED_AGAIN = 12
+MOST_FED_AGAIN = 8
 """Accepted tokens of a row that wait for its states; with more, the row's next step drafts nothing, and so takes all.
 
-Of 0, 4, 8, 12, 16, 32 and 64, chosen by the count of fed tokens; its speed was not simulated.
+Of 0, 4, 8, 12, 16, 24 and 32, by counts in the loop at acceptances of 0.3 to 0.9 (dev/log/2026-11-25.md).
 """
 
 

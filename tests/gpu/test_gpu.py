@@ -1,16 +1,19 @@
 """What only a GPU can show: graphs that replay what they recorded, copies nobody waits for, memory that stays."""
 
 import gc
+import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from grouped_queries import check_grouped_queries
 from tiny_dspark import tiny_dspark
 from tiny_models import tiny_model
+from tiny_training import medusa_on
 from transformers import PreTrainedModel
 
 from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter, MedusaDrafter
@@ -20,8 +23,11 @@ from decoding.generate import DecodingConfig
 from decoding.headstart_model import HeadstartModel
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.loading import load_model
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree
+from trainer.data.batch import Example, collate
+from trainer.recipe.heads import HeadsSection
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -212,3 +218,19 @@ def test_decoding_again_and_again_keeps_no_memory() -> None:
     drafters = [drafter_on("cuda", name, "graphs") for name in NAMES]
     held = memory_after(5, drafters, lambda drafter: texts_of(target, drafter))
     assert all(after <= before for before, after in pairwise(held[1:])), held
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_bitsandbytes_target_decodes_a_chain_as_plainly_and_trains_heads(bits: int, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    model_on("cpu").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = CausalLM(load_model(str(tmp_path), torch.float16))
+    plain = Engine(target).decode(PROMPTS[0], DecodingConfig(12)).tokens
+    heads = heads_on("cuda", torch.float16)
+    assert Engine(target, MedusaDrafter(heads, tree=((0,),))).decode(PROMPTS[0], DecodingConfig(12)).tokens == plain
+    objective = medusa_on(target, HeadsSection(num_heads=2))
+    batch = collate([Example(tuple(PROMPTS[2]), (True,) * 7, 0)]).to(target.device)
+    objective.module(*objective.inputs(batch, step=0)).losses.sum().backward()

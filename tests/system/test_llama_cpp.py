@@ -262,17 +262,12 @@ def test_a_server_is_measured_from_outside_with_its_draft_and_without(
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     target, draft = (desk.file(folder, f"outside-{index}") for index, folder in enumerate(desk.pair))
     rows = [{"prompt": text[:40]} for text in sentences(4, seed=9)]
-    options = EvaluateOptions(
-        prompts=write_rows(tmp_path / "prompts.jsonl", rows),
-        output=tmp_path / "out",
-        model=str(target),
-        concurrency=(1, 4),
-        max_new_tokens=24,
-        settings=("greedy",),
-    )
+    asked: dict[str, Any] = {"concurrency": (1, 4), "max_new_tokens": 24, "settings": ("greedy",), "model": "any"}
+    source = write_rows(tmp_path / "prompts.jsonl", rows)
     with llama_cpp(target, draft) as endpoint, llama_cpp(target) as baseline:
-        both = replace(options, endpoint=endpoint, baseline_endpoint=baseline)
-        report = run_evaluate(both, Console(file=io.StringIO()))
+        asked |= {"endpoint": endpoint, "baseline_endpoint": baseline}
+        options = EvaluateOptions(prompts=source, output=tmp_path / "out", **asked)
+        report = run_evaluate(options, Console(file=io.StringIO()))
     every = {(row["method"], row["batch_size"]): row for row in (*report["rows"], *report["grid"])}
     assert every.keys() == {(name, load) for name in ("served", "plain") for load in (1, 4)}
     for (name, load), row in every.items():

@@ -1,7 +1,9 @@
 """Whole training runs as a user starts them: launched, killed, resumed, distributed, tracked, and then decoded with."""
 
+import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from whole_runs import (
     STEPS,
     TWO_PROCESSES,
     checkpoint_steps,
+    environment,
     finish,
     losses,
     metrics,
@@ -127,6 +130,33 @@ def trap() -> Iterator[tuple[str, list[bytes]]]:
         server.shutdown(socket.SHUT_RDWR)
         server.close()
         thread.join(5)
+
+
+TRACKIO = """
+class Run:
+    def log(self, values, step=None): print("trackio", step, sorted(values), flush=True)
+    def finish(self): pass
+
+class config:
+    @staticmethod
+    def update(values, allow_val_change): print("trackio has", values["training.steps"], values["name"], flush=True)
+
+def init(project, name): return print("trackio", project, name, flush=True) or Run()
+"""
+
+
+def test_figures_go_to_each_tracker_of_a_list_that_is_installed(workshop: Path, tmp_path: Path) -> None:
+    """One package stands in for trackio; mlflow is missing."""
+    (tmp_path / "trackio-1.0.dist-info").mkdir()
+    (tmp_path / "trackio-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: trackio\nVersion: 1.0\n")
+    (tmp_path / "trackio.py").write_text(TRACKIO)
+    recipe = write_recipe(workshop, "medusa", tmp_path / "tracked", steps=2)
+    paths = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
+    words = [*DIRECT, recipe, "tracking=[trackio,mlflow]"]  # in a process that looks for packages anew
+    done = subprocess.run(words, env=environment(PYTHONPATH=paths), capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0 and "mlflow is not installed, so no figures go there: pip install mlflow" in done.stderr
+    assert done.stdout.startswith("trackio headstart tiny medusa\ntrackio has 2 tiny medusa\ntrackio 1 ['grad_norm'")
+    assert "trackio 2 ['heldout/acceptance_1'" in done.stdout
 
 
 def test_wandb_without_a_key_writes_an_offline_run_and_calls_nobody(workshop: Path, tmp_path: Path) -> None:

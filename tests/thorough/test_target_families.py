@@ -12,7 +12,7 @@ from distilling import objective_for as distill
 from dspark_training import TEXTS
 from dspark_training import objective_for as dspark_on
 from scripted_drafters import HostileDrafter
-from target_families import CHAINS, PLAIN, TREES, VOCAB, family_model
+from target_families import CHAINS, PLAIN, SIDES, TREES, VOCAB, family_model, write_sides
 from test_generate_families import transformers_greedy
 from tiny_dspark import states_at, tiny_dspark
 from tiny_models import positions_run, tiny_model
@@ -21,12 +21,14 @@ from tiny_training import medusa_on, tiny_tokenizer
 from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, DSparkDrafter, MedusaDrafter
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
 from decoding.engine import Engine
+from decoding.fields import check_messages
 from decoding.generate import DecodingConfig
 from decoding.measure.proof.enumeration import Context, distribution
 from decoding.model import rows
 from decoding.model.architecture import abilities
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.loading import load_model
 from decoding.policies import Budget
 from decoding.rules.drawing import GeneratorSource, RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -95,7 +97,7 @@ def test_chains_are_plain_greedy_in_a_batch_of_texts_of_several_lengths(family: 
 
 _UNEMBEDDED = ("mamba", "mamba2", "falcon_mamba", "rwkv")
 """Families whose hidden states in `transformers` do not begin with the embeddings."""
-_STREAMS = ("gemma3n_text",)
+_STREAMS = ("gemma3n_text", "deepseek_v4")
 
 
 @pytest.mark.parametrize("family", [family for family in ALL if family not in (*_UNEMBEDDED, *_STREAMS)])
@@ -173,6 +175,38 @@ def test_trees_and_static_shapes_are_refused_on_a_recurrent_target_and_drafts_of
     for drafter, count in itertools.product((MedusaDrafter(heads), dspark), range(3, COUNT)):
         steps = Engine(target, drafter).decode([3], DecodingConfig(count, trees=True)).steps
         assert {step.tree.shape.parents for step in steps if step.tree} <= {(-1, 0, 1), (-1, 0)}
+
+
+@pytest.mark.parametrize("family", SIDES)
+def test_the_text_side_of_a_model_of_images_is_decoded_and_trained_on(family: str, tmp_path: Path) -> None:
+    whole = write_sides(family, tmp_path)
+    target = CausalLM(load_model(str(tmp_path), torch.float32))
+    texts = [text.tokens for text in Engine(target).decode(PROMPTS, DecodingConfig(COUNT), batch_size=2)]
+    assert texts[0] == transformers_greedy(whole, PROMPTS[0], COUNT)
+    right = [[*prompt, *text] for prompt, text in zip(PROMPTS, texts, strict=True)]
+    drafter = Chains(right) if target.no_trees else HostileDrafter(0, right[0], others=right[1:])
+    drafted = Engine(target, drafter).decode(PROMPTS, DecodingConfig(COUNT), batch_size=2)
+    assert [text.tokens for text in drafted] == texts and sum(s.accepted for text in drafted for s in text.steps) > 5
+    for objective in (medusa_on(target, HeadsSection(num_heads=2)), dspark_on(target.model, taps=(0,))):
+        objective.module(*objective.inputs(collate(TEXTS), step=0)).losses.sum().backward()
+        assert all(p.grad is not None for p in objective.module.parameters() if p.requires_grad)
+    if family in ("mistral3", "llava", "internvl", "gemma3", "gemma4"):
+        own = distill(target.model).module.draft
+        assert torch.equal(own.get_output_embeddings().weight, target.model.get_output_embeddings().weight)
+    else:
+        with pytest.raises(ValueError, match="give a small model"):
+            distill(target.model)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "found"), [(["image_url", "text"], "image_url"), (["image", "audio"], "audio and image")]
+)
+def test_a_prompt_with_images_is_refused_and_parts_of_text_are_one(kinds: list[str], found: str) -> None:
+    message = {"role": "user", "content": [{"type": kind, "text": "a"} for kind in kinds]}
+    with pytest.raises(ValueError, match=f"^row 1: a message has parts of {found}, not of text alone: leave it out"):
+        check_messages([message], "row 1")
+    texts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert check_messages([{**message, "content": texts}], "row 1") == [{"role": "user", "content": "ab"}]
 
 
 # --- what is fed ------------------------------------------------------------------------------------------------------

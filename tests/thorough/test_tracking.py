@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.run import log
-from trainer.run.log import tracker_of
+from trainer.run.log import trackers_of
 
 KEY = "0123456789" * 4
 
@@ -20,7 +20,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, there: bool = True, logged_in: bool = False) -> None:
-    monkeypatch.setattr(log, "wandb_is_installed", lambda: there)
+    monkeypatch.setattr(log, "installed_trackers", lambda: ["wandb", "mlflow"] if there else [])
     monkeypatch.setattr(log, "_is_logged_in", lambda: logged_in)
 
 
@@ -29,7 +29,7 @@ def test_a_key_in_the_environment_asks_for_wandb_unless_the_recipe_says_none(
 ) -> None:
     installed(monkeypatch)
     environment["WANDB_API_KEY"] = KEY
-    assert tracker_of(None) == "wandb" and tracker_of("none") is None
+    assert trackers_of(None) == ["wandb"] and trackers_of([]) == []
     assert "WANDB_MODE" not in environment
 
 
@@ -37,7 +37,7 @@ def test_a_recipe_that_asks_without_a_key_runs_offline_in_silence(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(monkeypatch)
-    assert tracker_of("wandb") == "wandb"
+    assert trackers_of(["trackio", "mlflow", "wandb"]) == ["mlflow", "wandb"], "one that is not installed is left out"
     assert environment == {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from loopback import NAME, served
@@ -106,16 +107,22 @@ def a_server(models: Path, drafter: bool, heat: float = 1.0) -> Iterator[list[st
 
 
 def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_one(models: Path, tmp_path: Path) -> None:
-    file = tmp_path / "verified.json"
+    file, junit = tmp_path / "verified.json", tmp_path / "new" / "verified.xml"
     with a_server(models, drafter=True) as words:
-        code, output = verify(models, *words, "--json", str(file))
+        code, output = verify(models, *words, "--json", str(file), "--junit", str(junit))
     assert code == 0 and re.search(r"PASS: all 8 checks .*open", output)  # with so few draws
     assert "the server reports token ids" in output
     assert json.loads(file.read_text())["findings"].keys() == {f"{NAME}, served"} and "/srv" not in file.read_text()
+    suite = ElementTree.parse(junit).getroot()[0]
+    assert (suite.get("name"), suite.get("tests"), suite.get("failures")) == (f"{NAME}, served", "8", "0")
+    assert f"({len(suite.findall('testcase/skipped'))} open)" in output
     with a_server(models, drafter=False, heat=4.0) as words:
         longer = ["--limit", "2", "--max-new-tokens", "48", "--draws", "30"]
-        code, output = verify(models, *words, "--temperature", "0.2", quick=longer)
+        code, output = verify(models, *words, "--temperature", "0.2", "--junit", str(junit), quick=longer)
     assert code == 1 and "problem: mean log-probability: p < " in output and "ok: greedy identity" in output, output
+    failed = ElementTree.parse(junit).getroot()[0].findall("testcase[failure]")
+    assert "mean log-probability" in [case.get("name") for case in failed]
+    assert (failed[0][0].get("message") or "").startswith("p < ")
 
 
 @pytest.mark.parametrize(

@@ -80,11 +80,16 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
             "processes": world,
             "samples": samples_of(measurement, figures["rows"], tokenizer),
         }
-        write_report(report, options.output / "report.json")
-        write_html(report, options.output / "report.html")
-    wide(console).print(TerminalReport(report))
-    say(console, f"written: {options.output / 'report.json'}, {options.output / 'report.html'}")
+        publish(report, options.output, console)
     return report
+
+
+def publish(report: dict[str, Any], output: Path, console: Console) -> None:
+    """Write report.json and report.html, and print the table."""
+    write_report(report, output / "report.json")
+    write_html(report, output / "report.html")
+    wide(console).print(TerminalReport(report))
+    say(console, f"written: {output / 'report.json'}, {output / 'report.html'}")
 
 
 def _check_target(options: EvaluateOptions) -> None:

@@ -15,17 +15,14 @@ from rich.console import Console
 from decoding.errors import UserError
 from decoding.measure.figures import PLAIN
 from decoding.measure.markdown import one_line
-from decoding.measure.measurement import write_report
 from decoding.measure.methods import EvaluationConfig, Method, Run, Setting, settings_of
 from decoding.measure.questions import Question, read_questions
-from decoding.measure.records import GridCell, Records, RunKey, line_of, open_records, read_lines, record_files
+from decoding.measure.records import GridCell, RunKey, line_of, open_records, read_lines, record_files
 from decoding.measure.redact import published_command, published_name, without_local_paths
-from decoding.measure.report.page import write_html
-from decoding.measure.report.tables import TerminalReport
 from decoding.measure.served import SERVED, Timing, served_figures, shares_of_time
 from decoding.metrics import StepCount
 from decoding.prompts import read_variables
-from trainer.commands.evaluate import check_records, chosen_questions, identity_of
+from trainer.commands.evaluate import check_records, chosen_questions, identity_of, publish
 from trainer.commands.findings import account
 from trainer.commands.models import check_endpoint, connect
 from trainer.commands.options import EvaluateOptions
@@ -35,7 +32,6 @@ from trainer.quickstart import resolve
 from trainer.servers.answers import StreamedAnswer
 from trainer.servers.client import ServedModel
 from trainer.servers.counters import Counts, parse_counts
-from trainer.terminal.console import say, wide
 from trainer.terminal.progress import ProgressBar
 
 _PUBLISHED = (
@@ -81,7 +77,9 @@ def run_evaluate_served(
         provenance = {"identity": identity_of(about), "methods": given, "processes": 1, **account()}
         records = open_records(options.output, 0, provenance)
         stack.callback(records.close)
-        missing = [each for each in _cells(methods, config, loads) if not _is_done(each, records, questions)]
+        known, waves = records.by_key, range(len(questions))
+        every_cell = _cells(methods, config, loads)
+        missing = [cell for cell in every_cell if not all(cell.key(wave) in known for wave in waves)]
         servers = {name: stack.enter_context(connect(addresses[name] or "", options.model or "")) for name in names}
         bar = stack.enter_context(ProgressBar(watched, "evaluating", len(missing) * len(questions)))
         sessions = {name: _Session(server, options, questions, clock, bar.advance) for name, server in servers.items()}
@@ -93,10 +91,7 @@ def run_evaluate_served(
     report = {**about, **account(), "models": {name: each.model for name, each in sessions.items()}}
     report |= {"questions": len(questions), "rounds": config.rounds, "max_new_tokens": config.max_new_tokens}
     report |= served_figures(lines, methods, loads, tasks)
-    write_report(report, options.output / "report.json")
-    write_html(report, options.output / "report.html")
-    wide(console).print(TerminalReport(report))
-    say(console, f"written: {options.output / 'report.json'}, {options.output / 'report.html'}")
+    publish(report, options.output, console)
     return report
 
 
@@ -130,10 +125,6 @@ def _cells(methods: Sequence[Method], config: EvaluationConfig, loads: Sequence[
             for repetition in range(config.rounds):
                 for method in mine[:: -1 if next(turn) % 2 else 1]:
                     yield Cell(method, setting, load, repetition)
-
-
-def _is_done(cell: Cell, records: Records, questions: Sequence[Question]) -> bool:
-    return all(cell.key(wave) in records.by_key for wave in range(len(questions)))
 
 
 class _Session:

@@ -5,11 +5,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from rich.console import Console
 from rich.text import Text
 
 from decoding.measure.machine import commit, hardware, versions
+from decoding.measure.markdown import visible
 from decoding.measure.proof.finding import Finding
 from decoding.measure.redact import published_command, without_local_paths
 from trainer.terminal.console import say
@@ -64,3 +66,24 @@ def write_findings(file: str, content: Mapping[str, Any]) -> None:
         return
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     write_text(Path(file), text)
+
+
+def write_junit(file: Path, findings: Mapping[str, Sequence[Finding]]) -> None:
+    """Write findings as JUnit's XML: a suite of each thing, a problem a failure, what is left open a skipped test."""
+    from trainer.files.shards import write_text
+
+    suites = Element("testsuites", name="headstart verify")
+    for title, each in findings.items():
+        suite = SubElement(suites, "testsuite", name=visible(title), tests=str(len(each)))
+        for name, status in (("failures", "problem"), ("skipped", "open")):
+            suite.set(name, str(sum(finding.status == status for finding in each)))
+        for finding in each:
+            case = SubElement(suite, "testcase", classname=visible(title), name=visible(finding.check))
+            told = visible(str(without_local_paths(finding.found)))
+            if kind := {"problem": "failure", "open": "skipped"}.get(finding.status):
+                SubElement(case, kind, message=told).text = finding.remedy and visible(finding.remedy)
+            else:
+                SubElement(case, "system-out").text = told
+    indent(suites)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, tostring(suites, encoding="unicode", xml_declaration=True) + "\n")

@@ -273,6 +273,9 @@ class VerifyOptions(shared.ModelOptions):
         ),
     ] = "fp32"
     json: shared.JsonFile = None
+    junit: Annotated[
+        Path | None, Option(metavar="FILE", help="File for the findings as JUnit's XML, for a CI.", hidden=True)
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
-from decoding.prompts import set_variables
+from decoding.prompts import read_variables, set_variables
 from decoding.rules.controls import sampling_from_generation_config
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import check_endpoint, read_target
@@ -32,7 +32,7 @@ from trainer.terminal.console import say, standard_error, standard_output
 _SETTINGS = ("n", "seed", "keep_truncated")
 """Options that decide the answers."""
 _MOST_TOKENS = 2048
-_OF_THIS_PROCESS = ("drafter", "batch_size", "dtype", "trust_remote_code", "chat_template_kwargs")
+_OF_THIS_PROCESS = ("drafter", "batch_size", "dtype", "trust_remote_code")
 _OF_ENDPOINTS = ("concurrency", "timeout")
 """Options that a target in this process reads alone, and those that endpoints read alone."""
 
@@ -135,10 +135,14 @@ def _backend(options: RegenerateOptions) -> tuple[Backend, dict[str, Any]]:
     addresses = [address.strip() for given in options.endpoint or () for address in given.split(",")]
     settings: dict[str, Any] = {name: getattr(options, name) for name in ("model", "concurrency", "timeout")}
     config = DecodingConfig(options.max_new_tokens or _MOST_TOKENS, seed=options.seed)
-    backend = EndpointBackend([Endpoint(address=address, **settings) for address in addresses], config, asked)
+    template = options.chat_template_kwargs
+    variables = None if template is None else read_variables(template)
+    backend = EndpointBackend(
+        [Endpoint(address=address, **settings) for address in addresses], config, asked, variables
+    )
     # Without the addresses, which may move or hold a secret.
     own = {"model": options.model, **_controls(asked), "max_new_tokens": config.max_new_tokens}
-    return backend, {"chat": True, **own}
+    return backend, {"chat": True, **own, **({"chat_template_kwargs": template} if template is not None else {})}
 
 
 def _fitting(sampling: SamplingConfig, options: RegenerateOptions) -> SamplingConfig:

@@ -21,7 +21,7 @@ from decoding.model.hub import revisions
 from decoding.model.loading import eos_token_ids
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
-from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings
+from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings, write_junit
 from trainer.commands.models import LoadedModels, check_endpoint, connect, load_models
 from trainer.commands.options import VerifyOptions
 from trainer.quickstart import resolve
@@ -61,6 +61,8 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     every = [finding for findings in engines.values() for finding in findings]
     passed = all_pass(every)
     say(console, summary(every))
+    if options.junit is not None:
+        write_junit(options.junit, engines)
     if options.json is not None:
         fingerprint = stored_fingerprint(resolve(options.target), options.trust_remote_code)
         paths = {"target": resolve(options.target), **{str(spec): spec.path for spec in models.specs.values()}}

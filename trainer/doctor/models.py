@@ -22,7 +22,7 @@ from decoding.model.architecture import abilities, why_no_chains
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import read_described
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.folder import adapted_model, check_model_folder
+from decoding.model.folder import adapted_model, check_model_folder, quantisation
 from decoding.model.heads import read_config
 from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import (
@@ -81,7 +81,10 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
         model = CausalLM(model_without_weights(folder, dtype, trusted))
         tokenizer = load_tokenizer(name, trusted)
         shapes = {key: tuple(tensor.shape) for key, tensor in model.model.state_dict().items()}
+        method = quantisation(folder)
         for key, stored in weights_header(folder, _COPY).items() if any(folder.glob("*.safetensors")) else ():
+            if method is not None:
+                break  # packed weights have other shapes, and scales beside them
             if shapes.get(key, tuple(stored.shape)) != tuple(stored.shape):
                 found = f"{key} is stored as {tuple(stored.shape)}, and config.json asks for {shapes[key]}"
                 raise UserError(found, _COPY)
@@ -89,6 +92,7 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
         kind = type(model.model).__name__
         found = f"{kind}, {count / 1e6:,.1f}M parameters, {model.num_layers} layers; works: {abilities(model.model)}"
         found += "" if model.no_trees is None else f" ({why_no_chains(model.model) or model.no_trees})"
+        found += "" if method is None else f"; weights quantised by {method}"
         built.append(Skeleton(name, folder, model, tokenizer))
         return ok("architecture", found, parameters=count)
 

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedConfig,
@@ -147,11 +148,17 @@ def draft_from_target(
     ``layers``: which, in this order, negative numbers counting from the last; or how many, evenly spaced from the first
     to the last (one: the first).
     """
+    if getattr(target, "hf_quantizer", None) is not None:
+        raise ValueError(
+            "the target's weights are quantised, so that its layers are no draft: give a small model with the target's "
+            "tokenizer as draft.init.from_model, or train heads or a DSpark draft"
+        )
     config = copy.deepcopy(target.config.get_text_config(decoder=True))
     kept = _chosen_layers(layers, config.num_hidden_layers)
     _set_layers(config, kept)
     draft = _new_model(config, target.dtype, trust_remote_code)
-    source, state = target.state_dict(), {}
+    # The text side of a model of images is an architecture by itself.
+    source, state = {name.replace("language_model.", ""): part for name, part in target.state_dict().items()}, {}
     for name in draft.state_dict():
         parts = name.split(".")
         # The first number in a parameter's name is its layer, in every family (model.layers.3., transformer.h.3.).
@@ -194,6 +201,11 @@ def _set_layers(config: PreTrainedConfig, kept: Sequence[int]) -> None:
 
 
 def _new_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
+        raise ValueError(
+            f"transformers has no {config.model_type} model by itself, so that its layers are no draft: give a small "
+            "model with the target's tokenizer as draft.init.from_model, or train heads or a DSpark draft"
+        )
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     return model
 

@@ -155,6 +155,8 @@ def render_card(
     method = artefact.method
     kinds = {"medusa": "Medusa heads", "dspark": "DSpark draft", "dflash": "DFlash draft", "draft-model": "Draft model"}
     kind = kinds[method]
+    packed = ((provenance or {}).get("target") or {}).get("quantisation")
+    named = code(target) if packed is None else f"{code(target)}, quantised ({packed})"
     title = kind if target == UNKNOWN_TARGET else f"{kind} for {target}"
     sources = [about.get("source") for about in (published or {"data": {}})["data"].values()]
     datasets = list(dict.fromkeys(each for each in sources if isinstance(each, str) and is_hub_id(each)))
@@ -180,7 +182,7 @@ def render_card(
         title=title,
         target=argument,
         target_means=means,
-        named_target="a model that is not recorded here" if target == UNKNOWN_TARGET else code(target),
+        named_target="a model that is not recorded here" if target == UNKNOWN_TARGET else named,
         embedded=target == quickstart.NAME,
         adapted=provenance is not None and is_adapted(provenance),
         figures=figures,

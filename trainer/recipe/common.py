@@ -191,9 +191,15 @@ class CommonRecipe(Section):
     training: TrainingSection
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
-    tracking: Literal["wandb", "none"] | None = None
-    """None: wandb only where WANDB_API_KEY is set. ``wandb`` without a key runs offline, silently; metrics.jsonl is
-    written in any case."""
+    tracking: tuple[Literal["wandb", "tensorboard", "trackio", "mlflow"], ...] | None = None
+    """One tracker or a list of them; ``none`` for none. None: wandb only if WANDB_API_KEY is set. ``wandb`` without a
+    key runs offline, silently; metrics.jsonl is written in any case."""
+
+    @field_validator("tracking", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        """Turn a single tracker into a list, and ``none`` into an empty one."""
+        return value if not isinstance(value, str) else () if value == "none" else (value,)
 
     @property
     def target_name(self) -> str | None:

@@ -16,7 +16,8 @@ from safetensors import safe_open
 
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.redact import hub_repository
-from decoding.model.hub import hub_name, revisions
+from decoding.model.folder import quantisation
+from decoding.model.hub import hub_name, local_folder, revisions
 from decoding.model.stored import check_finite
 from trainer.data.dataset import Dataset
 from trainer.files.folders import write_folder
@@ -133,13 +134,16 @@ def provenance(
         name = str(Path(name).resolve())  # never to be taken for a hub id
     elif name is not None and (named := hub_name(name)) is not None:
         name = named.repo_id  # its commit stands under the revisions
+    known: dict[str, Any] = {"name": name, "fingerprint": target}
+    if target and (method := quantisation(local_folder(resolve(str(recipe.target_name)), weights=False))) is not None:
+        known["quantisation"] = method
     return {
         "commit": commit(),
         "versions": versions(),
         "hardware": hardware(),
         "recipe": content,
         "data": {dataset.path: _about(dataset, recipe.data) for dataset in datasets},
-        "target": {"name": name, "fingerprint": target} if target else None,
+        "target": known if target else None,
         "revisions": revisions(_names(content)) if target else {},
         "steps": steps,
         "tokens": tokens,

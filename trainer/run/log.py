@@ -1,16 +1,17 @@
-"""Output of a run while it trains: metrics.jsonl, the tracker, and a progress bar.
+"""Output of a run while it trains: metrics.jsonl, the trackers, and a progress bar.
 
 metrics.jsonl has each step once. Where a run goes on from a checkpoint, the lines of the steps that it repeats move to
 metrics.superseded.jsonl.
 """
 
-import importlib.util
 import json
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from rich.console import Console
 
 from trainer.files.shards import write_text
@@ -32,7 +33,7 @@ class Evaluation(NamedTuple):
 
 
 class Log:
-    """metrics.jsonl, the tracker, and a progress bar (lines, where there is no terminal). Main process only."""
+    """metrics.jsonl, the trackers, and a progress bar (lines, where there is no terminal). Main process only."""
 
     def __init__(self, recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
         self._recipe = recipe
@@ -44,8 +45,13 @@ class Log:
         self._tokens = 0
 
     def __enter__(self) -> "Log":
-        wandb = {"name": self._recipe.name, "dir": self._recipe.output}
-        self._accelerator.init_trackers("headstart", self._recipe.model_dump(mode="json"), {"wandb": wandb})
+        name = self._recipe.name
+        named = {
+            "wandb": {"name": name, "dir": self._recipe.output},
+            "trackio": {"name": name},
+            "mlflow": {"run_name": name},
+        }
+        self._accelerator.init_trackers("headstart", dict(_flat(self._recipe.model_dump(mode="json"))), named)
         self._bar.__enter__()
         return self
 
@@ -118,7 +124,7 @@ class Log:
         )
 
     def _write(self, progress: Progress, figures: dict[str, float]) -> None:
-        """Note figures by the tracker and in metrics.jsonl."""
+        """Note figures by the trackers and in metrics.jsonl."""
         self._accelerator.log(figures, step=progress.step)
         if self._active:
             with self._file.open("a") as lines:
@@ -135,25 +141,35 @@ def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
         return True
 
 
-# --- wandb ------------------------------------------------------------------------------------------------------------
+# --- trackers ---------------------------------------------------------------------------------------------------------
 
 
-def wandb_is_installed() -> bool:
-    return importlib.util.find_spec("wandb") is not None
+def _flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a recipe under dotted names; what is neither number nor text as text, for TensorBoard."""
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value if isinstance(value, int | float | str) else str(value)
 
 
-def tracker_of(tracking: str | None) -> str | None:
-    """Return ``wandb`` if it is installed and the recipe asks for it, or asks for nothing and ``WANDB_API_KEY`` is set.
+def installed_trackers() -> list[str]:
+    """Return the trackers that accelerate finds here."""
+    return [str(each) for each in get_available_trackers()]
+
+
+def trackers_of(tracking: Sequence[str] | None) -> list[str]:
+    """Return the trackers asked for that are installed; None asks for wandb if ``WANDB_API_KEY`` is set.
 
     Without a key, in the environment or from ``wandb login``, wandb then runs offline.
     """
-    has_key = bool(os.environ.get("WANDB_API_KEY"))
-    if not (tracking == "wandb" or (tracking is None and has_key)) or not wandb_is_installed():
-        return None
-    os.environ.setdefault("WANDB_SILENT", "true")
-    if "WANDB_MODE" not in os.environ and not has_key and not _is_logged_in():
-        os.environ["WANDB_MODE"] = "offline"
-    return "wandb"
+    has_key, installed = bool(os.environ.get("WANDB_API_KEY")), installed_trackers()
+    wanted = tracking if tracking is not None else ["wandb"] if has_key else []
+    if "wandb" in wanted and "wandb" in installed:
+        os.environ.setdefault("WANDB_SILENT", "true")
+        if "WANDB_MODE" not in os.environ and not has_key and not _is_logged_in():
+            os.environ["WANDB_MODE"] = "offline"
+    return [name for name in wanted if name in installed]
 
 
 def _is_logged_in() -> bool:

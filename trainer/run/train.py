@@ -30,7 +30,7 @@ from trainer.run.checkpoint import Checkpoints, Progress, bound
 from trainer.run.distributed import whole_parameters
 from trainer.run.finish import choose_tree, finish
 from trainer.run.heldout import Watch, evaluator_at_end
-from trainer.run.log import Log, tracker_of, wandb_is_installed, wandb_page
+from trainer.run.log import Log, installed_trackers, trackers_of, wandb_page
 from trainer.run.loop import Hooks, train
 from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error
@@ -47,8 +47,8 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
     console = console or standard_error()
     ensure_built(recipe.target_name)
     ensure_built(recipe.data.train)
-    precision, tracker = recipe.training.mixed_precision, tracker_of(recipe.tracking)
-    accelerator = build_accelerator(precision, log_with=tracker, project_dir=recipe.output)
+    precision, trackers = recipe.training.mixed_precision, trackers_of(recipe.tracking) or None
+    accelerator = build_accelerator(precision, log_with=trackers, project_dir=recipe.output)
     agreed(lambda: check_folders(recipe))
     with ExitStack() as held:
         on_first(lambda: held.enter_context(hold(Path(recipe.output))))
@@ -195,8 +195,9 @@ def _write_answers(console: Console) -> None:
 
 def _announce(process: Process, job: Job) -> None:
     recipe = job.recipe
-    if recipe.tracking == "wandb" and not wandb_is_installed():
-        process.say("wandb is not installed: figures go to metrics.jsonl alone")
+    for name in recipe.tracking or ():
+        if name not in installed_trackers():
+            process.say(f"{name} is not installed, so no figures go there: pip install {name}")
     if job.heldout.sha256 == job.dataset.sha256:
         process.say(not_held_out("data.heldout", "data.train"))
     aim = f" for {recipe.target_name}" if recipe.target_name is not None else ""

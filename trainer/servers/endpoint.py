@@ -6,7 +6,7 @@ It returns texts, and its token ids if it has a field for them.
 
 import asyncio
 import json
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -54,9 +54,20 @@ class EndpointBackend:
     set aside. A wrong key or an unknown model ends the run, and so does a request for which no endpoint was reached.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], config: DecodingConfig, sampling: SamplingConfig | None) -> None:
-        """Check the endpoints and send nothing. ``sampling`` None leaves it to the servers."""
-        self._sampling = {} if sampling is None else {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        config: DecodingConfig,
+        sampling: SamplingConfig | None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Check the endpoints and send nothing. ``sampling`` None leaves it to the servers.
+
+        ``variables`` are those of the chat template (None: none are sent).
+        """
+        self._sampling: dict[str, Any] = {} if variables is None else {"chat_template_kwargs": variables}
+        if sampling is not None:
+            self._sampling |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         self._connections = [Connection(endpoint) for endpoint in endpoints]
         check_once("the endpoint", (connection.host for connection in self._connections))
         self._config = config
