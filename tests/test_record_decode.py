@@ -11,8 +11,6 @@ import pytest
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
-from decoding.generate import Step
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))  # where the two scripts stand
 drawing, recording = import_module("decode_picture"), import_module("record_decode")
@@ -49,18 +47,6 @@ def texts(svg: str) -> list[str]:
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_text_is_escaped_and_nothing_is_loaded_or_run(narrow: bool) -> None:
-    evil = {**report(["<script>alert(1)</script>", " &amp;", ' "x"', "]]>"]), "prompt": "<b onload='x'>"}
-    svg = drawing.picture(evil, narrow)
-    root = ElementTree.fromstring(svg)
-    tags = {node.tag.removeprefix(SVG) for node in root.iter()}
-    assert tags == {"svg", "title", "desc", "style", "rect", "g", "text"}
-    assert not [name for node in root.iter() for name in node.attrib if name.startswith("on") or "href" in name]
-    assert "url(" not in svg and "@import" not in svg and "<b onload='x'>" in texts(svg)
-    assert "".join(text for text in texts(svg) if text in "<script>alert(1)</script>")
-
-
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
 def test_the_committed_picture_is_drawn_from_the_committed_report(path: Path) -> None:
     told, svg = json.loads(REPORT.read_text()), path.read_text()
@@ -80,16 +66,6 @@ def test_the_committed_picture_is_drawn_from_the_committed_report(path: Path) ->
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
-
-
-def test_a_step_lasts_the_median_of_the_runs_and_runs_that_differ_are_refused() -> None:
-    def run(*seconds: float) -> list[Step]:
-        return [Step((token,), 0, 0, 0, total_seconds=each) for token, each in enumerate(seconds)]
-
-    found = recording.median_steps([run(1.0, 9.0), run(2.0, 4.0), run(7.0, 5.0)])
-    assert [step.total_seconds for step in found] == [2.0, 5.0]
-    with pytest.raises(ValueError, match="different tokens: give --dtype fp32"):
-        recording.median_steps([run(1.0, 9.0), run(1.0)])
 
 
 def test_one_command_decodes_both_ways_and_draws_what_it_measured(

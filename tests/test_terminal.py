@@ -14,7 +14,7 @@ from test_stream import Utf8
 
 from decoding.generate import Step
 from decoding.stream import Tally
-from trainer.terminal.console import say, standard_output, waiting
+from trainer.terminal.console import say, standard_output
 from trainer.terminal.streaming import CtrlC, show_steps, shows_styles, summary
 
 SHOWN = "a\x1b[2J\x07\x7f\x9b1m می\u200cخواهم\u202e\u2066\u200f 👨\u200d👩\u200d👧"
@@ -65,15 +65,6 @@ def test_no_text_that_a_console_prints_has_a_control_character_and_all_else_stay
 
 
 PLAIN = "abcde\nf[31mg\n"
-
-
-def test_in_a_pipe_the_text_is_written_as_it_is_with_one_line_end() -> None:
-    heard = io.StringIO()
-    console = standard_output(file=heard)
-    show_steps(console, STEPS, Utf8())
-    assert heard.getvalue() == "abcde\nf\x1b[31mg\n"
-    show_steps(console, [step(b"x\n")], Utf8())
-    assert heard.getvalue() == "abcde\nf\x1b[31mg\nx\n"
 
 
 def test_on_a_terminal_tokens_are_coloured_by_origin_and_send_no_escape_of_their_own() -> None:
@@ -154,15 +145,3 @@ def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
         assert not ctrl_c.asked and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_work_is_shown_while_it_lasts_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen, heard = Screen(), io.StringIO()
-    monkeypatch.setattr("sys.stderr", screen)
-    with waiting("loading a\x1b[2J"):
-        assert screen.getvalue() == "loading a[2J …"
-    assert screen.getvalue().endswith("\r\x1b[K")
-    monkeypatch.setattr("sys.stderr", heard)
-    with waiting("loading"):
-        pass
-    assert heard.getvalue() == ""

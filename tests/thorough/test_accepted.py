@@ -52,21 +52,6 @@ def test_tokens_per_pass_are_all_tokens_over_all_passes_of_all_seeds(figures: Mo
     assert 1.0 <= found.low < 1.8 < found.high <= 3.0
 
 
-def test_a_ratio_is_paired_so_that_prompts_that_differ_do_not_widen_it(figures: ModuleType) -> None:
-    ours = {0: {0: (20, 10), 1: (80, 10), 2: (40, 10)}}
-    theirs = {0: {0: (10, 10), 1: (40, 10), 2: (20, 10), 3: (99, 1)}}
-    found = figures.ratio(ours, theirs)
-    assert (found.value, found.low, found.high, found.observations) == pytest.approx((2, 2, 2, 3))
-
-
-def test_a_ratio_is_of_the_seeds_that_both_arms_were_trained_with(figures: ModuleType) -> None:
-    """Our second training is left out: its luck would count as a gain over the other arm's first."""
-    ours = {0: {0: (4, 2), 1: (4, 2)}, 1: {0: (8, 2)}}
-    found = figures.ratio(ours, {0: {0: (2, 2), 1: (2, 2)}})
-    assert (found.value, found.observations) == (2, 2)
-    assert figures.ratio(ours, {2: {0: (2, 2)}, 3: {0: (2, 2)}}) is None, "no seed is common to both"
-
-
 def test_a_speed_up_is_measured_against_the_turns_that_the_method_took_part_in(figures: ModuleType) -> None:
     place = {"part": "speed", "target": "t", "set": "s", "setting": "greedy"}
     first = {"plain": [10, 10.0, 10, 10, True], "assisted": [10, 8.0, 0, 0, True], "A | chain": [10, 5.0, 10, 5, True]}
@@ -80,15 +65,6 @@ def test_a_speed_up_is_measured_against_the_turns_that_the_method_took_part_in(f
     assert one["over_plain"]["value"] == 2.0 and one["over_assisted"]["value"] == pytest.approx(1.6)
     assert other["over_plain"]["value"] == 2.0 and other["tokens_per_pass"]["value"] == 5.0
     assert (one["same_as_plain"], other["same_as_plain"], one["tokens_per_second"]) == (2, 0, 2.0)
-
-
-def test_every_arm_is_a_recipe_that_can_be_read(scripts: dict[str, ModuleType]) -> None:
-    given = {"target": "T", "data.train": "A", "data.heldout": "H", "output": "O"}
-    for arm in scripts["accepted_arms"].ARMS.values():
-        if arm.recipe is not None:
-            overrides = scripts["accepted_arms"].overrides_of(arm, 1, 250, given)
-            recipe = load_recipe(RECIPES / f"{arm.recipe}.yaml", overrides)
-            assert recipe.training.seed == 1 and recipe.training.steps == 250 and recipe.data.train == "A"
 
 
 @pytest.mark.parametrize(

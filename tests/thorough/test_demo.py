@@ -14,7 +14,6 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, PromptLookupDrafter
 from decoding.engine import Engine
-from decoding.generate import Step
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import FixedPolicy
@@ -155,14 +154,6 @@ def test_a_sampled_race_writes_the_text_of_its_seed_and_its_label(models: Models
     )
 
 
-def test_steps_of_fixed_shapes_race_on_two_caches() -> None:
-    models = models_of(CausalLM(tiny_model(vocab=128), static="eager"))
-    assert models.plain_target is not models.target and models.plain_target.model is models.target.model
-    models.warm_up()
-    race = finished(race_of(models, FORM))
-    assert race.ending == Ending(24, "equal")
-
-
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
@@ -256,20 +247,6 @@ def test_one_who_goes_in_mid_stream_leaves_no_cache(answers: Any, caches: Any, g
     )
 
 
-def test_a_stopped_race_keeps_its_steps_and_a_new_one_takes_its_place(answers: Any, caches: Any) -> None:
-    visit = Visit(answers)
-    frames = visit.run()
-    while visit.race is None or len(visit.race.speculative.steps) < 2:
-        next(frames)
-    answers.stop(visit.request)  # type: ignore[arg-type]
-    (frame,) = frames
-    race = visit.race
-    assert race is not None and race.ending is not None and race.ending.verdict == "stopped"
-    assert alive(caches) == 0 and 'data-verdict="stopped"' in frame["summary"]
-    assert "Pass 1 of" in app().step_html(race, 1)
-    assert list(visit.run()) and visit.race is not race and visit.race is not None and visit.race.finished
-
-
 def test_a_bad_entry_is_a_notice_and_loses_nothing(answers: Any) -> None:
     visit = Visit(answers)
     list(visit.run())
@@ -285,20 +262,6 @@ def test_text_is_marked_by_its_origin_and_escaped() -> None:
     assert app().HTML.marked([Piece("\u202eمی\u200cخواهم\x1b", False)]) == '<span class="own">می\u200cخواهم</span>'
 
 
-def test_figures_of_a_race_are_those_of_its_steps(models: Models) -> None:
-    race = finished(race_of(models, FORM._replace(drafter="twin", depth=3, nodes=4)))
-    tally = race.speculative.tally
-    assert tally.lengths == {3: 5, 2: 1}, "a draft that is the target is accepted whole, up to the text's end"
-    page = app().HTML.summary(race)
-    assert f"<dd>{23 / 6:.2f}</dd>" in page and "17 of 17 drafted tokens" in page and f"{race.speedup:.2f}×" in page
-    assert "Same text: all 24 tokens are equal." in page and 'data-verdict="equal"' in page
-    charts = app().HTML.charts(race)
-    assert 'title="5 of 6 passes accepted 3"' in charts and charts.count('class="part draft"') == 2
-    assert f"{1000 * tally.total_seconds / tally.tokens:.2f} ms" in charts
-    assert f"<b>{race.plain.tally.tokens_per_second:.0f}</b>" in app().HTML.texts(race)
-    assert app().HTML.texts(None).count("–") == 2, "a page without a race"
-
-
 # The tree 1 ── 2 ── 4 ── 6, where 5 is another child of 2, and 3 of 1.
 TREE = TokenTree.of_list([1, 2, 3, 4, 5, 6], TreeShape((-1, 0, 0, 1, 1, 3)))
 NAMES = {1: "root", 2: "the", 3: " a", 4: "cat", 5: "<b>", 6: "\n\x1b", 7: "x" * 40}
@@ -308,16 +271,3 @@ def nested(node: Any) -> str:
     """Write a node as ``kind:label`` and its children in brackets."""
     below = " ".join(map(nested, node["children"]))
     return f"{node['kind']}:{node['label']}" + (f"[{below}]" if below else "")
-
-
-def test_the_tree_of_a_pass_has_its_nodes_in_draft_order_and_the_targets_token_behind_the_kept_ones() -> None:
-    ended = Step((2, 4), 2, 2, 5, tree=TREE, path=(1, 3))
-    shape = r"root:root[kept:the[kept:cat[dropped:↵\x1b{}] dropped:<b>] dropped:·a]"
-    assert nested(app().tree_of(ended, NAMES.__getitem__)) == shape.format("")
-    longer = app().tree_of(ended._replace(tokens=(2, 4, 7)), NAMES.__getitem__)
-    assert nested(longer) == shape.format(f" written:{'x' * 15}…")
-    assert app().tree_of(Step((4,), 0, 0, 0), NAMES.__getitem__) is None
-    page = app().HTML.step(
-        SimpleNamespace(steps=[ended], texts=[()]), ended, 0, app().tree_of(ended, NAMES.__getitem__)
-    )
-    assert page.count('<span class="node') == 6 and '<span class="node dropped">&lt;b&gt;</span>' in page
