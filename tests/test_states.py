@@ -67,7 +67,7 @@ class ReadingSession:
                 self._states[row].append(request.states)
                 self._drafter.handed += len(request.states)
             wanted = states_at(self._target, request.tokens, self._drafter.taps)[:-1]
-            torch.testing.assert_close(torch.cat(self._states[row]), wanted, rtol=0, atol=1e-4)
+            torch.testing.assert_close(torch.cat(self._states[row]), wanted, rtol=1e-4, atol=1e-4)
         return self._session.propose(requests)
 
 
