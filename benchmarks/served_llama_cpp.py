@@ -50,7 +50,7 @@ def served(case: dict[str, Any]) -> dict[str, Any]:
     about = {"artefact": case["artefact"], "speculation": case["speculation"], "batch_size": 1}
     began = time.monotonic()
     try:
-        server = xllamacpp.Server(_parameters(case))
+        server = xllamacpp.Server(parameters_of(case))
     except RuntimeError as error:
         return {**about, "error": str(error)}
     ready = time.monotonic()
@@ -68,7 +68,7 @@ def served(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _parameters(case: dict[str, Any]) -> Any:
+def parameters_of(case: dict[str, Any]) -> Any:
     """Return llama.cpp's parameters: exact arithmetic, and nothing that depends on the machine."""
     import xllamacpp
 

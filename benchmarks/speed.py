@@ -11,7 +11,7 @@ does (`widen.py`), so its acceptance is the small one's: figures of it say "wide
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,12 @@ from decoding.threads import spin_briefly
 
 spin_briefly()  # before torch is imported
 
-from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 from widen import widened_dspark, widened_heads, widened_to
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.dtypes import parse_dtype
-from decoding.measure.figures import PLAIN, TRANSFORMERS
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.measurement import evaluate
 from decoding.measure.methods import EvaluationConfig, standard_methods
@@ -39,8 +37,7 @@ from decoding.model.loading import eos_token_ids, load_draft, load_dspark, load_
 from trainer.terminal.console import standard_output
 
 DEPTH = 4
-CHAIN, ASSISTED = f"draft model, {DEPTH} tokens", f"transformers assisted, {DEPTH} tokens"
-DEFAULTS = "transformers assisted, its defaults"
+CHAIN = f"draft model, {DEPTH} tokens"
 
 
 @dataclass(frozen=True)
@@ -72,51 +69,11 @@ class Trained:
         return {**found, "prompt lookup": named_drafter("lookup")}
 
 
-def goals(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Compare each figure with its goal; speed-ups are medians of paired runs, which a busy moment moves little."""
-    found: list[dict[str, Any]] = []
-
-    def add(goal: str, wanted: float, measured: float | None) -> None:
-        met = measured is not None and measured >= wanted
-        found.append({"goal": goal, "wanted": wanted, "measured": measured, "met": met})
-
-    for name, part in report["targets"].items():
-        gains = _gains(part["drafters"], "greedy")
-        ours = max((gain for row, gain in gains.items() if not row.startswith("transformers")), default=None)
-        add(f"{name}: plain over transformers generate", 1.03, _ratio(gains, PLAIN, TRANSFORMERS))
-        add(f"{name}: draft over assisted generation, same draft and depth", 1.15, _ratio(gains, CHAIN, ASSISTED))
-        add(f"{name}: the fastest way to draft over plain, greedy", 2.0, ours)
-        drawn = [gain for row, gain in _gains(part["drafters"], "T=1").items() if not row.startswith("transformers")]
-        add(f"{name}: the fastest way to draft over plain, T=1", 1.5, max(drawn, default=None))
-        over_defaults = ours / gains[DEFAULTS] if ours and DEFAULTS in gains else None
-        add(f"{name}: the fastest way to draft over assisted generation's defaults", 1.5, over_defaults)
-        for row in part["batches"]["rows"]:
-            if row["drafter"] == CHAIN:
-                measured = row["speedup_over_transformers"]["median"]
-                add(f"{name}: batch {row['batch_size']}, {CHAIN} over transformers", 1.4, measured)
-    return found
-
-
-def _gains(report: Mapping[str, Any], setting: str) -> dict[str, float]:
-    """Return method -> median of paired speed-ups over plain decoding."""
-    return {row["method"]: row["speedup"]["median"] for row in report["rows"] if row["setting"] == setting}
-
-
-def _ratio(gains: Mapping[str, float], method: str, peer: str) -> float | None:
-    return gains[method] / gains[peer] if method in gains and peer in gains else None
-
-
 def measure(
-    target: CausalLM, trained: Trained, prompts: Sequence[Sequence[int]], config: EvaluationConfig, batch_size: int
+    target: CausalLM, trained: Trained, prompts: Sequence[Sequence[int]], config: EvaluationConfig
 ) -> dict[str, Any]:
-    """Measure one target: every way to draft one text at a time, then the draft and the lookup in batches."""
-    drafters = trained.drafters()
-    batched = {name: drafter for name, drafter in drafters.items() if name in (CHAIN, "prompt lookup")}
-    in_batches = replace(config, settings=("greedy",), batch_sizes=(batch_size,))
-    return {
-        "drafters": evaluate(target, standard_methods(target, drafters, config), prompts, config),
-        "batches": evaluate(target, standard_methods(target, batched, in_batches), prompts, in_batches),
-    }
+    """Measure every way to draft for one target, one text at a time."""
+    return evaluate(target, standard_methods(target, trained.drafters(), config), prompts, config)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -129,7 +86,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=20, help="prompts")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3, help="how often each method decodes each prompt")
-    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--widen", type=float, default=150e6, help="parameters to widen to; 0 for not at all")
     parser.add_argument("--dtype", default="fast")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
@@ -155,23 +111,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = EvaluationConfig(max_new_tokens=options.max_new_tokens, rounds=options.rounds, eos_token_ids=eos)
     report: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "commit": commit(), "targets": {}}
     name = Path(options.target).name
-    report["targets"][name] = measure(target, trained, prompts, config, options.batch_size)
+    report["targets"][name] = {"drafters": measure(target, trained, prompts, config)}
     if options.widen:
         model, stand_in = widened_to(model, int(options.widen))
         wide = f"{name}, widened to {stand_in['parameters'] / 1e6:.0f}M"
         target = CausalLM(model)
         widened = trained.widened(target, stand_in["width"])
-        report["targets"][wide] = measure(target, widened, prompts, config, options.batch_size)
-    report["goals"] = goals(report)
+        report["targets"][wide] = {"drafters": measure(target, widened, prompts, config)}
     console = standard_output(width=150)
     for name, part in report["targets"].items():
-        for title, table in part.items():
-            console.print(f"\n{name}: {title}\n\n{markdown_table(table)}\n", markup=False, soft_wrap=True)
-    table = Table("goal", "at least", "measured", "met")
-    for goal in report["goals"]:
-        measured = "–" if goal["measured"] is None else f"{goal['measured']:.3f}"
-        table.add_row(goal["goal"], f"{goal['wanted']:g}", measured, "yes" if goal["met"] else "no")
-    console.print(table)
+        console.print(f"\n{name}\n\n{markdown_table(part['drafters'])}\n", markup=False, soft_wrap=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(report, indent=1) + "\n")
     console.print(f"written: {options.output}")

@@ -132,15 +132,6 @@ def _gain(row: Report) -> str:
 # --- benchmarks -------------------------------------------------------------------------------------------------------
 
 
-def goals_table(report: Report) -> str:
-    """Return a row for each goal of `benchmarks/speed.py`."""
-    rows = (
-        (text(goal["goal"]), f"≥ {goal['wanted']:g}", number(goal["measured"], 3), "yes" if goal["met"] else "**no**")
-        for goal in report["goals"]
-    )
-    return table(("", "wanted", "measured", "met"), rows, 3) + f"\n\nMedians of paired runs; {machine_of(report)}"
-
-
 def drafters_table(report: Report) -> str:
     """Return a row for each way to draft and each peer, with a column for each target and setting."""
     rows = [(name, row) for name, part in report["targets"].items() for row in part["drafters"]["rows"]]
@@ -190,6 +181,41 @@ def served_table(report: Report) -> str:
         f"\n\n{text(report['target'])} in fp32, greedy; {report['prompts']} prompts of {text(report['set'])}, up to "
         f"{report['max_new_tokens']} new tokens each; {text(engines)}; {machine_of(report)}"
     )
+
+
+def verified_table(report: Report) -> str:
+    """Return a row for each server of `benchmarks/verified.py`: what each test found, and the verdict."""
+
+    def cell(row: Report, *checks: str) -> str:
+        found = [finding for finding in row["findings"] if finding["check"] in checks]
+        return ", ".join(_evidence(finding) for finding in found) or NONE
+
+    rows = [
+        (
+            text(row["engine"]),
+            text(row["method"]),
+            cell(row, "greedy identity"),
+            cell(row, "mean log-probability"),
+            cell(row, *(f"next token, position {place}" for place in (1, 2, 3))),
+            f"**{row['verdict']}**",
+        )
+        for row in report["rows"]
+    ]
+    head = ("engine", "method", "greedy", "T=1: log-probability", "T=1: positions 1, 2, 3", "verdict")
+    return table(head, rows, 0) + (
+        f"\n\n{text(report['target'])} in fp32, {report['prompts']} prompts of {text(report['set'])}; "
+        f"{machine_of(report)}"
+    )
+
+
+def _evidence(finding: Report) -> str:
+    """Return what a test found in a few words: equal texts, or a p-value."""
+    figures = finding["figures"]
+    if finding["status"] == "open":
+        return "open"
+    if "identical" in figures:
+        return f"{figures['identical']}/{figures['texts']}"
+    return f"p = {figures['p_value']:.2g}" if figures["p_value"] > 1e-300 else "p < 1e-300"
 
 
 def stored_table(report: Report) -> str:
@@ -289,8 +315,9 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "spec_bench": {RESULTS: (("spec_bench", tasks_table),)},
     "spec_bench_sampled": {RESULTS: (("spec_bench_sampled", tasks_table),)},
     "crossover": {RESULTS: (("crossover", cells_table),)},
-    "speed": {RESULTS: (("speed", goals_table), ("drafters", drafters_table))},
+    "speed": {RESULTS: (("drafters", drafters_table),)},
     "train_stored": {RESULTS: (("train_stored", stored_table),)},
+    "verified": {"docs/how-to/verify.md": (("verified", verified_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
     "accepted": {
         "README.md": (("lead", lead_table),),
