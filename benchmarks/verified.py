@@ -23,7 +23,7 @@ from typing import Any
 from decoding.measure.machine import commit, hardware
 from decoding.measure.redact import basename
 
-START_SECONDS = 300
+START_SECONDS = 900
 
 
 @contextmanager

@@ -4,14 +4,19 @@ Needs the environment that `make engines` makes, of which `make test` takes care
 """
 
 import io
+import re
+import shlex
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
+import yaml
 from llama_cpp_server import llama_cpp
 from rich.console import Console
 from test_gguf import LLAMA3, QWEN2, sentencepiece_like
@@ -36,12 +41,13 @@ from trainer.export.exporter import NO_PROMPTS, export
 from trainer.recipe.common import DataSection
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from engines import LLAMA_CPP, LlamaCppCase, serve_llama_cpp
+from engines import LLAMA_CPP, ROOT, LlamaCppCase, serve_llama_cpp
 
 pytestmark = pytest.mark.skipif(
     not LLAMA_CPP.is_file(), reason="runs in the engines' own environment, by `make engines`"
 )
 
+VERIFY = ROOT / "docs" / "how-to" / "verify.md"
 TYPES = ("f32", "f16", "bf16", "q8_0")
 PROMPTS, MAX_NEW_TOKENS, DRAFT_TOKENS = 12, 48, 4
 TEXTS = (
@@ -281,6 +287,24 @@ def test_a_server_is_measured_from_outside_with_its_draft_and_without(
     assert row["acceptance_length"] == pytest.approx(1 + sum(reached))
     assert row["identical_to_plain"]["identical"] == row["identical_to_plain"]["of"] == 4
     assert compare(read_evaluation(tmp_path / "out"), read_evaluation(tmp_path / "out"), "plain", "served")["rows"]
+
+
+def test_the_ci_job_of_the_docs_verifies_a_server_that_speculates(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.chdir(tmp_path)
+    (job,) = re.findall(r"```yaml\n(.*?)```", VERIFY.read_text(), re.DOTALL)
+    steps = yaml.safe_load(job)["jobs"]["lossless"]["steps"]
+    (line,) = [step["run"] for step in steps if step.get("run", "").startswith("headstart verify")]
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": text[:40]} for text in sentences(4, seed=9)])
+    target, draft = (desk.file(folder, f"ci-{index}") for index, folder in enumerate(desk.pair))
+    with llama_cpp(target, draft) as endpoint:
+        line = line.replace("http://localhost:8000/v1", endpoint).replace("ORG/NAME", str(desk.pair[0]))
+        done = subprocess.run([sys.executable, "-m", "trainer.cli", *shlex.split(line)[1:], "--max-new-tokens", "16"])
+    assert done.returncode == 0
+    suite = ElementTree.parse(tmp_path / "verified.xml").getroot()[0]
+    assert suite.get("failures") == "0" and "greedy identity" in {case.get("name") for case in suite}
 
 
 def test_training_reads_the_very_tokens_that_a_server_wrote(
