@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from test_conversation import TOKENIZER, fresh_answer, model
-from tiny_models import positions_run
 from typer.testing import CliRunner, Result
 from writing_models import LINE, write_alphabet
 
@@ -116,29 +115,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException] | C
     monkeypatch.setattr("builtins.input", line)
 
 
-def test_turns_are_exact_and_run_the_new_tokens_alone(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    typed(monkeypatch, "Why?", "And then?", EOFError)
-    first = fresh_answer(chat.conversation, "Why?")
-    with positions_run(chat.decoder.engine.target.model) as run:
-        chat.talk()
-    messages = chat.conversation.messages
-    assert messages[1]["content"] == first
-    *before, question, answer = messages
-    chat.conversation.messages = before
-    assert answer["content"] == fresh_answer(chat.conversation, question["content"])
-    prompts = [len("<u>Why?|<a>"), len("|<u>And then?|<a>") + 1]  # an answer's last token was written, but never run
-    assert run[0] == prompts[0] and prompts[1] in run and max(run) == prompts[1]
-
-
-def test_ctrl_c_at_the_prompt_clears_the_line(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    typed(monkeypatch, KeyboardInterrupt, "Why?", EOFError)
-    chat.talk()
-    assert chat.conversation.messages[0]["content"] == "Why?" and "Ctrl-D leaves" in capsys.readouterr().err
-
-
-def test_redirected_output_holds_the_answers_alone(
+def test_redirected_output_holds_the_answers_alone_and_ctrl_c_at_the_prompt_clears_the_line(
     chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = list[str]()
@@ -147,7 +124,7 @@ def test_redirected_output_holds_the_answers_alone(
     monkeypatch.setattr("builtins.input", lambda prompt: prompts.append(prompt) or line(prompt))
     chat.talk()
     told = capsys.readouterr()
-    assert prompts == [""] * 3 and told.err.count("> ") == 3
+    assert prompts == [""] * 3 and told.err.count("> ") == 3 and "Ctrl-D leaves" in told.err
     assert told.out.strip() == str(chat.conversation.messages[1]["content"]).strip()
 
 

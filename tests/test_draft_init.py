@@ -13,12 +13,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft
 from decoding.model.vocabulary import write_output_tokens
 from trainer.data.batch import Example
-from trainer.drafts.start import (
-    InitialDraft,
-    draft_from_target,
-    initial_draft,
-    write_draft,
-)
+from trainer.drafts.start import InitialDraft, draft_from_target, initial_draft, write_draft
 from trainer.recipe.draft import DraftSection
 
 EXAMPLES = (

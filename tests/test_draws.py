@@ -5,12 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.rules.drawing import (
-    GeneratorSource,
-    _monotone,
-    draw_rows_without_replacement,
-    inverse_cdf,
-)
+from decoding.rules.drawing import GeneratorSource, _monotone, draw_rows_without_replacement, inverse_cdf
 
 
 class FixedUniform(GeneratorSource):

@@ -23,13 +23,7 @@ from trainer.heads.medusa import MedusaObjective
 from trainer.processes import ALONE, Process
 from trainer.recipe.heads import FeaturesSection, HeadsSection, StatesDtype
 from trainer.target import store as stores
-from trainer.target.features import (
-    FeatureIdentity,
-    FeatureStore,
-    FeatureWriter,
-    StoredFeatures,
-    quantised,
-)
+from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter, StoredFeatures, quantised
 from trainer.target.hidden import OnlineTarget
 from trainer.target.store import ensure_store, estimate_bytes
 

@@ -55,10 +55,7 @@ def test_saved_and_loaded_heads_are_bit_equal_and_no_pickle(tmp_path: Path, conf
     ("change", "message"),
     [
         (lambda tensors: tensors.pop("heads.1.lm_head.weight"), r"heads\.1\.lm_head\.weight is missing"),
-        (
-            lambda tensors: tensors.update({"heads.9.lm_head.weight": torch.ones(1)}),
-            r"heads\.9.* is unknown",
-        ),
+        (lambda tensors: tensors.update({"heads.9.lm_head.weight": torch.ones(1)}), r"heads\.9.* is unknown"),
         (lambda tensors: tensors.update({"heads.0.lm_head.weight": torch.ones(4, 16)}), r"size mismatch.*heads\.0"),
     ],
     ids=["missing", "extra", "wrong shape"],

@@ -9,13 +9,7 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding.dtypes import DTYPES, fast_dtype, parse_dtype
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import (
-    check_same_tokenizer,
-    eos_token_ids,
-    load_draft,
-    load_model,
-    load_tokenizer,
-)
+from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_draft, load_model, load_tokenizer
 from trainer.commands.shared_options import LoadingOptions
 from trainer.recipe.common import TrainingSection
 

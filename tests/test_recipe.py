@@ -40,6 +40,11 @@ def write(tmp_path: Path, content: Any) -> Path:
         ),
         (MEDUSA, {"dtype": "float16"}, "dtype: Input should be 'fast', 'bf16', 'fp16' or 'fp32'"),
         (MEDUSA, {"training": {"steps": 0}}, "training.steps: "),
+        (
+            MEDUSA,
+            {"training": {"steps": 1, "learning_rate": float("inf")}},
+            "learning_rate: Input should be a finite number",
+        ),
         (DRAFT, {"draft": {"init": {"from_model": "m", "from_config": {}}}}, "from_model and from_config: give one of"),
         (DRAFT, {"draft": {"teacher": {"folder": "t"}, "policy": {"loop": 1}}}, "but draft.policy writes others"),
     ],

@@ -30,11 +30,7 @@ SHARD_ROWS = 12  # four shards of EXAMPLES
 
 
 def identity_of(
-    target: CausalLM,
-    examples: Sequence[Example] = EXAMPLES,
-    top_k: int = 3,
-    tail: int = 2,
-    temperature: float = 1.0,
+    target: CausalLM, examples: Sequence[Example] = EXAMPLES, top_k: int = 3, tail: int = 2, temperature: float = 1.0
 ) -> TeacherIdentity:
     section = TeacherSection(folder="anywhere", top_k=top_k, tail=tail)
     return TeacherIdentity.of(target, fingerprint(target.model), tiny_tokenizer(), examples, section, temperature)

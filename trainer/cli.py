@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from trainer.commands import check_options
 from trainer.commands import options as option_sets
 from trainer.commands.usage import Group, command
 from trainer.terminal.console import waiting
@@ -213,7 +214,7 @@ def compare(options: option_sets.CompareOptions) -> None:
     "headstart verify --target ORG/NAME --drafter heads:runs/heads/final \\\n  --prompts test.jsonl",
     "headstart verify --target ORG/NAME --endpoint http://localhost:8000/v1 \\\n  --model NAME --prompts test.jsonl",
 )
-def verify(options: option_sets.VerifyOptions) -> bool:
+def verify(options: check_options.VerifyOptions) -> bool:
     """Prove that decoding is lossless, here or on a server. Exit code 0: PASS, 1: FAIL."""
     from trainer.commands.verify import run_verify
 
@@ -226,7 +227,7 @@ def verify(options: option_sets.VerifyOptions) -> bool:
     "  --target ORG/NAME --prompts test.jsonl \\\n"
     "  --endpoint http://localhost:8000/v1 --model NAME",
 )
-def diagnose(options: option_sets.DiagnoseOptions) -> bool:
+def diagnose(options: check_options.DiagnoseOptions) -> bool:
     """Find why a speculator does well here and badly in a server. Exit code 1 is a difference."""
     from trainer.commands.diagnose import run_diagnose
 
@@ -258,7 +259,7 @@ def push(options: option_sets.PushOptions) -> None:
 
 
 @command(app, "headstart doctor", "headstart doctor --target ORG/NAME --drafter heads:runs/heads/final")
-def doctor(options: option_sets.DoctorOptions) -> bool:
+def doctor(options: check_options.DoctorOptions) -> bool:
     """Check machine, packages, target and drafters. Exit code 1 is a problem."""
     from trainer.commands.doctor import run_doctor
 

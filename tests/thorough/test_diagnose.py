@@ -21,8 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoding.drafters import DraftModelDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from trainer.commands.check_options import DiagnoseOptions
 from trainer.commands.diagnose import run_diagnose
-from trainer.commands.options import DiagnoseOptions
 from trainer.drafts.start import write_draft
 from trainer.export.exporter import export
 from trainer.servers.acceptance import ACCEPTANCE, SAMPLING

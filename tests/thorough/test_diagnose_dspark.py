@@ -25,8 +25,8 @@ from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
 from decoding.model.fingerprint import stored_fingerprint
+from trainer.commands.check_options import DiagnoseOptions
 from trainer.commands.diagnose import run_diagnose
-from trainer.commands.options import DiagnoseOptions
 from trainer.data.batch import Example, collate
 from trainer.drafts.dspark import DSparkObjective, initial_dspark
 from trainer.recipe.draft import DraftSection

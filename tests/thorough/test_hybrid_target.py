@@ -1,6 +1,7 @@
 """The commands as users run them on a hybrid target, and what they say of families that verify no draft."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,12 @@ def test_every_command_runs_on_a_hybrid_or_says_what_it_can_be_used_for(here: Pa
     assert plain != thought and thought
     (about,) = here.glob("thought.jsonl.*")
     assert json.loads(about.read_text())["settings"]["chat_template_kwargs"] == '{"enable_thinking":true}'
+
+
+@pytest.mark.parametrize(("family", "recipes"), [("qwen3_next", ["medusa1", "dspark"]), ("rwkv", [])])
+def test_the_doctor_suggests_no_recipe_that_refuses_the_target(here: Path, family: str, recipes: list[str]) -> None:
+    write(family)
+    assert re.findall(r"recipes/any/(\w+)\.yaml", run("doctor --no-decode")) == recipes
 
 
 def test_a_family_that_verifies_no_draft_is_trained_on_without_evaluations(here: Path) -> None:

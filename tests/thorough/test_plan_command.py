@@ -111,9 +111,7 @@ def test_generate_and_evaluate_draft_as_planned(models: Path, plan_path: Path, t
 
 
 def test_without_a_gain_generate_decodes_plainly_and_a_plan_that_fits_badly_is_noted(
-    models: Path,
-    plan_path: Path,
-    tmp_path: Path,
+    models: Path, plan_path: Path, tmp_path: Path
 ) -> None:
     path = planned_as(plan_path, tmp_path, f"heads:{models / 'heads'}", 0.9)
     code, output = run(
@@ -137,11 +135,7 @@ def test_without_a_gain_generate_decodes_plainly_and_a_plan_that_fits_badly_is_n
     ],
 )
 def test_a_plan_of_something_else_is_refused_in_a_sentence(
-    models: Path,
-    plan_path: Path,
-    tmp_path: Path,
-    change: dict[str, Any],
-    message: str,
+    models: Path, plan_path: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "changed.json"
     changed = {name: value for name, value in (content_of(plan_path) | change).items() if value is not None}
@@ -151,9 +145,7 @@ def test_a_plan_of_something_else_is_refused_in_a_sentence(
 
 
 def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told(
-    models: Path,
-    plan_path: Path,
-    tmp_path: Path,
+    models: Path, plan_path: Path, tmp_path: Path
 ) -> None:
     content = content_of(plan_path)
     elsewhere = tmp_path / "elsewhere.json"

@@ -102,6 +102,13 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
     return findings, built[0] if built else None
 
 
+def fitting_recipes(target: CausalLM) -> tuple[str, ...]:
+    """Return the names in recipes/any that train for a target. One that verifies chains alone is no draft itself."""
+    if why_no_chains(target.model):
+        return ()
+    return ("medusa1", "draft") if target.no_trees is None else ("medusa1", "dspark")
+
+
 def _files(name: str, folder: Path) -> Finding:
     """Compare a model's config with the headers of its weights."""
     if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):

@@ -117,7 +117,8 @@ class DSparkSection(Section):
     sample_from_anchor: bool = True
     """The newest token's slot predicts the next token; false: masks predict their own places, in one slot more."""
     mask_token: str | None = None
-    """A token that no text holds; None: the padding token, or another that the tokenizer leaves unused."""
+    """A token that no text holds; None: the padding token, or another that the tokenizer leaves unused. YAML reads ~ as
+    null: quote it, as in mask_token='"~"' on a command line."""
     anchors: Annotated[int, Field(ge=1)] = 24
     """Positions in the answers of a sequence, drawn anew at every step, behind which blocks are trained."""
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0
