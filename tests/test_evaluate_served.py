@@ -180,14 +180,10 @@ def test_a_request_that_waits_counts_its_wait_and_the_crossover_is_told_in_words
     assert other["tokens_per_second"]["value"] == pytest.approx(7 / 1.6), "no more in all than one at a time"
     assert other["tokens_per_second_of_a_request"]["value"] == pytest.approx(7 * 10 / (1.6 + 9 * 3.2))
     assert other["ttft_ms"]["p50"] == pytest.approx(1600 + 1000) and other["itl_ms"]["p90"] == pytest.approx(200)
-    assert other["under_way"] == pytest.approx((1.6 + 9 * 3.2) / 16) and report["notes"][0].startswith(
-        "The server count"
-    )
+    assert other["under_way"] == pytest.approx((1.6 + 9 * 3.2) / 16)
     assert mine["speedup_of_totals"]["value"] == pytest.approx(1.6 / 2.4)
-    assert (
-        "Fastest: served, 2.00× [2.00, 2.00] plain decoding, greedy, concurrency 1; slower from concurrency 2 on."
-        in (printed)
-    )
+    fastest = "Fastest: served, 2.00× [2.00, 2.00] plain decoding, greedy, concurrency 1"
+    assert f"{fastest}; slower from concurrency 2 on." in printed
 
 
 def test_a_request_streams_without_an_earlier_requests_prefill(tmp_path: Path) -> None:
@@ -342,10 +338,8 @@ def test_events_that_all_come_at_the_end_give_no_times() -> None:
 def test_p99_is_known_from_a_hundred_answers_on() -> None:
     timings = [Timing(0.0, 2.0, (index / 100, index / 50), 3, "") for index in range(101)]
     found = latency({"a": timings}, 1.0)
-    for name in ("ttft_ms", "itl_ms"):
-        assert [found[name][key] for key in ("p50", "p90", "p99", "observations")] == pytest.approx(
-            [500, 900, 990, 101]
-        )
+    for each in (found["ttft_ms"], found["itl_ms"]):
+        assert [each[key] for key in ("p50", "p90", "p99", "observations")] == pytest.approx([500, 900, 990, 101])
     assert latency({"a": timings[:99]}, 1.0)["itl_ms"]["p99"] is None
 
 
