@@ -83,7 +83,7 @@ def test_a_folder_without_heads_is_refused_by_what_is_missing(tmp_path: Path, mi
 def test_an_lm_head_with_a_bias_is_refused_for_the_heads_would_lose_it() -> None:
     model = tiny_model()
     model.get_output_embeddings().bias = torch.nn.Parameter(torch.ones(16))
-    with pytest.raises(ValueError, match="has a bias, which heads have no place for"):
+    with pytest.raises(ValueError, match="has a bias, and heads do not support one"):
         MedusaHeads.for_target(model, MedusaConfig(16, 16))
 
 
