@@ -6,7 +6,7 @@ It returns texts, and its token ids if it has a field for them.
 
 import asyncio
 import json
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -72,16 +72,21 @@ class EndpointBackend:
         check_once("the endpoint", (connection.host for connection in self._connections))
         self._config = config
         self._unreached: set[Connection] = set()
+        self._first: tuple[str, str] | None = None
+        """The model and the host of the first answer."""
 
     @property
     def encoder(self) -> None:
         """None: only the servers know the tokenizer."""
 
     def outcomes(
-        self, conversations: Sequence[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
+        self, conversations: Iterable[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """Yield finished conversations; raise a fatal error after yielding those that ended with it."""
-        waiting = iter([conversation for conversation in conversations if conversation.key not in done])
+        """Yield finished conversations; raise a fatal error after yielding those that ended with it.
+
+        No conversation is read before there is room to ask it.
+        """
+        waiting = (conversation for conversation in conversations if conversation.key not in done)
         running: set[asyncio.Task[Outcome]] = set()
         failures = 0
         with asyncio.Runner() as runner:
@@ -156,6 +161,7 @@ class EndpointBackend:
                     unreached += 1
             else:
                 self._unreached.discard(connection)
+                self._check_model(completion.model, connection.host)
                 return _read(completion)
         if unreached == len(in_turn):
             raise UserError(
@@ -163,6 +169,16 @@ class EndpointBackend:
                 "see to the endpoint, then start the same command again to resume",
             ) from None
         raise _NoAnswer("failed", "; ".join(problems))
+
+    def _check_model(self, model: str | None, host: str) -> None:
+        """Raise UserError for an answer by another model than the first: the rows would be of two."""
+        if model is not None:
+            first, there = self._first = self._first or (model, host)
+            if model != first:
+                raise UserError(
+                    f"{host} answered as {model!r}, but {there} as {first!r} before; what was answered is kept",
+                    "give endpoints that serve one model",
+                )
 
     def _request(self, conversation: OpenConversation, answers: Sequence[Message]) -> dict[str, Any]:
         """Return a request; its seed follows from the conversation and the turn, not from the endpoint."""
