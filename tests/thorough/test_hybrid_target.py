@@ -22,10 +22,10 @@ FEW = f"{PROMPTS} --limit 2 --dtype fp32"
 THINKING = "{% if enable_thinking %}think;{% endif %}"
 RUNS = (
     (f"train {ANY}/markov.yaml output=heads features.folder=states", "finished: heads/final"),
-    (f"train {ANY}/draft.yaml output=own", "qwen3_next keeps a recurrent state, which follows one path alone, so that"),
+    (f"train {ANY}/draft.yaml output=own", "qwen3_next keeps a recurrent state, which follows one path alone, so it"),
     (f"train {ANY}/draft.yaml output=draft draft.init.from_model=small draft.check_costs=false", "draft/final"),
     (f"train {ANY}/dspark.yaml output=dspark {DSPARK} draft.check_costs=false", "dspark/final"),
-    (f"train {ANY}/medusa2.yaml output=two", "qwen3_next takes no adapters"),
+    (f"train {ANY}/medusa2.yaml output=two", "qwen3_next does not support adapters"),
     (f"train {ANY}/medusa1.yaml output=dry --dry-run", "states of a decoded text, kept twice"),
     (
         f"evaluate {FEW} --drafter heads:heads/final,tree=0/1/0.0 --drafter draft:draft/final --output measured",
