@@ -166,7 +166,7 @@ def test_a_rule_named_in_the_config_is_used_and_steps_without_a_draft_go_on(
     [
         (PromptLookupDrafter(), TOKEN_REJECTION, "takes sampled proposals, not deterministic ones"),
         ("heads", TOKEN_REJECTION, "takes sampled proposals, not sampled without replacement ones"),
-        (PromptLookupDrafter(branches=2), BLOCK_VERIFICATION, "takes chains; for trees use traversal"),
+        (PromptLookupDrafter(branches=2), BLOCK_VERIFICATION, "takes chains only: use traversal"),
         ("hybrid", TOKEN_REJECTION, "takes sampled proposals, not deterministic or grafted ones"),
         ("two drafts", TRAVERSAL_VERIFICATION, "takes deterministic or .* proposals, not mixed ones"),
         ("cascade", TOP_K_CHILDREN, "takes deterministic proposals, not sampled ones"),
