@@ -114,7 +114,7 @@ def test_without_a_mask_padding_is_found_as_generate_finds_it(target: CausalLM) 
 
 
 def test_without_a_length_it_writes_twenty_tokens_and_says_so(target: CausalLM) -> None:
-    with pytest.warns(UserWarning, match="max_new_tokens is not set: 20 tokens"):
+    with pytest.warns(UserWarning, match="max_new_tokens is not set: at most 20 tokens"):
         ours = HeadstartModel(target, None).generate(ONE, eos_token_id=None)
     with pytest.warns(UserWarning, match="default `max_length`"):
         expected = generated(target.model, ONE, eos_token_id=None)

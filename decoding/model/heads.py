@@ -62,7 +62,7 @@ class MedusaConfig:
         paths = checked_paths(self.tree, self.vocab_size)
         deepest = max((len(path) for path in paths), default=0)
         if deepest > self.num_heads:
-            raise ValueError(f"the tree is {deepest} deep but there are {self.num_heads} heads: shorten its paths")
+            raise ValueError(f"the tree is {deepest} deep, but there are {self.num_heads} heads: shorten its paths")
         object.__setattr__(self, "tree", paths)
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
