@@ -157,7 +157,7 @@ def test_what_is_cached_is_read_without_a_request_when_offline_and_by_its_commit
 
 def test_local_files_only_asks_nothing_of_the_hub(hub: FakeHub, folders: Path) -> None:
     folder_on(hub, MODEL, folders / "target")
-    with pytest.raises(ValueError, match="the cache lacks it or a part of it"):
+    with pytest.raises(ValueError, match="it is not completely cached"):
         HeadstartModel.from_pretrained(MODEL, "lookup", local_files_only=True)
     load_tokenizer(MODEL)
     assert hub.asked("/resolve/") and not hub.asked("safetensors"), "a tokenizer needs no weights"
