@@ -1,10 +1,12 @@
 """Answers from served targets: what is asked, what is set aside, and when a run ends."""
 
+import asyncio
 import gc
 import io
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,20 @@ from rich.console import Console
 from scripted_endpoint import DROPPED, Reply, Request, ScriptedEndpoint, chat, in_turn, last_words, serve
 from tiny_training import write_rows
 
+from trainer.commands import regenerate as regenerate_module
 from trainer.commands.guarded import guarded
 from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.data.answers import Summary
+from trainer.data.rows import RowSource
 from trainer.servers import connection as connection_module
 from trainer.servers import endpoint as endpoint_module
+from trainer.servers.answers import Completion
 from trainer.terminal.exit_codes import ExitCode
 
 KEY = "sk-ThisIsNoRealKeyOnlyATest"
 RETRIES = 2
+ROWS, WINDOW = 3000, 16
 BROKEN: Reply = (500, {"error": {"message": "out of memory"}})
 
 
@@ -114,6 +120,41 @@ def test_requests_are_under_way_together_and_the_file_is_sorted_at_the_end(tmp_p
     with serve(script) as endpoint:
         regenerate(options(tmp_path, endpoint.address, ("one", "two", "three"), concurrency=2))
     assert answers(tmp_path) == ["to one", "to two", "to three"]
+
+
+def test_rows_are_read_as_they_are_asked_and_written_once_each_in_order_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 3,000 rows, every third with two turns, never more are read than were answered and are under way."""
+    before, answered, leads = 0, 0, list[int]()
+
+    class Rows:
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            for number in range(1, ROWS + 1):
+                leads.append(number - before - answered)
+                yield {"turns": [f"{number}", "more"] if number % 3 == 0 else [f"{number}"]}
+
+    async def ask_ids(connection: Any, body: dict[str, Any]) -> Completion:
+        nonlocal answered
+        words = body["messages"][-1]["content"]
+        for _ in range(body["seed"] * 7 % 5):  # answers come in another order
+            await asyncio.sleep(0)
+        answered += words == "more" or int(words) % 3 > 0
+        return Completion("", None, None, "stop", message={"content": f"to {words}"})
+
+    source = RowSource("org/rows", "0" * 64, hub=Rows())
+    monkeypatch.setattr(regenerate_module, "stream_prompts", lambda name: source)
+    monkeypatch.setattr(connection_module.Connection, "ask_ids", ask_ids)
+    monkeypatch.setattr("os.fsync", lambda file: None)
+    chosen = replace(options(tmp_path, "http://127.0.0.1:9/v1", concurrency=WINDOW), prompts="org/rows")
+    regenerate(replace(chosen, limit=ROWS // 2))
+    whole = chosen.output.read_bytes()
+    chosen.output.write_bytes(whole[:-1000])  # as a kill leaves it, in the middle of a line
+    before, answered = whole[:-1000].count(b"\n"), 0
+    summary = regenerate(chosen)
+    assert (summary.rows, summary.before, summary.answered) == (ROWS, before, ROWS - before) and before > 1000
+    assert [(row["row"], row["sample"]) for row in rows(chosen.output)] == [(row, 0) for row in range(1, ROWS + 1)]
+    assert max(leads) == WINDOW
 
 
 # --- what is set aside ------------------------------------------------------------------------------------------------

@@ -164,6 +164,11 @@ class Drafter(ABC):
         """Return the budgets for a target: only chains if it cannot run trees."""
         return self.budgets if target.no_trees is None else self.chains
 
+    def label_on(self, target: CausalLM) -> str:
+        """Return the label for a target: a drafter of trees drafts a chain if the target runs no trees."""
+        cut = target.no_trees is not None and not self.chains_only
+        return f"{self.name}, chain of {self.chains[-1].depth}" if cut and self.chains else self.label
+
     @property
     def max_depth(self) -> int:
         """Depth of its deepest tree."""

@@ -143,6 +143,7 @@ def our_method(target: CausalLM, setting: str, name: str, drafter: Drafter | Non
     label, temperature = config.label, config.sampling.temperature
     if drafter is None:
         return Method(setting, name, label, run, run_batch, temperature=temperature)
+    is_chain = drafter.chains_only or target.no_trees is not None
     return Method(
         setting,
         name,
@@ -151,8 +152,8 @@ def our_method(target: CausalLM, setting: str, name: str, drafter: Drafter | Non
         run_batch,
         artefact=drafter.artefact,
         temperature=temperature,
-        rule=_rule_name(drafter, config.sampling, config.rule),
-        shape="chain" if drafter.chains_only else "tree",
+        rule=_rule_name(drafter, is_chain, config.sampling, config.rule),
+        shape="chain" if is_chain else "tree",
         drafts=_drafts(drafter, config.sampling),
         max_positions=drafter.max_positions,
     )
@@ -171,12 +172,12 @@ def _run_of(generation: Generation) -> Run:
     )
 
 
-def _rule_name(drafter: Drafter, sampling: SamplingConfig, rule: Rule | None) -> str:
+def _rule_name(drafter: Drafter, is_chain: bool, sampling: SamplingConfig, rule: Rule | None) -> str:
     if sampling.greedy:
         return "greedy"
     if rule is not None:
         return rule.name
-    found = {lossless_rule_for(kind, drafter.chains_only).name for kind in drafter.kinds(sampling)}
+    found = {lossless_rule_for(kind, is_chain).name for kind in drafter.kinds(sampling)}
     return " or ".join(sorted(found))
 
 

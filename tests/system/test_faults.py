@@ -30,7 +30,7 @@ from whole_runs import (
 
 KILLS = 6
 STEPS = 40
-EVERY = 4  # steps between checkpoints: a kill costs up to three, and six kills rarely all cost none
+EVERY = 4  # steps between checkpoints: of six kills, hardly ever all fall right behind one
 
 
 def test_a_run_killed_six_times_equals_the_one_that_was_never_killed(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ RUNS = (
     (f"train {ANY}/medusa2.yaml output=two", "qwen3_next takes no adapters"),
     (f"train {ANY}/medusa1.yaml output=dry --dry-run", "states of a decoded text, kept twice"),
     (
-        f"evaluate {FEW} --drafter heads:heads/final --drafter draft:draft/final --output measured",
+        f"evaluate {FEW} --drafter heads:heads/final,tree=0/1/0.0 --drafter draft:draft/final --output measured",
         "greedy texts are identical",
     ),
     (f"plan {FEW} --drafter heads:heads/final --drafter dspark:dspark/final --output plan", "written: plan/plan.json"),
@@ -69,6 +69,9 @@ def test_every_command_runs_on_a_hybrid_or_says_what_it_can_be_used_for(here: Pa
     write("qwen3_next")
     for words, wanted in RUNS:
         assert wanted in (said := run(words, input="Hi\n")), f"{words}: {said[-2000:]}"
+    rows = json.loads(Path("measured/report.json").read_text())["rows"]
+    heads = next(row for row in rows if row["artefact"] == "heads")
+    assert (heads["method"], heads["shape"], heads["rule"]) == ("markov, chain of 2", "chain", "greedy")
     run(f'regenerate {FEW} --chat-template-kwargs {{"enable_thinking":true}} --output thought.jsonl')
     plain, thought = (Path(f"{name}.jsonl").read_text() for name in ("new", "thought"))
     assert plain != thought and thought

@@ -58,7 +58,7 @@ def _check(options: DiagnoseOptions) -> SpeculatorName:
     folder = options.exported
     if folder is not None and not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no folder that a server reads (no config.json)", "name an exported folder")
-    read_conversations(resolve(options.prompts), None, options.limit, 1, chat=True)
+    list(read_conversations(resolve(options.prompts), None, options.limit, 1, chat=True))
     named = named_speculator(options.speculator)
     for held in filter(None, (folder, named.folder)):
         if (kind := kind_of(held)) != named.kind:

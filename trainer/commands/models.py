@@ -59,7 +59,7 @@ def load_models(options: ModelOptions, drafters: Sequence[str]) -> LoadedModels:
     set_variables(tokenizer, getattr(options, "chat_template_kwargs", None))
     loader = DrafterLoader(target, tokenizer, trusted)
     loaded = [loader.load(spec) for spec in specs]
-    labels = [drafter.label for drafter in loaded]
+    labels = [drafter.label_on(target) for drafter in loaded]
     names = _distinct(
         [
             f"{label} ({text})" if labels.count(label) > 1 else label

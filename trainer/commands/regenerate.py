@@ -4,7 +4,9 @@ Medusa-2 calls it self-distillation (2401.10774, section 2.3.2): where the targe
 was tuned by reinforcement, heads trained on other people's answers learn a distribution that is not the target's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +51,16 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
         say(watched, f"{options.prompts}: {prompts} on the Hub, licence {preset.licence}")
     is_file = "/" not in prompts or Path(prompts).exists() or Path(prompts).suffix in (".jsonl", ".parquet")
     source = None if is_file else stream_prompts(prompts)
-    bad = list[ValueError]()
-    rows, on_bad = (source.hub, bad.append) if source else (None, None)
-    conversations = read_conversations(prompts, field, options.limit, options.n, chat, rows, on_bad)
-    if bad:
-        say(watched, f"{len(bad)} rows hold no prompt, and are left out; the first: {bad[0]}")
-    if unseen := _without_their_tools(conversations, backend):
-        say(watched, f"{unseen} of {len(conversations)} prompts have tools, which no chat template shows the target")
+    bad = _BadRows()
+    rows, on_bad = (source.hub, bad) if source else (None, None)
+    read = partial(read_conversations, prompts, field, options.limit, options.n, chat, rows, on_bad)
+    if source is None:  # every row is checked before the first is answered
+        total: int | None = sum(1 for _ in _watched_for_tools(read(), backend, watched))
+        conversations = read()
+    else:
+        total = options.limit and options.limit * options.n
+        begun = _watched_for_tools(read(), backend, watched)
+        conversations = chain([next(begun)], begun)  # a stream that cannot be read leaves no file
     settings = {
         "prompts_sha256": source.sha256 if source else sha256_of(Path(prompts)),
         "prompt_field": field,
@@ -64,7 +69,9 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     settings |= {name: getattr(options, name) for name in _SETTINGS}
     about = {"prompts": prompts if source else Path(prompts).name, "commit": commit(), "versions": versions()}
     with AnswerFile(options.output, settings, about, options.keep_truncated, backend.encoder) as answers:
-        summary = answer(backend, conversations, answers, watched)
+        summary = answer(backend, conversations, answers, watched, total)
+    if bad.count:
+        say(watched, f"{bad.count} rows hold no prompt, and are left out; the first: {bad.first}")
     console.print(_table(summary))
     answers.check_not_empty()
     if cut := summary.truncated + summary.dropped:
@@ -76,13 +83,26 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     return summary
 
 
-def _without_their_tools(conversations: Sequence[OpenConversation], backend: Backend) -> int:
-    """Count the conversations with tools if the first of them is asked without; a served template is not known."""
-    having, encoder = [conversation for conversation in conversations if conversation.tools], backend.encoder
-    if not having or encoder is None:
-        return 0
-    ignored = encoder.ignored(having[0].open_after(()), having[0].tools)
-    return len(having) if "tools" in ignored else 0
+class _BadRows:
+    """Rows that are no prompt: their number, and what is wrong with the first."""
+
+    def __init__(self) -> None:
+        self.count, self.first = 0, ""
+
+    def __call__(self, error: ValueError) -> None:
+        self.count, self.first = self.count + 1, self.first or str(error)
+
+
+def _watched_for_tools(
+    conversations: Iterable[OpenConversation], backend: Backend, watched: Console
+) -> Iterator[OpenConversation]:
+    """Yield the conversations; warn at the first with tools that the template leaves out. Servers' are not known."""
+    unwarned = backend.encoder
+    for each in conversations:
+        if each.tools and unwarned is not None and "tools" in unwarned.ignored(each.open_after(()), each.tools):
+            say(watched, f"row {each.key.row} has tools, but the target's chat template does not show them")
+            unwarned = None
+        yield each
 
 
 def _table(summary: Summary) -> Table:

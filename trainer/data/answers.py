@@ -5,9 +5,8 @@ Beside the answers (``NAME.jsonl``) stand ``NAME.jsonl.meta.json`` with the sett
 """
 
 import json
-import os
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -16,7 +15,7 @@ from rich.console import Console
 
 from decoding.errors import UserError
 from decoding.jsonl import parse_row
-from decoding.model.loading import first_line
+from trainer.data.answer_rows import KeySet, RowFile, writing
 from trainer.data.chat import TranscriptEncoder
 from trainer.data.conversations import (
     ANSWER_TOKENS,
@@ -34,7 +33,6 @@ from trainer.files.shards import write_text
 from trainer.recipe.common import DataSection
 from trainer.terminal.progress import ProgressBar
 
-_KEYS = frozenset({"row", "sample"})
 Problem = Literal["empty", "truncated", "failed"]
 
 
@@ -79,52 +77,12 @@ class Backend(Protocol):
         """The encoder of rows as training has it; None where only a server knows the tokenizer."""
 
     def outcomes(
-        self, conversations: Sequence[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
+        self, conversations: Iterable[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
         """Yield the outcomes of the conversations that are not ``done``, a few at a time, to be written at once.
 
         ``on_tokens`` is called with the number of tokens written since its last call.
         """
-
-
-class _Lines:
-    """A file of JSON objects with the fields ``keys``, which grows by whole lines."""
-
-    def __init__(self, path: Path, keys: frozenset[str]) -> None:
-        """Read the file, and cut off the half line that a kill may have left. UserError names a damaged line."""
-        self.path, self.rows = path, list[dict[str, Any]]()
-        content = path.read_bytes() if path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            os.truncate(path, len(whole))
-        for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
-            try:
-                row = json.loads(line)
-                if not isinstance(row, dict) or not keys <= row.keys():
-                    raise ValueError(f"it is not an object with {', '.join(sorted(keys))}")
-            except ValueError as error:
-                raise UserError(
-                    f"{path}, line {number} is damaged ({first_line(error)})",
-                    "delete that line, and what it held is answered again",
-                ) from error
-            self.rows.append(row)
-
-    def append(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write the rows and wait until the disk has them."""
-        if not rows:
-            return
-        with _writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(_json_lines(rows))
-            file.flush()
-            os.fsync(file.fileno())
-        self.rows += rows
-
-    def replace(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Replace the whole file in one step, unless it holds these rows."""
-        if rows != self.rows:
-            with _writing(self.path):
-                write_text(self.path, _json_lines(rows))
-            self.rows = list(rows)
 
 
 class AnswerFile:
@@ -146,11 +104,11 @@ class AnswerFile:
         with ExitStack() as until_read:
             until_read.enter_context(hold_file(path))
             _begin(path, self.set_aside_path, settings, about)
-            self._answers = _Lines(path, _KEYS)
-            self._set_aside = _Lines(self.set_aside_path, _KEYS | {"again", "reason"})
+            self._answers = RowFile(path)
+            self._set_aside = RowFile(self.set_aside_path, {"again", "reason"}, lambda row: bool(row["again"]))
+            self._set_aside.settle()
             self._held = until_read.pop_all()
-        self._set_aside.replace([row for row in self._set_aside.rows if not row["again"]])
-        self.done = {AnswerKey(row["row"], row["sample"]) for row in (*self._answers.rows, *self._set_aside.rows)}
+        self.done = KeySet(self._answers.keys, self._set_aside.keys)
 
     def __enter__(self) -> "AnswerFile":
         return self
@@ -163,21 +121,20 @@ class AnswerFile:
         news = [self._judged(outcome) for outcome in outcomes if outcome.conversation.key not in self.done]
         self._answers.append([_row_of(outcome) for outcome in news if isinstance(outcome, AnsweredConversation)])
         self._set_aside.append([_row_of(outcome) for outcome in news if isinstance(outcome, FailedConversation)])
-        self.done |= {outcome.conversation.key for outcome in news}
         return news
 
     def finish(self) -> None:
         """Sort both files by row and sample: they were written in the order in which outcomes came."""
         for lines in (self._answers, self._set_aside):
-            lines.replace(sorted(lines.rows, key=lambda row: (row["row"], row["sample"])))
+            lines.settle()
 
     def check_not_empty(self) -> None:
         """Raise ValueError if no conversation was answered by any run."""
-        if self._answers.rows:
+        if self._answers.keys:
             return
-        first = self._set_aside.rows[0]
+        first = self._set_aside.first()
         raise ValueError(
-            f"nothing was answered: all {len(self._set_aside.rows)} conversations were set aside, that of line "
+            f"nothing was answered: all {len(self._set_aside.keys)} conversations were set aside, that of line "
             f"{first['row']} because: {first['reason']}; {self.set_aside_path} names every reason"
         )
 
@@ -220,10 +177,6 @@ def _row_of(outcome: Outcome) -> dict[str, Any]:
     return row | {"tokens": outcome.tokens, TRUNCATED: outcome.truncated}
 
 
-def _json_lines(rows: Sequence[dict[str, Any]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
 def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
     """Write down the settings that make the answers, or compare them with those that made the file."""
     meta = path.with_name(path.name + ".meta.json")
@@ -242,20 +195,8 @@ def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[st
     if any(file.exists() and file.stat().st_size for file in (path, set_aside)):
         what = "is damaged" if meta.exists() else "is missing"
         raise UserError(f"{meta} {what}, so nothing says how {path} was made", "put it back, or name another output")
-    with _writing(path):  # nothing was answered yet; the settings are on the disk before any answer is
+    with writing(path):  # nothing was answered yet; the settings are on the disk before any answer is
         write_text(meta, json.dumps({"settings": settings, "about": about}, indent=2) + "\n")
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Name the file, and the remedy, in the error of a disk that takes no more."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(
-            f"{path} cannot be written ({error.strerror or error}): make room there, then start the same command "
-            "again; what was answered before is kept"
-        ) from error
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -269,8 +210,8 @@ class Summary:
     that ask for another model than the one that answered. ``texts_alone``: those without the target's own tokens.
     """
 
-    rows: int
-    before: int
+    rows: int = 0
+    before: int = 0
     answered: int = 0
     answers: int = 0
     tokens: int = 0
@@ -310,13 +251,25 @@ class Summary:
 
 
 def answer(
-    backend: Backend, conversations: Sequence[OpenConversation], answers: AnswerFile, console: Console
+    backend: Backend,
+    conversations: Iterable[OpenConversation],
+    answers: AnswerFile,
+    console: Console,
+    total: int | None = None,
 ) -> Summary:
-    """Answer the conversations that the file lacks, and write each outcome as it comes; returns the counts."""
-    wanted = {conversation.key for conversation in conversations}
-    summary = Summary(len(conversations), len(wanted & answers.done))
-    tokens = 0
-    with ProgressBar(console, "answering", len(conversations), summary.before) as bar:
+    """Answer the conversations that the file lacks, and write each outcome as it comes; returns the counts.
+
+    Conversations are read as they are asked. ``total``: their number, if it is known.
+    """
+    summary = Summary()
+    tokens, before = 0, min(len(answers.done.keys), total or 0)
+    with ProgressBar(console, "answering", total, before) as bar:
+
+        def counted() -> Iterator[OpenConversation]:
+            for conversation in conversations:
+                summary.rows += 1
+                summary.before += conversation.key in answers.done
+                yield conversation
 
         def note() -> str:
             return f"{summary.answered / bar.seconds:,.1f} answers/s, {tokens / bar.seconds:,.0f} tokens/s"
@@ -326,7 +279,7 @@ def answer(
             tokens += count
             bar.update(note=note())
 
-        for outcomes in backend.outcomes(conversations, answers.done, on_tokens):
+        for outcomes in backend.outcomes(counted(), answers.done, on_tokens):
             for outcome in answers.add(outcomes):
                 summary.count(outcome)
                 bar.advance()

@@ -1,6 +1,6 @@
 """Rows become conversations: with their answers to train on, or without answers for a target to write them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -182,8 +182,8 @@ def read_conversations(
     chat: bool,
     stream: Iterable[dict[str, Any]] | None = None,
     on_bad: Callable[[ValueError], None] | None = None,
-) -> list[OpenConversation]:
-    """Read the first ``limit`` rows of a file, each as ``samples`` conversations without their answers.
+) -> Iterator[OpenConversation]:
+    """Yield the first ``limit`` rows of a file as they are read, each as ``samples`` conversations without answers.
 
     ``stream``: rows in place of the file's. ``on_bad``: called for each row that is no prompt, which is left out then.
 
@@ -191,7 +191,7 @@ def read_conversations(
     with the assistant's between them, becomes a conversation of several turns, which only a ``chat`` can hold.
     ValueError for a file without prompts and for a row that is none.
     """
-    conversations: list[OpenConversation] = []
+    count = 0
     for number, row in read_rows(path) if stream is None else enumerate(map(without_nulls, stream), start=1):
         where = f"{path}, line {number}"
         try:
@@ -205,13 +205,12 @@ def read_conversations(
             raise ValueError(f"{where}: a conversation of several messages needs a chat template: give one text a row")
         model = row["model"] if isinstance(row.get("model"), str) else None
         for sample in range(samples):
-            key = AnswerKey(number, sample)
-            conversations.append(OpenConversation(key, len(conversations), turns, chat, tools, model))
-        if limit is not None and len(conversations) >= limit * samples:
+            yield OpenConversation(AnswerKey(number, sample), count, turns, chat, tools, model)
+            count += 1
+        if limit is not None and count >= limit * samples:
             break
-    if not conversations:
+    if not count:
         raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line, and a limit above 0")
-    return conversations
 
 
 def _turns(value: Any, where: str) -> tuple[tuple[Message, ...], ...]:

@@ -97,8 +97,14 @@ def write_sealed(path: Path, tensors: dict[str, Tensor], made_from: str) -> None
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file whole or not at all."""
+    write_lines(path, [text.encode()])
+
+
+def write_lines(path: Path, lines: Iterable[bytes]) -> None:
+    """Write a file whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
+    with partial.open("wb") as file:
+        file.writelines(lines)
     _settle(partial, path)
 
 

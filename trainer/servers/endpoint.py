@@ -6,7 +6,7 @@ It returns texts, and its token ids if it has a field for them.
 
 import asyncio
 import json
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -78,10 +78,13 @@ class EndpointBackend:
         """None: only the servers know the tokenizer."""
 
     def outcomes(
-        self, conversations: Sequence[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
+        self, conversations: Iterable[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """Yield finished conversations; raise a fatal error after yielding those that ended with it."""
-        waiting = iter([conversation for conversation in conversations if conversation.key not in done])
+        """Yield finished conversations; raise a fatal error after yielding those that ended with it.
+
+        No conversation is read before there is room to ask it.
+        """
+        waiting = (conversation for conversation in conversations if conversation.key not in done)
         running: set[asyncio.Task[Outcome]] = set()
         failures = 0
         with asyncio.Runner() as runner:

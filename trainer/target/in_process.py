@@ -1,7 +1,8 @@
 """Answers by the target in this process, decoded in groups of conversations that are the same in every run."""
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -44,12 +45,11 @@ class TargetBackend:
         self.encoder = TranscriptEncoder(DataSection(train="", heldout=""), tokenizer)
 
     def outcomes(
-        self, conversations: Sequence[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
+        self, conversations: Iterable[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
         """Yield the outcomes of one group at a time, without the groups that are done."""
-        size = GROUP * self._batch_size
-        for start in range(0, len(conversations), size):
-            group = conversations[start : start + size]
+        waiting = iter(conversations)
+        while group := list(islice(waiting, GROUP * self._batch_size)):
             if any(conversation.key not in done for conversation in group):
                 yield self._answer(group, on_tokens)
 
