@@ -110,12 +110,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DFlash with a confidence": (
         {"markov_rank": 0, "sample_from_anchor": False, "confidence": True}, "set draft.dspark.confidence=false"
     ),
-    "a window": ({"window": 8}, "draft.window is for an ordinary draft: set it to null"),
+    "a window": ({"window": 8}, "draft.window does not apply to a DSpark draft: set it to null"),
     "single tokens": ({"policy": {"loop": 1}}, "set draft.policy.loop_trains=all"),
-    "fewer tokens": ({"vocabulary": 8}, "draft.vocabulary is for an ordinary draft"),
-    "a teacher": ({"teacher": {"folder": "x"}}, "draft.teacher is for an ordinary draft"),
-    "a config": ({"init": {"from_config": {"hidden_size": 8}}}, "draft.init.from_config is for an ordinary draft"),
-    "layers": ({"init": {"from_target": {"layers": [1]}}}, "draft.init.from_target is for an ordinary draft"),
+    "fewer tokens": ({"vocabulary": 8}, "draft.vocabulary does not apply to a DSpark draft"),
+    "a teacher": ({"teacher": {"folder": "x"}}, "draft.teacher does not apply to a DSpark draft"),
+    "a config": ({"init": {"from_config": {"hidden_size": 8}}}, "draft.init.from_config does not apply"),
+    "layers": ({"init": {"from_target": {"layers": [1]}}}, "draft.init.from_target does not apply to a DSpark draft"),
 }  # fmt: skip
 
 

@@ -149,9 +149,9 @@ def test_a_run_from_the_disk_that_goes_on_is_to_the_bit_one_that_never_stopped(t
 @pytest.mark.parametrize(
     ("draft", "features", "problem"),
     [
-        ({}, {}, "which only a DSpark draft reads: set features=null"),
-        ({"dspark": {}, "policy": {"target": 1}}, {}, "draft.policy writes others: set features=null"),
-        ({"dspark": {}}, {"keep_target": False}, "features.keep_target=false is for heads"),
+        ({}, {}, "features are for a DSpark draft.*: set features=null"),
+        ({"dspark": {}, "policy": {"target": 1}}, {}, "draft.policy generates new ones: set features=null"),
+        ({"dspark": {}}, {"keep_target": False}, "features.keep_target=false works for heads only"),
     ],
 )
 def test_recipes_that_features_do_not_fit_are_refused(draft: Any, features: Any, problem: str) -> None:

@@ -127,6 +127,6 @@ def test_a_finished_run_is_refused_a_setting_that_nothing_would_be_trained_by(
     run = workshop / "run"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     ((name, now),) = change.items()
-    with pytest.raises(ValueError, match=rf"finished, .* training\.{name} \(.*, now {now}\): .*another output"):
+    with pytest.raises(ValueError, match=rf"finished .* training\.{name} \(.*, now {now}\): .*another output"):
         train(workshop, **{"learning_rate": 3e-3, **change})
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
