@@ -62,8 +62,7 @@ class Conversation:
             room = min(room, most - len(prompt))
         if room < 1:
             raise ValueError(
-                f"with this question the conversation has {len(prompt)} tokens, and target and draft hold {most}: "
-                "shorten the question, undo earlier turns, or reset the conversation"
+                f"the conversation has {len(prompt)} tokens, but at most {most} fit: shorten the question or undo turns"
             )
         if self._cache is None:
             self._cache = self.engine.target.new_cache(len(prompt) + self.config.max_new_tokens)

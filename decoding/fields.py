@@ -23,8 +23,7 @@ _ROLES = {
     "tool": "tool",
 }
 """ShareGPT's speaker names -> roles of chat templates."""
-_ABOUT = ("input", "context")
-"""Fields with the text that an instruction refers to, in Alpaca and Dolly."""
+_ABOUT = ("input", "context")  # fields with the text that an instruction refers to, in Alpaca and Dolly
 _TEXT_ANSWERS = ("answer", "response", "completion")
 """Fields that make ``text`` in the same row a prompt. ``code`` does too in mbpp, whose rows have a ``task_id``."""
 

@@ -163,18 +163,15 @@ def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
     return arms | {chain: _Acceptance(whole, _OF_LARGER) for chain in smaller}
 
 
-_MEMORY = 0.9975
-"""Weight of a trial relative to the next one."""
+_MEMORY = 0.9975  # weight of a trial relative to the next one
 _GUESS, _OF_LARGER = 0.75, 0.8
 """Acceptance assumed before any trial; acceptance of a chain relative to the tree that contains it."""
 _KEPT, _STALE, _AGEING = 31, 500, 4000.0
 """Steps kept per budget; steps after which they are forgotten; steps that raise their doubt by a factor of e."""
 _NOISE, _BETWEEN, _BEYOND = 0.15, 0.04, 0.3
 """Relative standard deviations: of a step's seconds, and of guesses between and beyond tried budgets."""
-_CAUTION = 0.5
-"""Share of a standard deviation that is explored; half of it is always added to the acceptance."""
-_HELD = 2
-"""Steps between two choices."""
+_CAUTION = 0.5  # share of a standard deviation that is explored; half of it is always added to the acceptance
+_HELD = 2  # steps between two choices
 
 
 class AdaptivePolicy:

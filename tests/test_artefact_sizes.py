@@ -71,7 +71,7 @@ def test_heads_that_claim_to_be_enormous_are_refused_before_they_are_built(
 ) -> None:
     change(written_heads(tmp_path) / CONFIG_NAME, **{key: 10**18})
     never_built(monkeypatch)
-    with pytest.raises(ValueError, match=r"does not fit its config: .*heads\.\d+\..* (missing|would be)"):
+    with pytest.raises(ValueError, match=r"does not fit its config: .*heads\.\d+\..* (missing|is)"):
         MedusaHeads.from_pretrained(tmp_path)
 
 
@@ -99,7 +99,7 @@ def test_a_config_that_describes_no_heads_is_refused_in_one_sentence(
 def test_a_config_that_is_no_json_object_is_refused_wherever_it_is_read(text: bytes, tmp_path: Path) -> None:
     (written_heads(tmp_path) / CONFIG_NAME).write_bytes(text)
     for read in (MedusaHeads.from_pretrained, is_heads_folder, lambda f: load_model(str(f))):
-        with pytest.raises(ValueError, match=r"config\.json (cannot be read as JSON|holds a list, not an object)"):
+        with pytest.raises(ValueError, match=r"config\.json (cannot be read as JSON|contains a list, not an object)"):
             read(tmp_path)
 
 
@@ -115,7 +115,7 @@ def test_heads_that_are_not_finite_are_neither_read_nor_exported(
         lambda folder: load_heads(folder, tiny_llama),
         lambda folder: export(folder, tmp_path / "out", "headstart"),
     ):
-        with pytest.raises(ValueError, match=r"1 of the 256 values of heads\.1\.lm_head\.weight are NaN or infinite"):
+        with pytest.raises(ValueError, match=r"not finite, 1 of 256 values in heads\.1\.lm_head\.weight"):
             read(tmp_path / "run")
     assert not (tmp_path / "out").exists()
 

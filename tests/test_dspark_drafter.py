@@ -175,13 +175,13 @@ def test_a_text_to_the_last_of_the_targets_positions_is_drafted_for_to_its_end()
 )
 def test_a_target_of_other_sizes_is_refused(tiny_llama: CausalLM, changes: dict[str, int], problem: str) -> None:
     other = CausalLM(tiny_model(**{"vocab": changes.pop("vocab_size", 16), **changes}))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=f"a target whose {problem}: give a draft that was trained on this target"):
+    with pytest.raises(ValueError, match=f"a target whose {problem}: give a draft trained on this target"):
         Engine(other, DSparkDrafter(tiny_dspark(tiny_llama))).decode([1, 2], DecodingConfig(4))
 
 
 def test_a_target_whose_embeddings_are_narrower_than_its_layers_is_refused(tiny_llama: CausalLM) -> None:
     target = CausalLM(tiny_model("opt"))
-    with pytest.raises(ValueError, match=r"lm_head are 12 wide, but its layers 16: give a target"):
+    with pytest.raises(ValueError, match=r"lm_head is 12 wide, but its layers 16: give another target"):
         Engine(target, DSparkDrafter(tiny_dspark(target))).decode([1, 2], DecodingConfig(4))
 
 

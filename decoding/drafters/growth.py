@@ -45,7 +45,6 @@ class StaticTree:
             raise ValueError("the tree is empty: give at least the path [0]")
         self._ranks = (0, *ranks)
         self.ranks = max(self._ranks) + 1
-        """Number of a node's best tokens that the tree may use."""
         self.is_chain = self._shape.is_chain
         widest = [0]  # the largest rank on the path to each node
         for node, parent in enumerate(self._shape.parents[1:], start=1):

@@ -21,12 +21,9 @@ from decoding.rules.tree import TokenTree, TokenTrie, fetch_tokens
 
 _PRIOR_TRIALS = 4.0
 """Trials that a prior counts for: the prior of a text's mean, and that mean as prior for one match length."""
-_MEMORY = 50.0
-"""Trials that a mean remembers."""
-_UNTRIED = 16
-"""Steps without the first drafter after which a text tries it again."""
-_LENGTHS = 5
-"""Classes of matches: none, 1, 2 to 3, 4 to 7, 8 and more tokens."""
+_MEMORY = 50.0  # trials that a mean remembers
+_UNTRIED = 16  # steps without the first drafter after which a text tries it again
+_LENGTHS = 5  # classes of matches: none, 1, 2 to 3, 4 to 7, 8 and more tokens
 
 
 class HybridDrafter(Drafter):
@@ -111,8 +108,7 @@ class _FirstChoice:
     def __init__(self) -> None:
         self._looked_up = [_Mean() for _ in range(_LENGTHS)]
         """Tokens accepted from the lookup's own tree, by the class of its match."""
-        self._added = [_Mean() for _ in range(_LENGTHS)]
-        """Tokens accepted in addition, in steps with both trees."""
+        self._added = [_Mean() for _ in range(_LENGTHS)]  # tokens accepted in addition, in steps with both trees
         self._added_to_any = _Mean()
         self._untried = 0
         self.last: tuple[int, int, GraftedProposal] | None = None

@@ -53,7 +53,6 @@ class PromptLookupSession(TextSession):
         self._drafter = drafter
         self._device = target.device
         self._indexed = 0
-        """Number of the text's tokens in the index."""
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
     def propose(self, request: DraftRequest) -> Proposal:
@@ -85,7 +84,6 @@ class PromptLookupSession(TextSession):
 
 
 _LONGEST_MATCH = 32
-"""Longest match that is measured."""
 
 
 def _match_length(tokens: Sequence[int], end: int) -> int:

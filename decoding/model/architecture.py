@@ -114,10 +114,7 @@ def check_static(static: str, device: torch.device) -> None:
     if static not in STATIC_CHOICES:
         raise ValueError(f"static is {static!r}: give one of {', '.join(STATIC_CHOICES)}")
     if static == "graphs" and device.type != "cuda":
-        raise ValueError(
-            f"static is graphs, but only CUDA devices record graphs and the model runs on {device.type}: give auto or "
-            "eager"
-        )
+        raise ValueError(f"static is graphs, which need a CUDA device, not {device.type}: give auto or eager")
 
 
 def static_of(choice: str, model: PreTrainedModel) -> str | None:

@@ -134,10 +134,8 @@ class PreallocatedCache(Cache):
         self.lease = 0
         self.text: list[int] = []
         self.states: list[Tensor] = []
-        """Blocks of states, each (tokens, taps)."""
         self._taps: tuple[int, ...] = ()
-        self._held: tuple[_Buffers, ...] = ()
-        """Buffers of each device; empty before the first block."""
+        self._held: tuple[_Buffers, ...] = ()  # buffers of each device; empty before the first block
         self._handed_out: tuple[_Buffers, ...] = self._held
         """Buffers whose views the layers have; differs from `_held` after an interrupt between buffers and views."""
 
@@ -213,8 +211,7 @@ class PreallocatedCache(Cache):
         """Raise ValueError if the buffers were given to another generation after this ``lease``."""
         if lease != self.lease:
             raise ValueError(
-                "another generation has begun on this cache, and a shared or static cache decodes one batch at a time: "
-                "finish or drop the first, or give each generation its own cache"
+                "another generation has begun on this cache: finish or drop the first, or give each its own cache"
             )
 
     def allocate(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -75,7 +75,6 @@ class CausalLM:
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
         self.turns = CacheTurns()
-        """Turns of generations on the only cache of a static model."""
         self.static = static
         """How its steps have fixed shapes; None if they do not."""
         if static is not None:
@@ -105,8 +104,7 @@ class CausalLM:
         kind = self.model.config.model_type
         if (reason := why_no_chains(self.model)) is not None:
             raise ValueError(
-                f"{reason}, so no draft can be verified: train on a {kind} model, or decode and measure it without a "
-                "drafter"
+                f"{reason}, so no draft can be verified: decode and measure the {kind} model without a drafter"
             )
         if self.no_trees is not None and not has_chains:
             raise ValueError(

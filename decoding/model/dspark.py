@@ -34,8 +34,7 @@ from decoding.model.stored import (
     write_weights,
 )
 
-_TOGETHER = 1024
-"""Most tokens of several texts whose states are concatenated for one product."""
+_TOGETHER = 1024  # most tokens of several texts whose states are concatenated for one product
 _SPREAD = 0.02
 _OF_FILES = {
     "markov.embedding.weight": "markov_head.markov_w1.weight",
@@ -212,8 +211,7 @@ def check_ends(folder: Path, target: CausalLM) -> None:
         own = ends[name].weight.detach()
         if tensor.shape != own.shape or not torch.allclose(tensor.to(own), own, rtol=2**-7, atol=1e-6):
             raise ValueError(
-                f"{folder} contains an {name} that differs from the target's, and drafts use the target's: give one "
-                "trained on this target with both frozen"
+                f"{folder} contains an {name} that differs from the target's: give a draft that uses the target's"
             )
 
 

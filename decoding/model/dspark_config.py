@@ -32,6 +32,7 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 GPU_HEAD_DIMS = (64, 128)
 """Sizes of an attention head that servers have kernels for, and sizes with kernels on GPUs too."""
 REMEDY = "give a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
+_THIS_TARGET = "give a draft trained on this target"
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,7 @@ class DSparkConfig:
         highest = (self.num_target_layers or 1 << 20) - 2
         if not taps or list(taps) != sorted(set(taps)) or taps[-1] > highest:
             raise ValueError(
-                f"target_layer_ids is {list(taps)}: give increasing layers from 0 to {highest}; servers never read "
-                "the states after the last layer"
+                f"target_layer_ids is {list(taps)}: give increasing layers from 0 to {highest}, without the last one"
             )
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(
@@ -119,18 +119,15 @@ class DSparkConfig:
         for name, size in {**found, "num_target_layers": target.num_layers}.items():
             if getattr(self, name) not in (None, size):
                 raise ValueError(
-                    f"this DSpark draft is for a target whose {name} is {getattr(self, name)}, but this target's is "
-                    f"{size}: give a draft that was trained on this target"
+                    f"this draft needs a target whose {name} is {getattr(self, name)}, not {size}: {_THIS_TARGET}"
                 )
         if self.target_layer_ids[-1] > target.num_layers - 2:
             raise ValueError(
-                f"this DSpark draft reads the states after layer {self.target_layer_ids[-1]}, but of the target's "
-                f"{target.num_layers} layers the last is never read: give a draft trained on this target"
+                f"this draft reads layer {self.target_layer_ids[-1]} of 0 to {target.num_layers - 2}: {_THIS_TARGET}"
             )
         if (width := target.model.config.get_text_config(decoder=True).hidden_size) != self.hidden_size:
             raise ValueError(
-                f"the target's embedding and lm_head are {self.hidden_size} wide, but its layers {width}: give a "
-                "target with equal widths, as a DSpark draft needs"
+                f"the target's lm_head is {self.hidden_size} wide, but its layers {width}: give another target"
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from decoding.rules.tree import checked_paths
 
 FORMAT = "headstart-medusa"
 _REMEDY = "give heads as headstart wrote them"
+_THIS_TARGET = "give heads trained on this target"
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,11 @@ class MedusaConfig:
         """Raise ValueError for a target of another hidden size or vocabulary size."""
         if self.hidden_size != hidden_size:
             raise ValueError(
-                f"these heads read hidden states of size {self.hidden_size}, but the target's have size {hidden_size}: "
-                "give heads trained on this target"
+                f"these heads read states of size {self.hidden_size}, not the target's {hidden_size}: {_THIS_TARGET}"
             )
         if self.vocab_size != vocab_size:
             raise ValueError(
-                f"these heads predict {self.vocab_size} tokens, but the target knows {vocab_size}: "
-                "give heads trained on this target"
+                f"these heads predict {self.vocab_size} tokens, not the target's {vocab_size}: {_THIS_TARGET}"
             )
 
 
@@ -162,10 +161,7 @@ class MedusaHeads(nn.Module):
     def for_lm_head(weight: Float[Tensor, "vocab hidden"], config: MedusaConfig) -> "MedusaHeads":
         """Make the heads of `for_target` from the weight of the target's lm_head alone."""
         if weight.shape != (config.vocab_size, config.hidden_size):
-            raise ValueError(
-                f"the target's lm_head is {tuple(weight.shape)}: give heads of {weight.shape[0]} tokens and width "
-                f"{weight.shape[1]}, not {config.vocab_size} and {config.hidden_size}"
-            )
+            raise ValueError(f"the target's lm_head has shape {tuple(weight.shape)}: give heads of the same sizes")
         heads = MedusaHeads(config)
         if config.shared_lm_head:
             return heads

@@ -38,8 +38,7 @@ from decoding.model.stored import CONFIG_NAME, check_finite, read_header, read_o
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary
 
 _LOGGER = logging.getLogger(__name__)
-_SHARE = 0.9
-"""Share of a GPU's free memory that weights may fill; the rest is for the cache and the passes."""
+_SHARE = 0.9  # share of a GPU's free memory that weights may fill; the rest is for the cache and the passes
 
 TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
 """Text that tokenizers split differently: spaces at both ends of lines, digits, an accent."""
@@ -89,15 +88,13 @@ def load_model(
     model: PreTrainedModel = read[0]
     if missing := sorted(read[1]["missing_keys"]):
         raise ValueError(
-            f"the weights of {name} lack {missing[0]}, one of {len(missing)} required by its config: give a folder "
-            "with all of them, as missing weights would be random"
+            f"the weights of {name} lack {missing[0]}, one of {len(missing)} missing: give a complete folder"
         )
     if not spread and placed is None:
         model.to(device or default_device())  # type: ignore[arg-type]  # transformers' stubs
     elif is_spread(model) and (left := sorted({"cpu", "disk"} & places_of(model))):
         raise ValueError(
-            f"{name} does not fit on the GPUs together, a part would stay on the {' and the '.join(left)} and slow "
-            "every pass: give more GPUs, a narrower dtype, or a smaller target"
+            f"{name} does not fit on the GPUs without {' and '.join(left)}: give more GPUs or a narrower dtype"
         )
     model.eval()
     return model

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from decoding.model.lm_head import OutputLayer
 
-_SPREAD = 0.02
-"""Standard deviation of the embedding's initial weights, as in most language models."""
+_SPREAD = 0.02  # standard deviation of the embedding's initial weights, as in most language models
 LARGEST_TABLE = 64 << 20
 """Largest table of the biases after all tokens that decoding keeps, in bytes."""
 

@@ -22,11 +22,9 @@ from decoding.model.forward import ModelOutput, run_model
 from decoding.rules.tree import TokenTree, TreeShape
 
 NODE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
-_FREE_TOKENS = 64
-"""Tokens up to which a GPU pass takes no longer than for one token; a few large buckets suffice there."""
+_FREE_TOKENS = 64  # tokens up to which a GPU pass takes no longer than for one token; a few large buckets suffice there
 _KEY_BUCKET = 256
-_AHEAD = 2
-"""Buckets of keys whose graphs are recorded before a text reaches them."""
+_AHEAD = 2  # buckets of keys whose graphs are recorded before a text reaches them
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -167,7 +165,6 @@ class StaticSteps:
         self._masks = masks
         self._max_positions = max_positions
         self.captures = mode == "graphs"
-        """True if steps on a GPU are recorded as CUDA graphs."""
         self._steps: dict[Size, _Bucket] = {}
         self._buffers = 0
         self.pool: Any = None

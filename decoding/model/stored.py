@@ -23,15 +23,12 @@ CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 WEIGHT_FILES = (WEIGHTS_NAME, INDEX_NAME, "model-*.safetensors")
-"""Patterns of all names of such files, for a download."""
 SHARD_BYTES = 5 * 10**9
 """Greatest size of a file of weights, in bytes; a larger tensor gets a separate file."""
 FLOATS = ("BF16", "F16", "F32", "F64")
 """Dtypes that heads may have, by their safetensors names."""
-_MOST_BYTES = 256 << 20
-"""Greatest size of a JSON file, in bytes; the index of the largest models has a few MiB."""
-_PIECE = 1 << 18
-"""Values of a tensor tested for NaN at a time: testing a whole tensor would take twice its memory."""
+_MOST_BYTES = 256 << 20  # greatest size of a JSON file, in bytes; the index of the largest models has a few MiB
+_PIECE = 1 << 18  # values of a tensor tested for NaN at a time: testing a whole tensor would take twice its memory
 
 
 class StoredTensor(NamedTuple):

@@ -48,8 +48,7 @@ def capture_taps(
             parts[tap] = output if isinstance(output, Tensor) else output[0]
             if parts[tap].ndim > 3:
                 raise ValueError(
-                    f"{type(model).__name__}'s layers pass on several streams, which drafts over states cannot read: "
-                    "train heads or an ordinary draft on it"
+                    f"{type(model).__name__}'s layers pass on several streams: train heads or an ordinary draft on it"
                 )
             if tap == taps[-1]:
                 place = parts[tap].device  # layers may be on several devices

@@ -27,21 +27,14 @@ def _windowed(config: PreTrainedConfig, window: int) -> PreTrainedConfig:
     kind = _OF_FAMILY.get(config.model_type)
     if kind is None:
         raise ValueError(
-            f"the draft is a {config.model_type} model, which does not support windows: give a "
-            f"draft of the type {', '.join(_OF_FAMILY)}, or leave the window out"
+            f"a {config.model_type} draft cannot have a window: give {', '.join(_OF_FAMILY)}, or no window"
         )
     if biases := [
         name for name in ("attention_bias", "mlp_bias") if kind == "mistral" and getattr(config, name, False)
     ]:
-        raise ValueError(
-            f"the draft has {' and '.join(biases)}, which models with windows do not support: leave the window "
-            "out, or give a draft without biases"
-        )
+        raise ValueError(f"models with windows have no {' or '.join(biases)}: leave the window or the biases out")
     if not 2 <= window <= config.max_position_embeddings:
-        raise ValueError(
-            f"the draft's window is {window} tokens: give 2 to {config.max_position_embeddings}, the draft's longest "
-            "distance"
-        )
+        raise ValueError(f"the draft's window is {window} tokens: give 2 to {config.max_position_embeddings}")
     own = type(AutoConfig.for_model(kind))
     known = own().to_dict().keys() - {"model_type", "architectures"}
     fields = {name: value for name, value in config.to_dict().items() if name in known} | {"sliding_window": window}

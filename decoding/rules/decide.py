@@ -20,8 +20,7 @@ from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits
 from decoding.rules.tree import TokenTree, fetch_tokens
 from decoding.rules.verify import BLOCK_VERIFICATION, SAMPLED_VERIFY, Rule, Verdict, lossless_rule
 
-_WALKERS = 16
-"""Number of rows with drafted tokens from which walking all trees at once is faster on the CPU."""
+_WALKERS = 16  # number of rows with drafted tokens from which walking all trees at once is faster on the CPU
 
 
 def decide(

@@ -49,9 +49,7 @@ class RandomSource(Protocol):
 
 
 NO_WEIGHT = "no token has any weight: loosen the sampling controls; a processor may forbid every token"
-"""Error of a draw without any weight."""
-_BLOCK = 32
-"""Least count of numbers that a source draws from its generator at once."""
+_BLOCK = 32  # least count of numbers that a source draws from its generator at once
 
 
 class GeneratorSource:
@@ -59,8 +57,7 @@ class GeneratorSource:
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
-        self._ahead: list[float] = []
-        """Numbers already drawn from the generator but not yet used."""
+        self._ahead: list[float] = []  # numbers already drawn from the generator but not yet used
 
     @staticmethod
     def from_seed(seed: int, stream: int | str = "") -> "GeneratorSource":

@@ -140,8 +140,7 @@ class History:
         self._prompt_length = prompt_length
         self._vocab_size = vocab_size
         self._device = torch.device(device)
-        self._known = 0
-        """Number of tokens of the text that the tensors below describe."""
+        self._known = 0  # number of tokens of the text that the tensors below describe
         device = self._device
         self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device) if sampling.needs_seen else None
         self._text = torch.zeros(0, dtype=torch.long, device=device) if sampling.processors else None

@@ -159,7 +159,9 @@ def test_a_recurrent_model_is_no_draft_neither_trained_nor_decoding() -> None:
 
 @pytest.mark.parametrize("family", PLAIN)
 def test_a_family_that_verifies_no_draft_is_refused_where_one_is_given_and_says_what_it_can_do(family: str) -> None:
-    with pytest.raises(ValueError, match=f"^{family} .*no draft can be verified: train on a {family} model"):
+    with pytest.raises(
+        ValueError, match=f"^{family} .*no draft can be verified: decode and measure the {family} model"
+    ):
         Engine(CausalLM(family_model(family)), Chains([[3]])).decode([3], DecodingConfig(4))
 
 

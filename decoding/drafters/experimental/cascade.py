@@ -62,10 +62,8 @@ class CascadeSession(TextSession):
     def __init__(self, drafter: CascadeDrafter, state: DraftState, start: TextStart) -> None:
         self._drafter, self._state, self._start = drafter, state, start
         self._lookup = self._new_lookup()
-        self._text: list[int] = []
-        """Tokens of the last request, followed by the chain drafted for it."""
-        self._cached = 0
-        """Number of its leading tokens with keys in the draft's cache."""
+        self._text: list[int] = []  # tokens of the last request, followed by the chain drafted for it
+        self._cached = 0  # number of its leading tokens with keys in the draft's cache
 
     def _new_lookup(self) -> TextSession:
         sampling, length = self._state.rows.sampling, 0

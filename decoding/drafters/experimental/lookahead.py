@@ -48,7 +48,6 @@ class LookaheadDrafter(TextDrafter):
         self.ngram = ngram
         self.guesses = guesses
         self.window_size = Budget(window + ngram - 3, window * (ngram - 1))
-        """The window alone, the root included."""
         depth, nodes = self.window_size
         self.budgets = (Budget(max(ngram - 1, depth), nodes + guesses * (ngram - 1)),)
 
@@ -65,13 +64,11 @@ class LookaheadSession:
         self._drafter = drafter
         self._device = target.device
         self._prompt_length = prompt_length
-        self._columns: list[list[int]] = []
-        """Tokens of each column, from level 0 up."""
+        self._columns: list[list[int]] = []  # tokens of each column, from level 0 up
         self._pool: dict[int, dict[tuple[int, ...], None]] = {}
         """First token -> the rests of its latest n-grams, the latest last."""
         self._read = 0
-        self._last_nodes: list[int] = []
-        """Node of the last proposal at the end of each column; empty if no column ran."""
+        self._last_nodes: list[int] = []  # node of the last proposal at the end of each column; empty if no column ran
 
     def propose(self, request: DraftRequest) -> Proposal:
         tokens, drafter = request.tokens, self._drafter

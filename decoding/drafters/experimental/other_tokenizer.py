@@ -18,10 +18,8 @@ from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, common_length
 
-_LOOKBEHIND = 10
-"""Number of earlier tokens that are encoded with the new ones, to split them as in the whole text."""
-_HALF = "\ufffd"
-"""Replacement character, which a decoder writes for the bytes of an incomplete character."""
+_LOOKBEHIND = 10  # number of earlier tokens that are encoded with the new ones, to split them as in the whole text
+_HALF = "\ufffd"  # replacement character, which a decoder writes for the bytes of an incomplete character
 
 
 class OtherTokenizerDrafter(TextDrafter):
@@ -45,8 +43,7 @@ class OtherTokenizerDrafter(TextDrafter):
         largest = max(draft_tokenizer.get_vocab().values())
         if largest >= draft.vocab_size:
             raise ValueError(
-                f"the draft's tokenizer has tokens up to {largest}, but the draft knows 0 to {draft.vocab_size - 1}: "
-                "give the draft's own tokenizer"
+                f"the draft's tokenizer has token {largest}, the draft only {draft.vocab_size}: give its own tokenizer"
             )
         self.draft = draft.with_static(None)  # a static model has one cache
         self.draft_tokenizer = draft_tokenizer
