@@ -168,9 +168,9 @@ def test_a_text_to_the_last_of_the_targets_positions_is_drafted_for_to_its_end()
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"hidden_size": 32}, "hidden_size is 16, and the target's is 32"),
-        ({"vocab_size": 20}, "vocab_size is 16, and the target's is 20"),
-        ({"num_hidden_layers": 3}, "num_target_layers is 2, and the target's is 3"),
+        ({"hidden_size": 32}, "hidden_size is 16, not 32"),
+        ({"vocab_size": 20}, "vocab_size is 16, not 20"),
+        ({"num_hidden_layers": 3}, "num_target_layers is 2, not 3"),
     ],
 )
 def test_a_target_of_other_sizes_is_refused(tiny_llama: CausalLM, changes: dict[str, int], problem: str) -> None:

@@ -121,10 +121,8 @@ class DSparkConfig:
                 raise ValueError(
                     f"this draft needs a target whose {name} is {getattr(self, name)}, not {size}: {_THIS_TARGET}"
                 )
-        if self.target_layer_ids[-1] > target.num_layers - 2:
-            raise ValueError(
-                f"this draft reads layer {self.target_layer_ids[-1]} of 0 to {target.num_layers - 2}: {_THIS_TARGET}"
-            )
+        if (last := self.target_layer_ids[-1]) > (most := target.num_layers - 2):
+            raise ValueError(f"this draft reads layer {last}, but only 0 to {most} can be read: {_THIS_TARGET}")
         if (width := target.model.config.get_text_config(decoder=True).hidden_size) != self.hidden_size:
             raise ValueError(
                 f"the target's lm_head is {self.hidden_size} wide, but its layers {width}: give another target"
