@@ -26,7 +26,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._shown = 0  # number of tokens whose text was returned
-        self._context = 0  # index of the first token to decode, a few before these
+        self._context = 0  # index where decoding starts, a few tokens earlier as context
 
     def push(self, token: int) -> str:
         """Add a token; return the text that it completes, possibly empty."""

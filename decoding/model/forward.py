@@ -64,8 +64,7 @@ def run_model(
 ) -> ModelOutput:
     """Run ``tokens`` at ``positions``, both (rows, size), into the block that the cache has begun.
 
-    ``positions`` None: the model takes no positions. ``cache``: a mapping under the model's own argument name, if the
-    cache is its own.
+    ``positions`` None: the model takes no positions. ``cache`` may also map the model's own argument name to its cache.
 
     ``mask`` is an additive mask (rows, 1, size, keys), a dict of masks by layer type, or None if `transformers` builds
     its own. ``select`` picks the positions, (rows, some, hidden), for the lm_head and the output (None: all). ``taps``:
