@@ -14,8 +14,8 @@ from decoding.fields import Tools
 def with_variables(template: str, variables: Mapping[str, Any]) -> str:
     """Return a chat template with variables set, such as ``enable_thinking`` (``chat_template_kwargs`` of requests).
 
-    The variables become part of the template's text: they apply wherever it is used, and they change its digest. Raises ValueError
-    for a name that the template does not read.
+    The variables become part of the template's text: they apply wherever it is used, and they change its digest. Raises
+    ValueError for a name that the template does not read.
     """
     for name in variables:
         if not name.isidentifier() or not re.search(rf"\b{name}\b", template):
