@@ -195,7 +195,7 @@ def test_a_source_without_weights_or_tokenizer_is_refused(
     with pytest.raises(ValueError, match=r"there is no folder .*nowhere: give that of a training run"):
         export(tmp_path / "nowhere", tmp_path / "out", "headstart")
     (heads_folder / "model.safetensors").rename(heads_folder / "model.bin")
-    with pytest.raises(ValueError, match=r"has no \.safetensors file"):
+    with pytest.raises(ValueError, match="holds no weights"):
         export(heads_folder, tmp_path / "out", "headstart")
     bare = tmp_path / "bare"
     bare.mkdir()

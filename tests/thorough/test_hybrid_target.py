@@ -25,7 +25,7 @@ RUNS = (
     (f"train {ANY}/draft.yaml output=own", "qwen3_next keeps a recurrent state, which can follow only one path, so"),
     (f"train {ANY}/draft.yaml output=draft draft.init.from_model=small draft.check_costs=false", "draft/final"),
     (f"train {ANY}/dspark.yaml output=dspark {DSPARK} draft.check_costs=false", "dspark/final"),
-    (f"train {ANY}/medusa2.yaml output=two", "qwen3_next takes no adapters"),
+    (f"train {ANY}/medusa2.yaml output=two", "qwen3_next does not support adapters"),
     (f"train {ANY}/medusa1.yaml output=dry --dry-run", "states of a decoded text, kept twice"),
     (
         f"evaluate {FEW} --drafter heads:heads/final,tree=0/1/0.0 --drafter draft:draft/final --output measured",
