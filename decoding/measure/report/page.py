@@ -35,7 +35,7 @@ def write_html(report: Report, path: Path) -> None:
         lstrip_blocks=True,
     )
     # No-break spaces keep a figure together with its interval or its count.
-    broken = re.compile(r" (?=[\[(])|(?<=,) (?=\d+\.\d+\])|(?<=median) ")
+    broken = re.compile(r" (?=[\[(])|(?<=,) (?=\d+\.\d+\])|(?<=median) | (?=/ )|(?<= /) ")
     environment.filters["whole"] = lambda cell: broken.sub("\N{NO-BREAK SPACE}", cell)
     lead, *others = answers(report)
     page = environment.get_template("report.html.j2").render(
