@@ -164,7 +164,7 @@ def test_what_a_target_can_do_is_said_before_its_weights_are_read(tmp_path: Path
     recurrent(save(tmp_path))
     (found,) = [each.found for each in of_target(tmp_path) if each.check == "architecture"]
     assert found.endswith(
-        "works: training, plain (mamba in transformers cannot run several tokens behind a cached text)"
+        "works: training, plain (mamba in transformers cannot run several tokens after a cached text)"
     )
 
 

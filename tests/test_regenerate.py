@@ -174,7 +174,7 @@ def test_a_prompt_beyond_the_targets_context_is_set_aside_and_the_others_are_ans
     summary = regenerate(options(tmp_path, models / "plain", ["a " * 90, "j"]))
     assert [row["answer"] for row in rows(tmp_path / "answers.jsonl")] == ["k l"]
     (row,) = set_aside(tmp_path)
-    assert row["problem"] == "failed" and "the target's context holds 96" in row["reason"]
+    assert row["problem"] == "failed" and "the target's context of 96" in row["reason"]
     assert summary.failed == 1
 
 

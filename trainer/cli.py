@@ -189,7 +189,7 @@ def evaluate(options: option_sets.EvaluateOptions) -> None:
 def plan(options: option_sets.PlanOptions) -> None:
     """Choose drafter, depth and tree by costs measured here.
 
-    The plan covers every batch size and context.
+    Without a drafter it says what training one would bring, at every batch size.
     """
     from trainer.commands.plan import run_plan
 

@@ -34,8 +34,8 @@ def write_html(report: Report, path: Path) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # No-break spaces keep a figure next to its interval or count.
-    broken = re.compile(r" (?=[\[(])|(?<=,) (?=\d+\.\d+\])|(?<=median) ")
+    # No-break spaces keep a figure together with its interval or its count.
+    broken = re.compile(r" (?=[\[(])|(?<=,) (?=\d+\.\d+\])|(?<=median) | (?=/ )|(?<= /) ")
     environment.filters["whole"] = lambda cell: broken.sub("\N{NO-BREAK SPACE}", cell)
     lead, *others = answers(report)
     page = environment.get_template("report.html.j2").render(

@@ -139,8 +139,8 @@ def load_table(report: Report) -> Table:
 
 
 _LOAD = (
-    *("setting", "endpoint", "at a time", "tokens/s", "of a request", "speed-up [95%]"),
-    *(f"{name} ms, p50 p90 p99" for name in ("TTFT", "TPOT", "ITL")),
+    *("setting", "endpoint", "at a time", "tokens/s, in all", "tokens/s, of a request", "speed-up [95%]"),
+    *(f"{name} ms, p50 / p90 / p99" for name in ("TTFT", "TPOT", "ITL")),
     "acceptance, length: by position",
 )
 
@@ -155,11 +155,15 @@ def _load_rows(report: Report, setting: str) -> list[tuple[str, ...]]:
             number(row["latency"]["tokens_per_second_of_a_request"]["value"], 1),
             NONE if row["method"] == PLAIN else estimate(row.get("speedup_of_totals"), "×"),
             *(
-                " ".join(number(row["latency"][name][each], 1) for each in ("p50", "p90", "p99"))
+                " / ".join(number(row["latency"][name][each], 1) for each in ("p50", "p90", "p99"))
                 for name in ("ttft_ms", "tpot_ms", "itl_ms")
             ),
-            f"{number(row.get('acceptance_length'))}: "
-            + (" ".join(number(each["value"]) for each in row.get("reached") or []) or NONE),
+            ": ".join(
+                [
+                    number(row.get("acceptance_length")),
+                    *filter(None, [" ".join(number(each["value"]) for each in row.get("reached") or [])]),
+                ]
+            ),
         )
         for row in rows
     ]
@@ -189,12 +193,12 @@ def page_tables(report: Report) -> list[PageTable]:
     parts = ("draft", "verify", "overhead")
     speed = ("setting", "method", "speed-up with the prefill", "as predicted from the cost curve", *parts)
     ends = ("prompts", "tokens per target pass", "tokens/s", "speed-up")
-    loads = (
-        [each for setting in settings(report) for each in _load_rows(report, setting)] if report.get("served") else []
-    )
+    loads = []
+    if report.get("served"):  # its table has every figure at every load
+        loads, grid = [each for setting in settings(report) for each in _load_rows(report, setting)], []
     found = [
         PageTable("Under load", _LOAD, 2, loads),
-        PageTable("All figures", COLUMNS, 3, table_rows(report)),
+        PageTable("All figures", COLUMNS, 3, [] if loads else table_rows(report)),
         PageTable("Acceptance, counted both ways", acceptance, 5, [_acceptance(row) for row in drafted]),
         PageTable(
             "Speed with the prefill, as predicted, and where the time goes",
