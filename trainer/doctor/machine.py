@@ -141,7 +141,6 @@ def package_findings(requires: Sequence[str] | None, version_of: Callable[[str],
 
 
 def _extras(line: Requirement) -> list[str]:
-    """Return the extras that a requirement's marker names."""
     return [] if line.marker is None else [part.split('"')[1] for part in str(line.marker).split("extra == ")[1:]]
 
 

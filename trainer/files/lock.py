@@ -80,7 +80,6 @@ def _self_description() -> dict[str, str | int]:
 
 
 def _holder(path: Path) -> str:
-    """Describe the process that holds a lock, from the lock's file."""
     try:
         content = json.loads(path.read_text())
         return f"process {content['process']} on {content['host']} (since {content['since']})"

@@ -129,7 +129,6 @@ def _seal_of(path: Path) -> Path:
 
 
 def _settle(partial: Path, path: Path) -> None:
-    """Flush a file to the disk and rename it."""
     flush_to_disk(partial)
     partial.rename(path)
     flush_to_disk(path.parent)

@@ -50,7 +50,6 @@ class FeatureIdentity(Identity):
         section: FeaturesSection,
         layers: Sequence[int] = (),
     ) -> "FeatureIdentity":
-        """Return the identity of these examples' features."""
         return FeatureIdentity(
             **Identity.of_target(target, fingerprint, tokenizer),
             data=digest_of_each(example.text() for example in examples),

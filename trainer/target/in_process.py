@@ -86,8 +86,6 @@ class TargetBackend:
 
 
 class _Text:
-    """A conversation being answered."""
-
     def __init__(self, conversation: OpenConversation) -> None:
         self.conversation = conversation
         self.answers: list[Message] = []

@@ -151,12 +151,10 @@ class Store(Generic[MadeFrom]):
                 )
 
     def _weight(self, name: str) -> Tensor:
-        """Return a tensor shared by all examples."""
         tensor: Tensor = self._open(WEIGHTS).get_tensor(name)
         return tensor
 
     def _column(self, name: str, batch: Batch) -> list[Tensor]:
-        """Return a column of each example's rows."""
         assert len(batch.examples) == len(batch.tokens), "the batch lists its examples"
         assert min(batch.examples) >= 0, "only examples of the data set are stored"
         found = []
@@ -286,7 +284,6 @@ def _check_space(folder: Path, identity: Identity, layout: ShardLayout) -> None:
 def _write_missing(
     writer: Writer, examples: Sequence[Example], folder: Path, layout: ShardLayout, process: Process
 ) -> None:
-    """Write this process's share of the missing and damaged files."""
     identity, noun, row = writer.identity, writer.identity.noun, writer.identity.row
     stamp = _stamp(identity, layout)
     own = _files(identity, layout)[process.rank :: process.world]
@@ -327,7 +324,6 @@ def _batches(
 
 
 def _fill(tensors: dict[str, Tensor], layout: ShardLayout, batch: Batch, found: dict[str, Tensor]) -> None:
-    """Copy each example's rows to their positions in its shard."""
     counts = [layout.lengths[index] for index in batch.examples]
     for name, tensor in tensors.items():
         for index, rows in zip(batch.examples, found[name].cpu().split(counts), strict=True):

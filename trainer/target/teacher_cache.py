@@ -116,7 +116,6 @@ class TeacherWriter:
         return {name: torch.cat([part[name] for part in parts]) for name in identity.columns()}
 
     def _kept(self, logits: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, "rows tail"]) -> dict[str, Tensor]:
-        """Return the columns of some rows."""
         logits = logits.to(self.identity.torch_dtype)  # first: the total must be that of stored logits
         scores = logits.float() / self.identity.temperature
         best = logits.topk(self.identity.top_k).indices
@@ -130,7 +129,6 @@ class TeacherWriter:
 
 
 def _uniforms(index: int, rows: int, tail: int) -> Float[Tensor, "rows tail"]:
-    """Return the fp64 uniform numbers of an example's sample."""
     generator = torch.Generator().manual_seed(_SEED * 1_000_003 + index)
     return torch.rand(rows, tail, generator=generator, dtype=torch.float64)
 

@@ -13,7 +13,7 @@ LINE_SECONDS = 15.0
 
 
 class ProgressBar:
-    """One task's progress, shown while entered; in lines "answering: 120/1,792, 310 tokens/s, about 12 min left".
+    """One task's progress, as a bar or lines such as "answering: 120/1,792, 310 tokens/s, about 12 min left".
 
     ``completed`` of ``total`` items (None: not known yet) were done before. Only an ``active`` bar shows anything: one
     of several processes. ``clock`` returns seconds.

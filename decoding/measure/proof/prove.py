@@ -39,7 +39,6 @@ class EngineWriter:
     def write(
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
     ) -> list[EngineText]:
-        """Decode the prompts, each with its own seed."""
         config = replace(self.config, max_new_tokens=max_new_tokens, seed=seed)
         if greedy:
             config = replace(config, sampling=replace(config.sampling, temperature=0.0), rule=None)

@@ -93,7 +93,6 @@ class LogProbability(NamedTuple):
 
 
 def _p_value(log_evidence: Float[Tensor, " alternatives"]) -> float:
-    """Return 1 over the mean evidence, at most 1."""
     mean = float(log_evidence.logsumexp(0)) - math.log(len(log_evidence))
     return math.exp(-min(max(0.0, mean), _MOST))
 

@@ -34,7 +34,7 @@ def write_html(report: Report, path: Path) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # No-break spaces keep a figure together with its interval or its count.
+    # No-break spaces keep a figure next to its interval or count.
     broken = re.compile(r" (?=[\[(])|(?<=,) (?=\d+\.\d+\])|(?<=median) | (?=/ )|(?<= /) ")
     environment.filters["whole"] = lambda cell: broken.sub("\N{NO-BREAK SPACE}", cell)
     lead, *others = answers(report)
