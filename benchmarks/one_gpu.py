@@ -16,7 +16,7 @@ _HERE = Path(__file__).resolve().parent
 sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE), str(_HERE)]
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoding.measure.machine import commit
 from decoding.model.causal_lm import CausalLM
@@ -33,13 +33,15 @@ CARDS = {"RTX 4090": (24, 165, 1008), "L40S": (48, 362, 864), "H100": (80, 989, 
 """GB, dense bf16 TFLOPS and GB/s of memory, as NVIDIA publishes them."""
 ASSUMED = {"prompt": 256, "answer": 768, "flops": 0.35, "bandwidth": 0.6, "spare_gb": 4, "texts": 256, "evening_h": 6}
 """Tokens of a text; shares of a card's peaks; GB left for activations; most texts at a time; hours."""
-QWEN3_8B = Qwen3Config(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8)
+QWEN3_8B = AutoConfig.for_model(
+    "qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8
+)
 QWEN3_8B.update({"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False})
 LM_HEAD, KV = 4096 * 151936, 2 * 36 * 8 * 128 * 2
 """Weights of the lm_head; bytes of keys and values for each token of a text that is being written."""
-_SPECULATORS = "https://github.com/vllm-project/speculators/blob/02c0fadc66a810673349f210dea2362d18f4865a/docs/user_guide/tutorials/train_eagle3_offline.md"  # noqa: E501
+_SPECULATORS = "https://github.com/vllm-project/speculators/blob/02c0fadc66a810673349f210dea2362d18f4865a/docs/user_guide/tutorials/train_eagle3_offline.md"
 _DEEPSPEC = (
-    "https://github.com/deepseek-ai/DeepSpec/blob/40c413ead7b70df49c9e734e4542dedef86badf1/scripts/data/README.md"  # noqa: E501
+    "https://github.com/deepseek-ai/DeepSpec/blob/40c413ead7b70df49c9e734e4542dedef86badf1/scripts/data/README.md"
 )
 OTHERS = (
     (f"[speculators]({_SPECULATORS}), EAGLE-3: four states", 4 * 4096 * 2),
