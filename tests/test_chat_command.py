@@ -86,7 +86,7 @@ def test_what_a_pipe_asks_wrongly_ends_with_one_sentence(
 def test_a_system_message_that_the_template_refuses_is_found_before_any_question(tmp_path: Path) -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}user: "
     refused = ask(write_alphabet(tmp_path, template), "One?\n", "--system", "Be brief.")
-    assert refused.exit_code == ExitCode.BAD_INPUT and "cannot hold this prompt: no system role" in refused.stderr
+    assert refused.exit_code == ExitCode.BAD_INPUT and "rejects this prompt: no system role" in refused.stderr
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------

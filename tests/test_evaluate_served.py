@@ -14,6 +14,7 @@ from scripted_endpoint import Reply, Request, chat, serve
 from tiny_training import write_rows
 
 from decoding.measure.compare import compare, read_evaluation
+from decoding.measure.figures import answers
 from decoding.measure.served import Timing, counted_acceptance, latency, shares_of_time
 from trainer.commands.evaluate import run_evaluate
 from trainer.commands.evaluate_served import run_evaluate_served
@@ -165,9 +166,9 @@ def test_every_figure_follows_from_the_delays_and_the_counters(tmp_path: Path) -
     assert mine["identical_to_plain"] == {"identical": 10, "of": 10, "largest_margin": 0.0, "ended_early": 0}
     assert "passes" not in plain and report["notes"] == []
     assert "Fastest: served, 2.00× [2.00, 2.00] plain decoding, greedy, concurrency 1." in printed
-    assert "2.33: 0.67 0.33 0.33" in printed and "500.0 500.0 –" in printed
+    assert "2.33: 0.67 0.33 0.33" in printed and "500.0 / 500.0 / –" in printed
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "Under load" in page and "TTFT ms, p50 p90 p99" in page and "Over batch size" not in page
+    assert "Under load" in page and "TTFT ms, p50 / p90 / p99" in page and "Over batch size" not in page
 
 
 def test_a_request_that_waits_counts_its_wait_and_the_crossover_is_told_in_words(tmp_path: Path) -> None:
@@ -184,6 +185,12 @@ def test_a_request_that_waits_counts_its_wait_and_the_crossover_is_told_in_words
     assert mine["speedup_of_totals"]["value"] == pytest.approx(1.6 / 2.4)
     fastest = "Fastest: served, 2.00× [2.00, 2.00] plain decoding, greedy, concurrency 1"
     assert f"{fastest}; slower from concurrency 2 on." in printed
+    assert "10 prompts, up to 96 new tokens, concurrency 1, 2; commit" in printed
+    for changed, speed in ((row(report), 0.5), (mine, 1.5)):
+        changed["speedup_of_totals"] |= {"value": speed, "low": speed, "high": speed}
+    assert answers(report)[0].endswith(
+        "0.50× [0.50, 0.50] plain decoding, greedy, concurrency 1; faster at concurrency 2."
+    )
 
 
 def test_a_request_streams_without_an_earlier_requests_prefill(tmp_path: Path) -> None:
@@ -254,7 +261,7 @@ def test_without_counters_baseline_or_token_counts_figures_are_dashes_and_said_s
         "The server counted no drafts (greedy, concurrency 1)",
         "A server does not count the tokens of its answers",
     ]
-    assert "The speed-up is not known, greedy." in printed and "–: –" in printed
+    assert "The speed-up is not known, greedy." in printed
     assert all(note in (tmp_path / "out" / "report.html").read_text() for note in report["notes"])
 
 

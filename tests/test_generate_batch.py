@@ -161,7 +161,7 @@ def test_a_stream_whose_cache_was_given_to_another_is_not_gone_on_with() -> None
     next(first), next(first)
     second = list(Engine(llama()).steps([3, 1, 5], DecodingConfig(8), cache=kept))
     assert Generation.of(second).tokens == greedy_text([3, 1, 5])
-    with pytest.raises(ValueError, match="another generation has begun on it: finish or drop the first"):
+    with pytest.raises(ValueError, match=r"another generation has begun on this cache: finish or drop the first"):
         next(first)
 
 

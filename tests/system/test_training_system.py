@@ -73,7 +73,7 @@ def test_a_signal_to_stop_saves_and_exits_with_its_code_and_one_line(
         (
             "target=./nowhere",
             "there is no folder ./nowhere: give a folder with a model, "
-            "or a hub id such as ORG/NAME or ORG/NAME@REVISION",
+            "or a Hub id such as ORG/NAME or ORG/NAME@REVISION",
         ),
     ],
 )
