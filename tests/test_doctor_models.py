@@ -145,12 +145,12 @@ def unknown_end(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "check", "status", "says"),
     [
-        (pickled, "files", "problem", "pickled weights are never read"),
+        (pickled, "files", "problem", "we never read pickled weights"),
         (without_config, "files", "problem", "config.json is missing"),
-        (another_config, "architecture", "problem", "config.json asks for"),
+        (another_config, "architecture", "problem", "but config.json says"),
         (own_code, "architecture", "problem", "--trust-remote-code"),
-        (endless, "end of text", "note", "no token ends a text"),
-        (unknown_end, "end of text", "problem", "token 500"),
+        (endless, "end of text", "note", "neither config nor tokenizer names a token"),
+        (unknown_end, "end of text", "problem", "token is 500"),
     ],
 )
 def test_each_fault_of_a_target_is_found_before_its_weights_are_read(
@@ -264,7 +264,7 @@ def test_weights_of_the_hub_that_are_not_in_the_cache_are_noted_and_not_fetched(
     folder_on(hub, "zoe/heads", tmp_path / "heads")
     findings, skeleton = read_skeleton("zoe/target", torch.float32, trusted=False)
     assert skeleton is not None and "hf download zoe/target" in only(findings, "files", "note").remedy
-    assert "weights are not here" in only(of_drafter(f"heads:{tmp_path}/heads", skeleton), "origin", "note").found
+    assert "weights are not downloaded" in only(of_drafter(f"heads:{tmp_path}/heads", skeleton), "origin", "note").found
     assert not hub.asked("model.safetensors")
     for name in ("zoe/target", "zoe/heads"):
         local_folder(name)

@@ -223,7 +223,7 @@ def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     with (
         AnswerFile(path, {}, {}, keep_truncated=True),
-        pytest.raises(ValueError, match=r"answers.jsonl is being written by process \d+ on .*: wait for its end"),
+        pytest.raises(ValueError, match=r"answers.jsonl is being written by process \d+ on .*: wait until it ends"),
     ):
         AnswerFile(path, {}, {}, keep_truncated=True)
     with hold_file(tmp_path / "new.jsonl"), pytest.raises(ValueError, match="is being written by process"):

@@ -118,7 +118,7 @@ def test_a_target_whose_last_layer_reads_more_than_the_states_before_it_is_refus
     last.register_forward_hook(lambda module, args, output: output + 10 * seen.pop())
     store = stored(target, tmp_path)
     seen.extend([torch.zeros(())] * 9)
-    with pytest.raises(ValueError, match=r"\(llama\) reads more than the states before it.*set features=null"):
+    with pytest.raises(ValueError, match=r"\(llama\) reads more than the stored states.*set features=null"):
         StoredTaps(target, store)
 
 

@@ -63,7 +63,7 @@ def initial_dspark(
 def _stored_draft(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, name: str, section: DSparkSection
 ) -> DSparkDraft:
-    """Load a draft to train further; raise ValueError if its sizes contradict the section's, except None."""
+    """Load a draft to train further; raise ValueError if its sizes differ from the section's (None fits any)."""
     draft = load_dspark(name, target).float().requires_grad_(True).train()
     config = draft.config = replace(draft.config, tree=())  # the tree will be fitted again
     mask = None if section.mask_token is None else mask_token(tokenizer, target.vocab_size, section.mask_token)

@@ -1,4 +1,4 @@
-"""The job of a draft: from a recipe to an objective, with a check that the draft can pay."""
+"""The job of a draft: from a recipe to an objective, and the check that the draft can pay."""
 
 import copy
 import math
@@ -74,7 +74,6 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
 
 
 def _teacher(recipe: DraftRecipe, target: Target, dataset: Dataset, process: Process) -> TeacherSource:
-    """Return the target itself, or its logits on disk; write them if missing."""
     section = recipe.draft.teacher
     if section is None:
         return OnlineTeacher(target.model)

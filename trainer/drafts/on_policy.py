@@ -125,7 +125,6 @@ class TextWriter:
 
 
 def _seed_of(seed: int, order: Order) -> int:
-    """Return a seed that differs for each step and position."""
     return (seed << 32 | order.step) << 32 | order.position
 
 
@@ -267,7 +266,6 @@ class PolicySource:
         return PlacedExample(text.example(self._policy.loop_trains if text.kind == "loop" else "all"), -1)
 
     def _read(self, window: int) -> dict[tuple[int, int], GeneratedText]:
-        """Read the texts of a window in which the run had stopped."""
         wanted = {(order.step, order.position) for order in self._orders(window, range(self._training.batch_size))}
         texts = {(text.step, text.position): text for text in self._files.read(window)} if wanted else {}
         if missing := wanted - texts.keys():

@@ -18,10 +18,7 @@ from trainer.target.loading import StoredTarget, load_target
 
 
 def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process) -> Job:
-    """Load and check everything that the recipe names, and write missing features.
-
-    Every process calls this.
-    """
+    """Load and check everything that the recipe names, and write missing features. Every process calls this."""
     target = load_target(recipe, device)
     dataset, heldout = load_splits(recipe.data, target.tokenizer)
     torch.manual_seed(recipe.training.seed)  # for random initial weights
@@ -46,7 +43,6 @@ def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process)
 def _objective_from(
     recipe: MedusaRecipe, target: StoredTarget, store: FeatureStore, device: torch.device
 ) -> MedusaObjective:
-    """Make the objective on stored features, without a loaded target."""
     config = AutoConfig.from_pretrained(
         str(local_folder(target.name, weights=False)), trust_remote_code=recipe.trust_remote_code
     )

@@ -81,7 +81,6 @@ class JointTraining(nn.Module):
 
     @property
     def _target(self) -> nn.Module:
-        """The target, in which peft has replaced layers."""
         return base_of(self.model)
 
     def _losses(

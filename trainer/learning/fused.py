@@ -219,7 +219,6 @@ class _Outputs:
     def through_cap(
         self, gradient: Float[Tensor, "rows outputs"], scores: Float[Tensor, "rows outputs"]
     ) -> Float[Tensor, "rows outputs"]:
-        """Turn the gradient in the logits into the gradient in the products."""
         return gradient if self.soft_cap is None else gradient.mul_(1 - (scores / self.soft_cap).square_())
 
     def outputs_of(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
@@ -250,7 +249,6 @@ class _Outputs:
         return sides, partial(_of_sample, q, rows)
 
     def _columns(self, log_p: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows outputs"]:
-        """Select the columns of tokens that the draft can write."""
         if self._tokens is not None:
             return log_p[:, self._tokens]
         if self._count > log_p.shape[1]:

@@ -192,7 +192,6 @@ class CommonRecipe(Section):
     @field_validator("tracking", mode="before")
     @classmethod
     def _one_is_a_list(cls, value: Any) -> Any:
-        """Turn a single tracker into a list, and ``none`` into an empty one."""
         return value if not isinstance(value, str) else () if value == "none" else (value,)
 
     @property

@@ -92,7 +92,6 @@ def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:
 
 
 def _explain(error: ValidationError) -> str:
-    """Return the first mistake as a sentence, with the value and the nearest valid name."""
     # A misspelt key may also leave the right one missing: report the misspelling.
     first = next((each for each in error.errors() if each["type"] == "extra_forbidden"), error.errors()[0])
     location = [str(part) for part in first["loc"][1:]]  # the first part is the recipe's kind

@@ -91,7 +91,6 @@ def _binds(name: str, finished: bool, decides: bool) -> bool:
 
 
 def _is_in(names: tuple[str, ...], name: str) -> bool:
-    """Return True if ``names`` contains the name or its section."""
     return any(name == each or name.startswith(f"{each}.") for each in names)
 
 

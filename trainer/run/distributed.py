@@ -39,7 +39,6 @@ class Runner(Protocol):
 def prepare(
     accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
 ) -> Runner:
-    """Wrap a whole module and its optimizers for the launcher."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return _Zero(accelerator, module, optimizers, section)
     return _Plain(accelerator, module, optimizers, section)

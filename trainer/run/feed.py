@@ -93,7 +93,6 @@ class Feed:
             wait([self._next[1]])
 
     def _take(self, step: int, index: int) -> _Prepared:
-        """Return a micro batch and start preparing the next."""
         begun = self._next is not None and self._next[0] == (step, index)
         future = self._next[1] if self._next is not None and begun else self._begin(step, index)
         with span("data"):

@@ -153,7 +153,6 @@ class Watch:
             self._judge(progress, evaluation.figures[CRITERION])
 
     def _judge(self, progress: Progress, figure: float) -> None:
-        """Keep the weights if their figure is higher than any before."""
         if math.isnan(figure):
             raise ValueError(
                 "every held-out answer ended with its first token, so no draft token was compared: give data.heldout "

@@ -75,7 +75,6 @@ class Log:
         say(self._console, *lines)
 
     def note(self, line: str) -> None:
-        """Print a line."""
         if self._active:
             say(self._console, line)
 
@@ -122,7 +121,6 @@ class Log:
         )
 
     def _write(self, progress: Progress, figures: dict[str, float]) -> None:
-        """Write figures to the trackers and metrics.jsonl."""
         self._accelerator.log(figures, step=progress.step)
         if self._active:
             with self._file.open("a") as lines:

@@ -97,7 +97,7 @@ def train(
             except (ValueError, OSError) as error:
                 failed = failed or error  # reaches the other processes with the next step's figures
             last = progress.step == section.steps
-            # A single process checks again now; several agreed on stopping along with the step's figures.
+            # A single process checks once more; several have agreed on stopping with the step's figures.
             stop = done.stop if accelerator.num_processes > 1 else bool(stop_requested() or failed)
             if stop or last or progress.step % checkpoint_every == 0:
                 _save(accelerator, checkpoints, objective, optimizers, runner, progress)

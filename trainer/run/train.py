@@ -99,7 +99,6 @@ def _train(
     checkpoints: Checkpoints,
     process: Process,
 ) -> Progress:
-    """Run the loop, timing its steps."""
     recipe = job.recipe
     with Stopwatch(accelerator.device) as stopwatch:
 
