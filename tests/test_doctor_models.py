@@ -236,7 +236,7 @@ def other_tokenizer(folder: Path, target: Path) -> str:
 @pytest.mark.parametrize(
     ("make", "check", "status", "says", "remedy"),
     [
-        (wide, "heads", "problem", "hidden states of size 24", "trained on this target"),
+        (wide, "heads", "problem", "states of size 24", "trained on this target"),
         (broken_heads, "heads", "problem", "cannot be read as safetensors", "copy the folder again"),
         (of_another_target, "origin", "problem", "trained on another target", "on this target"),
         (adapted, "origin", "problem", "trained on another target", "heads/target"),

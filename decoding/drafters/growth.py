@@ -157,8 +157,8 @@ class Growth:
     Drawn (``sampled``, above temperature 0): a node's children are drawn without replacement from q, the distribution
     after the node's path and every sampling control. If q has fewer tokens than the shape has children, the other
     children and their subtrees are not drafted. A shape is cut to a request before anything is drawn: the draft would
-    not be lossless if drawn tokens decided what is kept. Each node takes one number from its row's source, which keeps
-    a row's draws independent of other rows.
+    not be lossless if drawn tokens decided what is kept. Each node takes one number from its row's source: rows do
+    not affect one another.
 
     Not drawn: a node's child of rank r is the r-th best token (from 0) after its path, with penalties and processors
     applied.

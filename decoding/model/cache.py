@@ -320,7 +320,7 @@ class PreallocatedCache(Cache):
 
     @torch.inference_mode()
     def move(self, slot: int, to: int) -> None:
-        """Move the row in ``slot`` to slot ``to``, whose content is dropped."""
+        """Move the row in ``slot`` to slot ``to``, replacing its content."""
         length = self.lengths[slot]
         if slot != to:
             for held in self._held:

@@ -114,7 +114,7 @@ class CausalLM:
 
     @torch.inference_mode()
     def state_bytes(self) -> int:
-        """Return the bytes of one text's recurrent states, which a drafted chain needs twice; 0 without any."""
+        """Return the bytes of one text's recurrent states (a drafted chain needs them twice), or 0."""
         return self._rows.state_bytes() if self._rows is not None else 0
 
     def windows(self) -> dict[str, int | None]:

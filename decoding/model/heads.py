@@ -92,7 +92,7 @@ class MedusaConfig:
 
 
 class ResidualBlock(nn.Module):
-    """Residual block x + SiLU(Wx + b); W and b start at zero, which makes it the identity."""
+    """Residual block x + SiLU(Wx + b); with W and b zero at the start it is the identity."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

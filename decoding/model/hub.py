@@ -119,7 +119,7 @@ def only_cached(wanted: bool = True) -> Iterator[None]:
 
 
 def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = _FOLDERS) -> Path:
-    """Fetch the repository's files of these patterns; return their folder, which is named after the commit."""
+    """Fetch the repository's files of these patterns; return their folder, named after the commit."""
     revision = named.revision or constants.DEFAULT_REVISION
     place = (str(constants.HF_HUB_CACHE), str(constants.ENDPOINT), named.repo_id, revision)
     try:

@@ -121,7 +121,7 @@ _GROWING = ("keys", "values", "indexer_keys")
 
 
 def _states_of(layer: Any) -> dict[str, Any]:
-    """Copy a layer's states, but for keys: a window's are replaced as a whole, those of full attention are cropped."""
+    """Copy a layer's states, except keys: a window replaces its keys as a whole, full attention can crop them."""
     is_full = not getattr(layer, "is_sliding", False)
     states: dict[str, Any] = {}
     for name, value in vars(layer).items():

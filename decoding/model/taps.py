@@ -68,7 +68,7 @@ def capture_taps(
 def begun_behind(
     model: nn.Module, count: int, tap: int, states: Float[Tensor, "batch positions hidden"], in_tuple: bool = False
 ) -> Iterator[None]:
-    """Skip the layers up to ``tap`` of ``count`` in the context's forwards, which start from the states after it.
+    """Skip the layers up to ``tap`` of ``count`` in the context's forwards: these start from the states after it.
 
     ``in_tuple``: the family's layers return their states in a tuple.
     """

@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Sequence
 
 FITTED_RANKS = 10
-"""Number of best tokens of a head, or of a DSpark draft's slot, whose accuracies `best_tree` receives."""
+"""Best tokens of each head, or of each DSpark slot, with accuracies for `best_tree`."""
 
 Paths = tuple[tuple[int, ...], ...]
 """A tree as paths of child ranks, shorter paths first."""

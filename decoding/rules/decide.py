@@ -70,7 +70,7 @@ def decide(
 
 
 def _rule_of(proposal: Proposal, rule: Rule | None) -> Rule:
-    """Return the rule of a row. Every rule draws from p after a root alone, whose kind some rules would reject."""
+    """Return the rule of a row. A root alone is never rejected for its kind: every rule draws from p after it."""
     if len(proposal.tree) == 1:
         return SAMPLED_VERIFY
     of_row = rule or lossless_rule(proposal)

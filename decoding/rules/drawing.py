@@ -12,7 +12,7 @@ def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, 
     """Draw one token per row in proportion to its weights (any positive sum), from uniforms in [0, 1).
 
     Runs on the weights' device without waiting for it; the uniforms may be on the host. Never draws a token of weight
-    0. A row with NaN or without any weight gives ``vocab``, which is not a token id.
+    0. A row with NaN or without any weight gives ``vocab``, an invalid id.
     """
     cumulative = _cumulative(weights)
     thresholds = cumulative[:, -1:] * uniforms.to(cumulative.device, non_blocking=True)[:, None]

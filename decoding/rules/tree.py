@@ -156,7 +156,7 @@ class TokenTree:
 
     @staticmethod
     def of_list(tokens: Sequence[int], shape: TreeShape, device: torch.device | str = "cpu") -> "TokenTree":
-        """Make a tree of tokens known on the host, which saves fetching them from the device."""
+        """Make a tree of tokens known on the host, to save fetching them from the device."""
         on_device = torch.tensor(tokens).to(device, non_blocking=True)  # does not wait for queued work
         tree = TokenTree(on_device, shape)
         tree._token_list = list(tokens)
