@@ -68,7 +68,7 @@ def test_commands_come_through_a_pipe_too_and_behind_exit_nothing_is_asked(targe
     ("questions", "options", "told"),
     [
         ("/foo bar\nOne?\n", [], "no command is called /foo: /help lists them; a space before it asks it"),
-        ("x" * 70000, [], "undo earlier turns, or reset the conversation"),
+        ("x" * 70000, [], "shorten the question or undo turns"),
         ("One?\n", ["--rule", "recursive", "--temperature", "1", "--drafter", "lookup"], "recursive"),
         ("One?\n", ["--drafter", "lokup"], "no drafter is called 'lokup'"),
     ],
@@ -85,7 +85,7 @@ def test_what_a_pipe_asks_wrongly_ends_with_one_sentence(
 def test_a_system_message_that_the_template_refuses_is_found_before_any_question(tmp_path: Path) -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}user: "
     refused = ask(write_alphabet(tmp_path, template), "One?\n", "--system", "Be brief.")
-    assert refused.exit_code == ExitCode.BAD_INPUT and "cannot hold this prompt: no system role" in refused.stderr
+    assert refused.exit_code == ExitCode.BAD_INPUT and "rejects this prompt: no system role" in refused.stderr
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_errors_are_sentences_behind_which_the_conversation_goes_on(
     typed(monkeypatch, "Why?", "x" * 400, "/foo", "refused", " /foo", end)
     chat.talk()
     told = capsys.readouterr().err
-    assert [told.count(part) for part in ("reset the conversation", "no command is called /foo", "no\n")] == [1, 1, 1]
+    assert [told.count(part) for part in ("undo turns", "no command is called /foo", "no\n")] == [1, 1, 1]
     assert [message["content"] for message in chat.conversation.messages[::2]] == ["Why?", " /foo"]
 
 

@@ -134,5 +134,5 @@ def test_a_stream_whose_cache_was_given_to_another_is_not_gone_on_with() -> None
     next(first), next(first)
     second = list(Engine(llama()).steps([3, 1, 5], DecodingConfig(8), cache=kept))
     assert Generation.of(second).tokens == naive_greedy(llama().model, [3, 1, 5], 8)
-    with pytest.raises(ValueError, match="another generation has begun on it: finish or drop the first"):
+    with pytest.raises(ValueError, match=r"another generation has begun on this cache: finish or drop the first"):
         next(first)

@@ -73,14 +73,14 @@ def test_weights_that_are_not_exactly_those_of_the_config_are_refused(tmp_path: 
 def test_a_folder_without_heads_is_refused_by_what_is_missing(tmp_path: Path, missing: str) -> None:
     random_heads().save_pretrained(tmp_path)
     (tmp_path / missing).unlink()
-    with pytest.raises(ValueError, match=f"holds no Medusa heads: {missing} is missing"):
+    with pytest.raises(ValueError, match=f"does not contain Medusa heads, {missing} is missing"):
         MedusaHeads.from_pretrained(tmp_path)
 
 
 def test_an_lm_head_with_a_bias_is_refused_for_the_heads_would_lose_it() -> None:
     model = tiny_model()
     model.get_output_embeddings().bias = torch.nn.Parameter(torch.ones(16))
-    with pytest.raises(ValueError, match="has a bias, which heads have no place for"):
+    with pytest.raises(ValueError, match="has a bias, which heads do not support"):
         MedusaHeads.for_target(model, MedusaConfig(16, 16))
 
 

@@ -128,7 +128,7 @@ def other_ids(folder: Path) -> None:
 
 COPIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "taps off by one": (config(target_layer_ids=[0, 1]), "target_layer_ids (0, 1) where (1, 2) was trained with"),
-    "the last layer": (config(target_layer_ids=[1, 3]), "no server reads the states behind the last layer"),
+    "the last layer": (config(target_layer_ids=[1, 3]), "without the last one"),
     "another rope": (config(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}), "rope_theta 500000.0 where"),
     "mask row": (config(mask_token_id=5), "mask_token_id 5 where 126 was trained with"),
     "causal block": (config(is_causal=True), "is_causal is True"),

@@ -23,10 +23,10 @@ FEW = f"{PROMPTS} --limit 2 --dtype fp32"
 THINKING = "{% if enable_thinking %}think;{% endif %}"
 RUNS = (
     (f"train {ANY}/markov.yaml output=heads features.folder=states", "finished: heads/final"),
-    (f"train {ANY}/draft.yaml output=own", "qwen3_next keeps a recurrent state, which follows one path alone, so that"),
+    (f"train {ANY}/draft.yaml output=own", "qwen3_next keeps a recurrent state, which can follow only one path, so"),
     (f"train {ANY}/draft.yaml output=draft draft.init.from_model=small draft.check_costs=false", "draft/final"),
     (f"train {ANY}/dspark.yaml output=dspark {DSPARK} draft.check_costs=false", "dspark/final"),
-    (f"train {ANY}/medusa2.yaml output=two", "qwen3_next takes no adapters"),
+    (f"train {ANY}/medusa2.yaml output=two", "qwen3_next does not support adapters"),
     (f"train {ANY}/medusa1.yaml output=dry --dry-run", "states of a decoded text, kept twice"),
     (
         f"evaluate {FEW} --drafter heads:heads/final,tree=0/1/0.0 --drafter draft:draft/final --output measured",
@@ -94,7 +94,7 @@ def test_a_family_that_verifies_no_draft_is_trained_on_without_evaluations(here:
     assert "rwkv keeps a recurrent state" in run(
         f"train {ANY}/draft.yaml output=own evaluation.prompts=0 evaluation.keep=last"
     )
-    assert "no draft can be verified: a rwkv model can be trained on" in run(
+    assert "no draft can be verified: decode and measure the rwkv model" in run(
         f"evaluate {FEW} --drafter lookup --output out"
     )
     assert "written" in run(f"evaluate {FEW} --output out")

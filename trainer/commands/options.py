@@ -129,8 +129,12 @@ class PlanOptions(shared.ModelOptions):
     ]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for plan.json.")]
     drafter: Annotated[
-        list[str], Option(metavar=shared.SPEC, help=f"Drafter to plan with, any number; {shared.DRAFTERS}.")
-    ]
+        list[str] | None,
+        Option(
+            metavar=shared.SPEC,
+            help=f"Drafter to plan with, any number; without one, what training would bring; {shared.DRAFTERS}.",
+        ),
+    ] = None
     prompt_field: shared.PromptField = None
     chat_template_kwargs: shared.TemplateKwargs = None
     limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 24
