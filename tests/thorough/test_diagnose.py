@@ -154,7 +154,7 @@ def not_thinking(desk: Desk) -> SpeculatingServer:
 SERVERS: dict[str, tuple[Plant, str, str, str]] = {
     "a system prompt": (system_prompt, TEMPLATE, r"puts 16 tokens .*'system\]Be kind.\['", "system prompt"),
     "thinking switched off": (not_thinking, TEMPLATE, "has the thinking mode off", "'enable_thinking': true"),
-    "another target": (other_target, TEXT, r"is the target's best", "the same revision"),
+    "another target": (other_target, TEXT, r"the target.s best is", "the same revision"),
     "a worse draft": (bad_draft, ACCEPTANCE, r"a real difference from position 1 on", "number of drafted tokens"),
     "argmax drafts": (by_argmax, SAMPLING, "the server drafts by argmax", '"draft_sample_method": "probabilistic"'),
 }
