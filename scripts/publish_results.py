@@ -210,6 +210,32 @@ def stored_table(report: Report) -> str:
     )
 
 
+# --- computed, not measured -------------------------------------------------------------------------------------------
+
+
+EVENING = {
+    "card": "{card}, {memory} GB",
+    "method": "{method}",
+    "serve for the answers, at a time": "{serve}, {texts}",
+    "rows": "{rows:,}",
+    "hours: answers, target's states, training": "{write_h:.1f}, {read_h:.1f}, {train_h:.2f}",
+    "hours together": "**{hours:.1f}**",
+    "disk": "{disk_gb:.0f} GB",
+}
+
+
+def evening_table(report: Report) -> str:
+    """Return a column for each card of `benchmarks/one_gpu.py`."""
+    head, *body = [(name, *(form.format_map(card) for card in report["cards"])) for name, form in EVENING.items()]
+    return table(head, body, len(head) - 1) + "\n\nComputed, not measured."
+
+
+def stored_by_token(report: Report) -> str:
+    """Return what trainers store for each token of a text."""
+    rows = ((what, " / ".join(f"{size:,}" for size in sizes)) for what, *sizes in report["stored"])
+    return table(("stored for each token (Qwen3-8B)", "bytes"), rows, 1)
+
+
 # --- the comparison of all arms ---------------------------------------------------------------------------------------
 
 
@@ -292,6 +318,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "speed": {RESULTS: (("speed", goals_table), ("drafters", drafters_table))},
     "train_stored": {RESULTS: (("train_stored", stored_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
+    "one_gpu": {"docs/how-to/one-gpu.md": (("one_gpu", evening_table),), "README.md": (("bytes", stored_by_token),)},
     "accepted": {
         "README.md": (("lead", lead_table),),
         RESULTS: (("accepted", accepted_table), ("gained", gained_table)),

@@ -205,11 +205,6 @@ def test_a_peers_run_leaves_torchs_global_chance_as_it_was_and_repeats_by_its_se
 # --- acceptance alone -------------------------------------------------------------------------------------------------
 
 
-def test_a_perfect_draft_is_accepted_whole(tiny_llama: CausalLM) -> None:
-    figures = acceptance(count_steps(tiny_llama, DraftModelDrafter(tiny_llama, 2), PROMPTS, DecodingConfig(10)))
-    assert figures.tokens_per_pass.value == 3.0 and [share.value for share in figures.conditional] == [1.0, 1.0]
-
-
 def test_acceptance_is_measured_on_texts_of_seeds_of_their_own_alone_and_in_batches(
     tiny_llama: CausalLM, tiny_draft: CausalLM
 ) -> None:
