@@ -1,7 +1,6 @@
 """Speculative decoding for transformers models: drafters, acceptance rules, one loop, and its measurement.
 
-The names below are imported when they are first asked for, so that ``import decoding`` does not wait for PyTorch. Their
-types stand in ``__init__.pyi``.
+Names are imported on first use, to keep ``import decoding`` from loading PyTorch. ``__init__.pyi`` has their types.
 """
 
 from importlib import import_module

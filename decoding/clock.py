@@ -6,7 +6,7 @@ import torch
 
 
 class PhaseClock:
-    """A clock of consecutive phases. On a GPU the marks are events in its queue, read after the step's result."""
+    """Clock of consecutive phases. On a GPU its marks are events in the queue, read after the step's result."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -30,7 +30,7 @@ class PhaseClock:
         return time.perf_counter() - self._begin
 
     def phases(self) -> list[float]:
-        """Return the seconds of each phase. Call this when the device has finished them: after reading a result."""
+        """Return the seconds of each phase. Call this after the device has finished."""
         if self._on_gpu:
             pairs = zip(self._events, self._events[1:], strict=False)
             return [before.elapsed_time(after) / 1000 for before, after in pairs]

@@ -1,4 +1,4 @@
-"""A chat with a target: messages in its chat template, and the target's cache kept from turn to turn."""
+"""A chat with a target, in its chat template; the target's cache is kept from turn to turn."""
 
 from collections.abc import Generator, Iterator
 from dataclasses import replace
@@ -13,16 +13,15 @@ from decoding.stream import decode_text
 
 
 class Conversation:
-    """Turns of questions and answers; a turn runs only the tokens that the target has not run in an earlier one.
+    """Turns of questions and answers; each turn runs only the tokens that the target has not run before.
 
-    Each turn encodes all messages anew by the chat template (without a template they are joined by line ends), so that
-    its answer is the one that `Engine` decodes for these messages, whatever was interrupted or undone before. The
-    target reuses its cache up to the first token that differs from what it ran: of an answer whose text is encoded in
-    other tokens than it was written in, and of one that the template changes, a part runs again. Drafts hold no cache
-    between turns: they read the conversation anew.
+    Each turn encodes all messages anew with the chat template, or joins them by line ends if there is none. Its answer
+    is therefore the one that `Engine` decodes for these messages, whatever was interrupted or undone before. The target
+    reuses its cache up to the first token that differs. Part of an answer runs again if the template changes it or its
+    text is tokenized differently. Drafts keep no cache between turns.
 
-    ``messages`` are those of finished turns, as chat templates take them. ``answer_limit`` is the greatest number of
-    tokens of the last answer: ``max_new_tokens``, or fewer where the context has less room.
+    ``messages`` are the messages of finished turns, as chat templates take them. ``answer_limit`` is the most tokens
+    that the last answer could have: ``max_new_tokens``, or fewer if the context has less room.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class Conversation:
         config: DecodingConfig,
         system: str | None = None,
     ) -> None:
-        """``system`` begins the conversation (None: without)."""
+        """``system`` is the system message (None: no system message)."""
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.messages: list[dict[str, str]] = []
         self.answer_limit = config.max_new_tokens
@@ -44,17 +43,17 @@ class Conversation:
 
     @property
     def max_positions(self) -> int | None:
-        """Length of the longest conversation that target and drafter hold, in tokens; None if nothing limits it."""
+        """Length of the longest conversation that target and drafter can hold, in tokens; None without a limit."""
         drafter = self.engine.drafter
         limits = (self.engine.target.max_positions, None if drafter is None else drafter.max_positions)
         return min((limit for limit in limits if limit is not None), default=None)
 
     def ask(self, question: str) -> Iterator[Step]:
-        """Answer a question; yield each step when its target pass is done, and end the turn behind the last one.
+        """Answer a question; yield each step after its target pass, and end the turn after the last one.
 
-        A turn that is dropped, closed or interrupted earlier keeps the steps so far as its answer; without any, it
-        keeps nothing. Turn i (from 0) of those asked is decoded with the seed ``seed + i``. ValueError at once, with
-        the conversation unchanged, for a question that the template refuses or that the context has no room for.
+        A turn that is closed or interrupted keeps its steps so far as the answer; without any steps, it keeps nothing.
+        Turn i (from 0) is decoded with the seed ``seed + i``. Raises ValueError at once if the template rejects the
+        question or the context has no room for it; the conversation is then unchanged.
         """
         self._end_turn()
         prompt = self.encode(question)
@@ -63,8 +62,7 @@ class Conversation:
             room = min(room, most - len(prompt))
         if room < 1:
             raise ValueError(
-                f"with this question the conversation is {len(prompt)} tokens long, and target and draft hold "
-                f"{most}, the answer included: ask a shorter one, undo earlier turns, or reset the conversation"
+                f"the conversation has {len(prompt)} tokens, but at most {most} fit: shorten the question or undo turns"
             )
         if self._cache is None:
             self._cache = self.engine.target.new_cache(len(prompt) + self.config.max_new_tokens)
@@ -76,12 +74,12 @@ class Conversation:
         return self._turn
 
     def encode(self, question: str) -> tuple[int, ...]:
-        """Return the token ids that ask for the answer to this question after all messages."""
+        """Return the token ids of all messages with this question, ready for its answer."""
         messages = [*self.messages, {"role": "user", "content": question}]
         return encode_prompt(messages, self.tokenizer, chat=True)
 
     def undo(self) -> str | None:
-        """Take the last turn back; return its question, None if there is no turn."""
+        """Remove the last turn; return its question, or None if there is no turn."""
         self._end_turn()
         if len(self.messages) == len(self._system):
             return None
@@ -89,7 +87,7 @@ class Conversation:
         return question["content"]
 
     def reset(self) -> None:
-        """Take all turns back."""
+        """Remove all turns."""
         self._end_turn()
         self.messages = [*self._system]
 
@@ -108,7 +106,7 @@ class Conversation:
                 ]
 
     def _end_turn(self) -> None:
-        """End a turn that its caller has left before its last step."""
+        """End a turn that its caller left before the last step."""
         if self._turn is not None:
             self._turn.close()
         self._turn = None

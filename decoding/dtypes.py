@@ -1,4 +1,4 @@
-"""Dtypes by the names that users give them, int8 weights, and the device that models are loaded on."""
+"""Dtypes by users' names for them, int8 weights, and the default device."""
 
 from typing import TypeVar
 
@@ -10,16 +10,16 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Return the dtype called ``bf16``, ``fp16``, ``fp32`` or ``fast``; ValueError for another name."""
+    """Return the dtype called ``bf16``, ``fp16``, ``fp32`` or ``fast``; ValueError for any other name."""
     if name != "fast" and name not in DTYPES:
         raise ValueError(f"dtype is {name!r}: give one of fast, {', '.join(DTYPES)}")
     return DTYPES[fast_dtype() if name == "fast" else name]
 
 
 def fast_dtype() -> str:
-    """Return ``bf16`` where the default device multiplies it, else ``fp32``.
+    """Return ``bf16`` if the default device multiplies it natively, else ``fp32``.
 
-    A processor without AVX512-BF16, AMX or Arm's BF16 was measured at 50 times the time of fp32.
+    A processor without AVX512-BF16, AMX or Arm's BF16 was measured to take 50 times as long as in fp32.
     """
     if torch.cuda.is_available():
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
@@ -33,9 +33,9 @@ def default_device() -> torch.device:
 
 
 def quantised(model: Model) -> Model:
-    """Round the weights of a transformers model's linear layers to int8, row by row; in place.
+    """Round the weights of a model's linear layers to int8 in place, with one scale per row.
 
-    The weights are widened to the model's dtype at every call: the model is smaller, but slower. ValueError without
+    Each call widens the weights to the model's dtype, so the model is smaller but slower. Raises ValueError without
     torchao.
     """
     try:

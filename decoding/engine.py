@@ -16,10 +16,10 @@ from decoding.text import StopCheck, TextDecoder
 class Engine:
     """A target with its drafter (None: plain decoding), ready to decode.
 
-    The policy is the only state: it may adapt from text to text. The tokenizer is needed for stop strings only.
+    Only the policy has state: it may adapt from text to text. The tokenizer is needed for stop strings only.
 
-    Several threads may decode with one engine. Their steps take turns; on a target with static shapes, which has one
-    cache, their calls do, and a stream that was not read for 10 seconds is ended when another call waits.
+    Several threads may share an engine; their steps alternate. A target with static shapes has one cache, so there
+    whole calls alternate. A stream that has not been read for 10 seconds ends when another call waits for that cache.
     """
 
     target: CausalLM
@@ -49,22 +49,24 @@ class Engine:
         seeds: Sequence[int] | None = None,
         cache: PreallocatedCache | None = None,
     ) -> Iterator[Any]:
-        """Decode a prompt of token ids, or many with ``batch_size``; yield each step when its target pass is done.
+        """Decode one prompt of token ids, or many with ``batch_size``; yield each step after its target pass.
 
-        One prompt yields its steps; many yield (index of the prompt from 0, its next step). Rows accept different
-        lengths and end at different times; the next prompt takes the row of a finished text. ``seeds`` are the seeds of
-        a batch's texts, in place of those that follow from the config.
+        One prompt yields its steps; many prompts yield pairs (index of the prompt from 0, its next step). Rows accept
+        different lengths, and the next prompt takes the row of a finished text. ``seeds`` replaces the seeds that the
+        texts of a batch get from the config.
 
-        A ``cache`` made by ``target.new_cache`` can be handed from one call to the next, also after an interrupted one:
-        the prefix that a prompt shares with the text before is then not run again by the target (drafts read the whole
-        prompt). The earlier call cannot continue. A `Conversation` keeps one for the turns of a chat.
+        A ``cache`` from ``target.new_cache`` may be passed from call to call, also after an interrupted one. The target
+        then skips the prefix that a prompt shares with the previous text; drafts read the whole prompt. The earlier
+        call cannot continue. `Conversation` uses this between the turns of a chat.
 
-        ValueError at once, not at the first step, for prompts, rules or drafters that do not fit.
+        Raises ValueError at the call, not at the first step, for prompts, rules or drafters that do not fit.
         """
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: give at least 1")
         if batch_size is None and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], list | tuple):
-            raise ValueError(f"{len(prompt)} prompts are given without batch_size: give how many to decode at a time")
+            raise ValueError(
+                f"{len(prompt)} prompts are given without batch_size: set it to how many to decode at once"
+            )
         if batch_size is not None and cache is not None:
             raise ValueError("a cache is given with batch_size: give one of them")
         prompts = [prompt] if batch_size is None else prompt
@@ -82,7 +84,7 @@ class Engine:
     def decode(
         self, prompt: Any, config: DecodingConfig, *, batch_size: int | None = None
     ) -> Generation | list[Generation]:
-        """Decode a prompt to its end; with ``batch_size`` many prompts, returned in their order."""
+        """Decode a prompt to its end, or many prompts with ``batch_size``; results are in the prompts' order."""
         if batch_size is None:
             return Generation.of(tuple(self.steps(prompt, config)))
         steps: list[list[Step]] = [[] for _ in prompt]

@@ -1,16 +1,13 @@
-"""Errors that a user can remedy."""
+"""Errors that users can fix, each with its remedy."""
 
 from collections.abc import Hashable, Iterable
 
 
 class UserError(ValueError):
-    """An error with its remedy. Its text is ``message: remedy``.
-
-    Both are one sentence without a full stop, and no program needs to take the text apart.
-    """
+    """An error with its remedy. Its text is ``message: remedy``, each one sentence without a full stop."""
 
     def __init__(self, message: str, remedy: str) -> None:
-        super().__init__(message, remedy)  # both, so that a pickled error can be read back
+        super().__init__(message, remedy)  # both arguments, for pickling
         self.message = message
         self.remedy = remedy
 
@@ -19,7 +16,7 @@ class UserError(ValueError):
 
 
 def check_once(name: str, values: Iterable[Hashable]) -> None:
-    """Raise UserError if a value occurs twice. ``name`` says what the values are, such as "--drafter"."""
+    """Raise UserError if a value occurs twice. ``name`` labels the values, such as "--drafter"."""
     seen = set[Hashable]()
     for value in values:
         if value in seen:

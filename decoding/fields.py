@@ -1,4 +1,4 @@
-"""Prompts, answers and tools in the fields of a row, by the names that data sets give them."""
+"""Prompts, answers and tools in data rows, under the field names that data sets use."""
 
 import json
 from contextlib import suppress
@@ -10,9 +10,9 @@ PROMPT_FIELDS = (
 ANSWER_FIELDS = ("answer", "response", "output", "completion", "solution", "canonical_solution", "code", "instances")
 """``instances`` is self-instruct's list of inputs with outputs; the first output is the answer."""
 UNSPOKEN = frozenset({"tool_calls", "reasoning_content"})
-"""Fields of a message that may stand in place of its content."""
+"""Fields of a message that may replace its content."""
 Tools = list[Any]
-"""The functions that an assistant may call: objects as chat templates and OpenAI's chat API take them."""
+"""Functions that an assistant may call, as chat templates and OpenAI's chat API define them."""
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -22,20 +22,19 @@ _ROLES = {
     "system": "system",
     "tool": "tool",
 }
-"""ShareGPT's names of the speakers -> roles of chat templates."""
-_ABOUT = ("input", "context")
-"""Fields of the text that an instruction refers to, in Alpaca and Dolly."""
+"""ShareGPT's speaker names -> roles of chat templates."""
+_ABOUT = ("input", "context")  # fields with the text that an instruction refers to, in Alpaca and Dolly
 _TEXT_ANSWERS = ("answer", "response", "completion")
-"""Fields that turn a ``text`` beside them into a prompt. In mbpp, whose rows have a ``task_id``, ``code`` does too."""
+"""Fields that make ``text`` in the same row a prompt. ``code`` does too in mbpp, whose rows have a ``task_id``."""
 
 
 def find_prompt(row: dict[str, Any]) -> str | None:
-    """Return the first of `PROMPT_FIELDS` that the row has; None without any."""
+    """Return the first of `PROMPT_FIELDS` that the row has, or None."""
     return next((name for name in PROMPT_FIELDS if row.get(name) is not None), None)
 
 
 def find_answer(row: dict[str, Any]) -> str | None:
-    """Return the first of `ANSWER_FIELDS` that the row has; if its prompt is a ``text``, only `_TEXT_ANSWERS` count."""
+    """Return the first of `ANSWER_FIELDS` that the row has; next to a ``text`` prompt only `_TEXT_ANSWERS` count."""
     known = ANSWER_FIELDS
     if find_prompt(row) == "text":
         known = (*_TEXT_ANSWERS, *(("code",) if "task_id" in row else ()))
@@ -43,10 +42,10 @@ def find_answer(row: dict[str, Any]) -> str | None:
 
 
 def prompt_of(row: dict[str, Any], field: str | None, where: str) -> tuple[str, Any]:
-    """Return the field that holds a row's prompt, and its value: ``field``, else the first of `PROMPT_FIELDS`.
+    """Return the name and the value of a row's prompt field: ``field``, else the first of `PROMPT_FIELDS`.
 
-    The value of ``instruction`` is followed by the row's ``input`` or ``context`` unless that is empty; the value of
-    ``conversations`` is turned into messages. ValueError, naming the row by ``where``, without such a field.
+    A non-empty ``input`` or ``context`` is appended to an ``instruction``; ``conversations`` become messages. Raises
+    ValueError, naming the row by ``where``, if the field is missing.
     """
     name = field or find_prompt(row)
     if name is None or name not in row:
@@ -61,28 +60,28 @@ def prompt_of(row: dict[str, Any], field: str | None, where: str) -> tuple[str, 
     about = next((field for field in _ABOUT if holder.get(field)), None)
     text = holder[about] if about else ""
     if not isinstance(text, str):
-        raise ValueError(f"{where}: field {about!r} holds {type(text).__name__}, not text")
+        raise ValueError(f"{where}: field {about!r} is {type(text).__name__}, not text")
     return name, f"{value}\n\n{text}" if text.strip() else value
 
 
 def answer_of(row: dict[str, Any], name: str, where: str) -> Any:
-    """Return the value of a row's answer field ``name``, as `find_answer` gives it."""
+    """Return the value of a row's answer field ``name``, found by `find_answer`."""
     return _first_instance(row, where).get("output") if name == "instances" else row[name]
 
 
 def _first_instance(row: dict[str, Any], where: str) -> dict[str, Any]:
     instances = row["instances"]
     if not isinstance(instances, list) or not instances or not isinstance(instances[0], dict):
-        raise ValueError(f"{where}: the instances are {instances!r:.60}, not a list of an input and an output each")
+        raise ValueError(f"{where}: the instances are {instances!r:.60}, not a list of inputs with outputs")
     first: dict[str, Any] = instances[0]
     return first
 
 
 def tools_of(row: dict[str, Any], where: str) -> Tools | None:
-    """Return a row's tools; None where it has none.
+    """Return a row's tools, or None.
 
-    ShareGPT rows hold them as a JSON text, and often without OpenAI's ``{"type": "function", "function": ...}``.
-    ValueError, naming the row by ``where``, for anything else.
+    ShareGPT rows give tools as JSON text, often without OpenAI's ``{"type": "function", "function": ...}``; both forms
+    are accepted. Raises ValueError, naming the row by ``where``, for anything else.
     """
     tools = row.get("tools")
     if isinstance(tools, str):
@@ -91,7 +90,7 @@ def tools_of(row: dict[str, Any], where: str) -> Tools | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"{where}: the tools are {tools!r:.60}, not a list of functions: mend or remove the field")
+        raise ValueError(f"{where}: the tools are {tools!r:.60}, not a list of functions: correct or remove the field")
     return [tool if {"type", "function"} & tool.keys() else {"type": "function", "function": tool} for tool in tools]
 
 
@@ -106,17 +105,17 @@ def messages_of(turns: Any, where: str) -> list[dict[str, Any]]:
 
 def _message(turn: Any, where: str) -> dict[str, Any]:
     if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("from", "value")):
-        raise ValueError(f"{where}: a turn is {turn!r:.60}, without a 'from' and a 'value' that are texts")
+        raise ValueError(f"{where}: a turn is {turn!r:.60}, without text in 'from' and 'value'")
     if turn["from"] not in _ROLES:
-        raise ValueError(f"{where}: a turn is from {turn['from']!r}: ShareGPT has {', '.join(_ROLES)}")
+        raise ValueError(f"{where}: a turn is from {turn['from']!r}: use one of {', '.join(_ROLES)}")
     return {"role": _ROLES[turn["from"]], "content": turn["value"]}
 
 
 def check_messages(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return a list of messages with a role and a content, texts both, as chat templates take them; else ValueError.
+    """Return messages in the form that chat templates take, with role and content as text; else raise ValueError.
 
-    A content is empty where only tools are called or only reasoning is given. The arguments of a call, a JSON text in
-    OpenAI's format, become an object, as servers hand them to a template.
+    A message with only tool calls or reasoning gets an empty content. JSON arguments of a call (OpenAI's format) become
+    an object, as servers pass them to templates.
     """
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where}: the messages are {value!r:.60}, not a list of messages")
@@ -133,17 +132,17 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
         kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
         if others := sorted({str(kind) for kind in kinds if kind != "text"}):
             found = " and ".join(others)
-            raise ValueError(f"{where}: a message has parts of {found}, not of text alone: leave it out")
+            raise ValueError(f"{where}: a message has parts of type {found}, not only text: leave it out")
         checked["content"] = "".join(str(part.get("text", "")) for part in parts)
     if not all(isinstance(checked.get(key), str) for key in ("role", "content")):
-        raise ValueError(f"{where}: a message is {message!r:.60}, without a role and a content that are texts")
+        raise ValueError(f"{where}: a message is {message!r:.60}, without text in role and content")
     if isinstance(calls := checked.get("tool_calls"), list):
         checked["tool_calls"] = [_with_object(call) for call in calls]
     return checked
 
 
 def _with_object(call: Any) -> Any:
-    """Return a tool call with its arguments as an object; unchanged where they are none in a text."""
+    """Return a tool call with its JSON arguments as an object; anything else is returned unchanged."""
     try:
         return {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
     except (TypeError, KeyError, ValueError):

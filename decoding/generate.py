@@ -1,4 +1,4 @@
-"""THE decoding loop: propose, verify, commit. Every drafter, rule and batch goes through it, plain decoding too."""
+"""THE decoding loop: propose, verify, commit. Plain decoding and every drafter, rule and batch use it."""
 
 import math
 import time
@@ -30,11 +30,11 @@ from decoding.text import StopCheck, Text, check_ids
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """Settings of decoding. ``rule`` None is the greedy rule at temperature 0, else the lossless rule that fits.
+    """Settings of decoding. ``rule`` None means greedy at temperature 0, else the lossless rule that fits the draft.
 
-    Text i (from 0) of a batch is decoded with the seed ``seed + i``, whatever texts are next to it.
-    ``logprobs`` asks for the log-probability of each new token under the target itself, before any sampling control,
-    ``trees`` for each step's drafted tree.
+    Text i (from 0) of a batch is decoded with the seed ``seed + i``, whatever other texts are in the batch.
+    ``logprobs`` returns each new token's log-probability under the target itself, before any sampling control;
+    ``trees`` returns each step's drafted tree.
     """
 
     max_new_tokens: int = 128
@@ -57,19 +57,19 @@ class DecodingConfig:
 
     @property
     def label(self) -> str:
-        """Label of the rule: "lossless" if the texts have the target's own distribution, else "lossy"."""
+        """ "lossless" if the rule keeps the target's own distribution, else "lossy"."""
         return "lossless" if self.rule is None else self.rule.label
 
 
 class Step(NamedTuple):
     """One step of the loop for one text: one target pass and its result.
 
-    ``tokens`` are the new tokens: the first ``accepted`` of them were drafted; the last one was written by the target,
-    unless the text ended before it. ``offered`` is the depth of the tree up to the text's end, the most that could be
-    accepted; ``room`` is the depth that the text could still hold. The first step of a text is its prefill: one token,
-    nothing offered. Seconds are those of the pass, divided by its rows. ``refused`` are the drafted tokens of a chain
-    behind the accepted ones; none where a tree was drafted, or the text ended. ``tree``, if requested, is the drafted
-    tree, None where nothing was drafted; ``path`` are its accepted nodes, from below the root down.
+    Of the new ``tokens``, the first ``accepted`` were drafted. The target wrote the last one, unless the text ended
+    inside the draft. ``offered`` is the depth of the tree up to the text's end, the most that could be accepted;
+    ``room`` is the depth that the text could still hold. The first step of a text is its prefill: one token, nothing
+    offered. Seconds are the pass's seconds divided by its rows. ``refused`` are a chain's drafted tokens after the
+    accepted ones; it is empty for trees and at the text's end. ``tree``, if requested, is the drafted tree (None if
+    nothing was drafted); ``path`` lists its accepted nodes from the root's child down.
     """
 
     tokens: tuple[int, ...]
@@ -92,7 +92,6 @@ class Step(NamedTuple):
         return StepCount(len(self.tokens), self.accepted, self.offered, self.drafted, self.room)
 
     def timed(self, draft_seconds: float, verify_seconds: float, total_seconds: float) -> "Step":
-        """Return the step with its seconds."""
         return self._replace(draft_seconds=draft_seconds, verify_seconds=verify_seconds, total_seconds=total_seconds)
 
 
@@ -109,12 +108,12 @@ class Generation:
 
     @property
     def counts(self) -> tuple[StepCount, ...]:
-        """Counts of its steps for the acceptance figures, without the prefill."""
+        """Counts of the steps for the acceptance figures, without the prefill."""
         return tuple(step.counts for step in self.steps if not step.is_prefill)
 
 
 class DecodingBatch:
-    """The texts being decoded, row i being ``texts[i]``, and the prompts that wait for a row."""
+    """Texts being decoded (row i is ``texts[i]``) and the prompts that wait for a row."""
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class DecodingBatch:
         seeds: Sequence[int] | None = None,
         cache: PreallocatedCache | None = None,
     ) -> None:
-        """Take ``rows`` texts at a time; the other arguments are those of `Engine.steps`, ValueError included."""
+        """Decode ``rows`` texts at a time. The other arguments and the ValueErrors are as in `Engine.steps`."""
         for prompt in prompts:
             check_prompt(target, prompt, config)
         self.budgets: tuple[Budget, ...] = ()
@@ -149,11 +148,11 @@ class DecodingBatch:
         self._nodes = drafter.max_nodes if drafter else 1
         try:
             self._open(cache)
-        finally:  # what has not begun keeps nobody waiting
+        finally:  # a batch that has not begun must not block others
             target.turns.give_back(self)
 
     def _open(self, cache: PreallocatedCache | None) -> None:
-        """Open the drafter's session and a cache, in a static model's turn; ValueError for what does not fit."""
+        """Open the drafter's session and a cache, on a static target in its turn; ValueError for what does not fit."""
         target = self.target
         if target.is_static:
             target.turns.take(self)
@@ -166,7 +165,7 @@ class DecodingBatch:
     def run(self) -> Iterator[tuple[int, Step]]:
         """Decode until every prompt is done; yield (index of the prompt, its next step)."""
         try:
-            if self.target.is_static:  # others have used its caches since they were made
+            if self.target.is_static:  # other calls have used these caches since they were made
                 self._open(self.cache if self.serves_calls else None)
             lease = self.cache.take()
             while self.waiting or self.texts:
@@ -183,10 +182,10 @@ class DecodingBatch:
 
     @contextmanager
     def _turn(self, lease: int) -> Iterator[None]:
-        """Keep other threads from the model for the length of a step."""
+        """Lock the model against other threads for one step."""
         with self.target.lock:
             self.cache.check(lease)
-            self.last_step = math.inf  # however long it takes
+            self.last_step = math.inf  # a running step never times out
             yield
             self.last_step = time.monotonic()
 
@@ -220,21 +219,21 @@ class DecodingBatch:
         return [step.timed(*(second / len(steps) for second in seconds)) for step in steps]
 
     def _budget(self) -> Budget:
-        """Return the policy's choice; if no text has room for a draft, plain decoding without asking the policy."""
+        """Return the policy's choice, or plain decoding if no text has room for a draft."""
         if self.drafter is None or not any(self._rooms()):
             return PLAIN
         return self.policy.choose(self.budgets, len(self.texts))
 
     def _rooms(self) -> list[int]:
-        """Return how many tokens may be drafted for each row: none where the cache has to take what was accepted."""
+        """Return how many tokens may be drafted for each row: none if the cache must first take the accepted tokens."""
         return [0 if self.cache.is_full(row) else text.draft_room for row, text in enumerate(self.texts)]
 
     def _propose(self, budget: Budget) -> list[Proposal]:
-        """Draft a tree for each row; the root alone if there is no drafter or no room."""
+        """Draft a tree for each row: the root alone without a drafter or without room."""
         depths = [min(budget.depth, room) for room in self._rooms()]
         if self.session is None or not any(depths):
             return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]
-        # Cut in depth alone, a tree's chain would leave room for branches.
+        # Nodes are limited too: a tree cut only in depth would spend the chain's nodes on branches.
         sizes = [budget.nodes if self.target.no_trees is None else depth + 1 for depth in depths]
         return self.session.propose(
             [
@@ -244,7 +243,7 @@ class DecodingBatch:
         )
 
     def _decide(self, texts: Sequence[Text], proposals: Sequence[Proposal], logits: Tensor) -> list[Verdict]:
-        """Return a verdict for each row. ``logits``: (rows, nodes, vocab), shorter rows padded."""
+        """Return a verdict for each row. ``logits``: (rows, nodes, vocab), with shorter rows padded."""
         config = self.config
         history = None
         if config.sampling.needs_history:
@@ -265,8 +264,9 @@ class DecodingBatch:
             self.cache.text += (text.tokens[-1], *tokens[:-1])
         if self.taps:
             states = _nodes(output.states[row], kept)
-            # The next step of a static target overwrites its outputs, and may come before the next draft. A cache that
-            # serves several calls keeps the states for long: not as views, which hold those of all nodes.
+            # A static target's next step overwrites its outputs, perhaps before the next draft: copy. A cache that
+            # serves several calls keeps the states for long: copy there too, as a view would keep the states of all
+            # nodes alive.
             self._keep_states(text, states.clone() if self.target.is_static or self.serves_calls else states)
         logprobs = self._logprobs(tree, verdict, output.logits[row])
         emitted = text.emit(tokens, self.stop)
@@ -280,7 +280,7 @@ class DecodingBatch:
         )
         if not self.config.trees or len(tree) == 1:
             return step
-        # A copy on the host: the next draft in fixed shapes overwrites its tokens on the device.
+        # Copied to the host: the next draft in fixed shapes overwrites the tokens on the device.
         return step._replace(tree=TokenTree.of_list(tree.token_list, tree.shape), path=path[:accepted])
 
     def _refill(self) -> list[tuple[int, Step]]:
@@ -327,7 +327,7 @@ class DecodingBatch:
         verdicts = self._decide(texts, proposals, output.logits[:, None])
         (verify_seconds,) = clock.phases()
         share = 1 / len(rows)
-        # As in `_commit`: the next step of a static target overwrites the outputs of `append`.
+        # As in `_commit`: a static target's next step overwrites the outputs of `append`.
         copied = bool(reused) and self.target.is_static
         steps = []
         for index, (text, verdict) in enumerate(zip(texts, verdicts, strict=True)):
@@ -345,13 +345,13 @@ class DecodingBatch:
         return steps
 
     def _keep_states(self, text: Text, states: Tensor) -> None:
-        """Keep the states at the text's latest cached tokens: for its drafter, and for the cache's later calls."""
+        """Keep the states at the latest cached tokens for the drafter, and for later calls with this cache."""
         text.keep_states(states)
         if self.serves_calls:
             self.cache.states.append(states)
 
     def _logprobs(self, tree: TokenTree, verdict: Verdict, logits: Tensor) -> tuple[float, ...]:
-        """Return the log-probability of each token of a verdict, by the target's own logits at the node before it."""
+        """Return the log-probability of each token of a verdict, from the target's logits at the previous node."""
         if not self.config.logprobs:
             return ()
         tokens = [*(tree.token_list[node] for node in verdict.path), verdict.token]
@@ -360,18 +360,18 @@ class DecodingBatch:
 
 
 def _nodes(hidden: Float[Tensor, "nodes hidden"], kept: Sequence[int]) -> Float[Tensor, "kept hidden"]:
-    """Return the states of the nodes ``kept`` (increasing) of a row."""
+    """Return the states of a row's nodes ``kept``, in increasing order."""
     if list(kept) == list(range(len(kept))):
         return hidden[: len(kept)]
     return hidden[torch.tensor(kept).to(hidden.device, non_blocking=True)]
 
 
 def check_prompt(target: CausalLM, prompt: Sequence[int], config: DecodingConfig) -> None:
-    """Raise ValueError for a prompt that is empty, holds unknown token ids, or exceeds the target's context."""
+    """Raise ValueError if a prompt is empty, contains unknown token ids, or exceeds the target's context."""
     check_ids(prompt, target.vocab_size)
     longest = len(prompt) + config.max_new_tokens
     if target.max_positions is not None and longest > target.max_positions:
         raise ValueError(
-            f"a prompt of {len(prompt)} tokens and {config.max_new_tokens} new ones make {longest}, but the target's "
-            f"context holds {target.max_positions}: shorten the prompt or lower max_new_tokens"
+            f"a prompt of {len(prompt)} tokens and {config.max_new_tokens} new ones exceed the target's context of "
+            f"{target.max_positions}: shorten the prompt or lower max_new_tokens"
         )

@@ -1,4 +1,4 @@
-"""A target and its drafter, behind transformers' `generate`."""
+"""A target and its drafter behind the interface of transformers' `generate`."""
 
 import copy
 import warnings
@@ -32,9 +32,9 @@ from decoding.text import TextDecoder, check_tensor_of_ids
 class HeadstartModel:
     """A target and its drafter (None: plain decoding), with transformers' `generate`.
 
-    Policies are kept from call to call. Without a ``policy`` one learns at each temperature how much drafting pays; a
-    call with a ``seed`` above temperature 0 drafts a fixed amount, so that the seed repeats its texts. Several threads
-    may call one model; their steps take turns.
+    Policies are kept between calls. Without a ``policy``, one learns how much drafting pays at each temperature; a call
+    with a ``seed`` above temperature 0 drafts a fixed amount, to make its texts repeatable. Several threads may call
+    one model; their steps alternate.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class HeadstartModel:
         policy: Policy | str | None = None,
         static: str = "auto",
     ) -> None:
-        """``static`` is that of `from_pretrained`, for a target that is no `CausalLM` yet."""
+        """``static`` is as in `from_pretrained`, and applies to a target that is not yet a `CausalLM`."""
         self.target = target if isinstance(target, CausalLM) else CausalLM(target, static=static_of(static, target))
         self.drafter = drafter
         self.policy = policy
@@ -66,28 +66,28 @@ class HeadstartModel:
     ) -> "HeadstartModel":
         """Load a target, and a drafter for it, from folders or the Hub.
 
-        A name on the Hub is ORG/NAME or ORG/NAME@REVISION, also in ``drafter``: ``"heads:ORG/NAME@v1"``. With
-        ``local_files_only`` the cache alone is read.
+        Hub names are ORG/NAME or ORG/NAME@REVISION, also in ``drafter``: ``"heads:ORG/NAME@v1"``. ``local_files_only``
+        reads only the local cache.
 
-        ``drafter``: a name of the registry with its path and options, as ``--drafter`` takes it (``"lookup"``,
-        ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``); or the folder or Hub id of heads or of
-        a draft alone; or None for plain decoding. ``draft_options`` are further options (``tokens=4``), those of
-        `decoding.drafters.registry.REGISTRY`. A draft's tokenizer must match ``tokenizer``, by default the tokenizer of
-        a target given by name. ``dtype`` (or ``torch_dtype``; default: bf16 where the device multiplies it, else fp32)
-        and ``device`` (default: the first GPU if there is one, or all of them for weights that do not fit the first)
-        apply to a target given by name; heads and drafts follow
-        their target.
+        ``drafter`` is written as for ``--drafter``: a registry name with path and options (``"lookup"``,
+        ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``), or only the folder or Hub id of heads
+        or of a draft. None means plain decoding. ``draft_options`` are further options (``tokens=4``) from
+        `decoding.drafters.registry.REGISTRY`. A draft's tokenizer must match ``tokenizer``; the default is the
+        tokenizer of a target given by name.
 
-        ``static`` runs the steps of target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"eager"``
-        without, ``"off"`` as they come. ``"auto"`` means graphs on a CUDA device, where the target allows them, and
-        else off. The texts are the same; graphs and their cache stay in
-        memory for as long as the model does.
+        ``dtype`` (or ``torch_dtype``) and ``device`` apply to a target given by name; heads and drafts follow their
+        target. The default dtype is bf16 if the device multiplies it natively, else fp32. The default device is the
+        first GPU if there is one, or all GPUs for weights that do not fit on the first.
+
+        ``static`` runs target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"eager"`` without graphs;
+        ``"off"`` keeps shapes dynamic. ``"auto"`` means graphs on a CUDA device if the target allows them, else off.
+        The texts are the same. Graphs and their cache occupy memory as long as the model exists.
         """
         dtype = draft_options.pop("torch_dtype", dtype)
         if drafter is None and draft_options:
             raise ValueError(
-                f"from_pretrained has no argument {next(iter(draft_options))!r}, and there is no drafter with options: "
-                "leave it out, or give a drafter"
+                f"from_pretrained has no argument {next(iter(draft_options))!r}, and there is no drafter with "
+                "options: leave it out, or give a drafter"
             )
         with only_cached(local_files_only):
             spec = None if drafter is None else parse_drafter(drafter, **draft_options)
@@ -107,7 +107,7 @@ class HeadstartModel:
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """Generation config of the target, the defaults of `generate`."""
+        """Generation config of the target, with the defaults of `generate`."""
         config: GenerationConfig = self.target.model.generation_config or GenerationConfig()
         return config
 
@@ -125,13 +125,14 @@ class HeadstartModel:
         seed: int | None = None,
         **options: Any,
     ) -> Int[Tensor, "batch length"] | SpeculativeOutput:
-        """Decode as transformers' `generate`, with its defaults and result; ``options`` override the generation config.
+        """Decode like transformers' `generate`, with its defaults and result; ``options`` override the generation
+        config.
 
-        Greedy texts equal those of the target's own `generate`; sampled texts have their distribution, unless a lossy
-        ``rule`` is given. Without a ``seed`` one is drawn from torch's global generator, so that ``torch.manual_seed``
-        repeats a text under the policy "fixed". ``batch_size`` rows (None: all) are decoded at a time. Processors see
-        each text without its padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. ValueError
-        names an option that is not supported.
+        Greedy texts equal the target's own `generate`; sampled texts have its distribution, unless ``rule`` is lossy.
+        Without a ``seed`` one is drawn from torch's global generator: under the policy "fixed", ``torch.manual_seed``
+        then repeats a text. ``batch_size`` rows (None: all) are decoded at a time. Processors see each text without its
+        padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. Raises ValueError for an
+        unsupported option.
         """
         inputs = options.pop("inputs", None)
         if input_ids is not None and inputs is not None:
@@ -163,20 +164,20 @@ class HeadstartModel:
         return output if config.return_dict_in_generate else output.sequences
 
     def _prompts(self, input_ids: Tensor | None, attention_mask: Tensor | None, config: GenerationConfig) -> Prompts:
-        """Return the prompts, each as often as the config wants texts of it; without any, one of BOS alone."""
+        """Return the prompts, each repeated ``num_return_sequences`` times; without input, a prompt of BOS alone."""
         if input_ids is None:
             if config.bos_token_id is None:
-                raise UserError("there is neither input_ids nor a bos_token_id to begin with", "give one of them")
+                raise UserError("there are neither input_ids nor a bos_token_id to start from", "give one of them")
             input_ids = torch.tensor([[config.bos_token_id]], device=self.device)
         else:
             check_tensor_of_ids(input_ids)
             padding = config.pad_token_id
             if attention_mask is None and padding is not None and padding not in _token_list(config.eos_token_id):
-                attention_mask = input_ids.ne(padding)  # as `generate`; else padding may be the end of a text
+                attention_mask = input_ids.ne(padding)  # as `generate` does; otherwise padding may be a text's end
         return Prompts.of_tensor(input_ids, attention_mask).repeated(config.num_return_sequences or 1)
 
     def _policy_for(self, seed: int | None, sampling: SamplingConfig) -> Policy:
-        """Return the given policy, or one that is kept for the temperature."""
+        """Return the given policy, or the one kept for this temperature."""
         policy = self.policy or default_policy(seed, sampling.greedy)
         if isinstance(policy, str):
             policy = self._policies.setdefault((policy, sampling.temperature), named_policy(policy))
@@ -196,7 +197,7 @@ _DEFAULT_NEW_TOKENS = 20  # transformers' default
 
 
 def _refuse_arguments(options: dict[str, Any]) -> None:
-    """Refuse arguments of `generate` that are not supported; remove those among them that are switched off."""
+    """Reject arguments of `generate` that are not supported; remove the ones that are switched off."""
     for name in _REFUSED_ARGUMENTS:
         value = options.pop(name, None)
         if value is not None and value is not False and not (isinstance(value, list) and not value):
@@ -206,12 +207,12 @@ def _refuse_arguments(options: dict[str, Any]) -> None:
 def _resolve(
     defaults: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]
 ) -> GenerationConfig:
-    """Merge ``options`` over ``given`` over ``defaults``; a value that none of them sets stays unset."""
+    """Merge ``options`` over ``given`` over ``defaults``; a value that nobody sets stays unset."""
     config: GenerationConfig = copy.deepcopy(given) if given is not None else GenerationConfig()
     config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
     unknown = [name for name, value in config.update(**options).items() if value is not None]
     if unknown:
-        raise ValueError(f"generate has no option {' or '.join(unknown)}: is the name misspelt?")
+        raise ValueError(f"generate has no option {' or '.join(unknown)}: check the spelling")
     for name in _REFUSED_SETTINGS:
         if getattr(config, name, None):
             raise UserError(f"{name} is {getattr(config, name)}, which is not supported", _REMEDY)
@@ -219,7 +220,7 @@ def _resolve(
 
 
 def _resolve_lengths(config: GenerationConfig, width: int, max_positions: int | None) -> int:
-    """Return the greatest number of new tokens; convert lengths that count the prompt with its padding."""
+    """Return the limit of new tokens; convert limits that count the prompt with its padding."""
     if config.min_new_tokens is None and config.min_length:
         config.min_new_tokens = max(0, config.min_length - width)
     config.min_length = None
@@ -228,7 +229,7 @@ def _resolve_lengths(config: GenerationConfig, width: int, max_positions: int | 
     if config.max_new_tokens is not None:
         return int(config.max_new_tokens)
     if config.max_length is None:
-        warnings.warn(f"max_new_tokens is not set: {_DEFAULT_NEW_TOKENS} tokens at most are written", stacklevel=3)
+        warnings.warn(f"max_new_tokens is not set: at most {_DEFAULT_NEW_TOKENS} tokens are written", stacklevel=3)
         longest = width + _DEFAULT_NEW_TOKENS
         config.max_length = longest if max_positions is None else min(longest, max_positions)
     if config.max_length <= width:

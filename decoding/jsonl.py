@@ -1,17 +1,17 @@
-"""Rows of .jsonl files, one JSON object a line in UTF-8, and of Parquet files."""
+"""Rows of .jsonl files (one JSON object per line, UTF-8) and of Parquet files."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_WANTED = "a .jsonl file has one JSON object a line, in UTF-8"
-_FROM_CSV = "the page on data of your own (docs/how-to/data.md) has the lines that turn it into one"
+_WANTED = "a .jsonl file has one JSON object per line, in UTF-8"
+_FROM_CSV = "docs/how-to/data.md shows how to convert it"
 _ROWS_AT_ONCE = 256
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a .jsonl file, parsed by `parse_row`, or of a .parquet file, with their numbers (from 1)."""
+    """Yield (number from 1, row) of a .jsonl file, parsed by `parse_row`, or of a .parquet file."""
     if Path(path).suffix == ".parquet":
         yield from read_parquet(path)
         return
@@ -20,7 +20,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_parquet(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a Parquet file, `without_nulls`, with their numbers (from 1); ValueError for another file."""
+    """Yield (number from 1, row) of a Parquet file, `without_nulls`; ValueError if the file is not readable."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
@@ -33,26 +33,26 @@ def read_parquet(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the null fields of its objects: columns have a field in every row or in none."""
+    """Return a value without the null fields of its objects; Parquet writes every column in every row."""
     if isinstance(value, dict):
         return {name: without_nulls(held) for name, held in value.items() if held is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a .jsonl file that are not blank, with their numbers (from 1)."""
+    """Yield (number from 1, line) of a .jsonl file, without blank lines."""
     path = Path(path)
     if not path.is_file():
         missing = "is a folder" if path.is_dir() else "is not there"
-        raise ValueError(f"{path} {missing}: prompts are read from a .jsonl file, one JSON object a line")
+        raise ValueError(f"{path} {missing}: give a .jsonl file, with one JSON object per line")
     if path.suffix == ".parquet":
-        raise ValueError(f"{path} is Parquet, but its rows are copied from a .jsonl file: write them as JSON lines")
+        raise ValueError(f"{path} is Parquet, but rows are copied from .jsonl files only: convert it to JSON lines")
     if path.suffix.lower() in (".csv", ".tsv"):
-        raise ValueError(f"{path} is a table of text, but rows are read from a .jsonl file: {_FROM_CSV}")
+        raise ValueError(f"{path} is a text table, not a .jsonl file: {_FROM_CSV}")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if number == 1 and not (encoding := json.detect_encoding(line)).startswith("utf-8"):
-                raise ValueError(f"{path} is {encoding.upper()} text, but rows are read as UTF-8: save it as UTF-8")
+                raise ValueError(f"{path} is {encoding.upper()} text: save it as UTF-8")
             if line.strip():
                 yield number, line
 
@@ -60,22 +60,22 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
 def parse_row(line: bytes, where: str) -> dict[str, Any]:
     """Parse one line of a .jsonl file; a bare string becomes ``{"text": string}``.
 
-    ``where`` names the line in errors: ValueError for other values, other encodings and half characters.
+    Raises ValueError, naming the line by ``where``, for other values, other encodings and half surrogate pairs.
     """
     try:
-        row = json.loads(line.rstrip(b"\r\n"))  # an error at the end is in this line, not in the next
-        if b"\\u" in line:  # an escape may be half a character, which tokenizers refuse
+        row = json.loads(line.rstrip(b"\r\n"))  # without the line end, an error at the end is counted in this line
+        if b"\\u" in line:  # an escape may be half a surrogate pair, which tokenizers reject
             json.dumps(row, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{where}: not JSON ({error.msg.removesuffix(' at')} at column {error.colno}): {_WANTED}"
         ) from error
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: a \\u escape is half a character ({error.reason}): write the whole one") from error
+        raise ValueError(f"{where}: a \\u escape is half a character ({error.reason}): write both halves") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not UTF-8 text ({error.reason}): {_WANTED}") from error
     if isinstance(row, str):
         return {"text": row}
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: the row is {type(row).__name__}, not an object with fields: write one a line")
+        raise ValueError(f"{where}: the row is {type(row).__name__}, not an object: write one object per line")
     return row

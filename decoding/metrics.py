@@ -1,8 +1,8 @@
-"""Acceptance figures from the counts of decoding steps, each with its number of observations and a 95% interval.
+"""Acceptance figures from step counts, each with its number of observations and a 95% interval.
 
 Acceptance means five things in the literature; each has its own name here:
 - tokens per target pass: tokens emitted / target passes, without the prefill, with the target's own token;
-- conditional acceptance at position i (from 1): drafts accepted to depth i / those accepted to i-1 and at least i deep;
+- conditional acceptance at position i (from 1): drafts accepted to depth i / drafts i deep and accepted to i-1;
 - unconditional acceptance at position i: drafts accepted to depth i / drafts at least i deep;
 - reached at position i: passes that accepted at least i drafted tokens / all passes;
 - accepted per drafted: accepted tokens / drafted tree nodes.
@@ -22,7 +22,7 @@ _Z95 = 1.959964
 
 
 class StepCount(NamedTuple):
-    """Counts of one target pass: the fields of the same names of `decoding.generate.Step`."""
+    """Counts of one target pass; the fields are explained in `decoding.generate.Step`."""
 
     emitted: int
     accepted: int
@@ -32,7 +32,7 @@ class StepCount(NamedTuple):
 
 
 FEWEST = 8
-"""Observations below which a bootstrap interval is too narrow to judge by."""
+"""Observations below which a bootstrap interval is too narrow to trust."""
 
 
 class Estimate(NamedTuple):
@@ -52,27 +52,26 @@ def proportion(successes: int, trials: int) -> Estimate:
     spread = _Z95**2 / trials
     centre = (share + spread / 2) / (1 + spread)
     half = _Z95 * math.sqrt(share * (1 - share) / trials + spread / (4 * trials)) / (1 + spread)
-    # At a share of 0 or 1 a bound equals the share: rounding must not put it beyond.
+    # At a share of 0 or 1 a bound equals the share: rounding must not move it past.
     return Estimate(share, min(max(0.0, centre - half), share), max(min(1.0, centre + half), share), trials)
 
 
 def ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> Estimate:
-    """Estimate the sum of first entries over the sum of second entries, with a bootstrap interval over pairs.
+    """Estimate (sum of first entries) / (sum of second entries), with a bootstrap interval over pairs.
 
-    A pair belongs to one text: its steps are correlated, so whole texts are resampled, with a fixed seed.
+    A pair belongs to one text. Steps of a text are correlated, so whole texts are resampled, with a fixed seed.
     """
     return _resampled(torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2), lambda sums: sums[0] / sums[1])
 
 
 def ratio_of_rates(texts: Sequence[tuple[float, float, float, float]], resamples: int = 1000) -> Estimate:
-    """Estimate the tokens per second of one method over those of another, over all texts together.
+    """Estimate the speed ratio of two methods, in tokens per second over all texts together.
 
-    An entry is (tokens, seconds) of one text by the first method, then by the second. The figure is total tokens over
-    total seconds of the first, divided by the same of the second. The bootstrap interval resamples texts, each with
-    both methods' entries, with a fixed seed.
+    An entry is (tokens, seconds, tokens, seconds) of one text: by the first method, then by the second. The bootstrap
+    resamples whole entries, with a fixed seed.
     """
     values = torch.tensor(texts, dtype=torch.float64).reshape(-1, 4)
-    # Products first: two equal methods then have a ratio of exactly 1, and no interval on one side of it.
+    # Products first: two equal methods then have a ratio of exactly 1 and a two-sided interval.
     return _resampled(values, lambda sums: sums[0] * sums[3] / (sums[1] * sums[2]), resamples)
 
 
@@ -85,9 +84,9 @@ def _resampled(values: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(texts, (resamples, texts), generator=generator)
     ratios = ratio(values[chosen].sum(1).T)
-    finite = ratios[ratios.isfinite()]  # a draw of nothing but empty texts has no ratio
+    finite = ratios[ratios.isfinite()]  # a resample of only empty texts has no ratio
     low, high = finite.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    value = float(total)  # equal texts: rounding must not put it outside of the interval
+    value = float(total)  # with equal texts, rounding must not put it outside the interval
     return Estimate(value, min(low, value), max(high, value), texts)
 
 
@@ -101,7 +100,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return the median and the quartiles; NaN without values."""
+    """Return the median and the quartiles, or NaN without values."""
     if not values:
         return Spread(math.nan, math.nan, math.nan, 0)
     low, median, high = torch.tensor(values, dtype=torch.float64).quantile(
@@ -112,7 +111,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance over a set of texts. Tuples by position start at position 1, the first drafted token."""
+    """Acceptance over a set of texts. Tuples start at position 1, the first drafted token."""
 
     passes: int
     tokens_per_pass: Estimate
@@ -121,20 +120,20 @@ class Acceptance:
     accepted_per_drafted: Estimate
     reached: tuple[Estimate, ...]
     ended_in_draft: int
-    """Passes whose text ended inside the draft: they emit no token of the target's own."""
+    """Passes whose text ended inside the draft, before the target wrote a token."""
     length_histogram: dict[int, int]
 
     @property
     def acceptance_length(self) -> float:
         """Acceptance length: 1 + the sum of ``reached``; NaN without passes.
 
-        Tokens per target pass fall short of it by ``ended_in_draft`` / passes.
+        Tokens per target pass are lower by ``ended_in_draft`` / passes.
         """
         return 1.0 + sum(share.value for share in self.reached) if self.passes else math.nan
 
 
 def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
-    """Compute the figures of texts, each given as the sequence of its decoding steps without the prefill."""
+    """Compute the figures of texts; each text is its decoding steps without the prefill."""
     steps = [step for text in texts for step in text]
     deepest = max((step.offered for step in steps), default=0)
     conditional, unconditional = [], []
@@ -142,7 +141,7 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
         offered = [step for step in steps if step.offered >= position]
         accepted = sum(step.accepted >= position for step in offered)
         reached = sum(step.accepted >= position - 1 for step in offered)
-        if reached == 0:  # no draft was accepted this far: later positions have no observations either
+        if reached == 0:  # no draft was accepted this far, so later positions have no observations
             break
         conditional.append(proportion(accepted, reached))
         unconditional.append(proportion(accepted, len(offered)))
@@ -164,16 +163,16 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
     )
     if steps:
         assert math.isclose(found.acceptance_length, 1 + accepted_tokens / len(steps), rel_tol=1e-9), found
-        # The same from the other side: every pass emits its accepted tokens, and one more unless the text ended.
+        # Checked from the other side: each pass emits its accepted tokens, and one more unless the text ended.
         emitted = sum(step.emitted for step in steps)
         assert emitted == len(steps) + accepted_tokens - found.ended_in_draft, found
     return found
 
 
 def tokens_per_pass(steps: Sequence[StepCount], depth: int | None = None) -> float:
-    """Return the tokens of a pass, the ends of texts included, as if chains had been cut to ``depth``.
+    """Return the tokens per pass, with the ends of texts, as if chains had been cut to ``depth``.
 
-    A pass that emits e tokens emits min(e, depth + 1) of the shorter chain.
+    A pass that emits e tokens would emit min(e, depth + 1).
     """
     return sum(step.emitted if depth is None else min(step.emitted, depth + 1) for step in steps) / len(steps)
 
@@ -191,16 +190,16 @@ def expected_tokens(acceptance_rate: float, depth: int) -> float:
 def predicted_speedup(tokens_per_pass: float, draft_cost: float, verify_cost: float, overhead: float = 0.0) -> float:
     """Predict the speed-up over plain decoding: tokens per pass / (draft cost + verify cost + overhead).
 
-    The costs are those of one target pass with its drafting, in units of one plain decoding step.
+    Costs are per target pass, drafting included, in units of one plain decoding step.
     """
     return tokens_per_pass / (draft_cost + verify_cost + overhead)
 
 
 def break_even(costs: Mapping[int, float]) -> float | None:
-    """Return the constant acceptance per token from which on the best of several chains gains.
+    """Return the constant acceptance per token above which the best of several chains is faster than plain decoding.
 
-    ``costs``: the cost of a target pass with its drafting by the chain's depth, in units of one plain decoding step.
-    None where no acceptance pays: a chain that is always accepted still costs more than its tokens.
+    ``costs``: chain depth -> cost of a target pass with its drafting, in units of one plain decoding step. Returns None
+    if even a chain that is always accepted costs more than its tokens.
     """
 
     def gains(rate: float) -> bool:

@@ -1,7 +1,7 @@
-"""Policies, which choose before each step how much to draft: a fixed amount, or what writes most in a second.
+"""Policies: before each step they choose how much to draft, a fixed amount or whatever is fastest.
 
-A policy is state of the caller, one for each pair of target and drafter; it learns over texts and batches. No policy
-changes what a lossless rule guarantees. The seconds of a step come from the loop; only the adaptive policy reads them.
+The caller keeps one policy for each pair of target and drafter; it learns over texts and batches. No policy changes
+what a lossless rule guarantees. The loop measures the seconds of each step; only the adaptive policy reads them.
 """
 
 import math
@@ -16,7 +16,7 @@ from decoding.metrics import StepCount
 
 
 class Budget(NamedTuple):
-    """The bounds of one draft: ``depth`` of its deepest token, ``nodes`` of its tree, the root included."""
+    """Limits of one draft: ``depth`` of its deepest token, ``nodes`` of its tree with the root."""
 
     depth: int
     nodes: int
@@ -27,28 +27,28 @@ PLAIN = Budget(0, 1)
 
 
 class Policy(Protocol):
-    """Chooser of how much to draft, before each step of the loop; it observes each step's counts and seconds."""
+    """Chooser of how much to draft before each step; it observes each step's counts and seconds."""
 
     name: str
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
-        """Return one of the drafter's ``budgets`` (by increasing cost, `PLAIN` not among them), or `PLAIN`.
+        """Return `PLAIN` or one of the drafter's ``budgets``, which are sorted by cost and do not contain `PLAIN`.
 
-        ``rows``: the number of texts that are decoded at a time.
+        ``rows``: the number of texts decoded together.
         """
 
     def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float, /) -> None:
-        """Learn from a step of ``budget``: one count per row, and the batch's seconds of draft, pass and all."""
+        """Learn from a step of ``budget``: one count per row; the batch's seconds for draft, pass and whole step."""
 
 
 class FixedPolicy:
-    """The largest budget within the limits, `PLAIN` if none is."""
+    """The largest budget within the limits, or `PLAIN`."""
 
     name = "fixed"
 
     def __init__(self, depth: int | None = None, nodes: int | None = None) -> None:
         if (depth is not None and depth < 0) or (nodes is not None and nodes < 1):
-            raise ValueError(f"a depth of {depth} and {nodes} nodes: give a depth from 0 and nodes from 1 (the root)")
+            raise ValueError(f"a depth of {depth} and {nodes} nodes: give at least 0 and at least 1 (the root)")
         self._depth = math.inf if depth is None else depth
         self._nodes = math.inf if nodes is None else nodes
 
@@ -61,14 +61,14 @@ class FixedPolicy:
 
 
 class _Acceptance:
-    """Shares of drafted tokens accepted at each depth, given that those before were; older trials weigh less."""
+    """Conditional acceptance at each depth; older trials weigh less."""
 
     def __init__(self, like: "_Acceptance | None" = None, factor: float = 1.0) -> None:
-        """The first guess is ``factor`` times the shares of ``like``."""
+        """Start from ``factor`` times the shares of ``like``."""
         self._like, self._factor, self._trials, self._hits = like, factor, list[float](), list[float]()
 
     def add(self, budget: Budget, step: StepCount) -> None:
-        ended = step.emitted <= step.accepted  # nothing was refused: the text ended inside the draft
+        ended = step.emitted <= step.accepted  # nothing was rejected: the text ended inside the draft
         for depth in range(min(budget.depth, step.room, step.accepted + (not ended))):
             if depth == len(self._trials):
                 self._trials.append(0.0)
@@ -77,7 +77,7 @@ class _Acceptance:
             self._hits[depth] = _MEMORY * self._hits[depth] + (depth < step.accepted)
 
     def _share(self, depth: int) -> tuple[float, float]:
-        """Return the share accepted behind a path of ``depth`` tokens, and its trials; a guess counts as some."""
+        """Return the acceptance after ``depth`` accepted tokens, and its trials, with a weighted first guess."""
         if self._like is not None:
             guess, weight = self._factor * self._like._share(depth)[0], 4.0
         else:
@@ -86,7 +86,7 @@ class _Acceptance:
         return (hits + weight * guess) / (trials + weight), trials + weight
 
     def tokens(self, depth: int, luck: float) -> float:
-        """Return the tokens of a step to this depth, ``luck`` standard deviations above what is expected."""
+        """Return the tokens of a step to this depth, ``luck`` standard deviations above the expectation."""
         total = reached = 1.0
         for index in range(depth):
             share, trials = self._share(index)
@@ -96,7 +96,7 @@ class _Acceptance:
 
 
 class _Seconds:
-    """Seconds of steps by budget, for one number of rows: medians of the last steps with trees of about one size."""
+    """Seconds of steps by budget, for one number of rows: medians of recent steps, grouped by tree size."""
 
     def __init__(self) -> None:
         self._of: dict[Budget, dict[int, deque[float]]] = {}
@@ -117,19 +117,19 @@ class _Seconds:
         shares[size] = shares.get(size, 0.0) + 1
 
     def known(self, budget: Budget) -> tuple[float, float] | None:
-        """Return the seconds of a step of a budget and their relative standard deviation; None if it was not tried."""
+        """Return (seconds of a step of a budget, relative standard deviation), or None if it was never tried."""
         if not (shares := self._shares.get(budget)):
             return None
         trials, age = sum(shares.values()), self._steps - self._tried_at[budget]
         total, most = 0.0, math.inf
-        for size in sorted(shares, reverse=True):  # a smaller tree takes no longer
+        for size in sorted(shares, reverse=True):  # a smaller tree cannot take longer
             most = min(most, median_low(self._of[budget][size]))
             total += shares[size] * most
         mean = total / trials
         return mean, math.hypot(_NOISE / math.sqrt(min(trials, _KEPT)), age / _AGEING)
 
     def guess(self, budget: Budget, known: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        """Return the same of a budget that was not tried, from the (`_rough`, seconds) of those that were, sorted."""
+        """Guess the same for an untried budget from ``known``: sorted pairs (`_rough`, seconds) of tried budgets."""
         rough = _rough(budget)
         after = bisect_right(known, (rough, math.inf))
         if 0 < after < len(known):
@@ -140,15 +140,15 @@ class _Seconds:
 
 
 def _rough(budget: Budget) -> float:
-    """Return the seconds of a step in plain steps, before anything is known."""
+    """Return a step's seconds in plain steps, before anything is measured."""
     return 1.0 if budget == PLAIN else 1.1 + 0.02 * (budget.depth + budget.nodes)
 
 
 def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
-    """Return the budgets to choose from with their acceptance: the largest to each of a few depths, and chains as deep.
+    """Return the budgets to choose from, with their acceptance: for a few depths the largest tree and the chain.
 
-    The depths are the whole and a half, a quarter, ... of it. Cuts of one tree share its acceptance. With one budget
-    for each depth, as of a hybrid, smaller trees are not the beginnings of the largest: only the largest is chosen.
+    The depths are the full depth, half, a quarter, and so on. Cuts of one tree share its acceptance. A hybrid has one
+    budget per depth, and its smaller trees are not parts of the largest: only the largest is used.
     """
     largest = {budget.depth: budget for budget in budgets}
     depths = [budgets[-1].depth]
@@ -158,32 +158,29 @@ def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
     arms = {largest[depth]: whole for depth in depths if depth in largest}
     chains = [budget for budget in budgets if budget.nodes == budget.depth + 1]
     if len(chains) < len(budgets) == len(largest):
-        return {budgets[-1]: whole}  # to learn each tree's acceptance costs more than the best of them gains
+        return {budgets[-1]: whole}  # learning each tree's acceptance costs more than the best one gains
     smaller = (chain for chain in chains if chain.depth in depths[:-1] and chain not in arms)
     return arms | {chain: _Acceptance(whole, _OF_LARGER) for chain in smaller}
 
 
-_MEMORY = 0.9975
-"""Weight of a trial beside the one after it."""
+_MEMORY = 0.9975  # weight of a trial relative to the next one
 _GUESS, _OF_LARGER = 0.75, 0.8
-"""Share accepted before anything is known, and that of a chain over that of the tree around it."""
+"""Acceptance assumed before any trial; acceptance of a chain relative to the tree that contains it."""
 _KEPT, _STALE, _AGEING = 31, 500, 4000.0
-"""Steps of a budget that are kept; steps after which they are forgotten; steps that put them in doubt by a factor e."""
+"""Steps kept per budget; steps after which they are forgotten; steps that raise their doubt by a factor of e."""
 _NOISE, _BETWEEN, _BEYOND = 0.15, 0.04, 0.3
-"""Relative standard deviations: of a step's seconds, and of guesses between and beyond budgets that were tried."""
-_CAUTION = 0.5
-"""Share of a standard deviation that is explored; half of it is always added to the acceptance."""
-_HELD = 2
-"""Steps between two choices."""
+"""Relative standard deviations: of a step's seconds, and of guesses between and beyond tried budgets."""
+_CAUTION = 0.5  # share of a standard deviation that is explored; half of it is always added to the acceptance
+_HELD = 2  # steps between two choices
 
 
 class AdaptivePolicy:
-    """The budget expected to write the most tokens in a second, or `PLAIN` where drafting does not pay.
+    """The budget expected to write the most tokens per second, or `PLAIN` if drafting does not pay.
 
-    Tokens follow from the running acceptance by depth, seconds from the steps of late; those of a budget that was not
-    tried lie between those of its neighbours. A budget is chosen as often as it may well be the best (Thompson 1933):
-    what is known to lose is hardly tried again. Seconds depend on the number of texts decoded at a time, so each power
-    of two of it has its own. Reads the clock: sampled texts of a seed differ from run to run.
+    Tokens follow from the running acceptance by depth, seconds from recent steps; an untried budget is interpolated
+    between its neighbours. A budget is chosen as often as it may well be the best (Thompson 1933), so known losers are
+    rarely retried. Seconds depend on the number of texts decoded together, so each power of two is learned separately.
+    The policy reads the clock: sampled texts of a seed differ from run to run.
     """
 
     name = "adaptive"
@@ -239,12 +236,12 @@ _POLICIES: Mapping[str, Callable[[], Policy]] = {
 
 
 def default_policy(seed: int | None, greedy: bool) -> str:
-    """Name the policy of who asks for none: it follows the clock unless a ``seed`` is to repeat a sampled text."""
+    """Return the default policy's name: "fixed" if a ``seed`` must repeat a sampled text, else "adaptive"."""
     return "adaptive" if greedy or seed is None else "fixed"
 
 
 def named_policy(name: str) -> Policy:
-    """Make a new policy, ``adaptive`` or ``fixed``; ValueError for a name that is none of them."""
+    """Create a policy, ``adaptive`` or ``fixed``; ValueError for another name."""
     if name not in _POLICIES:
         raise ValueError(f"no policy is called {name!r}: choose one of {', '.join(_POLICIES)}")
     return _POLICIES[name]()

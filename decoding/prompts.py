@@ -1,4 +1,4 @@
-"""Prompts as token ids."""
+"""Prompts and messages encoded as token ids, and variables of chat templates."""
 
 import json
 import re
@@ -12,10 +12,10 @@ from decoding.fields import Tools
 
 
 def with_variables(template: str, variables: Mapping[str, Any]) -> str:
-    """Return a chat template with some variables set, such as ``enable_thinking``: requests' ``chat_template_kwargs``.
+    """Return a chat template with variables set, such as ``enable_thinking`` (``chat_template_kwargs`` of requests).
 
-    Set in the template's text, they hold wherever it is applied, and change its digest. ValueError for a name that the
-    template does not read.
+    The variables become part of the template's text: they apply wherever it is used, and they change its digest. Raises
+    ValueError for a name that the template does not read.
     """
     for name in variables:
         if not name.isidentifier() or not re.search(rf"\b{name}\b", template):
@@ -36,7 +36,7 @@ def read_variables(given: str) -> dict[str, Any]:
 
 
 def set_variables(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None:
-    """Set variables of a tokenizer's chat template, given as a JSON object; ValueError as `with_variables`."""
+    """Set variables of a tokenizer's chat template from a JSON object; ValueError as in `with_variables`."""
     if given is None:
         return
     variables = read_variables(given)
@@ -53,11 +53,11 @@ def encode_prompt(
     chat: bool,
     tools: Tools | None = None,
 ) -> tuple[int, ...]:
-    """Return the token ids that ask for an answer to a user's message or to messages.
+    """Return the token ids that ask for an answer to a user's message or to a list of messages.
 
-    Without ``chat`` or a chat template they are the tokens of the plain text, which a model continues. ``tools`` are
-    those of `decoding.fields.tools_of`. ValueError for text that is not UTF-8, and for messages that the template
-    refuses.
+    Without ``chat`` or a chat template these are the tokens of the plain text, which a model continues. ``tools`` are
+    as in `decoding.fields.tools_of`. Raises ValueError for text that is not UTF-8 and for messages that the template
+    rejects.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
@@ -72,7 +72,7 @@ def encode_prompt(
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt is not UTF-8 text ({error.reason}): give it in that encoding") from error
     except (TemplateError, OverflowError, TypeError) as error:
-        raise ValueError(f"the chat template cannot hold this prompt: {error}") from error
+        raise ValueError(f"the chat template rejects this prompt: {error}") from error
     tokens: list[int] = encoded["input_ids"]
     if not tokens and tokenizer.bos_token_id is not None:
         tokens = [int(tokenizer.bos_token_id)]

@@ -28,10 +28,10 @@ from decoding.text import TextDecoder, check_ids, check_tensor_of_ids
 class SpeculativeOutput:
     """Decoded texts.
 
-    ``sequences`` are the given prompts, with their padding on the left, followed by the new tokens; texts that ended
-    earlier are padded on the right. ``logprobs``, if requested, are the log-probabilities of the new tokens under the
-    target itself, before any sampling control, and 0 after a text's end. ``generations`` hold every step. ``label`` is
-    that of the rule: lossless, or lossy.
+    ``sequences`` are the prompts, with their padding on the left, followed by the new tokens; shorter texts are padded
+    on the right. ``logprobs``, if requested, are the new tokens' log-probabilities under the target itself, before any
+    sampling control, and 0 after a text's end. ``generations`` contain every step. ``label`` is the rule's label:
+    lossless or lossy.
     """
 
     sequences: Int[Tensor, "batch length"]
@@ -46,7 +46,7 @@ class SpeculativeOutput:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens per target pass: 1 for plain decoding, NaN if no text went beyond its prefill."""
+        """Tokens per target pass: 1 for plain decoding, NaN if no text continued past its prefill."""
         return self.acceptance.tokens_per_pass.value
 
 
@@ -71,12 +71,12 @@ def speculate(
 ) -> SpeculativeOutput:
     """Decode prompts with a drafter (None: plainly), ``batch_size`` at a time (None: all at once).
 
-    ``input_ids``: (batch, length), or a list of prompts of any lengths. Shorter rows of a tensor are padded on the
-    left, which ``attention_mask`` marks. The sampling controls are a `SamplingConfig`, or its fields by name
-    (``temperature=0.7``); the default is greedy decoding. ``rule`` may be a name in `RULES`. ``policy`` is
-    ``adaptive``, or ``fixed``, which is the default if a ``seed`` (None: 0) is to repeat sampled texts. Texts end at
-    ``eos_token_ids``, by default those of the model's generation config, or at ``stop_strings``, which need the
-    ``tokenizer``. The text of prompt i is decoded with the seed ``seed + i``, whatever texts are next to it.
+    ``input_ids``: (batch, length), or a list of prompts of any length. A tensor's shorter rows are padded on the left;
+    ``attention_mask`` marks the padding. Sampling controls are a `SamplingConfig`, or its fields by name
+    (``temperature=0.7``); the default is greedy. ``rule`` may be a name in `RULES`. ``policy`` may be ``adaptive`` or
+    ``fixed``; the default is ``fixed`` if a ``seed`` (None: 0) must repeat sampled texts, else ``adaptive``. Texts end
+    at ``eos_token_ids`` (default: from the model's generation config) or at ``stop_strings``, which need the
+    ``tokenizer``. Prompt i is decoded with the seed ``seed + i``, whatever other prompts are in the batch.
     """
     if sampling is not None and controls:
         raise ValueError(f"both sampling and {', '.join(controls)} are given: give one or the other")
@@ -121,17 +121,19 @@ class Prompts(NamedTuple):
 
     @staticmethod
     def of_tensor(input_ids: Tensor, mask: Tensor | None) -> "Prompts":
-        """Take the prompts from a tensor; tokens that the mask hides are dropped, as the model ignores them."""
+        """Take the prompts from a tensor; tokens hidden by the mask are dropped, as the model would ignore them."""
         check_tensor_of_ids(input_ids)
         if input_ids.dim() != 2 or 0 in input_ids.shape:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: give (batch, length), at least one token")
         if mask is None:
             return Prompts(input_ids.tolist(), input_ids)
         if mask.shape != input_ids.shape:
-            raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}")
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}: give the shape of input_ids, {tuple(input_ids.shape)}"
+            )
         kept = mask.bool().to(input_ids.device)
         if not bool(kept[:, -1].all()):
-            raise ValueError("a prompt ends in padding: pad on the left (padding_side='left' of the tokenizer)")
+            raise ValueError("a prompt ends in padding: pad on the left (tokenizer.padding_side='left')")
         return Prompts([row[keep].tolist() for row, keep in zip(input_ids, kept, strict=True)], input_ids)
 
     @staticmethod
@@ -151,7 +153,6 @@ class Prompts(NamedTuple):
         return Prompts(rows, padded)
 
     def repeated(self, count: int) -> "Prompts":
-        """Repeat each prompt ``count`` times in a row."""
         return Prompts([row for row in self.rows for _ in range(count)], self.padded.repeat_interleave(count, 0))
 
 
@@ -190,6 +191,6 @@ def decode_prompts(
 
 
 def padding_token(config: GenerationConfig | None, given: int | None, eos: Sequence[int]) -> int | None:
-    """Return the token that pads texts: ``given``, else the config's, else the first EOS token; None without any."""
+    """Return the token that pads texts: ``given``, else the config's, else the first EOS token, else None."""
     configured = None if config is None else config.pad_token_id
     return next((token for token in (given, configured, *eos[:1]) if token is not None), None)

@@ -1,4 +1,4 @@
-"""What is shown of a text while it is decoded: its pieces of text, and running figures."""
+"""Text and running figures to show while a text is decoded."""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
@@ -10,26 +10,26 @@ from decoding.text import TextDecoder
 
 
 class Piece(NamedTuple):
-    """A stretch of text. ``drafted``: the token that completed it was drafted, not written by the target."""
+    """A stretch of text. ``drafted`` says that its last token was drafted, not written by the target."""
 
     text: str
     drafted: bool
 
 
 class Detokenizer:
-    """Converter of a growing list of tokens into text; it holds back incomplete characters.
+    """Converter of growing tokens into text; it holds back incomplete characters.
 
-    Each token is decoded together with the few before it, as its text may depend on its neighbours.
+    Each token is decoded together with a few tokens before it, because its text may depend on its neighbours.
     """
 
     def __init__(self, tokenizer: TextDecoder) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._shown = 0  # number of tokens whose text was returned
-        self._context = 0  # index where decoding starts, a few tokens before them
+        self._context = 0  # index where decoding starts, a few tokens earlier as context
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that it completes, which may be empty."""
+        """Add a token; return the text that it completes, possibly empty."""
         self._tokens.append(token)
         before = self._tokenizer.decode(self._tokens[self._context : self._shown])
         text: str = self._tokenizer.decode(self._tokens[self._context :])
@@ -40,14 +40,14 @@ class Detokenizer:
         return text[len(before) :]
 
     def flush(self) -> str:
-        """Return the text held back at the end; incomplete characters become U+FFFD."""
+        """Return the rest of the text; incomplete characters become U+FFFD."""
         before = self._tokenizer.decode(self._tokens[self._context : self._shown])
         text: str = self._tokenizer.decode(self._tokens[self._context :])
         return text[len(before) :]
 
 
 def stream_pieces(steps: Iterable[Step], tokenizer: TextDecoder, hidden: Container[int] = ()) -> Iterator[Piece]:
-    """Yield the text of each token as soon as its step is done; tokens in ``hidden`` (the EOS) have none."""
+    """Yield the text of each token once its step is done; tokens in ``hidden`` (the EOS) yield nothing."""
     detokenizer = Detokenizer(tokenizer)
     for step in steps:
         yield from step_pieces(step, detokenizer, hidden)
@@ -56,7 +56,7 @@ def stream_pieces(steps: Iterable[Step], tokenizer: TextDecoder, hidden: Contain
 
 
 def step_pieces(step: Step, detokenizer: Detokenizer, hidden: Container[int] = ()) -> Iterator[Piece]:
-    """Yield the text that each token of a text's next step completes."""
+    """Yield the text that each token of a step completes."""
     for index, token in enumerate(step.tokens):
         if token not in hidden and (text := detokenizer.push(token)):
             yield Piece(text, drafted=index < step.accepted)
@@ -70,10 +70,10 @@ def decode_text(tokens: Iterable[int], tokenizer: TextDecoder, hidden: Container
 
 @dataclass
 class Tally:
-    """Figures of the steps added so far. Prefills count in ``prefill_seconds`` alone, their token nowhere.
+    """Figures of the steps added so far. A prefill counts only in ``prefill_seconds``.
 
-    ``lengths`` is the histogram of accepted lengths: number of passes by their accepted drafted tokens. Seconds are the
-    loop's own; what its caller does between two steps is not among them.
+    ``lengths`` maps a number of accepted drafted tokens to its passes. Seconds are the loop's own, without its caller's
+    work between two steps.
     """
 
     passes: int = 0
@@ -88,14 +88,12 @@ class Tally:
 
     @staticmethod
     def of(steps: Iterable[Step]) -> "Tally":
-        """Return the figures of finished steps."""
         tally = Tally()
         for step in steps:
             tally.add(step)
         return tally
 
     def add(self, step: Step) -> None:
-        """Count a step."""
         if step.is_prefill:
             self.prefill_seconds += step.total_seconds
             return
@@ -109,19 +107,19 @@ class Tally:
         self.lengths[step.accepted] += 1
 
     def watch(self, steps: Iterable[Step]) -> Iterator[Step]:
-        """Count each step and hand it on."""
+        """Count each step and pass it on."""
         for step in steps:
             self.add(step)
             yield step
 
     @property
     def overhead_seconds(self) -> float:
-        """Seconds of the loop in neither the draft nor the target pass."""
+        """Seconds of the loop outside the draft and the target pass."""
         return max(0.0, self.total_seconds - self.draft_seconds - self.verify_seconds)
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens per target pass, the target's own included; 0 before the first pass."""
+        """Tokens per target pass, including the target's own; 0 before the first pass."""
         return self.tokens / self.passes if self.passes else 0.0
 
     @property

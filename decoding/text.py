@@ -1,4 +1,4 @@
-"""A text while it is decoded: its tokens, its random numbers, and its end. And checks of prompts."""
+"""A text during decoding: its tokens, random numbers and end; and checks of prompts."""
 
 from collections.abc import Iterable, Sequence, Sized
 from numbers import Integral
@@ -13,13 +13,13 @@ from decoding.rules.sampling import History
 
 
 class TextDecoder(Protocol):
-    """Part of a tokenizer that stop strings need."""
+    """The part of a tokenizer that stop strings need."""
 
     def decode(self, token_ids: list[int]) -> Any: ...
 
 
 class StopCheck:
-    """Finder of the end of a text inside a block of new tokens."""
+    """Finder of a text's end inside a block of new tokens."""
 
     def __init__(
         self, eos_token_ids: tuple[int, ...], stop_strings: tuple[str, ...], tokenizer: TextDecoder | None
@@ -29,14 +29,14 @@ class StopCheck:
         self._eos = frozenset(eos_token_ids)
         self._strings = stop_strings
         self._tokenizer = tokenizer
-        # A character takes at most four byte tokens; four more, as the first character may be incomplete.
+        # A character takes at most four byte tokens; four more because the first character may be incomplete.
         self.reach = 4 * max(map(len, stop_strings)) + 4 if stop_strings else 0
-        """Number of tokens, up to the one that ends the text, that the decision reads."""
+        """Number of tokens that the decision reads, up to the one that ends the text."""
 
     def cut(self, text: list[int], tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-        """Return ``tokens`` up to and including the one that ends the text, and True if one does.
+        """Return ``tokens`` up to and including the one that ends the text, and True if there is one.
 
-        ``text``: the new tokens before them, the last `reach` at least, without the prompt; no text ends in them.
+        ``text``: the new tokens before them without the prompt, at least the last `reach`; no text ends in them.
         """
         read = text[max(0, len(text) - self.reach) :]
         for index, token in enumerate(tokens):
@@ -51,7 +51,7 @@ class StopCheck:
 
 
 class Text:
-    """A prompt and the tokens written after it. ``index`` (from 0) is the prompt's among all prompts."""
+    """A prompt and the tokens written after it. ``index`` (from 0) counts the prompts."""
 
     def __init__(self, index: int, prompt: Sequence[int], seed: int, max_new_tokens: int, history: History) -> None:
         self.index = index
@@ -61,7 +61,7 @@ class Text:
         self.hidden = torch.empty(0)
         """Input of the lm_head from which the target wrote the last token, (hidden,)."""
         self._states: list[Tensor] = []
-        # Two streams of one seed: draws for the draft do not change the target's draws.
+        # Two streams from one seed: the draft's draws do not change the target's draws.
         self.source = GeneratorSource.from_seed(seed, "verify")
         self.draft_source = GeneratorSource.from_seed(seed, "draft")
         self.history = history
@@ -69,7 +69,7 @@ class Text:
 
     @property
     def draft_room(self) -> int:
-        """Depth of the deepest draft that fits as a whole, with one more token by the target."""
+        """Depth of the deepest draft that fits whole, with one more token from the target."""
         return self._longest - len(self.tokens) - 1
 
     def keep_states(self, states: Float[Tensor, "tokens taps"]) -> None:
@@ -77,12 +77,12 @@ class Text:
         self._states.append(states)
 
     def hand_over_states(self) -> Float[Tensor, "tokens taps"] | None:
-        """Return the states kept since the last call, and forget them; None if there are none."""
+        """Return the states kept since the last call, or None, and forget them."""
         states, self._states = self._states, []
         return torch.cat(states) if states else None
 
     def emit(self, tokens: tuple[int, ...], stop: StopCheck) -> tuple[int, ...]:
-        """Append ``tokens`` up to the end of the text, if it is among them; return the appended ones."""
+        """Append ``tokens`` up to the end of the text; return the appended ones."""
         room = self._longest - len(self.tokens)
         begin = max(self.prompt_length, len(self.tokens) - stop.reach)
         kept, ended = stop.cut(self.tokens[begin:], tokens[:room])
@@ -95,33 +95,34 @@ _REMEDY = "give tokenizer(text)['input_ids']"
 
 
 def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
-    """Refuse a prompt that is not a list of token ids: a text, a single number, or numbers other than integers.
+    """Reject a prompt that is not a list of integer token ids, for example a text or a number.
 
-    Given ``vocab_size`` (None: the target is not known yet), also refuse an empty prompt and ids outside it.
+    Given ``vocab_size`` (None: the target is not yet known), also reject an empty prompt and ids outside the
+    vocabulary.
     """
     if isinstance(prompt, str | bytes | Tensor) or not isinstance(prompt, Sized) or not isinstance(prompt, Iterable):
         raise ValueError(f"a prompt is {prompt!r:.60}, not a list of token ids: {_REMEDY}")
     if all(type(token) is int for token in prompt) and len(prompt) and vocab_size is not None:
         low, high = min(prompt), max(prompt)
         if low >= 0 and high < vocab_size:
-            return  # a fast path: prompts may have many thousand tokens
+            return  # fast path: prompts may have many thousand tokens
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, Integral):
             kind = type(token).__name__
-            raise ValueError(f"a prompt holds {token!r:.60}, a {kind}, but token ids are integers: {_REMEDY}")
+            raise ValueError(f"a prompt contains {token!r:.60}, a {kind}, but token ids are integers: {_REMEDY}")
         if vocab_size is not None and not 0 <= int(token) < vocab_size:
             raise ValueError(
-                f"the prompt holds token {token} but the target knows 0 to {vocab_size - 1}: use its own tokenizer"
+                f"token {token} is outside the target's vocabulary (0 to {vocab_size - 1}): use the target's tokenizer"
             )
     if vocab_size is not None and not len(prompt):
         raise ValueError("the prompt is empty: give at least one token (a BOS token will do)")
 
 
 def check_tensor_of_ids(input_ids: Any) -> None:
-    """Refuse anything but a tensor of integers."""
+    """Reject anything but a tensor of integers."""
     if not isinstance(input_ids, Tensor):
         kind = type(input_ids).__name__
         raise ValueError(f"input_ids is a {kind}: give a tensor of ids, tokenizer(text, return_tensors='pt').input_ids")
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
         kind = str(input_ids.dtype).removeprefix("torch.")
-        raise ValueError(f"input_ids holds {kind} numbers, but token ids are integers: {_REMEDY}")
+        raise ValueError(f"input_ids contains {kind} numbers, but token ids are integers: {_REMEDY}")

@@ -1,16 +1,16 @@
-"""Waiting of OpenMP's idle threads. Imports neither torch nor anything that does: libgomp reads its settings once."""
+"""Idle waiting of OpenMP threads. Must not import torch, even indirectly: libgomp reads its settings once."""
 
 import os
 
 _SPINS = "1000"
-"""Turns of an idle thread's waiting loop before it sleeps. libgomp's own default keeps a core busy for milliseconds."""
+"""Turns of an idle thread's waiting loop before it sleeps. libgomp's default keeps a core busy for milliseconds."""
 
 
 def spin_briefly() -> None:
-    """Let idle threads sleep soon, for this process and those it starts. Call it before torch is imported.
+    """Let idle threads of this process and its children sleep soon. Call this before torch is imported.
 
-    Beside other work on the same cores this is up to 25 times faster, and no slower alone; results do not change. A
-    GOMP_SPINCOUNT or an OMP_WAIT_POLICY that the user has set stays.
+    When other work shares the cores this is up to 25 times faster, and alone it is not slower; results do not change. A
+    GOMP_SPINCOUNT or OMP_WAIT_POLICY set by the user stays.
     """
     if "GOMP_SPINCOUNT" not in os.environ and "OMP_WAIT_POLICY" not in os.environ:
         os.environ["GOMP_SPINCOUNT"] = _SPINS

@@ -18,7 +18,7 @@ from decoding.measure.markdown import text
 from decoding.measure.report.curves import crossover_figure
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_DRAFTERS = 4  # rows of the README's table, next to plain decoding and transformers
+MOST_DRAFTERS = 7  # rows of the README's table, next to transformers and plain decoding
 Report = dict[str, Any]
 
 
@@ -69,22 +69,22 @@ def headline(report: Report) -> str:
 
 
 def short_table(report: Report) -> str:
-    """Return plain decoding, transformers at its best and the first drafters, greedy and sampled."""
+    """Return the first drafters, transformers at its best and plain decoding, under the report's two settings."""
     first, second = list(dict.fromkeys(row["setting"] for row in report["rows"]))[:2]
     found = {(row["setting"], row["method"]): row for row in report["rows"]}
-    greedy = {method: row for (setting, method), row in found.items() if setting == first}
-    peers = [name for name in greedy if name.startswith("transformers")]
-    drafters = [name for name in greedy if name != "plain" and name not in peers][:MOST_DRAFTERS]
-    fastest = max(peers, key=lambda name: _value(greedy[name], "speedup_of_totals") or 0.0)
+    of_first = {method: row for (setting, method), row in found.items() if setting == first}
+    peers = [name for name in of_first if name.startswith("transformers")]
+    drafters = [name for name in of_first if name != "plain" and name not in peers][:MOST_DRAFTERS]
+    fastest = max(peers, key=lambda name: _value(of_first[name], "speedup_of_totals") or 0.0)
     head = ["method", f"tokens per target pass, {first}", f"speed-up, {first}", f"speed-up, {second}"]
     rows = (
         (
             text(method),
-            estimate(greedy[method].get("tokens_per_pass")),
-            estimate(greedy[method].get("speedup_of_totals"), "×"),
+            estimate(of_first[method].get("tokens_per_pass")),
+            estimate(of_first[method].get("speedup_of_totals"), "×"),
             estimate(found.get((second, method), {}).get("speedup_of_totals"), "×"),
         )
-        for method in ("plain", fastest, *drafters)
+        for method in (*drafters, fastest, "plain")
     )
     return f"{table(map(text, head), rows, 3)}\n\n{text(caption(report))}."
 
@@ -236,6 +236,32 @@ def stored_table(report: Report) -> str:
     )
 
 
+# --- computed, not measured -------------------------------------------------------------------------------------------
+
+
+EVENING = {
+    "card": "{card}, {memory} GB",
+    "method": "{method}",
+    "serve for the answers, at a time": "{serve}, {texts}",
+    "rows": "{rows:,}",
+    "hours: answers, target's states, training": "{write_h:.1f}, {read_h:.1f}, {train_h:.2f}",
+    "hours together": "**{hours:.1f}**",
+    "disk": "{disk_gb:.0f} GB",
+}
+
+
+def evening_table(report: Report) -> str:
+    """Return a column for each card of `benchmarks/one_gpu.py`."""
+    head, *body = [(name, *(form.format_map(card) for card in report["cards"])) for name, form in EVENING.items()]
+    return table(head, body, len(head) - 1) + "\n\nComputed, not measured."
+
+
+def stored_by_token(report: Report) -> str:
+    """Return what trainers store for each token of a text."""
+    rows = ((what, " / ".join(f"{size:,}" for size in sizes)) for what, *sizes in report["stored"])
+    return table(("stored for each token (Qwen3-8B)", "bytes"), rows, 1)
+
+
 # --- the comparison of all arms ---------------------------------------------------------------------------------------
 
 
@@ -319,6 +345,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "train_stored": {RESULTS: (("train_stored", stored_table),)},
     "verified": {"docs/how-to/verify.md": (("verified", verified_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
+    "one_gpu": {"docs/how-to/one-gpu.md": (("one_gpu", evening_table),), "README.md": (("bytes", stored_by_token),)},
     "accepted": {
         "README.md": (("lead", lead_table),),
         RESULTS: (("accepted", accepted_table), ("gained", gained_table)),

@@ -16,10 +16,7 @@ from trainer.learning.losses import SampledTailTeacher, Teacher
 from trainer.learning.objective import TermSums
 from trainer.recipe.draft import DraftSection
 
-EXAMPLES = (
-    Example((3, 1, 4, 1, 5, 9, 2, 6), (False,) * 4 + (True,) * 4, 4),
-    Example((2, 7, 1, 8), (True,) * 4, 0),
-)
+EXAMPLES = (Example((3, 1, 4, 1, 5, 9, 2, 6), (False,) * 4 + (True,) * 4, 4), Example((2, 7, 1, 8), (True,) * 4, 0))
 """Positions 3 to 6 of the first text predict its answer, 0 to 2 of the second all but its first token: 7 labels."""
 
 

@@ -105,12 +105,7 @@ class Follower:
     """A session that is asked as the loop asks: with the target's states at the tokens since a row's last request."""
 
     def __init__(
-        self,
-        drafter: Drafter,
-        target: CausalLM,
-        sampling: SamplingConfig | None = None,
-        seed: int = 0,
-        rows: int = 1,
+        self, drafter: Drafter, target: CausalLM, sampling: SamplingConfig | None = None, seed: int = 0, rows: int = 1
     ) -> None:
         self.session = opened(drafter, target, sampling, 1, seed, rows)
         self.target, self.taps = target, drafter.taps

@@ -99,11 +99,7 @@ def divergence(
 
 
 def reference(
-    logits: Tensor,
-    labels: Tensor,
-    mix: LossMix,
-    target_logits: Tensor,
-    tokens: Tensor | None = None,
+    logits: Tensor, labels: Tensor, mix: LossMix, target_logits: Tensor, tokens: Tensor | None = None
 ) -> Tensor:
     """What `fused_loss` computes from the draft's logits and all of the target's."""
     draft, target = logits / mix.temperature, target_logits / mix.temperature

@@ -8,111 +8,113 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 VOCAB = 16
-_BASE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-_DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "shared_intermediate_size": 16,
-}
-_MAMBA: dict[str, Any] = {
-    "mamba_d_ssm": 64,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 8,
-    "mamba_chunk_size": 8,
-}
-_LATENT: dict[str, Any] = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "head_dim": 4,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+
+
+def _settings(*shared: dict[str, Any], **own: Any) -> dict[str, Any]:
+    return {key: value for part in (*shared, own) for key, value in part.items()}
+
+
+_BASE = _settings(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+    initializer_range=0.3,
+    tie_word_embeddings=False,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+_DELTA = _settings(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    layer_types=["linear_attention", "full_attention"],
+)
+_EXPERTS = _settings(
+    num_experts=4,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=16,
+    shared_intermediate_size=16,
+)
+_MAMBA = _settings(
+    mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8
+)
+_LATENT = _settings(
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+    head_dim=4,
+    num_key_value_heads=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+)
 _SLIDING: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 _KDA = {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4}
 _CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_multiple_of": 8}
 _JAMBA: dict[str, Any] = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1, "mamba_dt_rank": 4}
 _INDEXED: dict[str, Any] = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 8}
-_COMPRESSED: dict[str, Any] = {
-    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
-    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
-    **_INDEXED,
-}
+_COMPRESSED = _settings(
+    _INDEXED,
+    layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
+    compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+)
 _GEMMA4: dict[str, Any] = {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
-_NEMOTRON: dict[str, Any] = {
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 8,
-    "ssm_state_size": 8,
-    "n_groups": 1,
-    "chunk_size": 8,
-    "layers_block_type": ["mamba", "attention"],
-}
-_ZAMBA2: dict[str, Any] = {
-    "mamba_d_state": 8,
-    "mamba_ngroups": 1,
-    "n_mamba_heads": 8,
-    "chunk_size": 8,
-    "num_hidden_layers": 3,
-    "layers_block_type": ["mamba", "hybrid", "mamba"],
-    "num_mem_blocks": 1,
-    "adapter_rank": 4,
-    "attention_hidden_size": 64,
-    "attention_head_dim": 16,
-}
-_ZAMBA: dict[str, Any] = {
-    "mamba_d_state": 8,
-    "n_mamba_heads": 2,
-    "mamba_dt_rank": 4,
-    "num_hidden_layers": 3,
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
-    "attention_hidden_size": 64,
-    "attention_head_dim": 16,
-}
+_NEMOTRON = _settings(
+    mamba_num_heads=8,
+    mamba_head_dim=8,
+    ssm_state_size=8,
+    n_groups=1,
+    chunk_size=8,
+    layers_block_type=["mamba", "attention"],
+)
+_ZAMBA2 = _settings(
+    mamba_d_state=8,
+    mamba_ngroups=1,
+    n_mamba_heads=8,
+    chunk_size=8,
+    num_hidden_layers=3,
+    layers_block_type=["mamba", "hybrid", "mamba"],
+    num_mem_blocks=1,
+    adapter_rank=4,
+    attention_hidden_size=64,
+    attention_head_dim=16,
+)
+_ZAMBA = _settings(
+    mamba_d_state=8,
+    n_mamba_heads=2,
+    mamba_dt_rank=4,
+    num_hidden_layers=3,
+    attn_layer_period=2,
+    attn_layer_offset=1,
+    attention_hidden_size=64,
+    attention_head_dim=16,
+)
+_CHUNKED: dict[str, Any] = {"layer_types": ["chunked_attention", "full_attention"]}
 _GRIFFIN: dict[str, Any] = {"lru_width": 32, "block_types": ["recurrent", "attention"], "attention_window_size": 8}
-_GEMMA3N: dict[str, Any] = {
-    "sliding_window": 5,
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCAB,
-    "laurel_rank": 4,
-    "activation_sparsity_pattern": None,
-}
+_GEMMA3N = _settings(
+    sliding_window=5,
+    num_hidden_layers=4,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    num_kv_shared_layers=2,
+    hidden_size_per_layer_input=8,
+    vocab_size_per_layer_input=VOCAB,
+    laurel_rank=4,
+    activation_sparsity_pattern=None,
+)
 
 CHAINS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_DELTA, **_EXPERTS},
@@ -132,13 +134,9 @@ CHAINS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {**_LATENT, **_EXPERTS, "layer_group_size": 2},
     "deepseek_v4": {**_LATENT, **_COMPRESSED, "sliding_window": 4},
     "gemma4_text": {**_SLIDING, **_GEMMA4, "vocab_size_per_layer_input": VOCAB},
-    "llama4_text": {
-        "attention_chunk_size": 6,
-        "intermediate_size_mlp": 48,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "layer_types": ["chunked_attention", "full_attention"],
-    },
+    "llama4_text": _settings(
+        _CHUNKED, attention_chunk_size=6, intermediate_size_mlp=48, num_local_experts=2, num_experts_per_tok=1
+    ),
     "bloom": {"n_layer": 2, "n_head": 4},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4},

@@ -71,7 +71,7 @@ def test_heads_that_claim_to_be_enormous_are_refused_before_they_are_built(
 ) -> None:
     change(written_heads(tmp_path) / CONFIG_NAME, **{key: 10**18})
     never_built(monkeypatch)
-    with pytest.raises(ValueError, match=r"does not fit its config: .*heads\.\d+\..* (missing|would be)"):
+    with pytest.raises(ValueError, match=r"does not fit its config: .*heads\.\d+\..* (missing|is)"):
         MedusaHeads.from_pretrained(tmp_path)
 
 
@@ -80,9 +80,9 @@ def test_heads_that_claim_to_be_enormous_are_refused_before_they_are_built(
     [
         ({"num_heads": "3"}, "num_heads is '3': give a whole number, 1 or more"),
         ({"shared_lm_head": "false"}, "shared_lm_head is 'false': give true or false"),
-        ({"tree": [[0.0]]}, r"tree path \[0.0\] holds 0.0: give whole"),
+        ({"tree": [[0.0]]}, r"tree path \[0.0\] contains 0.0: give whole"),
         ({"tree": [[0], [1, 0]]}, r"tree path \[1, 0\] has no parent"),
-        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "the tree is 4 deep but there are 3 heads"),
+        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "the tree is 4 deep, but there are 3 heads"),
         ({"tree": [[0]] * (MOST_NODES + 1)}, f"the tree has {MOST_NODES + 1} nodes: give at most {MOST_NODES}"),
     ],
     ids=lambda value: str(value)[:30],
@@ -91,7 +91,7 @@ def test_a_config_that_describes_no_heads_is_refused_in_one_sentence(
     changes: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
     change(written_heads(tmp_path) / CONFIG_NAME, **changes)
-    with pytest.raises(ValueError, match=rf"config\.json does not hold a MedusaConfig \({complaint}"):
+    with pytest.raises(ValueError, match=rf"config\.json does not contain a MedusaConfig \({complaint}"):
         MedusaHeads.from_pretrained(tmp_path)
 
 
@@ -99,7 +99,7 @@ def test_a_config_that_describes_no_heads_is_refused_in_one_sentence(
 def test_a_config_that_is_no_json_object_is_refused_wherever_it_is_read(text: bytes, tmp_path: Path) -> None:
     (written_heads(tmp_path) / CONFIG_NAME).write_bytes(text)
     for read in (MedusaHeads.from_pretrained, is_heads_folder, lambda f: load_model(str(f))):
-        with pytest.raises(ValueError, match=r"config\.json (cannot be read as JSON|holds a list, not an object)"):
+        with pytest.raises(ValueError, match=r"config\.json (cannot be read as JSON|contains a list, not an object)"):
             read(tmp_path)
 
 
@@ -115,7 +115,7 @@ def test_heads_that_are_not_finite_are_neither_read_nor_exported(
         lambda folder: load_heads(folder, tiny_llama),
         lambda folder: export(folder, tmp_path / "out", "headstart"),
     ):
-        with pytest.raises(ValueError, match=r"1 of the 256 values of heads\.1\.lm_head\.weight are NaN or infinite"):
+        with pytest.raises(ValueError, match=r"not finite, 1 of 256 values in heads\.1\.lm_head\.weight"):
             read(tmp_path / "run")
     assert not (tmp_path / "out").exists()
 
@@ -123,7 +123,7 @@ def test_heads_that_are_not_finite_are_neither_read_nor_exported(
 def test_a_draft_that_is_not_finite_is_neither_read_nor_exported(tmp_path: Path) -> None:
     target = CausalLM(tiny_model(vocab=128))
     break_weights(written_draft(tmp_path / "run"), "model.norm.weight", float("nan"))
-    complaint = r"1 of the 16 values of model\.norm\.weight are NaN or infinite; give an earlier checkpoint"
+    complaint = r"1 of 16 values in model\.norm\.weight: give an earlier checkpoint"
     with pytest.raises(ValueError, match=complaint):
         load_draft(str(tmp_path / "run"), target, byte_tokenizer())
     with pytest.raises(ValueError, match=complaint):
@@ -156,7 +156,7 @@ def test_a_number_of_layers_that_is_not_that_of_the_weights_is_refused_before_th
 ) -> None:
     change(written_draft(tmp_path, family) / CONFIG_NAME, **{key: layers})
     never_built(monkeypatch)
-    with pytest.raises(ValueError, match=rf"has {layers} as {key}, but the weights beside it have 2 layers"):
+    with pytest.raises(ValueError, match=rf"has {layers} as {key}, but the weights have 2 layers"):
         load_model(str(tmp_path))
 
 
@@ -164,7 +164,7 @@ def test_a_model_whose_weights_lack_a_tensor_is_not_given_a_random_one(tmp_path:
     tensors = load_file(written_draft(tmp_path) / WEIGHTS_NAME)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / WEIGHTS_NAME, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight, one of 1 that its config"):
+    with pytest.raises(ValueError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight, one of 1 missing: give"):
         load_model(str(tmp_path))
 
 
@@ -174,9 +174,9 @@ def test_a_model_whose_weights_lack_a_tensor_is_not_given_a_random_one(tmp_path:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("../other/model.safetensors", "is no file inside its folder"),
-        ("{root}/other/model.safetensors", "is no file inside its folder"),
-        ("model.bin", "is no file inside its folder"),
+        ("../other/model.safetensors", "is not a file inside its folder"),
+        ("{root}/other/model.safetensors", "is not a file inside its folder"),
+        ("model.bin", "is not a file inside its folder"),
         ("model-00009-of-00009.safetensors", "is missing"),
     ],
 )
@@ -189,7 +189,7 @@ def test_an_index_names_files_inside_its_folder_that_are_there(name: Any, compla
     with pytest.raises(ValueError, match=rf"index\.json names .*, which {complaint}"):
         load_model(str(tmp_path / "draft"))
     index.write_text("{}")
-    with pytest.raises(ValueError, match=r"index\.json is no index of weights"):
+    with pytest.raises(ValueError, match=r"index\.json is not an index of weights"):
         load_model(str(tmp_path / "draft"))
 
 
@@ -219,7 +219,7 @@ def test_adapters_of_a_circle_are_refused(names: tuple[str, str], tmp_path: Path
         lambda: stored_fingerprint(folder),
     ]
     for walk in walks:
-        with pytest.raises(ValueError, match="adapters in a circle"):
+        with pytest.raises(ValueError, match="through their base model, their own base"):
             walk()
 
 
@@ -227,7 +227,7 @@ def test_adapters_of_a_circle_on_the_hub_are_refused(tmp_path: Path, monkeypatch
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/itself"}))
     monkeypatch.setattr("decoding.model.loading.local_folder", lambda name, weights=True: tmp_path)
     for walk in (lambda: load_tokenizer("org/itself"), lambda: model_without_weights(tmp_path, torch.float32)):
-        with pytest.raises(ValueError, match="adapters in a circle"):
+        with pytest.raises(ValueError, match="through their base model, their own base"):
             walk()
 
 
@@ -237,7 +237,5 @@ def test_a_rank_that_no_stored_matrix_has_is_refused(changes: dict[str, Any], tm
         json.dumps({"base_model_name_or_path": "org/base", "r": 4, **changes})
     )
     save_file({"a": torch.zeros(4, 16)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(
-        ValueError, match=r"has a rank of 1000000000, which no tensor in adapter_model\.safetensors has"
-    ):
+    with pytest.raises(ValueError, match=r"has a rank of 1000000000, but no tensor in adapter_model\.safetensors has"):
         load_model(str(tmp_path))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from test_conversation import TOKENIZER, fresh_answer, model
-from tiny_models import positions_run
 from typer.testing import CliRunner, Result
 from writing_models import LINE, write_alphabet
 
@@ -69,7 +68,7 @@ def test_commands_come_through_a_pipe_too_and_behind_exit_nothing_is_asked(targe
     ("questions", "options", "told"),
     [
         ("/foo bar\nOne?\n", [], "no command is called /foo: /help lists them; a space before it asks it"),
-        ("x" * 70000, [], "undo earlier turns, or reset the conversation"),
+        ("x" * 70000, [], "shorten the question or undo turns"),
         ("One?\n", ["--rule", "recursive", "--temperature", "1", "--drafter", "lookup"], "recursive"),
         ("One?\n", ["--drafter", "lokup"], "no drafter is called 'lokup'"),
     ],
@@ -86,7 +85,7 @@ def test_what_a_pipe_asks_wrongly_ends_with_one_sentence(
 def test_a_system_message_that_the_template_refuses_is_found_before_any_question(tmp_path: Path) -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}user: "
     refused = ask(write_alphabet(tmp_path, template), "One?\n", "--system", "Be brief.")
-    assert refused.exit_code == ExitCode.BAD_INPUT and "cannot hold this prompt: no system role" in refused.stderr
+    assert refused.exit_code == ExitCode.BAD_INPUT and "rejects this prompt: no system role" in refused.stderr
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
@@ -116,29 +115,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException] | C
     monkeypatch.setattr("builtins.input", line)
 
 
-def test_turns_are_exact_and_run_the_new_tokens_alone(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    typed(monkeypatch, "Why?", "And then?", EOFError)
-    first = fresh_answer(chat.conversation, "Why?")
-    with positions_run(chat.decoder.engine.target.model) as run:
-        chat.talk()
-    messages = chat.conversation.messages
-    assert messages[1]["content"] == first
-    *before, question, answer = messages
-    chat.conversation.messages = before
-    assert answer["content"] == fresh_answer(chat.conversation, question["content"])
-    prompts = [len("<u>Why?|<a>"), len("|<u>And then?|<a>") + 1]  # an answer's last token was written, but never run
-    assert run[0] == prompts[0] and prompts[1] in run and max(run) == prompts[1]
-
-
-def test_ctrl_c_at_the_prompt_clears_the_line(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    typed(monkeypatch, KeyboardInterrupt, "Why?", EOFError)
-    chat.talk()
-    assert chat.conversation.messages[0]["content"] == "Why?" and "Ctrl-D leaves" in capsys.readouterr().err
-
-
-def test_redirected_output_holds_the_answers_alone(
+def test_redirected_output_holds_the_answers_alone_and_ctrl_c_at_the_prompt_clears_the_line(
     chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = list[str]()
@@ -147,7 +124,7 @@ def test_redirected_output_holds_the_answers_alone(
     monkeypatch.setattr("builtins.input", lambda prompt: prompts.append(prompt) or line(prompt))
     chat.talk()
     told = capsys.readouterr()
-    assert prompts == [""] * 3 and told.err.count("> ") == 3
+    assert prompts == [""] * 3 and told.err.count("> ") == 3 and "Ctrl-D leaves" in told.err
     assert told.out.strip() == str(chat.conversation.messages[1]["content"]).strip()
 
 
@@ -158,7 +135,7 @@ def test_errors_are_sentences_behind_which_the_conversation_goes_on(
     typed(monkeypatch, "Why?", "x" * 400, "/foo", "refused", " /foo", end)
     chat.talk()
     told = capsys.readouterr().err
-    assert [told.count(part) for part in ("reset the conversation", "no command is called /foo", "no\n")] == [1, 1, 1]
+    assert [told.count(part) for part in ("undo turns", "no command is called /foo", "no\n")] == [1, 1, 1]
     assert [message["content"] for message in chat.conversation.messages[::2]] == ["Why?", " /foo"]
 
 

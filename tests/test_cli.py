@@ -198,7 +198,7 @@ ERRORS = {
     ),
     "a prompt longer than the context": (
         ["generate", "--target", "TARGET", "--prompt", "a" * 300],
-        "a prompt of 300 tokens and 128 new ones make 428, but the target's context holds 256",
+        "a prompt of 300 tokens and 128 new ones exceed the target's context of 256",
     ),
     "a negative temperature": (
         ["generate", "--target", "TARGET", "--prompt", "a", "--temperature", "-1"],

@@ -61,7 +61,7 @@ def test_the_forward_of_a_dspark_draft_is_that_of_its_block(tiny_llama: CausalLM
 )
 def test_a_draft_that_cannot_pay_is_refused_with_its_figures_and_the_remedy(costs: Costs, said: str) -> None:
     assert payoff(costs).least_acceptance is None
-    with pytest.raises(ValueError, match=rf"this draft cannot pay: .*{said}.*check_costs=false"):
+    with pytest.raises(ValueError, match=rf"this draft is too slow to pay: .*{said}.*check_costs=false"):
         check_pays(costs)
 
 
@@ -127,7 +127,7 @@ def workshop(tmp_path: Path) -> Path:
 def test_a_draft_that_cannot_pay_is_refused_before_anything_is_written(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="this draft cannot pay"):
+    with pytest.raises(ValueError, match="this draft is too slow to pay"):
         flat_run(workshop, monkeypatch, 1.1)
     assert not (workshop / "run").exists()
     assert "costs here" not in flat_run(workshop, monkeypatch, 1.1, check_costs=False)

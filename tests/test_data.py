@@ -93,7 +93,7 @@ def test_a_plain_text_is_trained_on_whole_and_cut_into_pieces(tmp_path: Path) ->
         ({"body": "x", "id": 1}, {}, r"line 2: the row has the fields \['body', 'id'\] but training needs 'messages'"),
         ({"prompt": "a"}, {}, r"line 2: the row has the fields \['prompt'\] but .* an answer \(answer, .*or 'text'"),
         ({"question": "a", "answer": "b"}, {"prompt_field": "prompt"}, r"\['answer', 'question'\] but .* \(prompt\)"),
-        ({"instruction": "a", "instances": []}, {}, "line 2: the instances are .*, not a list of an input"),
+        ({"instruction": "a", "instances": []}, {}, "line 2: the instances are .*, not a list of inputs"),
         ({"text": 5}, {}, "line 2: field 'text' holds int, not text"),
         (
             {"q": "a", "a": None},

@@ -145,12 +145,12 @@ def unknown_end(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "check", "status", "says"),
     [
-        (pickled, "files", "problem", "pickled weights are never read"),
+        (pickled, "files", "problem", "we never read pickled weights"),
         (without_config, "files", "problem", "config.json is missing"),
-        (another_config, "architecture", "problem", "config.json asks for"),
+        (another_config, "architecture", "problem", "but config.json says"),
         (own_code, "architecture", "problem", "--trust-remote-code"),
-        (endless, "end of text", "note", "no token ends a text"),
-        (unknown_end, "end of text", "problem", "token 500"),
+        (endless, "end of text", "note", "neither config nor tokenizer names a token"),
+        (unknown_end, "end of text", "problem", "token is 500"),
     ],
 )
 def test_each_fault_of_a_target_is_found_before_its_weights_are_read(
@@ -164,7 +164,7 @@ def test_what_a_target_can_do_is_said_before_its_weights_are_read(tmp_path: Path
     recurrent(save(tmp_path))
     (found,) = [each.found for each in of_target(tmp_path) if each.check == "architecture"]
     assert found.endswith(
-        "works: training, plain (mamba in transformers cannot run several tokens behind a cached text)"
+        "works: training, plain (mamba in transformers cannot run several tokens after a cached text)"
     )
 
 
@@ -236,7 +236,7 @@ def other_tokenizer(folder: Path, target: Path) -> str:
 @pytest.mark.parametrize(
     ("make", "check", "status", "says", "remedy"),
     [
-        (wide, "heads", "problem", "hidden states of size 24", "trained on this target"),
+        (wide, "heads", "problem", "states of size 24", "trained on this target"),
         (broken_heads, "heads", "problem", "cannot be read as safetensors", "copy the folder again"),
         (of_another_target, "origin", "problem", "trained on another target", "on this target"),
         (adapted, "origin", "problem", "trained on another target", "heads/target"),
@@ -264,7 +264,7 @@ def test_weights_of_the_hub_that_are_not_in_the_cache_are_noted_and_not_fetched(
     folder_on(hub, "zoe/heads", tmp_path / "heads")
     findings, skeleton = read_skeleton("zoe/target", torch.float32, trusted=False)
     assert skeleton is not None and "hf download zoe/target" in only(findings, "files", "note").remedy
-    assert "weights are not here" in only(of_drafter(f"heads:{tmp_path}/heads", skeleton), "origin", "note").found
+    assert "weights are not downloaded" in only(of_drafter(f"heads:{tmp_path}/heads", skeleton), "origin", "note").found
     assert not hub.asked("model.safetensors")
     for name in ("zoe/target", "zoe/heads"):
         local_folder(name)

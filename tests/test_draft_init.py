@@ -13,12 +13,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft
 from decoding.model.vocabulary import write_output_tokens
 from trainer.data.batch import Example
-from trainer.drafts.start import (
-    InitialDraft,
-    draft_from_target,
-    initial_draft,
-    write_draft,
-)
+from trainer.drafts.start import InitialDraft, draft_from_target, initial_draft, write_draft
 from trainer.recipe.draft import DraftSection
 
 EXAMPLES = (
@@ -96,9 +91,9 @@ def test_a_draft_from_a_config_is_the_targets_but_for_what_it_says() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hiden_size": 8}, "has the key 'hiden_size', .* give some of hidden_size"),
+        ({"hiden_size": 8}, "cannot set 'hiden_size' .* such as hidden_size"),
         ({"hidden_size": 15}, r"The hidden size \(15\) is not a multiple of the number of attention heads \(2\)"),
-        ({"head_dim": 7}, "makes no llama model: RoPE requires an even rotary dimension"),
+        ({"head_dim": 7}, "is not a valid llama config: RoPE requires an even rotary dimension"),
     ],
 )
 def test_a_config_that_makes_no_model_is_refused_in_one_sentence(changes: dict[str, Any], message: str) -> None:
@@ -130,7 +125,7 @@ def test_a_context_shorter_than_what_will_be_read_is_refused(tmp_path: Path, ini
     section = {key: folder if value == "FOLDER" else value for key, value in init.items()}
     target = tiny_model("llama", max_position_embeddings=8)
     initial(target, longest=8, init=section)
-    message = rf"from draft\.init\.{named} holds 8 tokens, but it would read 9: lower data\.max_length"
+    message = rf"from draft\.init\.{named} reads at most 8 tokens, but texts here have up to 9: lower data\.max_length"
     with pytest.raises(ValueError, match=message):
         initial(target, longest=9, init=section)
 
@@ -157,7 +152,7 @@ def test_a_trimmed_draft_is_trained_on_with_its_own_tokens(tmp_path: Path) -> No
     draft = initial(tiny_model("llama"), init={"from_model": folder})
     assert draft.output_tokens is not None and draft.output_tokens.tolist() == [1, 5, 9]
     assert draft.model.lm_head.weight.requires_grad and draft.model.lm_head.weight.shape == (3, 16)
-    with pytest.raises(ValueError, match=r"draft\.vocabulary is 3 but .* is trimmed to 4 tokens already: leave"):
+    with pytest.raises(ValueError, match=r"draft\.vocabulary is 3 but .* is already trimmed to 4 tokens: leave"):
         initial(tiny_model("llama"), vocabulary=3, init={"from_model": folder})
 
 

@@ -122,7 +122,7 @@ def test_a_context_ends_where_a_layer_sees_the_whole_text_or_positions_are_not_o
     draft, target = CausalLM(tiny_model(family, **changes)), CausalLM(tiny_model("llama"))
     assert draft.max_text == context
     if context is not None:
-        with pytest.raises(ValueError, match=r"may grow to 97 tokens .* holds 96: .* or a draft with a window"):
+        with pytest.raises(ValueError, match=r"may grow to 97 tokens.* context of 96: .* or a draft with a window"):
             DraftModelDrafter(draft).open(target, SamplingConfig(), 1, 97)
 
 

@@ -155,12 +155,12 @@ def trimmed(*output_tokens: int) -> CausalLM:
 def test_a_draft_that_does_not_fit_is_refused_before_a_text_begins(tiny_llama: CausalLM, name: str) -> None:
     short = CausalLM(tiny_model("llama", max_position_embeddings=8))
     for draft, problem in (
-        (trimmed(1, 2, 3, 16), "lm_head writes token 16 but the target knows 0 to 15"),
-        (short, "may grow to 12 tokens but the draft's context holds 8"),
+        (trimmed(1, 2, 3, 16), "lm_head writes token 16, but the target knows 0 to 15"),
+        (short, "may grow to 12 tokens, more than the draft's context of 8"),
     ):
         with pytest.raises(ValueError, match=problem):
             DRAFTERS[name](tiny_llama, draft).open(tiny_llama, SamplingConfig(), 1, 12)
-    with pytest.raises(ValueError, match="width is 4 but target and draft share 3 tokens"):
+    with pytest.raises(ValueError, match="width is 4, but target and draft share 3 tokens"):
         DraftTreeDrafter(trimmed(1, 2, 3), 2, 4, 9).open(tiny_llama, SamplingConfig(), 1, 20)
 
 

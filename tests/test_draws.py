@@ -5,12 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.rules.drawing import (
-    GeneratorSource,
-    _monotone,
-    draw_rows_without_replacement,
-    inverse_cdf,
-)
+from decoding.rules.drawing import GeneratorSource, _monotone, draw_rows_without_replacement, inverse_cdf
 
 
 class FixedUniform(GeneratorSource):
@@ -76,7 +71,7 @@ def test_a_row_without_weight_gives_no_token() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, torch.nan])
 def test_a_single_draw_without_weight_is_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match="no token has any weight: loosen the controls"):
+    with pytest.raises(ValueError, match="no token has any weight: loosen the sampling controls"):
         FixedUniform(0.5).draw(torch.full((3,), weight))
 
 

@@ -168,29 +168,29 @@ def test_a_text_to_the_last_of_the_targets_positions_is_drafted_for_to_its_end()
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"hidden_size": 32}, "hidden_size is 16, and the target's is 32"),
-        ({"vocab_size": 20}, "vocab_size is 16, and the target's is 20"),
-        ({"num_hidden_layers": 3}, "num_target_layers is 2, and the target's is 3"),
+        ({"hidden_size": 32}, "hidden_size is 16, not 32"),
+        ({"vocab_size": 20}, "vocab_size is 16, not 20"),
+        ({"num_hidden_layers": 3}, "num_target_layers is 2, not 3"),
     ],
 )
 def test_a_target_of_other_sizes_is_refused(tiny_llama: CausalLM, changes: dict[str, int], problem: str) -> None:
     other = CausalLM(tiny_model(**{"vocab": changes.pop("vocab_size", 16), **changes}))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=f"a target whose {problem}: give a draft that was trained on this target"):
+    with pytest.raises(ValueError, match=f"a target whose {problem}: give a draft trained on this target"):
         Engine(other, DSparkDrafter(tiny_dspark(tiny_llama))).decode([1, 2], DecodingConfig(4))
 
 
 def test_a_target_whose_embeddings_are_narrower_than_its_layers_is_refused(tiny_llama: CausalLM) -> None:
     target = CausalLM(tiny_model("opt"))
-    with pytest.raises(ValueError, match=r"lm_head are 12 wide but its layers 16, .*: give another target"):
+    with pytest.raises(ValueError, match=r"lm_head is 12 wide, but its layers 16: give another target"):
         Engine(target, DSparkDrafter(tiny_dspark(target))).decode([1, 2], DecodingConfig(4))
 
 
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"tokens": 5}, "tokens is 5, but the draft has 1 to 4"),
+        ({"tokens": 5}, "tokens is 5: this draft allows 1 to 4"),
         ({"tokens": 2, "tree": [[0]]}, "tree and tokens are both given"),
-        ({"tree": [[0] * depth for depth in range(1, 6)]}, "the tree is 5 deep but the draft has 4 tokens"),
+        ({"tree": [[0] * depth for depth in range(1, 6)]}, "the tree is 5 deep, but the draft has 4 tokens"),
     ],
 )
 def test_drafts_that_a_block_has_no_tokens_for_are_refused(

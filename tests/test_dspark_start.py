@@ -59,7 +59,7 @@ def test_taps_are_spread_from_the_second_layer_to_the_last_but_one() -> None:
 def test_a_target_of_one_layer_and_one_of_two_widths_have_no_layer_to_read() -> None:
     with pytest.raises(ValueError, match="target_layer_ids"):
         started(tiny_model("llama", num_hidden_layers=1))
-    with pytest.raises(ValueError, match="lm_head are 12 wide but its layers 16"):
+    with pytest.raises(ValueError, match="lm_head is 12 wide, but its layers 16"):
         started(tiny_model("opt"))
 
 
@@ -92,14 +92,14 @@ def test_where_all_ids_are_words_the_mask_is_a_byte_that_no_text_has() -> None:
 
 def test_the_mask_may_be_named_and_must_be_where_no_token_is_free() -> None:
     assert mask_token(tiny_tokenizer(), 16, "k") == WORDS.index("k")
-    with pytest.raises(ValueError, match="mask_token is 'zz': give a token that the target knows"):
+    with pytest.raises(ValueError, match="mask_token, 'zz', is not a token of the target: give one that is"):
         mask_token(tiny_tokenizer(), 16, "zz")
-    with pytest.raises(ValueError, match="has no token that texts never hold: name one in draft"):
+    with pytest.raises(ValueError, match="has no spare token for the mask: set draft"):
         mask_token(tiny_tokenizer(), 16)
 
 
 def test_a_mask_that_the_data_holds_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"token 4 would be the draft's mask, but the training data holds it"):
+    with pytest.raises(ValueError, match=r"token 4 would be the draft's mask, but it occurs in the training data"):
         started(tiny_model("llama"), mask_token="a")
 
 
@@ -110,12 +110,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DFlash with a confidence": (
         {"markov_rank": 0, "sample_from_anchor": False, "confidence": True}, "set draft.dspark.confidence=false"
     ),
-    "a window": ({"window": 8}, "draft.window is for an ordinary draft: set it to null"),
+    "a window": ({"window": 8}, "draft.window does not apply to a DSpark draft: set it to null"),
     "single tokens": ({"policy": {"loop": 1}}, "set draft.policy.loop_trains=all"),
-    "fewer tokens": ({"vocabulary": 8}, "draft.vocabulary is for an ordinary draft"),
-    "a teacher": ({"teacher": {"folder": "x"}}, "draft.teacher is for an ordinary draft"),
-    "a config": ({"init": {"from_config": {"hidden_size": 8}}}, "draft.init.from_config is for an ordinary draft"),
-    "layers": ({"init": {"from_target": {"layers": [1]}}}, "draft.init.from_target is for an ordinary draft"),
+    "fewer tokens": ({"vocabulary": 8}, "draft.vocabulary does not apply to a DSpark draft"),
+    "a teacher": ({"teacher": {"folder": "x"}}, "draft.teacher does not apply to a DSpark draft"),
+    "a config": ({"init": {"from_config": {"hidden_size": 8}}}, "draft.init.from_config does not apply"),
+    "layers": ({"init": {"from_target": {"layers": [1]}}}, "draft.init.from_target does not apply to a DSpark draft"),
 }  # fmt: skip
 
 
@@ -159,11 +159,11 @@ def test_a_stored_draft_keeps_what_the_recipe_does_not_set(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"intermediate_size": 24}, "has 12 as intermediate_size, and not 24: set draft.dspark.intermediate_size to"),
-        ({"block_size": 6}, "has 4 as block_size, and not 6"),
-        ({"confidence": False}, "has True as confidence, and not False"),
-        ({"mask_token": "k"}, "has 15 as mask_token, and not 14"),
-        ({"taps": (0, 1)}, r"has \(0,\) as taps, and not \(0, 1\)"),
+        ({"intermediate_size": 24}, "has intermediate_size 12 and not 24: change draft.dspark.intermediate_size"),
+        ({"block_size": 6}, "has block_size 4 and not 6"),
+        ({"confidence": False}, "has confidence True and not False"),
+        ({"mask_token": "k"}, "has mask_token 15 and not 14"),
+        ({"taps": (0, 1)}, r"has taps \(0,\) and not \(0, 1\)"),
     ],
 )
 def test_a_stored_draft_of_other_sizes_is_refused(stored: Path, changes: dict[str, Any], problem: str) -> None:
@@ -173,9 +173,7 @@ def test_a_stored_draft_of_other_sizes_is_refused(stored: Path, changes: dict[st
 
 def test_a_recipe_of_an_ordinary_draft_does_not_go_on_with_a_dspark_draft(stored: Path) -> None:
     section = DraftSection.model_validate({"init": {"from_model": str(stored)}})
-    with pytest.raises(
-        ValueError, match=r"is a DSpark draft: give its draft\.dspark, as recipes/any/dspark\.yaml does"
-    ):
+    with pytest.raises(ValueError, match=r"is a DSpark draft: add draft\.dspark, as in recipes/any/dspark\.yaml"):
         initial_draft(CausalLM(tiny_model("llama")), tiny_tokenizer(), section, TEXTS)
 
 

@@ -3,7 +3,7 @@
 import io
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,7 @@ from tiny_training import write_rows
 
 from decoding.measure.compare import compare, read_evaluation
 from decoding.measure.figures import answers
-from decoding.measure.methods import Method, Run
-from decoding.measure.records import GridCell
-from decoding.measure.served import Timing, counted_acceptance, latency, served_figures, shares_of_time
+from decoding.measure.served import Timing, counted_acceptance, latency, shares_of_time
 from trainer.commands.evaluate import run_evaluate
 from trainer.commands.evaluate_served import run_evaluate_served
 from trainer.commands.options import EvaluateOptions
@@ -55,11 +53,15 @@ class Clock:
 
 @dataclass
 class Fake:
-    """A server of one text at a time: ``first`` seconds to the first of four events, ``gap`` to each other."""
+    """A server of one text at a time: ``first`` seconds to the first of four events, ``gap`` to each other.
+
+    At the second concurrency, which is 2, it has two requests before it answers one, in ``crowded`` times the seconds.
+    """
 
     clock: Clock
     first: float = 0.5
     gap: float = 0.1
+    crowded: float = 1.0
     accepted: tuple[int, ...] = ()
     """Tokens accepted in each pass of an answer, of three drafted; none: it does not speculate."""
     by_request: bool = False
@@ -68,14 +70,19 @@ class Fake:
     tokens: int | None = 7
     salted: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    answered: int = 0
+    queue: threading.Condition = field(default_factory=threading.Condition)
 
     def __call__(self, request: Request) -> Reply:
         if request.path == "/metrics":
             return (200, self.page()) if self.has_page else (404, "")
         if not self.salted and "cache_salt" in request.body:
             return 400, {"error": {"message": "unknown field"}}
-        self.bodies.append(request.body)
-        return 200, self.events()
+        with self.queue:
+            self.bodies.append(request.body)
+            number = len(self.bodies)
+            self.queue.notify_all()
+        return 200, self.events(number)
 
     def page(self) -> str:
         if not self.accepted:
@@ -89,13 +96,19 @@ class Fake:
             lines.append(f'{name}_accepted_tokens_per_pos_total{{position="{place}"}} {reached}')
         return "\n".join(lines) + "\n"
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        model = self.names[min(len(self.bodies), len(self.names)) - 1]
+    def events(self, number: int) -> Iterator[dict[str, Any]]:
+        alone = number <= PROMPTS + 1  # one warms it up
+        wanted = number if alone else min(number + 1, 2 * PROMPTS + 1)
+        with self.queue:
+            came = self.queue.wait_for(lambda: len(self.bodies) >= wanted and self.answered == number - 1, 20)
+        assert came, "two requests are not under way"
+        slower = 1.0 if alone else self.crowded
+        model = self.names[min(number, len(self.names)) - 1]
         role: dict[str, Any] = {"choices": [{"delta": {"role": "assistant", "content": ""}}], "model": model}
         yield from self.clock.after(0.0, role)
         for index, text in enumerate("abcd"):
             event = {"choices": [{"delta": {"content": text}}], "model": model}
-            yield from self.clock.after(self.gap if index else self.first, event)
+            yield from self.clock.after(slower * (self.gap if index else self.first), event)
         last: dict[str, Any] = {"choices": [{"delta": {}, "finish_reason": "stop"}], "model": model}
         if self.tokens is not None:
             last["usage"] = {"completion_tokens": self.tokens}
@@ -104,6 +117,9 @@ class Fake:
             counted = {"acceptance_histogram": histogram, "num_spec_tokens": 3}
             last["metrics"] = {"speculative_decoding": counted}
         yield from self.clock.after(0.0, last)
+        with self.queue:
+            self.answered += 1
+            self.queue.notify_all()
 
 
 def options(folder: Path, **changes: Any) -> EvaluateOptions:
@@ -150,9 +166,31 @@ def test_every_figure_follows_from_the_delays_and_the_counters(tmp_path: Path) -
     assert mine["identical_to_plain"] == {"identical": 10, "of": 10, "largest_margin": 0.0, "ended_early": 0}
     assert "passes" not in plain and report["notes"] == []
     assert "Fastest: served, 2.00× [2.00, 2.00] plain decoding, greedy, concurrency 1." in printed
-    assert "2.33: 0.67 0.33 0.33" in printed and "500.0 500.0 –" in printed
+    assert "2.33: 0.67 0.33 0.33" in printed and "500.0 / 500.0 / –" in printed
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "Under load" in page and "TTFT ms, p50 p90 p99" in page and "Over batch size" not in page
+    assert "Under load" in page and "TTFT ms, p50 / p90 / p99" in page and "Over batch size" not in page
+
+
+def test_a_request_that_waits_counts_its_wait_and_the_crossover_is_told_in_words(tmp_path: Path) -> None:
+    """Alone it answers in 0.8 s, the baseline in 1.6 s; of two requests all but the first wait for another's answer."""
+    clock = Clock()
+    fake, plain = Fake(clock, crowded=3.0), Fake(clock, first=1.0, gap=0.2)
+    report, printed = measured(tmp_path, fake, plain, concurrency=(1, 2))
+    assert [row["batch_size"] for row in report["grid"]] == [2, 2]
+    mine, other = ({**row, **row["latency"]} for row in report["grid"])
+    assert other["tokens_per_second"]["value"] == pytest.approx(7 / 1.6), "no more in all than one at a time"
+    assert other["tokens_per_second_of_a_request"]["value"] == pytest.approx(7 * 10 / (1.6 + 9 * 3.2))
+    assert other["ttft_ms"]["p50"] == pytest.approx(1600 + 1000) and other["itl_ms"]["p90"] == pytest.approx(200)
+    assert other["under_way"] == pytest.approx((1.6 + 9 * 3.2) / 16)
+    assert mine["speedup_of_totals"]["value"] == pytest.approx(1.6 / 2.4)
+    fastest = "Fastest: served, 2.00× [2.00, 2.00] plain decoding, greedy, concurrency 1"
+    assert f"{fastest}; slower from concurrency 2 on." in printed
+    assert "10 prompts, up to 96 new tokens, concurrency 1, 2; commit" in printed
+    for changed, speed in ((row(report), 0.5), (mine, 1.5)):
+        changed["speedup_of_totals"] |= {"value": speed, "low": speed, "high": speed}
+    assert answers(report)[0].endswith(
+        "0.50× [0.50, 0.50] plain decoding, greedy, concurrency 1; faster at concurrency 2."
+    )
 
 
 def test_a_request_streams_without_an_earlier_requests_prefill(tmp_path: Path) -> None:
@@ -223,8 +261,30 @@ def test_without_counters_baseline_or_token_counts_figures_are_dashes_and_said_s
         "The server counted no drafts (greedy, concurrency 1)",
         "A server does not count the tokens of its answers",
     ]
-    assert "The speed-up is not known, greedy." in printed and "–: –" in printed
+    assert "The speed-up is not known, greedy." in printed
     assert all(note in (tmp_path / "out" / "report.html").read_text() for note in report["notes"])
+
+
+def test_answers_faster_than_the_clock_have_no_times_and_no_rates(tmp_path: Path) -> None:
+    clock = Clock()
+    report, printed = measured(tmp_path, Fake(clock, 0.0, 0.0, accepted=(1,)), Fake(clock, 0.0, 0.0))
+    mine = row(report)
+    assert mine["tokens_per_second"]["value"] is mine["speedup_of_totals"]["value"] is None
+    assert {mine["latency"][name][key] for name in ("ttft_ms", "itl_ms") for key in ("p50", "p90")} == {None}
+    note = "Answers came faster than the clock tells (greedy, concurrency 1): no times and no rates are known."
+    assert report["notes"] == [note] and note in printed and "nan" not in printed
+
+
+def test_endpoints_of_two_models_are_named_and_one_that_changes_its_model_between_runs_is_refused(
+    tmp_path: Path,
+) -> None:
+    clock = Clock()
+    report, _ = measured(tmp_path, Fake(clock, accepted=(1,)), Fake(clock, names=("large",)))
+    assert report["notes"] == ["The endpoints answered as 'large' and 'tiny': compare servers of one target."]
+    runs = tmp_path / "out" / "runs-0.jsonl"
+    runs.write_text("".join(runs.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(ValueError, match="answered as 'large', and then as 'small'"):
+        measured(tmp_path, Fake(clock), Fake(clock, names=("small",)))
 
 
 def test_a_baseline_that_counts_drafts_is_named(tmp_path: Path) -> None:
@@ -283,10 +343,11 @@ def test_events_that_all_come_at_the_end_give_no_times() -> None:
 
 
 def test_p99_is_known_from_a_hundred_answers_on() -> None:
-    timings = [Timing(0.0, 2.0, (index / 100, 1.5), 3, "") for index in range(101)]
-    assert latency({"a": timings}, 1.0)["ttft_ms"] == {
-        "p50": pytest.approx(500), "p90": pytest.approx(900), "p99": pytest.approx(990), "observations": 101,
-    }  # fmt: skip
+    timings = [Timing(0.0, 2.0, (index / 100, index / 50), 3, "") for index in range(101)]
+    found = latency({"a": timings}, 1.0)
+    for each in (found["ttft_ms"], found["itl_ms"]):
+        assert [each[key] for key in ("p50", "p90", "p99", "observations")] == pytest.approx([500, 900, 990, 101])
+    assert latency({"a": timings[:99]}, 1.0)["itl_ms"]["p99"] is None
 
 
 def test_counters_that_contradict_each_other_give_no_acceptance() -> None:
@@ -294,25 +355,3 @@ def test_counters_that_contradict_each_other_give_no_acceptance() -> None:
     assert counted_acceptance([counts]) == {"counters_disagree": True}
     assert counted_acceptance([{**counts, "accepted": 8.0}])["acceptance_length"] == pytest.approx(1.8)
     assert counted_acceptance([{**counts, "drafts": None, "length": 2.5}]) == {"acceptance_length": 2.5}
-
-
-def test_the_crossover_is_told_in_words() -> None:
-    """The endpoint takes 1 s for each answer up to concurrency 8 and 3 s from 24 on, the baseline always 2 s."""
-    loads = [GridCell(load, None) for load in (1, 8, 24, 32)]
-    lines = []
-    for load in loads:
-        for wave in range(8):
-            for name, seconds in (("served", 1.0 if load.batch_size < 24 else 3.0), ("plain", 2.0)):
-                key = {"cell": load, "wave": wave, "turn": 0, "setting": "greedy", "method": name, "round": 0}
-                timing = Timing(0.0, seconds, (0.1, seconds), 6, "x")
-                lines.append({**key, "prompts": [str(wave)], "digests": ["d"], "timing": timing,
-                              "runs": [Run((), 6, 0.0, seconds)]})  # fmt: skip
-
-    def unused(prompt: Sequence[int], seed: int) -> Run:
-        raise AssertionError
-
-    methods = [Method("greedy", name, "unproved", unused) for name in ("served", "plain")]
-    report = served_figures(lines, methods, loads, {str(wave): None for wave in range(8)})
-    assert answers(report) == [
-        "Fastest: served, 2.00× [2.00, 2.00] plain decoding, greedy, concurrency 1; slower from concurrency 24 on."
-    ]

@@ -166,7 +166,7 @@ def test_a_rule_named_in_the_config_is_used_and_steps_without_a_draft_go_on(
     [
         (PromptLookupDrafter(), TOKEN_REJECTION, "takes sampled proposals, not deterministic ones"),
         ("heads", TOKEN_REJECTION, "takes sampled proposals, not sampled without replacement ones"),
-        (PromptLookupDrafter(branches=2), BLOCK_VERIFICATION, "takes chains; for trees use traversal"),
+        (PromptLookupDrafter(branches=2), BLOCK_VERIFICATION, "takes chains only: use traversal"),
         ("hybrid", TOKEN_REJECTION, "takes sampled proposals, not deterministic or grafted ones"),
         ("two drafts", TRAVERSAL_VERIFICATION, "takes deterministic or .* proposals, not mixed ones"),
         ("cascade", TOP_K_CHILDREN, "takes deterministic proposals, not sampled ones"),
@@ -211,6 +211,6 @@ def test_models_that_are_being_trained_decode_without_dropout_and_stay_in_traini
 
 
 def test_a_text_longer_than_the_context_is_refused_with_both_lengths(tiny_llama: CausalLM) -> None:
-    with pytest.raises(ValueError, match=r"prompt of 90 tokens and 7 new ones make 97, but .* context holds 96"):
+    with pytest.raises(ValueError, match=r"prompt of 90 tokens and 7 new ones exceed .* context of 96"):
         Engine(tiny_llama).decode([1] * 90, DecodingConfig(7))
     assert len(Engine(tiny_llama, PromptLookupDrafter()).decode([1] * 90, DecodingConfig(6)).tokens) == 6

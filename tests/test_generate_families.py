@@ -101,9 +101,9 @@ def test_longrope_decodes_up_to_where_its_frequencies_change() -> None:
 def test_longrope_is_refused_beyond() -> None:
     """One row that grows beyond would change the frequencies of all rows, and those of the keys in the cache."""
     target = CausalLM(longrope())
-    with pytest.raises(ValueError, match=r"prompt of 6 tokens and 19 new ones make 25, but .* context holds 24"):
+    with pytest.raises(ValueError, match=r"prompt of 6 tokens and 19 new ones exceed .* context of 24"):
         Engine(target).decode(PROMPT, DecodingConfig(19))
-    with pytest.raises(ValueError, match="may grow to 25 tokens but the draft's context holds 24"):
+    with pytest.raises(ValueError, match="may grow to 25 tokens, more than the draft's context of 24"):
         Engine(CausalLM(model_of("phi3")), DraftModelDrafter(target)).decode(PROMPT, DecodingConfig(19))
 
 
@@ -140,10 +140,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "^t5 is an encoder-decoder model: give a decoder-only",
     ),
     "both directions": (lambda: of("bert"), "^bert reads texts in both directions: give a causal LM"),
-    "no lm_head": (
-        lambda: LlamaModel(LlamaConfig(**_TINY)),
-        "LlamaModel has no lm_head: load the model with Auto",
-    ),
+    "no lm_head": (lambda: LlamaModel(LlamaConfig(**_TINY)), "LlamaModel has no lm_head: load the model with Auto"),
 }
 
 

@@ -83,10 +83,7 @@ def test_greedy_rows_are_plain_greedy_up_to_their_ends(
 ) -> None:
     texts = [plain_greedy(family, tuple(prompt), penalty) for prompt in prompts]
     config = DecodingConfig(
-        count,
-        SamplingConfig(repetition_penalty=penalty),
-        eos_token_ids=tuple(eos),
-        stop_strings=tuple(strings),
+        count, SamplingConfig(repetition_penalty=penalty), eos_token_ids=tuple(eos), stop_strings=tuple(strings)
     )
     drafters: dict[str, Drafter] = {
         "hostile trees": hostile(seed, prompts, texts, chains=False),
@@ -163,7 +160,7 @@ def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
 
 
 @examples(15)
-@given(family=st.sampled_from(["llama", "mistral"]), seed=SEEDS, turns=st.integers(2, 5), capacity=st.integers(1, 30))
+@given(family=FAMILIES, seed=SEEDS, turns=st.integers(2, 5), capacity=st.integers(1, 30))
 def test_a_cache_serves_any_prompts_after_calls_that_ended_anywhere(
     family: str, seed: int, turns: int, capacity: int
 ) -> None:

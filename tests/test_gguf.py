@@ -95,12 +95,7 @@ def key(folder: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "type", "stored"),
-    [
-        (torch.bfloat16, None, 32),
-        (torch.bfloat16, "f32", 0),
-        (torch.float32, "f16", 1),
-    ],
+    ("dtype", "type", "stored"), [(torch.bfloat16, None, 32), (torch.bfloat16, "f32", 0), (torch.float32, "f16", 1)]
 )
 def test_a_file_has_the_stored_type_or_the_one_asked_for(
     tmp_path: Path, dtype: torch.dtype, type: str | None, stored: int

@@ -17,14 +17,7 @@ from torch import Tensor
 from decoding.drafters import Drafter, DraftModelDrafter, DraftSession, DSparkDrafter, MedusaDrafter
 from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.growth import StaticTree
-from decoding.measure.proof.enumeration import (
-    LOSSLESS,
-    ROOT_TOKEN,
-    ContextModel,
-    Draft,
-    contexts,
-    distance_from_target,
-)
+from decoding.measure.proof.enumeration import LOSSLESS, ROOT_TOKEN, ContextModel, Draft, contexts, distance_from_target
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.drawing import RandomSource

@@ -55,10 +55,7 @@ def test_saved_and_loaded_heads_are_bit_equal_and_no_pickle(tmp_path: Path, conf
     ("change", "message"),
     [
         (lambda tensors: tensors.pop("heads.1.lm_head.weight"), r"heads\.1\.lm_head\.weight is missing"),
-        (
-            lambda tensors: tensors.update({"heads.9.lm_head.weight": torch.ones(1)}),
-            r"heads\.9.* is unknown",
-        ),
+        (lambda tensors: tensors.update({"heads.9.lm_head.weight": torch.ones(1)}), r"heads\.9.* is unknown"),
         (lambda tensors: tensors.update({"heads.0.lm_head.weight": torch.ones(4, 16)}), r"size mismatch.*heads\.0"),
     ],
     ids=["missing", "extra", "wrong shape"],
@@ -76,14 +73,14 @@ def test_weights_that_are_not_exactly_those_of_the_config_are_refused(tmp_path: 
 def test_a_folder_without_heads_is_refused_by_what_is_missing(tmp_path: Path, missing: str) -> None:
     random_heads().save_pretrained(tmp_path)
     (tmp_path / missing).unlink()
-    with pytest.raises(ValueError, match=f"holds no Medusa heads: {missing} is missing"):
+    with pytest.raises(ValueError, match=f"does not contain Medusa heads, {missing} is missing"):
         MedusaHeads.from_pretrained(tmp_path)
 
 
 def test_an_lm_head_with_a_bias_is_refused_for_the_heads_would_lose_it() -> None:
     model = tiny_model()
     model.get_output_embeddings().bias = torch.nn.Parameter(torch.ones(16))
-    with pytest.raises(ValueError, match="has a bias, which heads have no place for"):
+    with pytest.raises(ValueError, match="has a bias, which heads do not support"):
         MedusaHeads.for_target(model, MedusaConfig(16, 16))
 
 

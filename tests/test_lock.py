@@ -40,7 +40,7 @@ def test_a_folder_held_elsewhere_is_refused_naming_process_and_host(tmp_path: Pa
             raise AssertionError("held twice")
         said = str(error.value)
         assert said.startswith(f"{tmp_path / 'run'} is being written by process {other.pid} on {socket.gethostname()}")
-        assert said.endswith("wait for its end, or give another output")
+        assert said.endswith("wait until it ends, or give another output")
         (tmp_path / "run" / LOCK_NAME).write_text("{")
         with pytest.raises(ValueError, match="is being written by another process: wait"), hold(tmp_path / "run"):
             raise AssertionError("held twice")

@@ -128,7 +128,7 @@ def test_a_nan_loss_stops_the_run_names_the_step_and_is_not_applied(tmp_path: Pa
     recorder.actions[3] = poison
     with pytest.raises(
         ValueError,
-        match=r"the loss is nan at step 4; the last good checkpoint, .*step-00000002, is kept: lower training\.",
+        match=r"the loss is nan at step 4; the last good checkpoint, .*step-00000002, is kept. To resume, lower",
     ):
         train_toy(tmp_path, objective, recorder)
     assert list(recorder.figures) == [1, 2, 3]
@@ -157,8 +157,11 @@ def test_weights_that_a_step_made_infinite_are_not_saved(tmp_path: Path) -> None
     with pytest.raises(ValueError) as error:
         train_toy(tmp_path / "b", objective, recorder, checkpoint_every=1)
     said = str(error.value)
-    assert said.startswith("step 4 left weights or moments that are not finite (middle.weight), which are not saved; ")
-    assert f"the last good checkpoint, {tmp_path / 'b'}/step-00000003, is kept: lower training.learning_rate" in said
+    assert said.startswith("step 4 left weights or moments that are not finite (middle.weight); they are not saved, ")
+    assert (
+        f"the last good checkpoint, {tmp_path / 'b'}/step-00000003, is kept. To resume, lower training.learning_rate"
+        in said
+    )
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["step-00000002", "step-00000003"]
     again, resumed = ToyObjective(seed=1), Recorder()
     train_toy(tmp_path / "b", again, resumed, checkpoint_every=1)
@@ -172,7 +175,7 @@ def test_an_infinite_gradient_of_a_finite_loss_stops_the_run_before_it_is_applie
     before = weights(objective.module)
     with pytest.raises(
         ValueError,
-        match=r"the gradient's norm is (inf|nan) at step 1; there is no checkpoint before it: lower training\.",
+        match=r"the gradient's norm is (inf|nan) at step 1; there is no earlier checkpoint\. To resume, lower",
     ):
         train_toy(tmp_path, objective, checkpoint_every=1)
     assert equal(weights(objective.module), before) and not list(tmp_path.iterdir())
@@ -222,5 +225,5 @@ def test_processes_that_read_other_rows_are_stopped_before_the_first_step(monkey
     check_beside(job())
     check_beside(job(output="the same folder by another name"))
     for other in (job(**{"training data": "40"}), job(**{"held-out data": "13"})):
-        with pytest.raises(ValueError, match="do not read the same recipe, rows and"):
+        with pytest.raises(ValueError, match="have read different recipes, rows or"):
             check_beside(other)

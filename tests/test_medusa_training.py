@@ -126,5 +126,5 @@ def test_heads_start_from_a_folder_of_others(tmp_path: Path, counting: CausalLM)
     again = medusa_on(counting, HeadsSection(num_heads=3, init=str(tmp_path)))
     assert sums(again, collate([COUNTING]))[1] == [18, 17, 16]
     assert {parameter.dtype for parameter in again.module.parameters()} == {torch.float32}
-    with pytest.raises(ValueError, match=r"whose num_heads is 3 and not 4: set the recipe's heads section to fit"):
+    with pytest.raises(ValueError, match=r"have num_heads 3 and not 4: change the recipe's heads section"):
         medusa_on(counting, HeadsSection(num_heads=4, init=str(tmp_path)))

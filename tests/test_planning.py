@@ -8,6 +8,7 @@ from simulated_machine import Machine, chains, simulate
 
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.planning.forms import RankCounts
+from decoding.measure.planning.prospects import DEEPEST, PUBLISHED, Published, equal_rates, outlook
 from decoding.measure.planning.step_costs import (
     BLOCK,
     Candidate,
@@ -129,3 +130,40 @@ def test_depths_by_batch_size_cover_all_sizes_and_end_with_plain_decoding_where_
     depths = [depth for _, _, depth in ranges]
     assert depths == sorted(depths, reverse=True) and depths[0] == 4 and depths[-1] == 0
     assert depth_by_batch_size({depth: chains_of[depth] for depth in (1, 2)}, {1: costs[1]}) == [(1, 1, 2)]
+
+
+# --- before any training ---------------------------------------------------------------------------------------------
+
+
+def test_the_acceptance_that_pays_is_that_of_the_formula_and_gains_exactly_nothing() -> None:
+    """A chain of k costs 1 + k/10: one token pays from 1 + a = 1.1 on, two from 1 + a + a² = 1.2 on."""
+    costs = costs_of(0.1, [1.0] * (DEEPEST + 1))
+    (heads,) = outlook({"heads": costs})["drafts"]
+    assert heads["cost"] == pytest.approx([1 + depth / 10 for depth in range(1, DEEPEST + 1)])
+    assert heads["break_even"][:2] == pytest.approx([0.1, (1.8**0.5 - 1) / 2])
+    for depth, rate in enumerate(heads["break_even"], start=1):
+        budget = Budget(depth, depth + 1)
+        chain = Candidate(SPEC, budget, expected_tokens(rate, depth))
+        assert Prediction(chain, costs.step(budget), costs.plain).speedup == pytest.approx(1.0)
+
+
+def test_a_chain_that_costs_more_than_all_its_tokens_never_pays() -> None:
+    slow = costs_of(0.9, [1.0, 1.5, *[2.0] * (DEEPEST - 1)])  # steps of 2.4 for 2 tokens at most, 3.8 for 3, …
+    (draft,) = outlook({"draft": slow})["drafts"]
+    assert draft["break_even"] == [None] * DEEPEST
+
+
+def test_published_acceptance_gains_what_the_best_length_of_its_chain_does() -> None:
+    costs = costs_of(0.2, [1.0] * (DEEPEST + 1))
+    alike = Published("draft", "alike", (0.6,) * DEEPEST, "")
+    falling = Published("draft", "falling", (0.6, 0.5, 0.1), "")
+    found = outlook({"draft": costs}, (alike, falling, Published("heads", "not measured", (0.9,), "")))["published"]
+    assert [each["name"] for each in found] == ["alike", "falling"]
+    assert (found[0]["depth"], found[0]["speedup"]) == (2, pytest.approx(1.96 / 1.4))
+    assert (found[1]["depth"], found[1]["tokens_per_pass"]) == (2, pytest.approx(1 + 0.6 + 0.3))
+
+
+def test_the_published_rates_bring_the_tokens_that_their_sources_print() -> None:
+    assert expected_tokens(equal_rates(3.11, 7)[0], 7) == pytest.approx(3.11)
+    assert {each.draft for each in PUBLISHED} == {"heads", "dspark", "draft"}
+    assert all(each.source and 0 < len(each.rates) <= DEEPEST for each in PUBLISHED)

@@ -2,11 +2,7 @@
 
 from collections.abc import Sequence
 
-from drafter_checks import (
-    opened,
-    paths,
-    request,
-)
+from drafter_checks import opened, paths, request
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -91,15 +91,15 @@ def test_what_is_noted_beside_a_text_does_not_make_it_a_prompt(
 
 def test_rows_in_another_container_are_refused_with_the_one_that_is_read(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"rows\.parquet is Parquet, but its rows are copied from a \.jsonl file"):
+    with pytest.raises(ValueError, match=r"rows\.parquet is Parquet, but rows are copied from \.jsonl files only"):
         list(read_lines(tmp_path / "rows.parquet"))
-    with pytest.raises(ValueError, match=r"is a folder: prompts are read from a \.jsonl file, one JSON object a line"):
+    with pytest.raises(ValueError, match=r"is a folder: give a \.jsonl file, with one JSON object per line"):
         list(read_rows(tmp_path))
     with pytest.raises(ValueError, match=r"rows\.parquet is not a readable Parquet file"):
         read_prompts(tmp_path / "rows.parquet", tiny_tokenizer(), 5)
     for name, message in (
-        ("rows.csv", r"rows\.csv is a table of text, but rows are read from a \.jsonl file"),
-        ("rows.txt", r"line 1: not JSON \(.*\): a \.jsonl file has one JSON object a line"),
+        ("rows.csv", r"rows\.csv is a text table, not a \.jsonl file"),
+        ("rows.txt", r"line 1: not JSON \(.*\): a \.jsonl file has one JSON object per line"),
     ):
         (tmp_path / name).write_text("question,answer\n")
         with pytest.raises(ValueError, match=message):

@@ -6,11 +6,7 @@ import math
 import pytest
 import torch
 
-from decoding.measure.proof.statistics import (
-    Cells,
-    CountTest,
-    LogProbability,
-)
+from decoding.measure.proof.statistics import Cells, CountTest, LogProbability
 
 P = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
 

@@ -72,6 +72,35 @@ def test_a_row_that_asks_nothing_or_no_text_is_refused_by_its_line(tmp_path: Pat
         read_questions(written(tmp_path, row))
 
 
+def test_a_speed_bench_folder_is_read_split_by_split_as_its_prepare_script_writes_it(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": text} for text in ("one", "two")]
+    rows = [{"question_id": f"{i:032x}", "category": name, "messages": turns} for i, name in enumerate(("math", "rag"))]
+    written(tmp_path, *rows, name="qualitative.jsonl")
+    written(tmp_path, {**rows[0], "category": "mixed", "messages": turns[:1]}, name="throughput_1k.jsonl")
+    found = read_questions(f"{tmp_path}:qualitative")
+    assert [(question.task, question.opening, question.later) for question in found] == [
+        ("math", user("one"), ("two",)),
+        ("rag", user("one"), ("two",)),
+    ]
+    assert [question.id for question in read_questions(f"{tmp_path}:throughput_1k")] == ["0" * 32]
+    with pytest.raises(ValueError, match=r"SPEED-Bench's qualitative and throughput_1k: name one, as .*:qualitative"):
+        read_questions(tmp_path)
+    with pytest.raises(ValueError, match=r"does not hold 'coding' but qualitative, throughput_1k: name one as"):
+        read_questions(f"{tmp_path}:coding")
+    empty = {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\nMore"]}
+    with pytest.raises(ValueError, match=r"line 1: SPEED-Bench's prompt is not there yet: run its prepare\.py"):
+        read_questions(written(tmp_path, empty))
+
+
+def test_each_file_of_a_folder_of_benchmarks_is_a_task(tmp_path: Path) -> None:
+    """As in RedHatAI/speculator_benchmarks: HumanEval has its own fields, the other files are Spec-Bench's."""
+    written(tmp_path, {"task_id": "HumanEval/0", "prompt": "def f", "canonical_solution": "x"}, name="HumanEval.jsonl")
+    written(tmp_path, {"question_id": 241, "category": "qa", "turns": ["a"]}, name="qa.jsonl")
+    written(tmp_path, *spec_bench("writing", "stem"), name="question.jsonl")
+    assert [question.task for question in read_questions(tmp_path)] == ["HumanEval", "qa", "question", "question"]
+    assert [question.task for question in read_questions(f"{tmp_path}:question.jsonl")] == ["writing", "stem"]
+
+
 def test_the_tools_of_a_question_stand_in_its_prompt(tmp_path: Path) -> None:
     template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHAT
     (question,) = read_questions(written(tmp_path, {"prompt": "one", "tools": '[{"name": "f"}]'}))

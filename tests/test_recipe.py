@@ -31,7 +31,7 @@ def write(tmp_path: Path, content: Any) -> Path:
     ("content", "change", "message"),
     [
         (MEDUSA, {"traget": "x"}, "unknown key 'traget'; did you mean 'target'?"),
-        (MEDUSA, {"draft": {}}, "'draft' is for recipes of kind draft, and this recipe's is medusa: leave it out"),
+        (MEDUSA, {"draft": {}}, "'draft' is for recipes of kind draft, but this is a medusa recipe: leave it out"),
         (DRAFT, {"draft": {"polisy": {}}}, "unknown key 'draft.polisy'; did you mean 'policy'?"),
         (
             DRAFT,
@@ -40,8 +40,13 @@ def write(tmp_path: Path, content: Any) -> Path:
         ),
         (MEDUSA, {"dtype": "float16"}, "dtype: Input should be 'fast', 'bf16', 'fp16' or 'fp32'"),
         (MEDUSA, {"training": {"steps": 0}}, "training.steps: "),
-        (DRAFT, {"draft": {"init": {"from_model": "m", "from_config": {}}}}, "from_model and from_config: give one of"),
-        (DRAFT, {"draft": {"teacher": {"folder": "t"}, "policy": {"loop": 1}}}, "but draft.policy writes others"),
+        (
+            MEDUSA,
+            {"training": {"steps": 1, "learning_rate": float("inf")}},
+            "learning_rate: Input should be a finite number",
+        ),
+        (DRAFT, {"draft": {"init": {"from_model": "m", "from_config": {}}}}, "from_model and from_config: keep one"),
+        (DRAFT, {"draft": {"teacher": {"folder": "t"}, "policy": {"loop": 1}}}, "but draft.policy generates new ones"),
     ],
 )
 def test_what_no_recipe_can_say_is_named_with_its_key(
@@ -87,7 +92,7 @@ def test_values_left_open_are_asked_for_and_can_be_given(tmp_path: Path) -> None
     path = write(tmp_path, {**MEDUSA, "target": "???", "data": {"train": "???", "heldout": "b.jsonl"}})
     with pytest.raises(ValueError) as error:
         load_recipe(path)
-    expected = f"{path} leaves data.train, target to you: give data.train=... behind the recipe"
+    expected = f"{path} needs values for data.train, target: add data.train=... after the recipe"
     assert str(error.value) == expected
     assert load_recipe(path, ["target=org/model", "data.train=c.jsonl"]).data.train == "c.jsonl"
 

@@ -22,7 +22,7 @@ def loaded(path: Path) -> MedusaRecipe:
     try:
         recipe = load_recipe(path)
     except ValueError as error:
-        (yours,) = re.findall(r"leaves (.*) to you", str(error))
+        (yours,) = re.findall(r"needs values for (.*): add", str(error))
         recipe = load_recipe(path, [f"{key}=x" for key in yours.split(", ")])
     return recipe  # type: ignore[return-value]
 

@@ -174,7 +174,7 @@ def test_a_prompt_beyond_the_targets_context_is_set_aside_and_the_others_are_ans
     summary = regenerate(options(tmp_path, models / "plain", ["a " * 90, "j"]))
     assert [row["answer"] for row in rows(tmp_path / "answers.jsonl")] == ["k l"]
     (row,) = set_aside(tmp_path)
-    assert row["problem"] == "failed" and "the target's context holds 96" in row["reason"]
+    assert row["problem"] == "failed" and "the target's context of 96" in row["reason"]
     assert summary.failed == 1
 
 
@@ -223,7 +223,7 @@ def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     with (
         AnswerFile(path, {}, {}, keep_truncated=True),
-        pytest.raises(ValueError, match=r"answers.jsonl is being written by process \d+ on .*: wait for its end"),
+        pytest.raises(ValueError, match=r"answers.jsonl is being written by process \d+ on .*: wait until it ends"),
     ):
         AnswerFile(path, {}, {}, keep_truncated=True)
     with hold_file(tmp_path / "new.jsonl"), pytest.raises(ValueError, match="is being written by process"):

@@ -114,7 +114,7 @@ MISTAKES = {
     "distilgpt2": f"no drafter is called 'distilgpt2': choose one of {', '.join(REGISTRY)}, or draft:distilgpt2 for a",
     "lookup:ngrams=3": "the drafter lookup has no option 'ngrams': choose among tokens, ngram, min_ngram, branches",
     "lookup:ngram=0": "the drafter lookup is given ngram=0: give a whole number of at least 1",
-    "heads": "'heads' lacks the path of the weights: give heads:PATH, a folder or hub id of heads",
+    "heads": "'heads' lacks the path of the weights: give heads:PATH, a folder or Hub id of heads",
     "hybrid:x,of=lookup": "the drafter hybrid is given of=lookup: give one of heads, draft, draft-tree",
 }
 
@@ -127,7 +127,7 @@ def test_a_mistake_in_a_spec_is_one_sentence(text: str) -> None:
 
 
 def test_a_drafter_by_text_needs_the_targets_tokenizer(models: Path, target: CausalLM) -> None:
-    with pytest.raises(ValueError, match="needs the target's tokenizer: give it as tokenizer"):
+    with pytest.raises(ValueError, match="the target's is missing: give it as tokenizer"):
         DrafterLoader(target).load(parse_drafter(f"other-tokenizer:{models}/stranger"))
 
 

@@ -11,12 +11,7 @@ from rich.console import Console
 from decoding.measure import figures
 from decoding.measure.figures import answers, greedy_sentence, methods
 from decoding.measure.report.page import bar_charts, write_html
-from decoding.measure.report.tables import (
-    TerminalReport,
-    page_tables,
-    table_rows,
-    terminal_table,
-)
+from decoding.measure.report.tables import TerminalReport, page_tables, table_rows, terminal_table
 
 REPORT = full_report()
 NOTHING = {"value": None, "low": None, "high": None, "observations": 0}

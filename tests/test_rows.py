@@ -42,7 +42,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     ("line", "message"),
     [
         (b'{"text": ', r"not JSON \(Expecting value at column 10\)"),
-        (b"[1, 2]", "the row is list, not an object with fields: write one a line"),
+        (b"[1, 2]", "the row is list, not an object: write one object per line"),
         (b'{"text": "\xff"}', r"not UTF-8 text \(invalid start byte\)"),
         (b'{"text": "\\ud83d"}', r"a \\u escape is half a character \(surrogates not allowed\)"),
     ],

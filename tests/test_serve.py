@@ -155,7 +155,7 @@ def test_a_dspark_draft_is_named_by_its_method_in_every_server(
 @pytest.mark.parametrize("name", ["my-eagle3-heads", "x/dspark_7b"])
 def test_a_path_by_which_vllm_takes_another_method_is_named(tmp_path: Path, name: str) -> None:
     served = folder_of(tmp_path / name, model_type="llama")
-    assert warned(command(DRAFT, served), "by which vLLM chooses another method")
+    assert warned(command(DRAFT, served), "vLLM chooses another method because")
     assert not warned(command(DRAFT, served, path="DIR"), "another method"), "the server is given this path"
     assert not warned(command(HEADS, served), "another method"), "its path is no model's"
 
@@ -170,6 +170,6 @@ def test_a_draft_of_another_vocabulary_size_or_with_fewer_positions_is_configure
     found = command(DRAFT, folder, target=other, shown_target=TARGET, plan=replace(PLAN, drawn=True))
     assert vllm_config(found)["use_heterogeneous_vocab"] is True
     assert "draft_sample_method" not in vllm_config(found), "vLLM rejects both together"
-    assert warned(found, "another size") and warned(found, "the draft holds 64 positions")
+    assert warned(found, "another size") and warned(found, "nothing is drafted after the draft's 64 positions")
     for artefact, target in ((DRAFT, same), (HEADS, other)):
         assert "use_heterogeneous_vocab" not in command(artefact, folder, target=target).shell

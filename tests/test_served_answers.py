@@ -235,3 +235,31 @@ def test_rows_that_ask_for_another_model_than_answers_are_counted_once(tmp_path:
         said = printed(asking(tmp_path, endpoint.address, *asked, {"prompt": "d"}, {"prompt": "e", "model": 3}))
     (line,) = (line for line in said.splitlines() if "another model" in line)
     assert line.split("│")[2].strip() == "2"
+
+
+def test_answers_by_two_models_end_the_run_and_name_both(tmp_path: Path) -> None:
+    def answering(model: str) -> Any:
+        return lambda request: (200, {**chat("Yes")[1], "model": model})
+
+    both = r"127\..* answered as 'large', but .* as 'tiny' before; what was answered is kept"
+    with serve(in_turn(answering("tiny")(None), answering("large")(None))) as endpoint:
+        chosen = options(tmp_path, endpoint.address, ("one", "two"), concurrency=1)
+        with pytest.raises(ValueError, match=both):
+            regenerate(chosen)
+    assert [row["row"] for row in rows(tmp_path / "answers.jsonl")] == [1]
+    (tmp_path / "pair").mkdir()
+    with serve(answering("tiny")) as one, serve(answering("large")) as other:
+        chosen = options(tmp_path / "pair", "", ("one", "two"), endpoint=[one.address, other.address])
+        with pytest.raises(ValueError, match="give endpoints that serve one model"):
+            regenerate(chosen)
+
+
+def test_variables_of_the_chat_template_go_with_every_turn_and_belong_to_the_answers(tmp_path: Path) -> None:
+    given = '{"enable_thinking": false}'
+    with serve(lambda request: chat("Yes")) as endpoint:
+        chosen = options(tmp_path, endpoint.address, [["one", "two"]], chat_template_kwargs=given)
+        regenerate(chosen)
+        with pytest.raises(ValueError, match=r"was begun with chat_template_kwargs '.*', not None"):
+            regenerate(replace(chosen, chat_template_kwargs=None))
+    sent = [request.body["chat_template_kwargs"] for request in endpoint.requests]
+    assert sent == [json.loads(given)] * 2

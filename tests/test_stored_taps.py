@@ -118,7 +118,7 @@ def test_a_target_whose_last_layer_reads_more_than_the_states_before_it_is_refus
     last.register_forward_hook(lambda module, args, output: output + 10 * seen.pop())
     store = stored(target, tmp_path)
     seen.extend([torch.zeros(())] * 9)
-    with pytest.raises(ValueError, match=r"\(llama\) reads more than the states before it.*set features=null"):
+    with pytest.raises(ValueError, match=r"\(llama\) reads more than the stored states.*set features=null"):
         StoredTaps(target, store)
 
 
@@ -149,9 +149,9 @@ def test_a_run_from_the_disk_that_goes_on_is_to_the_bit_one_that_never_stopped(t
 @pytest.mark.parametrize(
     ("draft", "features", "problem"),
     [
-        ({}, {}, "which only a DSpark draft reads: set features=null"),
-        ({"dspark": {}, "policy": {"target": 1}}, {}, "draft.policy writes others: set features=null"),
-        ({"dspark": {}}, {"keep_target": False}, "features.keep_target=false is for heads"),
+        ({}, {}, "features are for a DSpark draft.*: set features=null"),
+        ({"dspark": {}, "policy": {"target": 1}}, {}, "draft.policy generates new ones: set features=null"),
+        ({"dspark": {}}, {"keep_target": False}, "features.keep_target=false works for heads only"),
     ],
 )
 def test_recipes_that_features_do_not_fit_are_refused(draft: Any, features: Any, problem: str) -> None:

@@ -30,11 +30,7 @@ SHARD_ROWS = 12  # four shards of EXAMPLES
 
 
 def identity_of(
-    target: CausalLM,
-    examples: Sequence[Example] = EXAMPLES,
-    top_k: int = 3,
-    tail: int = 2,
-    temperature: float = 1.0,
+    target: CausalLM, examples: Sequence[Example] = EXAMPLES, top_k: int = 3, tail: int = 2, temperature: float = 1.0
 ) -> TeacherIdentity:
     section = TeacherSection(folder="anywhere", top_k=top_k, tail=tail)
     return TeacherIdentity.of(target, fingerprint(target.model), tiny_tokenizer(), examples, section, temperature)
@@ -231,7 +227,7 @@ def test_a_whole_cache_on_a_disk_that_cannot_be_written_is_read_and_another_is_r
 
 @pytest.mark.parametrize("top_k", [16, 48])
 def test_a_cache_that_leaves_no_rest_to_draw_from_is_refused(tiny_llama: CausalLM, top_k: int) -> None:
-    expected = rf"draft\.teacher\.top_k is {top_k} but the target knows 16 tokens: give fewer"
+    expected = rf"draft\.teacher\.top_k is {top_k}, but the target has 16 tokens: lower it"
     with pytest.raises(ValueError, match=expected):
         identity_of(tiny_llama, top_k=top_k)
     assert identity_of(tiny_llama, top_k=15).row_bytes == 17 * (2 + 4) + 4

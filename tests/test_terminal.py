@@ -95,7 +95,7 @@ def test_the_figures_name_tokens_per_pass_and_speed_and_there_are_none_before_th
     tally = Tally.of([prefill, step(b"bcd", 2, 0.5), step(b"efgh", 3, 0.5)])
     told = "draft (lossless): 3.50 tokens per target pass (5 of 7 tokens drafted), 7 tokens/s"
     assert summary(tally, "draft (lossless)") == told
-    assert summary(Tally.of([prefill]), "lookup") == "lookup: no token behind the prefill"
+    assert summary(Tally.of([prefill]), "lookup") == "lookup: no token after the prefill"
 
 
 # --- Ctrl-C and waiting -----------------------------------------------------------------------------------------------

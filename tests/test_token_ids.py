@@ -21,9 +21,9 @@ WAYS: dict[str, Callable[[CausalLM, Any], Any]] = {
 WRONG = {
     "a text": ("ab c", r"a prompt is 'ab c', not a list of token ids: give tokenizer\(text\)\['input_ids'\]"),
     "a number": (3, "a prompt is 3, not a list of token ids"),
-    "floats": ([1, 2.0], "a prompt holds 2.0, a float, but token ids are integers"),
-    "beyond the vocabulary": ([1, 16], "the prompt holds token 16 but the target knows 0 to 15: use its own tokenizer"),
-    "negative": ([-1], "the prompt holds token -1 but the target knows 0 to 15"),
+    "floats": ([1, 2.0], "a prompt contains 2.0, a float, but token ids are integers"),
+    "beyond the vocabulary": ([1, 16], r"token 16 is outside the target's vocabulary \(0 to 15\): use the target's"),
+    "negative": ([-1], r"token -1 is outside the target's vocabulary \(0 to 15\)"),
 }
 
 

@@ -142,14 +142,14 @@ def test_a_rule_refuses_a_kind_it_was_not_derived_for(name: str, kind: ProposalK
 
 @pytest.mark.parametrize("rule", [TOKEN_REJECTION, BLOCK_VERIFICATION])
 def test_a_chain_rule_refuses_a_tree(rule: Rule) -> None:
-    with pytest.raises(ValueError, match="takes chains; for trees use traversal verification"):
+    with pytest.raises(ValueError, match="takes chains only: use traversal verification"):
         rule(proposal_of(WITH, (-1, 0, 0)), torch.full((3, 3), 1 / 3), EnumeratingSource())
 
 
 @pytest.mark.parametrize("kind", ProposalKind)
 def test_only_a_proposal_with_draws_of_one_draft_carries_q_and_it_must(kind: ProposalKind) -> None:
     q = None if kind in (WITH, WITHOUT, GRAFTED) else torch.ones(1, 3)
-    with pytest.raises(ValueError, match=f"a {kind.value} proposal {'needs' if q is None else 'carries no'} q"):
+    with pytest.raises(ValueError, match=f"a {kind.value} proposal {'needs' if q is None else 'must not carry'} q"):
         Proposal(TokenTree.chain([0, 1]), kind, q)
 
 

@@ -46,78 +46,43 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+
+def _of(config: type[PreTrainedConfig], **own: Any) -> Callable[..., PreTrainedConfig]:
+    return lambda **changes: config(**{**_SIZE, **own, **changes})
+
+
+_MIXED: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_GEMMA: dict[str, Any] = {"num_key_value_heads": 1, "head_dim": 8, "query_pre_attn_scalar": 8, **_MIXED}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+_SCALES: dict[str, float] = {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.35}
+
 FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
-    "llama": lambda **kw: LlamaConfig(**{**_SIZE, "num_key_value_heads": 1, **kw}),
-    "mistral": lambda **kw: MistralConfig(**{**_SIZE, "num_key_value_heads": 1, "sliding_window": WINDOW, **kw}),
-    "qwen2": lambda **kw: Qwen2Config(**{**_SIZE, "num_key_value_heads": 2, **kw}),
-    "qwen2-mixed": lambda **kw: Qwen2Config(
-        **{
-            **_SIZE,
-            "num_key_value_heads": 2,
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "layer_types": ["full_attention", "sliding_attention"],
-            **kw,
-        }
+    "llama": _of(LlamaConfig, num_key_value_heads=1),
+    "mistral": _of(MistralConfig, num_key_value_heads=1, sliding_window=WINDOW),
+    "qwen2": _of(Qwen2Config, num_key_value_heads=2),
+    "qwen2-mixed": _of(
+        Qwen2Config,
+        **{**_MIXED, "layer_types": _MIXED["layer_types"][::-1]},
+        num_key_value_heads=2,
+        use_sliding_window=True,
     ),
-    "qwen3": lambda **kw: Qwen3Config(**{**_SIZE, "num_key_value_heads": 1, "head_dim": 8, **kw}),
-    "gpt2": lambda **kw: GPT2Config(**{"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 96, **kw}),
-    "gpt-neox": lambda **kw: GPTNeoXConfig(**{**_SIZE, **kw}),
+    "qwen3": _of(Qwen3Config, num_key_value_heads=1, head_dim=8),
+    "gpt2": lambda **changes: GPT2Config(**{"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 96, **changes}),
+    "gpt-neox": _of(GPTNeoXConfig),
     # Two of four experts per token: which ones must not depend on the rows beside it.
-    "qwen3-moe": lambda **kw: Qwen3MoeConfig(
-        **{
-            **_SIZE,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 12,
-            **kw,
-        }
-    ),
+    "qwen3-moe": _of(Qwen3MoeConfig, num_key_value_heads=1, head_dim=8, **_EXPERTS),
     # Softcapping, which only its eager attention does; the softcap is low enough to bend these large weights' scores.
-    "gemma2": lambda **kw: Gemma2Config(
-        **{
-            **_SIZE,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 8,
-            "attn_logit_softcapping": 5.0,
-            "layer_types": ["sliding_attention", "full_attention"],
-            **kw,
-        }
-    ),
+    "gemma2": _of(Gemma2Config, **_GEMMA, attn_logit_softcapping=5.0),
     # Rotary embeddings of its own for each type of layer.
-    "gemma3": lambda **kw: Gemma3TextConfig(
-        **{
-            **_SIZE,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 8,
-            "layer_types": ["sliding_attention", "full_attention"],
-            **kw,
-        }
-    ),
-    "phi3": lambda **kw: Phi3Config(**{**_SIZE, "num_key_value_heads": 1, "sliding_window": WINDOW, **kw}),
+    "gemma3": _of(Gemma3TextConfig, **_GEMMA),
+    "phi3": _of(Phi3Config, num_key_value_heads=1, sliding_window=WINDOW),
     # Learned positions, and an lm_head narrower than the model.
-    "opt": lambda **kw: OPTConfig(**{**_SIZE, "ffn_dim": 24, "word_embed_proj_dim": 12, **kw}),
+    "opt": _of(OPTConfig, ffn_dim=24, word_embed_proj_dim=12),
     # One key for all heads, and an attention of its own, which `transformers` does not let anybody replace.
-    "falcon": lambda **kw: FalconConfig(**{**_SIZE, "ffn_hidden_size": 24, "multi_query": True, "alibi": False, **kw}),
-    "olmo2": lambda **kw: Olmo2Config(**{**_SIZE, "num_key_value_heads": 1, **kw}),
+    "falcon": _of(FalconConfig, ffn_hidden_size=24, multi_query=True, alibi=False),
+    "olmo2": _of(Olmo2Config, num_key_value_heads=1),
     # Scales everything: embeddings, residuals, scores and logits.
-    "granite": lambda **kw: GraniteConfig(
-        **{
-            **_SIZE,
-            "num_key_value_heads": 1,
-            "embedding_multiplier": 2.0,
-            "residual_multiplier": 0.7,
-            "attention_multiplier": 0.35,
-            "logits_scaling": 8.0,
-            **kw,
-        }
-    ),
+    "granite": _of(GraniteConfig, num_key_value_heads=1, logits_scaling=8.0, **_SCALES),
 }
 
 ATTENTIONS = [(family, attention) for family in FAMILIES for attention in ("eager", "sdpa")]

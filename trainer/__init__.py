@@ -1,7 +1,6 @@
-"""Training of Medusa heads and distilled drafts, and their export. Imports decoding, never the reverse.
+"""Training and export of Medusa heads and distilled drafts. Imports decoding, never the reverse.
 
-The names below are imported when they are first asked for, so that ``import trainer`` does not wait for PyTorch. Their
-types stand in ``__init__.pyi``.
+The public names load on first use, to keep ``import trainer`` from waiting for PyTorch; see ``__init__.pyi`` for types.
 """
 
 from importlib import import_module

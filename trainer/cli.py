@@ -1,4 +1,4 @@
-"""The ``headstart`` command: train, evaluate, generate, export, push. Each command only reads its options and calls."""
+"""The ``headstart`` command line: each command reads its options and calls one function."""
 
 import os
 import sys
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from trainer.commands import check_options
 from trainer.commands import options as option_sets
 from trainer.commands.usage import Group, command
 from trainer.terminal.console import waiting
@@ -18,8 +19,8 @@ app = typer.Typer(
     epilog=f"Exit codes: {exit_code_line()}.",
     cls=Group,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its boxes wrap a help one word to a line at 80 columns
-    # typer imports pydantic, which takes longer than all else here, to read an option that has no value yet.
+    rich_markup_mode=None,  # at 80 columns its boxes wrap help texts to one word per line
+    # For an option without a value typer imports pydantic, the slowest import here; these defaults avoid it.
     context_settings={
         "default_map": {"help": False, "install_completion": False, "show_completion": False, "data": {"help": False}}
     },
@@ -38,7 +39,7 @@ def _show_version(asked: bool) -> None:
 @app.callback(invoke_without_command=True)
 def options(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, not errors of one line.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks instead of one-line errors.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
     ] = False,
@@ -86,7 +87,7 @@ def train(options: option_sets.TrainOptions) -> None:
     resumes=True,
 )
 def regenerate(options: option_sets.RegenerateOptions) -> None:
-    """Let the target write training answers. A killed run resumes."""
+    """Have the target write training answers. A killed run resumes."""
     from trainer.commands.regenerate import run_regenerate
 
     run_regenerate(options)
@@ -106,7 +107,7 @@ def realign(options: option_sets.RealignOptions) -> None:
 
 @command(data, "headstart data inspect answers.jsonl --target ORG/NAME")
 def inspect(options: option_sets.InspectOptions) -> None:
-    """Show rows as training sees them, and count them. The trained tokens are marked."""
+    """Show and count rows as training sees them, with the trained tokens marked."""
     from trainer.commands.inspection import run_inspect
 
     run_inspect(options)
@@ -124,7 +125,7 @@ def inspect(options: option_sets.InspectOptions) -> None:
 def generate(options: option_sets.GenerateOptions) -> bool:
     """Write a text, coloured by who wrote it. The speed-up goes to standard error.
 
-    Accepted draft tokens are green, the target's own are bold; standard output holds the text alone.
+    Accepted draft tokens are green, the target's are bold. Only the text goes to standard output.
     """
     with waiting("starting"):
         from trainer.commands.generate import run_generate
@@ -141,7 +142,7 @@ def generate(options: option_sets.GenerateOptions) -> bool:
 def chat(options: option_sets.ChatOptions) -> bool:
     """Answer questions in one conversation.
 
-    Accepted draft tokens are green, the target's own are bold. From a pipe each line is a question.
+    Accepted draft tokens are green, the target's are bold. When piped in, each line is a question.
     """
     with waiting("starting"):
         from trainer.commands.chat import run_chat
@@ -153,7 +154,7 @@ def chat(options: option_sets.ChatOptions) -> bool:
 def demo(options: option_sets.DemoOptions) -> None:
     """Show plain and speculative decoding on a web page.
 
-    The page draws the candidate tree of each pass, the histogram of accepted lengths and the split of the time.
+    The page draws each pass's candidate tree, a histogram of accepted lengths and the split of the time.
     """
     from trainer.commands.demo import run_demo
 
@@ -189,7 +190,7 @@ def evaluate(options: option_sets.EvaluateOptions) -> None:
 def plan(options: option_sets.PlanOptions) -> None:
     """Choose drafter, depth and tree by costs measured here.
 
-    The plan has a choice for every batch size and context.
+    Without a drafter it says what training one would bring, at every batch size.
     """
     from trainer.commands.plan import run_plan
 
@@ -202,7 +203,7 @@ def plan(options: option_sets.PlanOptions) -> None:
     'headstart compare runs/measured --method plain --other "prompt lookup"',
 )
 def compare(options: option_sets.CompareOptions) -> None:
-    """Compare two evaluations, or two methods. Say whether their difference is real."""
+    """Compare two evaluations or two methods. Say whether they really differ."""
     from trainer.commands.compare import run_compare
 
     run_compare(options)
@@ -213,7 +214,7 @@ def compare(options: option_sets.CompareOptions) -> None:
     "headstart verify --target ORG/NAME --drafter heads:runs/heads/final \\\n  --prompts test.jsonl",
     "headstart verify --target ORG/NAME --endpoint http://localhost:8000/v1 \\\n  --model NAME --prompts test.jsonl",
 )
-def verify(options: option_sets.VerifyOptions) -> bool:
+def verify(options: check_options.VerifyOptions) -> bool:
     """Prove that decoding is lossless, here or on a server. Exit code 0: PASS, 1: FAIL."""
     from trainer.commands.verify import run_verify
 
@@ -226,8 +227,8 @@ def verify(options: option_sets.VerifyOptions) -> bool:
     "  --target ORG/NAME --prompts test.jsonl \\\n"
     "  --endpoint http://localhost:8000/v1 --model NAME",
 )
-def diagnose(options: option_sets.DiagnoseOptions) -> bool:
-    """Find why a speculator does well here and badly in a server. Exit code 1 is a difference."""
+def diagnose(options: check_options.DiagnoseOptions) -> bool:
+    """Find out why a speculator is good here but poor in a server. Exit code 1: they differ."""
     from trainer.commands.diagnose import run_diagnose
 
     return run_diagnose(options)
@@ -240,7 +241,10 @@ def diagnose(options: option_sets.DiagnoseOptions) -> bool:
     app, "headstart export runs/heads/final exported/heads --format headstart \\\n  --report runs/measured/report.json"
 )
 def export(options: option_sets.ExportOptions) -> None:
-    """Write heads or a draft in a format that servers load. A model card goes with it."""
+    """Write heads or a draft in a format that servers load.
+
+    The folder includes a model card.
+    """
     from trainer.export.exporter import export as run_export
 
     print(run_export(**vars(options)))
@@ -258,8 +262,8 @@ def push(options: option_sets.PushOptions) -> None:
 
 
 @command(app, "headstart doctor", "headstart doctor --target ORG/NAME --drafter heads:runs/heads/final")
-def doctor(options: option_sets.DoctorOptions) -> bool:
-    """Check machine, packages, target and drafters. Exit code 1 is a problem."""
+def doctor(options: check_options.DoctorOptions) -> bool:
+    """Check machine, packages, target and drafters. Exit code 1: a problem was found."""
     from trainer.commands.doctor import run_doctor
 
     return run_doctor(options)

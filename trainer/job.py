@@ -1,4 +1,4 @@
-"""A run's `Job`: what a recipe's kind assembles for the loop. Heads, drafts and models from nothing each make one."""
+"""`Job`: everything one training run needs, assembled from its recipe."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from trainer.target.loading import StoredTarget, Target, load_target_model
 
 @dataclass(frozen=True)
 class Job:
-    """All that a run is made of."""
+    """Recipe, data, target and objective of one run, for heads, a draft or a model from scratch."""
 
     recipe: AnyRecipe
     tokenizer: PreTrainedTokenizerBase
@@ -27,26 +27,26 @@ class Job:
     """The training data."""
     heldout: Dataset
     target: StoredTarget | None
-    """A `Target` if one is loaded, a `StoredTarget` if it was let go; None for a model from nothing."""
+    """A `Target` if loaded, a `StoredTarget` if released to free memory; None for a model from scratch."""
     objective: Objective
     identity: Mapping[str, Any]
-    """The recipe as plain JSON values, by which `trainer.run.checkpoint` tells one run from another.
+    """The recipe as plain JSON values; `trainer.run.checkpoint` uses it to recognise the run.
 
-    Target, data and drafts are known by their content, wherever they lie, from before anything is trained."""
+    Target, data and drafts appear as digests of their initial content, not as paths."""
     policy_source: Callable[[Process], BatchSource] | None = None
-    """Makes a source of texts that are written during the training; None: the data's own answers are trained on."""
+    """Makes a source of texts written during training; None trains on the answers in the data."""
 
     def source(self, process: Process) -> BatchSource:
-        """Return the batches of the training."""
+        """Return the source of training batches."""
         if self.policy_source is not None:
             return self.policy_source(process)
         return Offline(self.dataset.examples, self.recipe.training.batch_size, self.recipe.training.seed)
 
     def target_again(self, device: torch.device) -> Target | None:
-        """Return the target for the last evaluation, loaded once more if it was let go."""
+        """Return the target for the last evaluation; reload it if it was released."""
         if self.target is None or isinstance(self.target, Target):
             return self.target
-        assert isinstance(self.recipe, MedusaRecipe), "only heads on features let their target go"
+        assert isinstance(self.recipe, MedusaRecipe), "only training on stored features releases the target"
         return self.target.loaded(load_target_model(self.recipe, device))
 
     @property
@@ -58,7 +58,7 @@ class Job:
 def shared_identity(
     recipe: AnyRecipe, target: StoredTarget | None, dataset: Dataset, heldout: Dataset
 ) -> dict[str, Any]:
-    """Return `Job.identity` but for what else a kind knows by its content."""
+    """Return the part of `Job.identity` that all kinds of recipe share."""
     content = recipe.model_dump(mode="json", exclude={"target", "data"})
     content["target weights"] = target.fingerprint if target else None
     content["training data"] = digest_of_each(example.content() for example in dataset.examples)

@@ -1,4 +1,4 @@
-"""A small Llama trained from nothing, for the embedded default target: the objective, and its job."""
+"""Objective and job for a small Llama trained from scratch: the quickstart target."""
 
 import copy
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class LanguageModelTraining(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch, places: Int[Tensor, " labels"]) -> TermSums:
-        """Return the sums over the labels, whose places are those in the flattened batch."""
+        """Return the sums over the labels; ``places`` index the flattened batch."""
         logits = flat_rows(self.model(**batch.model_inputs(), use_cache=False).logits, places)
         labels = batch.tokens.flatten()[places + 1]
         loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
@@ -87,9 +87,9 @@ class PretrainObjective:
 
 
 def assemble_pretraining(recipe: PretrainRecipe) -> Job:
-    """Make the job of a recipe for a model from nothing."""
+    """Build the job of a recipe that trains a model from scratch."""
     tokenizer = load_tokenizer(recipe.tokenizer_name)
     dataset, heldout = load_splits(recipe.data, tokenizer)
     identity = shared_identity(recipe, None, dataset, heldout)
-    torch.manual_seed(recipe.training.seed)  # for the weights, which start at random
+    torch.manual_seed(recipe.training.seed)  # for the random initial weights
     return Job(recipe, tokenizer, dataset, heldout, None, PretrainObjective(tokenizer, recipe.model), identity)

@@ -1,10 +1,9 @@
-"""The group of processes that run together: its launch, and its agreement on errors.
+"""The group of processes of a run: how it is launched, and how all learn of one's error.
 
-`accelerate launch` chooses a launcher. Combinations of launcher and devices that accelerate would silently replace by
-others are refused here: such a run would train something else than was asked for.
+accelerate silently replaces some combinations of launcher and devices by others; we reject those.
 
-No process waits for one that has stopped: every process calls `agreed` and its like in the same order. An error of one
-process reaches the others at their next such call, so the work given to one may call another.
+Every process calls `agreed`, `on_first` and the like in the same order, and calls may nest. One process's error reaches
+the others at their next such call, and nobody waits for a process that has stopped.
 """
 
 import importlib.util
@@ -28,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from trainer.terminal.console import say, standard_error
 
 TIMEOUT = timedelta(minutes=30)
-"""Time after which processes give up one that they hear nothing of."""
+"""Silence after which the others give up on a process."""
 _SIGN_EVERY = 60.0  # seconds
 _AGREED = "every process has this error, or one that names it"
 
@@ -37,7 +36,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Process:
-    """One of the processes that run together: number ``rank`` (from 0) of ``world``."""
+    """One process of the group: number ``rank`` (from 0) of ``world``."""
 
     rank: int = 0
     world: int = 1
@@ -45,7 +44,7 @@ class Process:
 
     @property
     def is_first(self) -> bool:
-        """True on the process that writes and speaks for all."""
+        """True on the process that writes files and prints for all."""
         return self.rank == 0
 
     def say(self, *lines: str) -> None:
@@ -55,11 +54,11 @@ class Process:
 
 
 ALONE = Process()
-"""A single process that speaks on standard error."""
+"""A single process, printing to standard error."""
 
 
 def any_process(flag: bool) -> bool:
-    """Return True on every process if it is on one."""
+    """Return True on every process if ``flag`` is true on any."""
     if _is_alone():
         return flag
     flags = torch.tensor(float(flag), device=PartialState().device)
@@ -68,14 +67,14 @@ def any_process(flag: bool) -> bool:
 
 
 def agreed(work: Callable[[], Result], patient: bool = False) -> Result:
-    """Return what the work returns; an error on one process becomes an error on all.
+    """Return what ``work`` returns; an error on one process becomes an error on all.
 
-    ``patient``: one process may take hours longer than another. Its work then sends nothing to the others.
+    ``patient`` allows one process to take hours longer than another; ``work`` must then send nothing to the others.
     """
     if _is_alone():
         return work()
     if patient:
-        _raise_on_all(None)  # a process that stopped before does not come here
+        _raise_on_all(None)  # a process that failed earlier never gets here
     with _in_touch() if patient else nullcontext() as wait_for_all:
         result, error = None, None
         try:
@@ -91,12 +90,12 @@ def agreed(work: Callable[[], Result], patient: bool = False) -> Result:
 
 
 def on_first(work: Callable[[], object]) -> None:
-    """Do work on the first process alone, for which the others wait; its error becomes an error on all."""
+    """Do the work on the first process while the others wait; its error becomes an error on all."""
     agreed(work if _is_first() else lambda: None, patient=True)
 
 
 def from_first(work: Callable[[], Result]) -> Result:
-    """Return on every process what the first one's work returns; its error becomes an error on all."""
+    """Do the work on the first process and return its result on all; its error becomes an error on all."""
     found = [agreed(cast(Callable[[], Result | None], work) if _is_first() else lambda: None, patient=True)]
     if not _is_alone():
         dist.broadcast_object_list(found)
@@ -113,14 +112,14 @@ def _is_first() -> bool:
 
 def _raise_on_all(error: Exception | None) -> None:
     if any_process(error is not None):
-        error = error or ValueError("another process cannot go on: its own message says why")
+        error = error or ValueError("another process failed: see its error message")
         error.add_note(_AGREED)
         raise error
 
 
 @contextmanager
 def _in_touch() -> Iterator[Callable[[], None]]:
-    """Send the others a sign every minute; yields a function that waits until all have called it."""
+    """Signal the others every minute; yield a function that waits until every process has called it."""
     group, ended = dist.new_group(backend="gloo", timeout=TIMEOUT), Event()
 
     def send_signs() -> None:
@@ -144,9 +143,9 @@ def _in_touch() -> Iterator[Callable[[], None]]:
 
 
 def build_accelerator(mixed_precision: str = "no", **options: Any) -> Accelerator:
-    """Return the accelerator of the launcher that runs this program; ``mixed_precision`` is ``no`` or ``bf16``.
+    """Return the accelerator for the launcher in use; ``mixed_precision`` is ``no`` or ``bf16``.
 
-    Raises ValueError if accelerate runs something else than the launcher asked for.
+    Raises ValueError if accelerate starts anything but what the launcher asked for.
     """
     _meet_apart_from_the_dead()
     deepspeed = _is_asked_for("ACCELERATE_USE_DEEPSPEED")
@@ -157,8 +156,8 @@ def build_accelerator(mixed_precision: str = "no", **options: Any) -> Accelerato
         if not torch.cuda.is_available():
             group["backend"] = "gloo"
             _leave_out_compiled_communication()
-    precision = "no" if deepspeed else mixed_precision  # ZeRO's own would round what is trained: see `run.distributed`
-    # DDP's gradients are views of what it sends: a copy of all of them less.
+    precision = "no" if deepspeed else mixed_precision  # ZeRO would round trained weights: see `run.distributed`
+    # Gradients as views of DDP's buckets save one copy of all gradients.
     handlers = [InitProcessGroupKwargs(**group), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, **options)
     _check_type(accelerator, deepspeed, fsdp)
@@ -167,22 +166,22 @@ def build_accelerator(mixed_precision: str = "no", **options: Any) -> Accelerato
     if deepspeed:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-        # Under ZeRO-3 transformers would shard whatever it loads, the frozen target too, which is used whole.
+        # Under ZeRO-3 transformers would shard every model it loads, but we need the frozen target whole.
         unset_hf_deepspeed_config()
     return accelerator
 
 
 def join_processes() -> Accelerator | None:
-    """Return the accelerator of several launched processes that share work without training; None for one alone.
+    """Return the accelerator for processes that share work without training; None for a single process.
 
-    Raises ValueError if the launcher asks for DeepSpeed or FSDP, or if accelerate runs something else than asked for.
+    Raises ValueError for DeepSpeed or FSDP, and if accelerate starts anything but what the launcher asked for.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     for name in ("DeepSpeed", "FSDP"):
         if _is_asked_for(f"ACCELERATE_USE_{name.upper()}"):
             raise ValueError(
-                f"the launcher asks for {name}, which has nothing to train here: launch with "
+                f"the launcher asks for {name}, but this command does not train: launch with "
                 "recipes/accelerate/ddp.yaml"
             )
     _meet_apart_from_the_dead()
@@ -192,9 +191,9 @@ def join_processes() -> Accelerator | None:
 
 
 def sharded_precision(mixed_precision: str) -> MixedPrecisionPolicy:
-    """Return FSDP2's rounding: products in bf16 if the recipe asks for it, sums of gradients and losses in fp32.
+    """Return FSDP2's precision: products in bf16 if the recipe asks for it, sums of gradients and losses in fp32.
 
-    accelerate's own policy for bf16 rounds both: a loss sum of 16,700.1 would come back as 16,640.
+    accelerate's bf16 policy rounds the sums too: 16,700.1 would come back as 16,640.
     """
     if mixed_precision == "no":
         return MixedPrecisionPolicy()
@@ -202,7 +201,7 @@ def sharded_precision(mixed_precision: str) -> MixedPrecisionPolicy:
 
 
 def describe(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the run's launch as plain JSON values."""
+    """Return how the run was launched, as plain JSON values."""
     return {
         "num_processes": accelerator.num_processes,
         "distributed_type": accelerator.distributed_type.value,
@@ -219,18 +218,17 @@ def zero_stage(accelerator: Accelerator) -> int:
 
 
 def _meet_apart_from_the_dead() -> None:
-    """Let processes that torchrun has restarted meet at a port of their own, which it tells them.
+    """Give processes that torchrun has restarted a fresh port to meet at.
 
-    Left alone, they meet in the store of the attempts before, find the addresses of dead processes there, and wait for
-    those (pytorch/pytorch#135712). ValueError for several machines, which may count their attempts differently; torch
-    has a remedy for them alone.
+    Otherwise they reuse the previous attempt's store and wait for the dead processes listed in it
+    (pytorch/pytorch#135712). Raises ValueError for several machines: their attempt counts may differ.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
         return
     if int(os.environ["GROUP_WORLD_SIZE"]) > 1 and int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > 0:
         raise ValueError(
-            f"torchrun is to restart processes of {os.environ['GROUP_WORLD_SIZE']} machines, which could not meet "
-            "again: start it on each with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d"
+            f"torchrun cannot restart processes on {os.environ['GROUP_WORLD_SIZE']} machines this way. "
+            "Start it on each with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d"
         )
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     if attempt == "0":
@@ -250,16 +248,16 @@ def _is_asked_for(variable: str) -> bool:
 
 def _check_deepspeed() -> None:
     if importlib.util.find_spec("deepspeed") is None:
-        raise ValueError("the launcher asks for DeepSpeed, which is not installed: pip install 'headstart[deepspeed]'")
+        raise ValueError("the launcher asks for DeepSpeed, but it is not installed: pip install 'headstart[deepspeed]'")
     if _is_asked_for("ACCELERATE_USE_CPU"):
         raise ValueError(
-            "ACCELERATE_USE_CPU is set, under which accelerate passes DeepSpeed over: unset it (without a GPU, "
-            "DeepSpeed runs on the CPU all the same), or launch with recipes/accelerate/cpu.yaml"
+            "accelerate ignores DeepSpeed while ACCELERATE_USE_CPU is set: unset it (DeepSpeed uses the CPU by itself "
+            "if there is no GPU), or launch with recipes/accelerate/cpu.yaml"
         )
 
 
 def _leave_out_compiled_communication() -> None:
-    """Keep DeepSpeed from compiling a shared-memory all-reduce for CPUs, which takes half a minute; gloo's will do."""
+    """Use gloo's all-reduce on CPUs: DeepSpeed would spend half a minute compiling its shared-memory one."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -268,17 +266,17 @@ def _leave_out_compiled_communication() -> None:
 def _check_type(accelerator: Accelerator, deepspeed: bool, fsdp: bool) -> None:
     got = accelerator.distributed_type
     if deepspeed and got != DistributedType.DEEPSPEED:
-        raise ValueError(f"the launcher asks for DeepSpeed but {got.value} runs: launch with several processes")
+        raise ValueError(f"the launcher asks for DeepSpeed but accelerate starts {got.value}: launch several processes")
     if fsdp and (got != DistributedType.FSDP or not accelerator.is_fsdp2):
         fsdp1 = got == DistributedType.FSDP
         raise ValueError(
             f"the launcher asks for FSDP, but accelerate starts {'its version 1' if fsdp1 else 'none'} on "
-            f"{accelerator.device}: FSDP needs a GPU for each process, and fsdp_version: 2, as in "
-            "recipes/accelerate/fsdp.yaml; without GPUs launch with recipes/accelerate/ddp.yaml"
+            f"{accelerator.device}. Launch with recipes/accelerate/fsdp.yaml (version 2, one GPU per process), or "
+            "without GPUs with recipes/accelerate/ddp.yaml"
         )
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != accelerator.num_processes:
         raise ValueError(
-            f"{world} processes were launched but this one runs as {accelerator.num_processes}: on a CPU launch with "
+            f"{world} processes were launched, but accelerate sees {accelerator.num_processes}: on a CPU launch with "
             "ACCELERATE_USE_CPU=true and recipes/accelerate/ddp.yaml"
         )

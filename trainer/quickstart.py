@@ -1,8 +1,7 @@
-"""The embedded default target: a small Llama trained on the interpreter's own standard library.
+"""``quickstart``, a small Llama trained on Python's standard library: its data, recipe and folders.
 
-The standard library is real text on every machine, so the whole toolkit can be tried without a hub. The target is built
-once, in the user's cache folder (or HEADSTART_CACHE); recipes and commands call it ``quickstart``. Heads and drafts
-learn its own answers, ``quickstart/answers.jsonl``, which `trainer.run.train` lets it write once.
+Every machine has this text, so the whole toolkit can be tried offline. The target is built once, in the user's cache
+folder (or HEADSTART_CACHE). It then writes ``quickstart/answers.jsonl``, from which heads and drafts learn.
 """
 
 import hashlib
@@ -28,15 +27,15 @@ _LONGEST_FILE = 60_000  # characters; tables and generated modules are longer
 _SKIPPED = {"site-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "pydoc_data", "encodings"}
 _END = "<|end|>"
 ANSWERS = f"{NAME}/answers.jsonl"
-"""Name of the target's own answers in recipes."""
+"""Name of the target's answers in recipes."""
 ANSWER_TOKENS = 128
 _ANSWERS = 320
 _PROMPT_TOKENS = 64
-_PROMPT_CHARACTERS = 1000  # enough for its tokens
+_PROMPT_CHARACTERS = 1000  # enough for _PROMPT_TOKENS
 
 
 def resolve(name: str) -> str:
-    """Return a target or data path of a recipe, with ``quickstart`` replaced by the cached folder."""
+    """Replace ``quickstart`` in a recipe's target or data path by the cached folder."""
     head, _, rest = name.partition("/")
     if head != NAME:
         return name
@@ -48,12 +47,12 @@ def resolve(name: str) -> str:
 
 
 def steps() -> int:
-    """Training steps of the target; fewer by HEADSTART_QUICKSTART_STEPS make a worse target, for a smoke test."""
+    """Return the target's training steps; smoke tests set HEADSTART_QUICKSTART_STEPS for fewer."""
     return int(os.environ.get("HEADSTART_QUICKSTART_STEPS", "230"))
 
 
 def cache() -> Path:
-    """Return the target's cache folder, named after its training files: another interpreter makes another target."""
+    """Return the target's cache folder, named by a digest of its training files: it differs between interpreters."""
     files = [(path.name, path.stat().st_size) for path in _library_files()]
     made_of = hashlib.sha256(repr((_VOCABULARY, sorted(files))).encode()).hexdigest()[:12]
     return cache_root() / f"{NAME}-{made_of}"
@@ -69,17 +68,17 @@ def is_built() -> bool:
 
 
 def answers() -> Path:
-    """Return the file of the target's own answers, which may not exist yet."""
+    """Return the file of the target's answers, which may not exist yet."""
     return folder().parent / f"answers-{number_of_answers()}x{ANSWER_TOKENS}.jsonl"
 
 
 def number_of_answers() -> int:
-    """Answers that heads and drafts learn: fewer of a target with fewer training steps, for a smoke test."""
+    """Return how many answers heads and drafts learn from: fewer in smoke tests, with fewer training steps."""
     return min(_ANSWERS, 4 * steps())
 
 
 def write_prompts() -> Path:
-    """Write the prompts of the answers, the beginnings of training files and lines inside them; returns the file."""
+    """Write the prompts for the answers, cut at the start or at a line of training files; return the file."""
     from transformers import PreTrainedTokenizerFast
 
     corpus, rng = build_corpus(), random.Random(0)
@@ -98,7 +97,7 @@ def write_prompts() -> Path:
 
 
 def build_corpus() -> Path:
-    """Write train.jsonl, heldout.jsonl and the tokenizer unless they exist; returns their folder."""
+    """Write train.jsonl, heldout.jsonl and the tokenizer unless they exist; return their folder."""
     corpus = cache() / "corpus"
     if not (corpus / "tokenizer.json").is_file():
         corpus.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +117,7 @@ def recipe() -> PretrainRecipe:
             "train": str(corpus / "train.jsonl"),
             "heldout": str(corpus / "heldout.jsonl"),
             "max_length": 256,
-            "max_rows": 8 * steps(),  # all of them, but in a smoke test: a row has a sequence at least
+            "max_rows": 8 * steps(),  # limits smoke tests only: a full run needs all rows
         },
         "training": {
             "steps": steps(),
@@ -139,7 +138,7 @@ def _library_files() -> tuple[Path, ...]:
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = set(subdirectories) - _SKIPPED  # what stands below them is not even listed
+        subdirectories[:] = set(subdirectories) - _SKIPPED
         paths += (Path(directory, name) for name in names if name.endswith(".py"))
     return tuple(sorted(path for path in paths if 500 < path.stat().st_size < _LONGEST_FILE))
 

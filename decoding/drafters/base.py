@@ -1,4 +1,4 @@
-"""Interface of drafters. A drafter (one class in one file) opens sessions; a session proposes trees for a batch."""
+"""Interface of drafters: a drafter opens sessions, and a session proposes trees for a batch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from decoding.rules.tree import TokenTree
 class DraftRequest:
     """Request for one row's tree, within these bounds.
 
-    ``tokens`` is the whole text, prompt included; its last token is the tree's root. ``hidden`` is the input of the
-    target's lm_head from which that token was written. ``max_depth`` bounds the drafted tokens of a path, and is 0 if
-    the row has no room for any. ``max_nodes`` counts the root.
+    ``tokens`` is the whole text with its prompt; its last token is the tree's root. ``hidden`` is the input of the
+    target's lm_head from which that token was written. ``max_depth`` limits the drafted tokens of a path; it is 0 if
+    the row has no room. ``max_nodes`` counts the root.
 
-    ``states``, for a drafter with `Drafter.taps`: the target's states behind these layers, side by side, at the text's
-    tokens since the row's last request, the prompt's tokens included. The newest token has not been run, and has none.
+    ``states`` is for drafters with `Drafter.taps`: the target's states after these layers, concatenated, at the tokens
+    since the row's last request, including the prompt's. The newest token has not been run and has no states.
 
     Between two requests a row's text only grows.
     """
@@ -49,7 +49,7 @@ class TextStart:
 class TextRows:
     """Random source and history of the text in each row, under the same sampling controls.
 
-    ``vocab_size``: the target's. ``device``: that of the logits to which the controls apply.
+    ``vocab_size`` is the target's. ``device`` is where the controls are applied to logits.
     """
 
     def __init__(self, sampling: SamplingConfig, vocab_size: int, device: torch.device) -> None:
@@ -75,7 +75,7 @@ class TextRows:
 
 
 class DraftSession(Protocol):
-    """A drafter at work on a batch. It holds all state of a generation; the drafter and its model hold none."""
+    """A drafter's work on one batch, with all state of the generation; drafter and model stay stateless."""
 
     def admit(self, slot: int, start: TextStart) -> None:
         """Begin a new text in row ``slot``, and forget the row's last text."""
@@ -86,16 +86,16 @@ class DraftSession(Protocol):
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Draft a tree for each of the rows 0, 1, ….
 
-        A session follows the texts by itself: between two calls a row's tokens grow by the accepted and the written
-        ones, also in steps without a call.
+        A session follows the texts by itself: between two calls a row grows by the accepted tokens and the target's
+        tokens, also in steps without a call.
         """
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        """Take note of the target's logits at every node of the last trees, (nodes, vocab) for each row."""
+        """Learn from the target's logits at every node of the last trees, (nodes, vocab) for each row."""
 
 
 class Rows(Protocol):
-    """Data of each text of a batch, kept by its row."""
+    """Data of each text of a batch, by row."""
 
     def admit(self, slot: int, start: TextStart) -> None:
         """Begin a new text in row ``slot``."""
@@ -105,7 +105,7 @@ class Rows(Protocol):
 
 
 class RowsSession:
-    """Base of sessions whose data of the texts are all in ``rows``, and that learn nothing from the target's logits."""
+    """Base of sessions that keep all data of the texts in ``rows`` and learn nothing from the target's logits."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -117,34 +117,34 @@ class RowsSession:
         self._rows.move(slot, to)
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        """Do nothing: the texts hold everything that the session needs."""
+        """Do nothing: the texts are all that the session needs."""
 
 
 class Drafter(ABC):
-    """A way to draft: opens sessions, and holds models and settings, which never change."""
+    """A way to draft: opens sessions. Its models and settings never change."""
 
     name: str
     artefact: str | None = None
-    """Kind of the trained artefact that drafts: "heads", "draft", or None."""
+    """Kind of trained artefact that drafts: "heads", "draft", or None."""
     rough_cost: float = 0.1
-    """Seconds of its largest draft over those of a target pass, roughly, for decisions that follow no clock."""
+    """Rough cost of its largest draft, in target passes; used for decisions that must not read the clock."""
 
     max_positions: int | None = None
     """Length of the longest text that it can draft for, in tokens; None if its own models set no limit."""
     taps: tuple[int, ...] = ()
-    """The target's layers (from 0, increasing) behind which it reads the target's states."""
+    """Layers of the target (from 0, increasing) after which it reads the target's states."""
     budgets: tuple[Budget, ...]
     """Sizes of the trees that it can draft, by increasing cost; the last one is the default."""
     label_with_size = ""
 
     @property
     def label(self) -> str:
-        """Name in tables: the kind of drafter, with the size of its drafts if two of a kind may differ in it."""
+        """Name in tables: the kind of drafter, with the draft's size if that may vary."""
         return self.label_with_size or self.name
 
     @abstractmethod
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
-        """Start on up to ``rows`` texts of at most ``max_length`` tokens. ValueError for a target that does not fit."""
+        """Start on up to ``rows`` texts of at most ``max_length`` tokens; ValueError if the target does not fit."""
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         """Return the kinds of its proposals under these controls; deterministic by default."""
@@ -152,16 +152,16 @@ class Drafter(ABC):
 
     @property
     def chains_only(self) -> bool:
-        """True if it drafts nothing but chains: no budget has room for a branch."""
+        """True if it drafts chains only: no budget has room for a branch."""
         return all(budget.nodes == budget.depth + 1 for budget in self.budgets)
 
     @property
     def chains(self) -> tuple[Budget, ...]:
-        """Budgets under which it drafts nothing but chains, for targets that run no trees."""
+        """Budgets under which it drafts chains only, for targets that cannot run trees."""
         return self.budgets if self.chains_only else ()
 
     def budgets_on(self, target: CausalLM) -> tuple[Budget, ...]:
-        """Return the budgets for a target: chains alone if it runs no trees."""
+        """Return the budgets for a target: only chains if it cannot run trees."""
         return self.budgets if target.no_trees is None else self.chains
 
     def label_on(self, target: CausalLM) -> str:
@@ -171,12 +171,12 @@ class Drafter(ABC):
 
     @property
     def max_depth(self) -> int:
-        """Depth of the deepest tree that it drafts."""
+        """Depth of its deepest tree."""
         return self.budgets[-1].depth
 
     @property
     def max_nodes(self) -> int:
-        """Number of nodes of the largest tree that it drafts, the root included."""
+        """Number of nodes of its largest tree, the root included."""
         return self.budgets[-1].nodes
 
 
@@ -186,13 +186,13 @@ def chain_budgets(depth: int) -> tuple[Budget, ...]:
 
 
 class TextSession(Protocol):
-    """A drafter at work on one text: the simpler interface for drafters that gain nothing from a batch."""
+    """A drafter's work on one text: a simpler interface for drafters that gain nothing from a batch."""
 
     def propose(self, request: DraftRequest) -> Proposal:
         """Draft a tree; ``request.max_depth`` is at least 1."""
 
     def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """Take note of the target's logits at every node of the last tree; most drafters learn nothing from them."""
+        """Learn from the target's logits at every node of the last tree; most drafters do nothing."""
         return
 
 
@@ -212,7 +212,7 @@ class TextDrafter(Drafter):
 
 
 class _TextByText:
-    """A session of a batch made of one text session per row, asked one after the other."""
+    """A session of a batch that calls one text session per row in turn."""
 
     def __init__(self, drafter: TextDrafter, target: CausalLM, sampling: SamplingConfig, max_length: int) -> None:
         self._drafter, self._target, self._sampling, self._max_length = drafter, target, sampling, max_length

@@ -14,10 +14,10 @@ from decoding.rules.sampling import SamplingConfig
 
 
 class DraftModelDrafter(Drafter):
-    """Drafter of a chain of ``tokens`` by a model with the target's tokenizer.
+    """Drafter of a chain of ``tokens`` with a model that uses the target's tokenizer.
 
-    At temperature 0 they are the draft's best tokens; above it they are drawn from the draft's distribution, unless
-    ``sampled`` is False. A drawn chain ends where processors forbid every token that the model knows.
+    At temperature 0 it drafts the model's best tokens. Above 0 it draws from the model's distribution unless
+    ``sampled`` is False; the chain ends early if processors forbid every token that the model knows.
     """
 
     name = "draft model"
@@ -44,7 +44,7 @@ class DraftModelDrafter(Drafter):
 
 
 class DraftModelSession(StateSession):
-    """A session of the draft on a batch: a pass per token of all rows."""
+    """A session of the draft on a batch: one pass per depth, for all rows."""
 
     def __init__(self, growth: Growth, state: DraftState) -> None:
         super().__init__(state)
@@ -60,7 +60,7 @@ class DraftModelSession(StateSession):
         def after(depth: int, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
             if depth == 0:
                 return root, rows
-            every = tokens.new_zeros(len(requests))  # rows whose chains have ended run a token that is dropped
+            every = tokens.new_zeros(len(requests))  # ended chains run a dummy token
             every[rows] = tokens
             return self._state.step(every), rows
 

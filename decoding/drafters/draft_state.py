@@ -1,4 +1,4 @@
-"""State of a draft model on a batch: its cache, which follows the texts as the target accepts parts of its drafts."""
+"""State of a draft model on a batch: its cache, which keeps the accepted parts of its drafts."""
 
 from collections.abc import Sequence
 
@@ -15,16 +15,16 @@ from decoding.rules.tree import TokenTree
 def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
     """Raise ValueError for a draft whose context is too short, or that writes tokens unknown to the target."""
     if draft.no_trees is not None:
-        raise ValueError(f"{draft.no_trees}, so that it is no draft: give a small model of full attention")
+        raise ValueError(f"{draft.no_trees}, so it cannot draft: give a small model with full attention")
     if draft.max_text is not None and max_length > draft.max_text:
         raise ValueError(
-            f"the text may grow to {max_length} tokens but the draft's context holds {draft.max_text}: "
+            f"the text may grow to {max_length} tokens, more than the draft's context of {draft.max_text}: "
             "give a shorter prompt, a lower max_new_tokens, or a draft with a window (draft.window)"
         )
     if draft.output_tokens is not None and (largest := int(draft.output_tokens.max())) >= target.vocab_size:
         raise ValueError(
-            f"the draft's trimmed lm_head writes token {largest} but the target knows 0 to {target.vocab_size - 1}: "
-            "give a draft that was trimmed for this target"
+            f"the draft's trimmed lm_head writes token {largest}, but the target knows 0 to {target.vocab_size - 1}: "
+            "give a draft trimmed for this target"
         )
 
 
@@ -34,19 +34,18 @@ def shared_tokens(draft: CausalLM, target: CausalLM) -> int:
 
 
 class DraftState:
-    """Cache of a draft on a batch, and the `TextRows` beside it.
+    """Cache of a draft on a batch, with the `TextRows` of its rows.
 
-    Between two steps the cache holds each row's text and, after it, the nodes of its last tree that were run. Of a
-    draft whose every layer has a window, it holds the end of the text that these windows reach: of a prompt only the
-    ``layers * (window - 1)`` last tokens run, on which the windows of all layers together depend, and a row that is
-    full drops all but the last ``window - 1`` keys. The logits are those of a forward over the whole text with a band
-    for a mask.
+    Between two steps the cache contains each row's text, followed by those nodes of its last tree that were run. If
+    every layer of the draft has a window, the cache keeps only the end of the text. Of a prompt it runs the last
+    ``layers * (window - 1)`` tokens, all that the windows together can see. A full row drops all but its last ``window
+    - 1`` keys. The logits equal a forward over the whole text with a banded mask.
     """
 
     def __init__(
         self, draft: CausalLM, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int, max_nodes: int
     ) -> None:
-        """``max_nodes``: greatest number of a tree's nodes in the cache after a text."""
+        """``max_nodes``: most nodes of a tree that the cache keeps after a text."""
         check_draft(draft, target, max_length)
         self.draft = draft
         self._vocab_size = target.vocab_size
@@ -54,14 +53,14 @@ class DraftState:
         self._window = None if draft.window == 1 else draft.window
         self._max_nodes = max_nodes
         self._longest = max_length
-        # One position more takes the padding of rows that others outrun: see `PreallocatedCache.begin`.
+        # One more position takes the padding of shorter rows: see `PreallocatedCache.begin`.
         self._room = min(max_length, self._most_held()) + max_nodes + 1
         """Positions of each row; the buffers may be larger, for steps of fixed shapes or after a long block."""
         self.cache = draft.new_cache(self._room, rows)
         self._lease = self.cache.take()
         self._committed = [0] * rows
         self._run_trees: dict[int, tuple[TokenTree, int]] = {}
-        """Last tree of each row, and the number of its nodes below the root that follow the text in the cache."""
+        """Last tree of each row, and how many of its nodes below the root follow the text in the cache."""
 
     def admit(self, slot: int, start: TextStart) -> None:
         self.cache.clear(slot)
@@ -87,7 +86,9 @@ class DraftState:
         return self.over_target_vocabulary(logits)
 
     def _prefill_fresh(self, texts: Sequence[Sequence[int]]) -> None:
-        """Run new rows' prompts without their last tokens: with the other rows they would pad these to their length."""
+        """Run the prompts of new rows up to their last tokens; together with old rows they would pad these to their
+        length.
+        """
         fresh = [slot for slot, text in enumerate(texts) if self._committed[slot] == 0 and len(text) > 1]
         if fresh:
             unseen = [max(0, len(texts[slot]) - 1 - self._reach()) for slot in fresh]
@@ -100,21 +101,21 @@ class DraftState:
             self.draft.prepare(self.cache, len(texts), (), self._longest)
 
     def _reach(self) -> int:
-        """Return the number of tokens before the next one on which its logits depend."""
+        """Return how many tokens before the next one affect its logits."""
         return 1 << 62 if self._window is None else self.draft.num_layers * (self._window - 1)
 
     def _most_held(self) -> int:
-        """Return the positions of a row's text that the cache is made for: at least two windows, for rare copies."""
+        """Return the positions of a row's text that the cache is made for: at least two windows, to copy rarely."""
         return 1 << 62 if self._window is None else max(self._reach(), 2 * self._window)
 
     def _make_room(self, slot: int, new: int) -> None:
-        """Drop what lies before the window if the row has no room for ``new`` tokens and a tree."""
+        """Drop the tokens before the window if the row has no room for ``new`` tokens and a tree."""
         if self._window is None or self.cache.lengths[slot] + new + self._max_nodes <= self._room:
             return
         self.cache.drop_first(slot, max(0, self.cache.lengths[slot] - (self._window - 1)))
 
     def _take_new(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return each text's tokens that the cache lacks, which run now."""
+        """Return each text's tokens that the cache lacks; they run now."""
         blocks = [self._known(text[self._committed[slot] :]) for slot, text in enumerate(texts)]
         for slot, block in enumerate(blocks):
             self._make_room(slot, len(block))
@@ -122,7 +123,7 @@ class DraftState:
         return blocks
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        # A token that only the target knows is read as the draft's last token: q is poorer, but any q is lossless.
+        # A token unknown to the draft is read as the draft's last token: q is poorer, but any q is lossless.
         last = self.draft.vocab_size - 1
         return [min(token, last) for token in tokens]
 
@@ -131,14 +132,14 @@ class DraftState:
         if slot not in self._run_trees:
             return
         tree, run = self._run_trees.pop(slot)
-        # Without the text's last token, which the next draft runs first (a lossy rule may write one that it rejected).
+        # Without the text's last token: the next draft runs it first, and a lossy rule may write one that it rejected.
         path = tree.follow(text[self._committed[slot] : -1])
         kept = [node - 1 for node in path if node <= run]
         self.cache.commit(slot, self._committed[slot] - self.cache.dropped[slot], kept)
         self._committed[slot] += len(kept)
 
     def remember(self, trees: Sequence[TokenTree], run: Sequence[int]) -> None:
-        """Record that the cache holds, after each row's text, the first ``run[row]`` nodes below its tree's root."""
+        """Record that the cache contains, after each row's text, the first ``run[row]`` nodes below its tree's root."""
         for slot, (tree, count) in enumerate(zip(trees, run, strict=True)):
             self._run_trees[slot] = (tree, count)
 
@@ -157,14 +158,14 @@ class DraftState:
     def over_target_vocabulary(self, logits: Float[Tensor, "*rows draft_vocab"]) -> Float[Tensor, "*rows vocab"]:
         """Map the draft's logits to the *target's* vocabulary.
 
-        Padded vocabularies of one family differ in size: a token that only the draft has is never proposed, one that
-        only the target has gets q = 0.
+        Padded vocabularies of one family differ in size: tokens that only the draft has are never proposed; tokens that
+        only the target has get q = 0.
         """
         return over_vocabulary(logits, self.draft.output_tokens, self._vocab_size)
 
 
 class StateSession(RowsSession):
-    """A session of a draft on a batch, whose state follows the texts."""
+    """A session of a draft on a batch, with a state that follows the texts."""
 
     def __init__(self, state: DraftState) -> None:
         super().__init__(state)

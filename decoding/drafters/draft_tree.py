@@ -1,4 +1,4 @@
-"""A draft model whose tree grows where it is surest, another at every step (EAGLE-2, 2406.16858, section 4)."""
+"""A draft model whose tree grows at its likeliest nodes, anew at each step (EAGLE-2, 2406.16858, section 4)."""
 
 import heapq
 import math
@@ -19,12 +19,12 @@ from decoding.rules.tree import TokenTree, TreeShape
 
 
 class DraftTreeDrafter(Drafter):
-    """Drafter of the ``nodes`` likeliest nodes (the root included) among those that a beam of the draft model meets.
+    """Drafter of the ``nodes`` likeliest nodes (root included) that a beam of the draft model finds.
 
-    A node's score is the draft's probability of its whole path. Each pass runs the best ``width`` nodes of a level,
-    and each of them gets its best ``width`` tokens as children. Of the children of all levels the best are kept. The
-    tree is a function of the text, so proposals are deterministic at any temperature; above 0 the probabilities are
-    those after every sampling control.
+    A node's score is the draft's probability of its whole path. Each pass runs the best ``width`` nodes of a level, and
+    each of them gets its best ``width`` tokens as children. The best children of all levels form the tree. The tree is
+    a function of the text, so proposals are deterministic at any temperature; above 0 the probabilities are taken after
+    every sampling control.
     """
 
     name = "draft tree"
@@ -32,15 +32,14 @@ class DraftTreeDrafter(Drafter):
 
     def __init__(self, draft: CausalLM, depth: int = 5, width: int = 4, nodes: int = 24) -> None:
         if depth < 1 or width < 1:
-            raise ValueError(f"depth ({depth}) and width ({width}) are at least 1")
+            raise ValueError(f"depth is {depth} and width {width}: give at least 1 of each")
         if nodes <= depth:
-            raise ValueError(f"nodes is {nodes}, the root included: a tree {depth} deep has at least {depth + 1}")
+            raise ValueError(f"nodes is {nodes}: a tree {depth} deep needs at least {depth + 1}, the root included")
         self.draft = draft
         self.depth = depth
         self.width = width
-        # Depth and size grow together.
         sizes = [(level, 1 + max(level, (nodes - 1) * level // depth)) for level in range(1, depth + 1)]
-        # The beam meets the root, its children, and the children of the best of each further level.
+        # The beam finds the root, its children, and the children of the best nodes of each further level.
         self.budgets = tuple(Budget(level, min(size, 1 + width + (level - 1) * width**2)) for level, size in sizes)
         self.max_positions = draft.max_text
         self.label_with_size = f"draft model, tree of {self.max_nodes - 1}"
@@ -49,13 +48,13 @@ class DraftTreeDrafter(Drafter):
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DraftTreeSession":
         known = shared_tokens(self.draft, target)
         if self.width > known:
-            raise ValueError(f"width is {self.width} but target and draft share {known} tokens")
+            raise ValueError(f"width is {self.width}, but target and draft share {known} tokens: give at most {known}")
         state = DraftState(self.draft, target, sampling, rows, max_length, 1 + self.width * self.depth)
         return DraftTreeSession(self, state, sampling)
 
 
 class DraftTreeSession(StateSession):
-    """A session of the draft on a batch: one pass and one transfer to the host per level of all trees together."""
+    """A session of the draft on a batch: one pass and one transfer to the host per level, for all trees."""
 
     def __init__(self, drafter: DraftTreeDrafter, state: DraftState, sampling: SamplingConfig) -> None:
         super().__init__(state)
@@ -85,7 +84,7 @@ class DraftTreeSession(StateSession):
     def _children(
         self, texts: Sequence[Sequence[int]], beams: Sequence["_Beam"], logits: Sequence[Float[Tensor, "level vocab"]]
     ) -> list[list[tuple[int, float]]]:
-        """Return token and log-probability of the best children of each node that has just run, row by row."""
+        """Return (token, log-probability) of the best children of each node that has just run, row by row."""
         history = None
         if self._sampling.needs_history:
             history = HistoryRows.cat(
@@ -102,7 +101,7 @@ class DraftTreeSession(StateSession):
         else:
             best, tokens = probabilities(flat, self._sampling, history).float().topk(self._drafter.width)
             scores = best.log()
-        # fp32 holds every id below 2^24, so ids and scores come to the host in one transfer.
+        # fp32 represents every id below 2^24 exactly, so ids and scores come to the host in one transfer.
         token_lists, score_lists = torch.stack([tokens.float(), scores]).tolist()
         return [
             [(int(token), score) for token, score in zip(*node, strict=True) if score > -math.inf]
@@ -111,7 +110,7 @@ class DraftTreeSession(StateSession):
 
 
 class _Beam:
-    """A row's tree under construction: all nodes met so far, and those among them that run through the draft."""
+    """A row's tree under construction: all nodes found so far, and the nodes that run through the draft."""
 
     def __init__(self, request: DraftRequest, most: Budget, width: int) -> None:
         nodes = max(1, min(most.nodes, request.max_nodes))
@@ -125,7 +124,7 @@ class _Beam:
 
     @property
     def ran(self) -> int:
-        """Number of nodes of the run tree that are in the cache already."""
+        """Number of nodes of the run tree that are already in the cache."""
         return len(self.run) - len(self.level)
 
     def grow(self, children: Sequence[Sequence[tuple[int, float]]]) -> None:
@@ -137,13 +136,13 @@ class _Beam:
                 self._parents.append(parent)
                 self._scores.append(self._scores[parent] + min(log_probability, 0.0))
         self._depth += 1
-        # Scores never rise along a path: a node outside the best cannot get a child among them.
+        # Scores never rise along a path: a node outside the best cannot have a child among them.
         fresh = [node for node in self._best() if node >= begin] if self._depth < self._bounds.depth else []
         self.level = fresh[: self._width]
         self.run += self.level
 
     def _best(self) -> list[int]:
-        """Return the best nodes so far, best first; among equals the one met first, so parents before children."""
+        """Return the best nodes so far, best first; ties by age, so parents come before children."""
         return heapq.nlargest(self._bounds.nodes - 1, range(1, len(self._tokens)), key=self._scores.__getitem__)
 
     def run_tree(self) -> TokenTree:

@@ -1,4 +1,4 @@
-"""A DSpark draft as a drafter: one small forward over a block of masks drafts all tokens of a step (2607.05147)."""
+"""A DSpark draft as a drafter: one small forward over masks drafts all tokens of a step (2607.05147)."""
 
 from collections.abc import Sequence
 
@@ -16,13 +16,13 @@ from decoding.rules.sampling import SamplingConfig
 
 
 class DSparkDrafter(Drafter):
-    """Drafter of a chain or a tree by a DSpark draft.
+    """Drafter of a chain or a tree with a DSpark draft.
 
-    ``tree``: paths of ranks among the best tokens after each node. ``tokens``: the length of a chain. With neither it
-    drafts the tree in the draft's config, or a chain of all K tokens if that has none.
+    ``tree``: paths of ranks among the best tokens after each node. ``tokens``: the length of a chain. Without either it
+    drafts the tree in the draft's config, or a chain of all K tokens.
 
-    ``sampled``: above temperature 0 the tokens are drawn, each from q given the token before it, the children of a node
-    without replacement; False takes the likeliest, as at temperature 0.
+    ``sampled``: above temperature 0 each token is drawn from q given the token before it, siblings without replacement.
+    False takes the likeliest tokens, as at temperature 0.
     """
 
     name = "dspark"
@@ -37,15 +37,15 @@ class DSparkDrafter(Drafter):
     ) -> None:
         config = draft.config
         if tokens is not None and not 1 <= tokens <= config.block_size:
-            raise ValueError(f"tokens is {tokens}, but the draft has 1 to {config.block_size}: give one of these")
+            raise ValueError(f"tokens is {tokens}: this draft allows 1 to {config.block_size}")
         if tree is not None and tokens is not None:
-            raise ValueError("tree and tokens are both given: a tree of fixed shape has its own size")
+            raise ValueError("tree and tokens are both given: give one of them")
         if tree is None and tokens is None:
             tree = config.tree or None
         shape = StaticTree.chain(tokens or config.block_size) if tree is None else StaticTree(tree)
         if shape.max_depth > config.block_size:
             raise ValueError(
-                f"the tree is {shape.max_depth} deep but the draft has {config.block_size} tokens: shorten its paths"
+                f"the tree is {shape.max_depth} deep, but the draft has {config.block_size} tokens: shorten its paths"
             )
         self.draft = draft
         self.name = "dspark" if config.markov_rank else "dflash"
@@ -71,7 +71,7 @@ class DSparkDrafter(Drafter):
 
 
 class DSparkSession(RowsSession):
-    """A session of the draft on a batch: one forward a step. Its keys are of the texts alone, never of a draft."""
+    """A session of the draft on a batch: one forward per step. It caches keys of the texts, never of a draft."""
 
     def __init__(self, drafter: DSparkDrafter, draft: DSpark, keys: TextKeys, texts: TextRows) -> None:
         super().__init__(texts)

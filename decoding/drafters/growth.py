@@ -1,4 +1,4 @@
-"""Growth of trees of a fixed shape, depth by depth: every node's children come from a distribution of their own."""
+"""Growth of trees of a fixed shape, depth by depth: each node has its own distribution of children."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ Cut = tuple[TreeShape, tuple[int, ...]]
 NodeLogits = Callable[
     [int, Int[Tensor, " nodes"], Int[Tensor, " nodes"]], tuple[Float[Tensor, "some vocab"], Int[Tensor, " nodes"]]
 ]
-"""Function from nodes of one depth (the root's is 0), given as their rows in the batch and their tokens.
+"""Function from nodes of one depth (0: the root), given as rows of the batch and tokens, to their children's logits.
 
-Returns logits over the target's vocabulary, and the index of each node in them: nodes may share their logits.
+Returns logits over the target's vocabulary, and each node's index in them: nodes may share logits.
 """
 
 
@@ -38,14 +38,13 @@ class StaticTree:
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
-        """Take ``paths`` of ranks as `TreeShape.from_paths` does; ValueError if there are none."""
+        """Take ``paths`` of ranks as in `TreeShape.from_paths`; ValueError if there are none."""
         self._shape, ranks = TreeShape.from_paths(paths)
         self.max_depth = self._shape.max_depth
         if self.max_depth < 1:
-            raise ValueError("the tree is empty: give it at least the path [0]")
+            raise ValueError("the tree is empty: give at least the path [0]")
         self._ranks = (0, *ranks)
         self.ranks = max(self._ranks) + 1
-        """Number of a node's best tokens that the tree may hold."""
         self.is_chain = self._shape.is_chain
         widest = [0]  # the largest rank on the path to each node
         for node, parent in enumerate(self._shape.parents[1:], start=1):
@@ -65,17 +64,17 @@ class StaticTree:
 
     @property
     def chains(self) -> tuple[Budget, ...]:
-        """The budgets under which it is cut to a chain."""
+        """Budgets under which the tree is cut to a chain."""
         return tuple(budget for budget in self.budgets if budget.nodes == budget.depth + 1)
 
     def _sizes(self) -> tuple[Budget, ...]:
-        """List the budgets: all ranks and rank 0 alone, each to every depth, and 1, 2, 4, ... ranks to full depth."""
+        """List the budgets: all ranks and rank 0 alone, each to every depth; and 1, 2, 4, ... ranks to full depth."""
         widths = [1]
         while 2 * widths[-1] < self.ranks:
             widths.append(2 * widths[-1])
         cuts = [self._nodes(depth, width) for depth in range(1, self.max_depth + 1) for width in (1, self.ranks)]
         cuts += [self._nodes(self.max_depth, width) for width in widths]
-        # By size: a deeper draft costs one more head, a larger one a wider target pass.
+        # Sorted by size: a deeper draft costs one more head, a larger one a wider target pass.
         sizes = {(len(nodes), max(self._shape.depths[node] for node in nodes)) for nodes in cuts}
         return tuple(Budget(depth, nodes) for nodes, depth in sorted(sizes) if nodes > 1)
 
@@ -91,10 +90,10 @@ class StaticTree:
 
 @dataclass(frozen=True)
 class ConditionalLogits:
-    """Logits that were computed for all depths at once, with a bias by the token before: a `NodeLogits`.
+    """Logits computed for all depths at once, with a bias by the previous token: a `NodeLogits`.
 
-    ``base[d]`` predicts the children of the nodes at depth d of every row. ``bias`` None: they depend on no drafted
-    token. ``finish`` maps them to the target's vocabulary; None if they are over it already.
+    ``base[d]`` predicts the children of the nodes at depth d of every row. With ``bias`` None they do not depend on
+    drafted tokens. ``finish`` maps them to the target's vocabulary; None if they already are over it.
     """
 
     base: Float[Tensor, "depths rows outputs"]
@@ -110,7 +109,7 @@ class ConditionalLogits:
 
 
 class _Level(NamedTuple):
-    """The nodes of one depth that have children, in all trees of a batch; node numbers run on from tree to tree."""
+    """Nodes of one depth with children, in all trees of a batch; node numbers continue from tree to tree."""
 
     rows: Int[Tensor, " parents"]
     parents: Int[Tensor, " parents"]
@@ -118,13 +117,13 @@ class _Level(NamedTuple):
     choice: tuple[Int[Tensor, " children"], Int[Tensor, " children"]]
     """Each child's parent, as an index in ``parents``, and its rank."""
     slots: Int[Tensor, "parents width"]
-    """On the host: the child of each rank of each parent; node 0 if there is none."""
+    """On the host: the child of each rank of each parent, or node 0."""
     parents_by_row: tuple[tuple[int, ...], ...]
-    """The parents in each row's tree, by their numbers there."""
+    """The parents in each row's tree, by their numbers in that tree."""
 
 
 def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
-    """List the levels of a batch of trees, from their shapes alone."""
+    """List the levels of a batch of trees from their shapes alone."""
     first = [0, *accumulate(len(shape) for shape, _ in cuts)]
     levels = []
     for depth in range(max(shape.max_depth for shape, _ in cuts)):
@@ -155,14 +154,14 @@ def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
 class Growth:
     """Growth of a tree of fixed shape, in all rows of a batch at once.
 
-    Drawn (``sampled``, above temperature 0): a node's children are drawn without replacement from q after its path. q
-    is the distribution after every sampling control. If it has fewer tokens than the shape has children, the other
-    children are not drafted, nor what would follow them. A shape is cut to a request before anything is drawn: if drawn
-    tokens decided what is kept, the draft would not be lossless. Each node takes one number of its row's source, so
-    that the draws of a row do not depend on the rows next to it.
+    Drawn (``sampled``, above temperature 0): a node's children are drawn without replacement from q, the distribution
+    after the node's path and every sampling control. If q has fewer tokens than the shape has children, the other
+    children and their subtrees are not drafted. A shape is cut to a request before anything is drawn: the draft would
+    not be lossless if drawn tokens decided what is kept. Each node takes one number from its row's source: rows do
+    not affect one another.
 
-    Not drawn: a node's child of rank r holds the r-th best token (from 0) after its path, penalties and processors
-    included.
+    Not drawn: a node's child of rank r is the r-th best token (from 0) after its path, with penalties and processors
+    applied.
     """
 
     def __init__(self, tree: StaticTree, sampled: bool) -> None:
@@ -174,13 +173,13 @@ class Growth:
         """Return the kind of all its proposals under these controls."""
         if not self.sampled or sampling.greedy:
             return ProposalKind.DETERMINISTIC
-        # With and without replacement are one for the single children of a chain.
+        # The single children of a chain are the same with and without replacement.
         return ProposalKind.SAMPLED if self.tree.is_chain else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 
     def propose(self, requests: Sequence[DraftRequest], nodes: NodeLogits, texts: TextRows) -> list[Proposal]:
         """Draft with one call of ``nodes`` per depth, for the parents of all trees.
 
-        Waits for the device once, if the tree is drawn and branches or has processors; controls that read the history
+        Waits for the device once if the tree is drawn and branches or has processors. Controls that read the history
         cost one more transfer per depth.
         """
         sampling, device = texts.sampling, texts.device
@@ -195,12 +194,12 @@ class Growth:
         )
         tokens = tokens.to(device, non_blocking=True)
         uniforms = torch.zeros(0)
-        if drawn:  # roots have 0
+        if drawn:  # 0 for the roots
             taken = [texts.sources[row].uniforms(size - 1) for row, size in enumerate(sizes)]
             uniforms = torch.cat([F.pad(of_row, (1, 0)) for of_row in taken])
         q = torch.zeros(0)
         for depth, level in enumerate(self._levels(cuts, device)):
-            known = tokens.clamp(max=texts.vocab_size - 1)  # a valid id where nothing was drawn: never read
+            known = tokens.clamp(max=texts.vocab_size - 1)  # a valid id for nodes without a draw; never read
             logits, index = nodes(depth, level.rows, known[level.parents])
             logits, index = logits.to(device), index.to(device)
             history = None
@@ -221,7 +220,7 @@ class Growth:
         if not len(q):
             return [Proposal.root_only(request.tokens[-1], device) for request in requests]
         trees = [TokenTree(of_row, shape) for of_row, shape in zip(by_row, shapes, strict=True)]
-        if sampling.processors or not self.tree.is_chain:  # else every token was drawn
+        if sampling.processors or not self.tree.is_chain:  # otherwise every token was drawn
             lists = torch.split(tokens.cpu(), sizes)
             trees = [TokenTree.of_list(row.tolist(), shape, device) for row, shape in zip(lists, shapes, strict=True)]
         pairs = zip(trees, q.split(sizes), strict=True)
@@ -233,7 +232,7 @@ def _best(logits: Float[Tensor, "rows vocab"], count: int) -> Int[Tensor, "rows 
 
 
 def _draw_order(shape: TreeShape) -> tuple[int, ...]:
-    """Return each drafted node's index among its siblings, in the order in which they are drawn."""
+    """Return each drafted node's index among its siblings, in draw order."""
     indices = {child: index for children in shape.children for index, child in enumerate(children)}
     return tuple(indices[node] for node in range(1, len(shape)))
 
@@ -256,7 +255,7 @@ def _history(
 
 
 def _drawn(tree: TokenTree, q: Float[Tensor, "nodes vocab"], kind: ProposalKind, vocab_size: int) -> Proposal:
-    """Return a row's proposal, without the nodes that were not drawn (token ``vocab_size``) and those below them."""
+    """Return a row's proposal, without the nodes that were not drawn (token ``vocab_size``) and their subtrees."""
     device = tree.tokens.device
     if tree.on_host and max(tree.token_list) >= vocab_size:
         kept = [0]

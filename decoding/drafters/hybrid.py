@@ -1,8 +1,8 @@
-"""Two drafters in one tree: a lookup costs almost nothing, so its branches are added to those of a model.
+"""Two drafters in one tree: branches of a cheap lookup are added to the tree of a model.
 
-Each text decides for itself, step by step, if the model drafts beside the lookup: where a long match makes the lookup's
-branch sure, or the model's drafts are refused, drafting would cost more than it brings. That choice depends on the text
-and on earlier steps alone, never on tokens drawn in this step, so every step's rule stays lossless.
+At each step each text decides whether the model drafts too. It pauses when drafting would cost more than it gains: the
+lookup's match is long and therefore safe, or the model's drafts keep being rejected. The choice depends only on the
+text and on earlier steps, never on tokens drawn in this step, so every step's rule stays lossless.
 """
 
 from collections.abc import Sequence
@@ -20,35 +20,32 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TokenTrie, fetch_tokens
 
 _PRIOR_TRIALS = 4.0
-"""Trials that a prior counts for: of a text's mean, and of that mean for one length of match."""
-_MEMORY = 50.0
-"""Trials that a mean remembers."""
-_UNTRIED = 16
-"""Steps without the first drafter after which a text tries it again."""
-_LENGTHS = 5
-"""Classes of matches: none, 1, 2 to 3, 4 to 7, 8 and more tokens."""
+"""Trials that a prior counts for: the prior of a text's mean, and that mean as prior for one match length."""
+_MEMORY = 50.0  # trials that a mean remembers
+_UNTRIED = 16  # steps without the first drafter after which a text tries it again
+_LENGTHS = 5  # classes of matches: none, 1, 2 to 3, 4 to 7, 8 and more tokens
 
 
 class HybridDrafter(Drafter):
-    """Drafter that grafts the branches of ``lookup`` onto the tree of ``first``; equal children of a node become one.
+    """Drafter that grafts the branches of ``lookup`` onto the tree of ``first``; equal children of a node are merged.
 
-    ``lookup`` is any drafter, best a deterministic one such as prompt lookup. Its k-th budget is paired with the first
-    drafter's k-th; the last budget of the shorter list is paired with the rest of the longer one. So each drafter has
-    its own share of the nodes. A request smaller than every pair goes to ``first`` alone.
+    ``lookup`` may be any drafter, preferably a deterministic one such as prompt lookup. The k-th budgets of both
+    drafters form a pair; the last budget of the shorter list is paired with the rest of the longer one. So each drafter
+    has a share of the nodes. A request smaller than every pair goes to ``first`` alone.
 
-    ``first`` does not draft in a step where the tokens that it is expected to add to the lookup's are less than
-    ``least_gain`` times the step's others (None: its rough cost; 0: it always drafts). Both are running means of the
-    text, by the length of the lookup's match.
+    ``first`` skips a step if its expected extra tokens are fewer than ``least_gain`` times the step's other tokens
+    (None: its rough cost; 0: it always drafts). Both expectations are running means of the text, by length of the
+    lookup's match.
 
-    If both have drafted, the proposal is deterministic if both parts are; grafted if the first carries a q and the
-    lookup is deterministic; else mixed, without q. If only one has drafted, its proposal is used unchanged.
+    If only one of the two drafted, its proposal is used unchanged. If both drafted, the proposal is deterministic if
+    both parts are; grafted if the first carries a q and the lookup is deterministic; else mixed, without q.
     """
 
     name = "hybrid"
 
     def __init__(self, first: Drafter, lookup: Drafter, least_gain: float | None = None) -> None:
         if first is lookup or isinstance(first, HybridDrafter):
-            raise ValueError(f"the hybrid is to graft a lookup onto {first.name}: give it a drafter that is no hybrid")
+            raise ValueError(f"the hybrid cannot graft a lookup onto {first.name}: give another kind of drafter")
         if least_gain is not None and not least_gain >= 0:
             raise ValueError(f"least_gain is {least_gain}: give a share of a step's tokens, 0 to always draft")
         self.least_gain = first.rough_cost if least_gain is None else least_gain
@@ -84,7 +81,7 @@ class HybridDrafter(Drafter):
 
 
 class GraftedProposal(NamedTuple):
-    """A proposal, its two parts, and the numbers that the nodes of each part have in its tree."""
+    """A proposal, its two parts, and the numbers that each part's nodes have in its tree."""
 
     proposal: Proposal
     parts: tuple[Proposal, Proposal]
@@ -106,27 +103,26 @@ class _Mean:
 
 
 class _FirstChoice:
-    """Decisions of one text on drafting with the first drafter, and the results that they follow."""
+    """One text's decisions on drafting with the first drafter, and the results behind them."""
 
     def __init__(self) -> None:
         self._looked_up = [_Mean() for _ in range(_LENGTHS)]
-        """Tokens accepted of the lookup's own tree, by the class of its match."""
-        self._added = [_Mean() for _ in range(_LENGTHS)]
-        """Tokens accepted beyond those, in steps with both trees."""
+        """Tokens accepted from the lookup's own tree, by the class of its match."""
+        self._added = [_Mean() for _ in range(_LENGTHS)]  # tokens accepted in addition, in steps with both trees
         self._added_to_any = _Mean()
         self._untried = 0
         self.last: tuple[int, int, GraftedProposal] | None = None
         """Length of the text, class of the match and trees of the last step with a draft."""
 
     def wants_first(self, length: int, least_gain: float) -> bool:
-        """Decide a step whose lookup has a match of this class."""
+        """Decide whether the first drafter drafts in a step whose lookup has a match of class ``length``."""
         added = self._added[length].with_prior(self._added_to_any.with_prior(1.0))
         wants = added >= least_gain * (1 + self._looked_up[length].with_prior(0.0)) or self._untried >= _UNTRIED
         self._untried = 0 if wants else self._untried + 1
         return wants
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Take in the result of the last step from the text that it became part of."""
+        """Learn from the last step's result, read from the text."""
         if self.last is None:
             return
         begin, length, (proposal, (first, lookup), _) = self.last
@@ -140,7 +136,7 @@ class _FirstChoice:
 
 
 class HybridSession:
-    """Sessions of both drafters. Each follows the texts by itself, whichever drafter's branch was accepted."""
+    """Sessions of both drafters. Each follows the texts by itself, whichever branch was accepted."""
 
     def __init__(self, drafter: HybridDrafter, sessions: Sequence[DraftSession]) -> None:
         self._drafter = drafter
@@ -159,16 +155,17 @@ class HybridSession:
             session.move(slot, to)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        # Neither sees the other's tokens: they may be random draws, which a rule for its own kind does not allow for.
+        # Neither drafter sees the other's tokens: these may be random draws, and then its own rule would not be
+        # lossless.
         splits = [self._drafter.split(request.max_nodes) for request in requests]
         looked_up = self._sessions[1].propose(
             [replace(request, max_nodes=nodes) for request, (_, nodes) in zip(requests, splits, strict=True)]
         )
-        lengths = [  # the class of each match, from 0 (none); drafts of unknown match count as 1
+        lengths = [  # class of each match, 0 for none; drafts with an unknown match count as 1
             min(max(proposal.matched, 1).bit_length(), _LENGTHS - 1) if len(proposal.tree) > 1 else 0
             for proposal in looked_up
         ]
-        firsts = self._sessions[0].propose(  # with a depth of 0 too: a session takes note of every request
+        firsts = self._sessions[0].propose(  # also with a depth of 0: a session reads every request
             [
                 replace(request, max_nodes=nodes, max_depth=self._first_depth(row, request, lengths[row]))
                 for row, (request, (nodes, _)) in enumerate(zip(requests, splits, strict=True))
@@ -181,7 +178,7 @@ class HybridSession:
         return [grafted.proposal for grafted in self._last]
 
     def _first_depth(self, row: int, request: DraftRequest, length: int) -> int:
-        """Return the greatest depth of the first drafter's tree; 0 where it is not to draft."""
+        """Return the first drafter's greatest depth, or 0 if it must not draft."""
         choice = self._choices[row]
         choice.learn(request.tokens)
         return request.max_depth if request.max_depth and choice.wants_first(length, self._drafter.least_gain) else 0
@@ -200,13 +197,13 @@ class HybridSession:
 
 
 def graft(first: Proposal, lookup: Proposal) -> GraftedProposal:
-    """Join two trees: the nodes of the first keep their numbers, and the nodes that only the second has follow."""
+    """Join two trees: the first tree's nodes keep their numbers; the second tree's own nodes follow."""
     if len(first.tree) == 1 or len(lookup.tree) == 1:
         whole, root = (first, [0]) if len(lookup.tree) == 1 else (lookup, [0])
         every = list(range(len(whole.tree)))
         return GraftedProposal(whole, (first, lookup), (every, root) if whole is first else (root, every))
-    # The kind is that of the two kinds even if the second adds no node, which depends on the drawn tokens: a q kept for
-    # some draws and dropped for others is not the distribution of those for which it was kept.
+    # The kind follows from both kinds even if the second tree adds no node: that depends on the drawn tokens. Keeping q
+    # for some draws and dropping it for others would make q wrong for the draws that keep it.
     kind = _kind(first.kind, lookup.kind)
     trie = TokenTrie(first.tree.token_list[0])
     own = [0, *(trie.grow(parent, token) for parent, token in _below_root(first.tree))]
@@ -220,12 +217,12 @@ def graft(first: Proposal, lookup: Proposal) -> GraftedProposal:
 
 
 def _kind(first: ProposalKind, lookup: ProposalKind) -> ProposalKind:
-    """Return the kind of a tree that both have drafted."""
+    """Return the kind of a tree that both drafters built."""
     if lookup is not ProposalKind.DETERMINISTIC:
         return ProposalKind.MIXED
     return ProposalKind.GRAFTED if first.has_q else first
 
 
 def _below_root(tree: TokenTree) -> list[tuple[int, int]]:
-    """Return parent and token of every node but the root."""
+    """Return (parent, token) of every node but the root."""
     return list(zip(tree.shape.parents[1:], tree.token_list[1:], strict=True))

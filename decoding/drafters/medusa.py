@@ -1,4 +1,4 @@
-"""Heads as a drafter: a tree of the heads' tokens, from the hidden state that the root was written from."""
+"""Heads as a drafter: a tree of the heads' tokens, from the hidden state that wrote the root."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,9 @@ from decoding.rules.sampling import SamplingConfig
 class MedusaDrafter(Drafter):
     """Drafter of the tree in the heads' config, or of ``tree``: paths of ranks among each head's best tokens.
 
-    A node at depth d (from 1) holds one of the best tokens of head d-1; for heads with a Markov bias, one of the best
-    after its parent. ``sampled``: above temperature 0 the tree is drawn from the heads' distributions after every
-    sampling control, the children of a node without replacement.
+    A node at depth d (from 1) is one of the best tokens of head d-1; with a Markov bias, one of the best after its
+    parent. ``sampled``: above temperature 0 the tree is drawn from the heads' distributions after every sampling
+    control, siblings without replacement.
     """
 
     artefact = "heads"
@@ -30,10 +30,10 @@ class MedusaDrafter(Drafter):
         shape = StaticTree(config.tree if tree is None else tree)
         if shape.max_depth > config.num_heads:
             raise ValueError(
-                f"the tree is {shape.max_depth} deep but there are {config.num_heads} heads: shorten its paths"
+                f"the tree is {shape.max_depth} deep, but there are {config.num_heads} heads: shorten its paths"
             )
         if shape.ranks > config.vocab_size:
-            raise ValueError(f"the tree asks for rank {shape.ranks - 1} but the heads know {config.vocab_size} tokens")
+            raise ValueError(f"the tree has rank {shape.ranks - 1}: give ranks below {config.vocab_size}")
         self.heads = heads
         self.name = "medusa" if heads.markov is None else "markov"
         self.growth = Growth(shape, sampled)
@@ -56,7 +56,7 @@ class MedusaDrafter(Drafter):
 
 
 class MedusaSession(RowsSession):
-    """A session of heads. They keep no state between steps: it holds what drawing needs to know of the texts."""
+    """A session of heads. The heads keep no state; the session keeps what drawing needs from the texts."""
 
     def __init__(self, drafter: MedusaDrafter, target: CausalLM, texts: TextRows) -> None:
         super().__init__(texts)

@@ -1,7 +1,7 @@
-"""Prompt lookup (Saxena 2023): drafts the tokens that followed an earlier occurrence of the text's last few tokens.
+"""Prompt lookup (Saxena 2023): drafts the tokens that followed an earlier occurrence of the last few tokens.
 
-The longest suffix of the text, of at most ``ngram`` tokens, that occurs earlier is looked up, and its latest
-earlier occurrence continued (`transformers`, with ``prompt_lookup_num_tokens``, continues the first one).
+It looks up the longest suffix of the text that occurs earlier, at most ``ngram`` tokens long. Its latest earlier
+occurrence is continued; `transformers` (``prompt_lookup_num_tokens``) continues the first one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,10 +18,9 @@ from decoding.rules.tree import TokenTrie
 class PromptLookupDrafter(TextDrafter):
     """Drafter of up to ``branches`` continuations of ``tokens``, from the prompt and the output so far.
 
-    The first branch continues the latest earlier occurrence of the longest suffix. Further branches are other
-    continuations: those of longer suffixes first, for one suffix those of later occurrences first; common beginnings
-    are shared. A continuation ends where the text ends, unless the occurrence touches or overlaps the suffix: then the
-    text repeats itself, and the continuation repeats it further.
+    The first branch continues the latest earlier occurrence of the longest suffix. Further branches continue longer
+    suffixes first, then later occurrences; they share common beginnings. A continuation ends at the text's end, unless
+    the occurrence touches or overlaps the suffix: such a text repeats itself, and the continuation repeats it further.
 
     Suffixes of fewer than ``min_ngram`` tokens are not looked up.
     """
@@ -32,7 +31,7 @@ class PromptLookupDrafter(TextDrafter):
         if tokens < 1 or branches < 1:
             raise ValueError(f"tokens is {tokens} and branches {branches}: give at least 1 of each")
         if not 1 <= min_ngram <= ngram:
-            raise ValueError(f"n-grams of {min_ngram} to {ngram} tokens: give 1 <= min_ngram <= ngram")
+            raise ValueError(f"min_ngram is {min_ngram} and ngram {ngram}: give 1 <= min_ngram <= ngram")
         self.tokens = tokens
         self.ngram = ngram
         self.min_ngram = min_ngram
@@ -46,15 +45,14 @@ class PromptLookupDrafter(TextDrafter):
 
 
 class PromptLookupSession(TextSession):
-    """An index of the occurrences of every n-gram of one text. A token enters it when another token follows."""
+    """An index of every n-gram of one text. A token enters the index once another token follows it."""
 
-    _LOOKS = 4  # occurrences of an n-gram tried per branch, as the latest ones often continue alike
+    _LOOKS = 4  # occurrences tried per branch, since the latest ones often continue alike
 
     def __init__(self, drafter: PromptLookupDrafter, target: CausalLM) -> None:
         self._drafter = drafter
         self._device = target.device
         self._indexed = 0
-        """Number of the text's tokens in the index."""
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
     def propose(self, request: DraftRequest) -> Proposal:
@@ -78,7 +76,7 @@ class PromptLookupSession(TextSession):
         return Proposal(trie.tree(self._device), ProposalKind.DETERMINISTIC, matched=matched)
 
     def _matches(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield the ends of earlier occurrences of the text's suffixes, and their sizes: longest first, then latest."""
+        """Yield the ends and sizes of earlier occurrences of the text's suffixes: longest first, then latest."""
         for size in range(min(self._drafter.ngram, len(tokens)), self._drafter.min_ngram - 1, -1):
             ends = self._ends.get(tuple(tokens[len(tokens) - size :]), ())
             for end in islice(reversed(ends), self._LOOKS * self._drafter.branches):
@@ -86,11 +84,10 @@ class PromptLookupSession(TextSession):
 
 
 _LONGEST_MATCH = 32
-"""Length up to which a match is measured."""
 
 
 def _match_length(tokens: Sequence[int], end: int) -> int:
-    """Return the number of tokens before ``end`` that equal the text's last ones, also beyond the longest n-gram."""
+    """Return how many tokens before ``end`` equal the text's last ones, even beyond the longest n-gram."""
     length, most = 0, min(_LONGEST_MATCH, end)
     while length < most and tokens[end - 1 - length] == tokens[-1 - length]:
         length += 1
@@ -98,7 +95,7 @@ def _match_length(tokens: Sequence[int], end: int) -> int:
 
 
 def _continuation(tokens: Sequence[int], end: int, size: int, count: int) -> list[int]:
-    """Return up to ``count`` tokens from ``end`` on, where an occurrence of the text's last ``size`` tokens ends."""
+    """Return up to ``count`` tokens from ``end`` on, the end of an occurrence of the text's last ``size`` tokens."""
     period = len(tokens) - end
     length = count if period <= size else min(count, period)
     return [tokens[end + index % period] for index in range(length)]

@@ -1,8 +1,8 @@
-"""The one list of drafters by name: for the command line, `HeadstartModel.from_pretrained`, and training's evaluation.
+"""The one list of drafters by name, for the command line, `HeadstartModel.from_pretrained` and training's evaluation.
 
 A drafter is written as ``NAME[:PATH][,option=value,…]``: ``lookup``, ``heads:runs/heads/final``,
-``draft-tree:runs/draft/final,depth=5``. A path alone means the heads or the draft in it, with a lookup beside them.
-A path is a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub.
+``draft-tree:runs/draft/final,depth=5``. A path alone means its heads or draft, joined with a lookup. A path is a
+folder, or ORG/NAME or ORG/NAME@REVISION on the Hub.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ Weights = Literal["heads", "draft", "dspark draft", "heads or draft", "draft and
 
 
 class ForeignDraft(NamedTuple):
-    """A draft with a tokenizer of its own, and the tokenizer of the target that it drafts for."""
+    """A draft with another tokenizer, and the tokenizer of its target."""
 
     draft: CausalLM
     draft_tokenizer: PreTrainedTokenizerBase
@@ -86,12 +86,12 @@ def _with_lookup(
 
 
 def _hybrid(first: Entry | None = None) -> Entry:
-    """Make the entry of a lookup joined to ``first``; with None the entry of the list, before ``of`` is known."""
+    """Make the entry of a lookup joined to ``first``; None gives the registry's entry, before ``of`` is known."""
     joined = options_of(HybridDrafter, skipped=2)
 
     def make(weights: Any, lookup: PromptLookupDrafter, values: dict[str, Any]) -> Drafter:
         if first is None:
-            raise ValueError(f"a hybrid joins a lookup to another drafter: give of=NAME, one of {', '.join(_FIRSTS)}")
+            raise ValueError(f"the hybrid lacks its other drafter: give of=NAME, one of {', '.join(_FIRSTS)}")
         own = {name: value for name, value in values.items() if name in first.options}
         rest = {name: value for name, value in values.items() if name in joined}
         return HybridDrafter(first.make(weights, own), lookup, **rest)
@@ -107,20 +107,14 @@ def _other_tokenizer(weights: ForeignDraft, tokens: int = 5) -> Drafter:
 
 _FIRSTS = {
     "heads": _entry("the tokens of trained heads, as a tree", "heads", MedusaDrafter),
-    "draft": _entry("a chain by a small model with the target's tokenizer", "draft", DraftModelDrafter),
-    "draft-tree": _entry(
-        "such a small model's best-first tree, which grows where the model is surest", "draft", DraftTreeDrafter
-    ),
-    "dspark": _entry(
-        "a block of tokens in one pass, from the target's own states: a chain, or a tree", "dspark draft", DSparkDrafter
-    ),
+    "draft": _entry("a chain from a small model with the target's tokenizer", "draft", DraftModelDrafter),
+    "draft-tree": _entry("a tree from such a small model, grown at its likeliest tokens", "draft", DraftTreeDrafter),
+    "dspark": _entry("a chain or tree in one pass, from the target's own states", "dspark draft", DSparkDrafter),
 }
 REGISTRY: Mapping[str, Entry] = {
     **_FIRSTS,
-    "lookup": _entry("tokens that followed earlier occurrences of the text's last few", None, PromptLookupDrafter),
-    "lookahead": _entry(
-        "n-grams that the target itself guesses in idle positions of its passes", None, LookaheadDrafter
-    ),
+    "lookup": _entry("tokens that followed the text's last few tokens earlier", None, PromptLookupDrafter),
+    "lookahead": _entry("n-grams guessed by the target in idle positions of its passes", None, LookaheadDrafter),
     "cascade": _with_lookup(
         "a small model's chain, itself speculated by a lookup",
         "draft",
@@ -128,7 +122,7 @@ REGISTRY: Mapping[str, Entry] = {
         lambda draft, lookup, values: CascadeDrafter(draft, lookup, **values),
     ),
     "hybrid": _hybrid(),
-    "other-tokenizer": _entry("a small model with another tokenizer, by text", "draft and tokenizer", _other_tokenizer),
+    "other-tokenizer": _entry("a small model with another tokenizer", "draft and tokenizer", _other_tokenizer),
 }
 
 
@@ -141,12 +135,11 @@ def named_drafter(name: str, weights: LoadedWeights = None, **options: Any) -> D
 def parse_drafter(text: str, **options: Any) -> DrafterSpec:
     """Read ``NAME[:PATH][,option=value,…]`` or ``PATH[,option=value,…]``.
 
-    ``options`` are further ones, arguments of `HeadstartModel.from_pretrained`.
+    ``options`` are further options, given to `HeadstartModel.from_pretrained`.
 
-    ValueError, in one sentence, for an item that is misspelt, missing or out of range. The weights are not read, but a
-    PATH without a name is looked up, on the Hub if it is no folder: it means a ``hybrid`` of ``heads`` if it holds
-    heads, ``dspark`` if it holds a DSpark draft, else ``draft-tree`` if an option is one of the tree's, else
-    ``draft``.
+    Raises ValueError, in one sentence, for an item that is misspelt, missing or out of range. The weights are not read,
+    but a PATH without a name is looked up, on the Hub if it is not a folder. It means a ``hybrid`` of ``heads`` for
+    heads, ``dspark`` for a DSpark draft, ``draft-tree`` if an option belongs to the tree, else ``draft``.
     """
     name, path, given = split_spec(text, tuple(REGISTRY))
     given = {**given, **options}
@@ -154,14 +147,14 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
         name, given = "hybrid", {"of": _recognised(path, given), **given}
     entry = _entry_of(name, given.get("of"))
     if entry.weights is None and path is not None:
-        raise ValueError(f"{text!r} gives a path, {path}, but {name} has no weights: give option=value, or nothing")
+        raise ValueError(f"{text!r} gives a path, {path}, but {name} reads no weights: remove the path")
     if entry.weights is not None and path is None:
         raise ValueError(
-            f"{text!r} lacks the path of the weights: give {name}:PATH, a folder or hub id of {entry.weights}"
+            f"{text!r} lacks the path of the weights: give {name}:PATH, a folder or Hub id of {entry.weights}"
         )
     if unknown := [option for option in options if option not in entry.options]:
         raise ValueError(
-            f"from_pretrained has no argument {unknown[0]!r}; the drafter {name} takes {', '.join(entry.options)}"
+            f"from_pretrained has no argument {unknown[0]!r}: the drafter {name} takes {', '.join(entry.options)}"
         )
     return DrafterSpec(name, path, read_options(given, entry.options, f"the drafter {name}"))
 
@@ -173,12 +166,12 @@ def _entry_of(name: str, of: str | None) -> Entry:
 
 
 def weights_of(spec: DrafterSpec) -> Weights | None:
-    """Return the kind of weights that a drafter reads; None for one that reads none."""
+    """Return the kind of weights that a drafter reads, or None."""
     return _entry_of(spec.name, spec.options.get("of")).weights
 
 
 def _recognised(path: str | None, options: Mapping[str, Any]) -> str:
-    """Return the name of the drafter whose weights are in the path."""
+    """Return the name of the drafter for the weights in the path."""
     assert path is not None
     folder = local_folder(path, weights=False)
     if is_heads_folder(folder):
@@ -222,6 +215,6 @@ class DrafterLoader:
         if weights == "draft":
             return load_draft(path, self._target, self._tokenizer, self._trusted)
         if self._tokenizer is None:
-            raise ValueError(f"{path} drafts by text, which needs the target's tokenizer: give it as tokenizer")
+            raise ValueError(f"{path} has another tokenizer, and the target's is missing: give it as tokenizer")
         draft = load_draft(path, self._target, None, self._trusted, other_tokenizer=True)
         return ForeignDraft(draft, load_tokenizer(path, self._trusted), self._tokenizer)

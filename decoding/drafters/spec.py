@@ -1,4 +1,4 @@
-"""Drafters as text: ``NAME[:PATH][,option=value,…]``, and options with the types and defaults of a class."""
+"""Drafters as text, ``NAME[:PATH][,option=value,…]``, with a class's parameters as options."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args
 
 
 class Option(NamedTuple):
-    """An option of a drafter, named as the parameter of its class. ``wanted`` describes its values."""
+    """An option of a drafter, named after the class's parameter. ``wanted`` describes its values."""
 
     default: Any
     wanted: str
@@ -21,7 +21,7 @@ class Option(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Default value as a spec writes it; empty if it is None."""
+        """Default value as written in a spec; empty if it is None."""
         return "" if self.default is None else _written(self.default)
 
 
@@ -37,7 +37,7 @@ class DrafterSpec:
         return self.with_path(self.path)
 
     def with_path(self, path: str | None) -> str:
-        """Write the spec with ``path`` in place of its own."""
+        """Write the spec with another path."""
         options = [f"{name}={_written(value)}" for name, value in self.options.items()]
         items = [*([path] if path is not None else []), *options]
         return self.name + (":" if items else "") + ",".join(items)
@@ -47,9 +47,9 @@ def split_spec(text: str, names: Sequence[str]) -> tuple[str | None, str | None,
     """Split a spec into name (None if it begins with the path), path and options, unchecked.
 
     A text that begins with none of ``names`` is a path if it exists or has a slash. After a name the first item is the
-    path if it exists or holds no ``=``; where several items make one that exists, they are the path.
+    path if it exists or has no ``=``. If several items together form an existing path, they are the path.
 
-    ValueError for an unknown name, and for an item that is neither the path nor ``option=value``.
+    Raises ValueError for an unknown name, and for an item that is neither the path nor ``option=value``.
     """
     head = re.split("[:,]", text, maxsplit=1)[0]
     named = head in names
@@ -60,14 +60,14 @@ def split_spec(text: str, names: Sequence[str]) -> tuple[str | None, str | None,
     path: str | None = None
     options: dict[str, str] = {}
     items = rest.split(",") if rest else []
-    # A path may hold commas.
+    # A path may contain commas.
     parts = next((n for n in range(len(items), 1, -1) if os.path.exists(",".join(items[:n]))), 1)
     for index, item in enumerate([",".join(items[:parts]), *items[parts:]] if items else ()):
         option, equals, value = item.partition("=")
         if index == 0 and (parts > 1 or not equals or not named or Path(item).exists()):
             path = item
         elif not equals or not option.strip():
-            raise ValueError(f"{text!r} holds {item!r}: after the path give option=value, with commas between them")
+            raise ValueError(f"{text!r} contains {item!r}: after the path give option=value, separated by commas")
         elif option.strip() in options:
             raise ValueError(f"{text!r} gives {option.strip()} twice: give it once")
         else:
@@ -76,7 +76,7 @@ def split_spec(text: str, names: Sequence[str]) -> tuple[str | None, str | None,
 
 
 def options_of(make: Callable[..., Any], skipped: int = 0) -> dict[str, Option]:
-    """Return the parameters of a class or function as options, without the first ``skipped`` of them."""
+    """Return the parameters of a class or function as options, without the first ``skipped``."""
     options = {}
     for parameter in list(signature(make).parameters.values())[skipped:]:
         annotation = parameter.annotation
@@ -89,8 +89,8 @@ def options_of(make: Callable[..., Any], skipped: int = 0) -> dict[str, Option]:
 def read_options(given: Mapping[str, Any], known: Mapping[str, Option], of: str) -> dict[str, Any]:
     """Read the values of the given options, each a text or a value already read.
 
-    ValueError, in one sentence, for an option that ``known`` lacks and for a value that does not fit; ``of`` names the
-    drafter in it.
+    Raises ValueError, in one sentence naming the drafter by ``of``, for an option that ``known`` lacks or a value that
+    does not fit.
     """
     values = {}
     for name, value in given.items():

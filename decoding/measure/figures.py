@@ -178,6 +178,9 @@ def _answer(report: Report, setting: str) -> str:
     crossover = f"; {slower} from {load_of(report)} {falls:,} on" if falls else ""
     if figure["value"] <= 1:
         if report.get("served"):
+            faster = [each for each in cells(report) if each["setting"] == setting and _gains(each)]
+            loads = " and ".join(f"{each['batch_size']:,}" for each in faster)
+            crossover += f"; faster at concurrency {loads}" if faster else ""
             return one_line(f"The server is not faster than plain decoding: {said}{crossover}.")
         return one_line(f"Nothing is faster than plain decoding: at best {best['method']}, {said}.")
     if figure["low"] is not None and figure["low"] <= 1:
@@ -185,6 +188,11 @@ def _answer(report: Report, setting: str) -> str:
     said += crossover
     said += f"; below 1× from {falls_with_context:,} tokens of context on" if falls_with_context else ""
     return one_line(f"Fastest: {best['method']}{' (lossy)' * (best['label'] == 'lossy')}, {said}.")
+
+
+def _gains(row: Report) -> bool:
+    """Return True if the whole interval of the row's speed-up is above 1."""
+    return bool(row["method"] != PLAIN and ((row.get("speedup_of_totals") or {}).get("low") or 0.0) > 1)
 
 
 def caption(report: Report) -> str:
@@ -208,9 +216,10 @@ def caption(report: Report) -> str:
         if report.get("served")
         else f"{report['parameters'] / 1e6:.1f}M-parameter target in {report['dtype']} on {where}"
     )
+    loads = {row["batch_size"]: 0 for row in cells(report)} if report.get("served") else [first.get("batch_size") or 1]
     return one_line(
         f"{what}; {prompts}, up to {report['max_new_tokens']} new tokens, {load_of(report)} "
-        f"{first.get('batch_size') or 1}; "
+        f"{', '.join(map(str, loads))}; "
         f"commit{'s' * (len(commits) > 1)} {_and(commits)}"
     )
 

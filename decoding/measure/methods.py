@@ -218,15 +218,15 @@ def transformers_method(
 
 
 def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: EvaluationConfig) -> list[Method]:
-    """Make a method for plain decoding, for transformers' peers and for every drafter, under each setting."""
+    """Make a method for plain decoding, for every drafter and for transformers' peers, under each setting."""
     methods: list[Method] = []
     for setting in settings_of(config):
         decoding = setting.decoding(config)
         methods.append(our_method(target, setting.name, PLAIN, None, replace(decoding, rule=None)))
-        if not setting.typical:
-            methods += _peers(target, setting.name, drafters, decoding)
         for name, drafter in drafters.items():
             methods.append(replace(our_method(target, setting.name, name, drafter, decoding), drafter=name))
+        if not setting.typical:
+            methods += _peers(target, setting.name, drafters, decoding)
     return methods
 
 

@@ -1,9 +1,11 @@
 """Questions of an evaluation: read from the files that benchmarks come in, asked turn by turn, dealt over waves.
 
-Spec-Bench (2401.07851), MT-Bench, SPEED-Bench (2604.09557), gsm8k, HumanEval, mbpp, any other .jsonl or .parquet file.
+Spec-Bench (2401.07851), MT-Bench, SPEED-Bench (2604.09557), gsm8k, HumanEval, mbpp, RedHatAI/speculator_benchmarks, any
+other .jsonl or .parquet file, and a folder of such files.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from decoding.errors import UserError
 from decoding.fields import Tools, check_messages, find_answer, prompt_of, tools_of
 from decoding.jsonl import read_rows
 from decoding.prompts import encode_prompt
@@ -23,6 +26,9 @@ MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "ext
 _SPEC_BENCH = frozenset({"translation", "summarization", "qa", "math_reasoning", "rag"})
 _ID_FIELDS = ("question_id", "id", "task_id")
 _TASK_FIELDS = ("category", "task")
+_UNPREPARED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+"""Text in place of a prompt in SPEED-Bench's own files on the Hub."""
+_SPEED_BENCH = re.compile(r"qualitative|throughput_\d+k")
 _MOST_TASKS = 30
 """Fields with more values than this name no tasks."""
 
@@ -46,7 +52,10 @@ class Question:
 
 
 def read_questions(path: str | Path, field: str | None = None) -> list[Question]:
-    """Read the questions of a .jsonl or .parquet file.
+    """Read the questions of a .jsonl or .parquet file, of one file in a folder (FOLDER:NAME), or of all its files.
+
+    Of a whole folder each file is a task, as in RedHatAI/speculator_benchmarks. SPEED-Bench's splits are named one by
+    one, as FOLDER:qualitative. Messages of the user alone are a turn each, as in SPEED-Bench.
 
     ``field`` names the field of the prompt; None takes the first of `decoding.fields.PROMPT_FIELDS` that a row has. A
     list of texts holds one turn each; of messages those before the first answer are asked. A ``text`` without an answer
@@ -55,7 +64,11 @@ def read_questions(path: str | Path, field: str | None = None) -> list[Question]
 
     ValueError for a file without prompts.
     """
-    questions = list(_questions(path, field))
+    files = _files(str(path))
+    questions: list[Question] = []
+    for file in files:
+        read = _questions(file, field)
+        questions += read if len(files) == 1 else (replace(question, task=file.stem) for question in read)
     ids = Counter(question.id for question in questions)
     if max(ids.values()) > 1:
         questions = [replace(question, id=str(line)) for line, question in enumerate(questions, start=1)]
@@ -69,8 +82,32 @@ def read_prompts(
 
     ``field``: as of `read_questions`. ValueError for a file without prompts.
     """
-    asker = Asker(list(islice(_questions(path, field), limit)), tokenizer, chat=chat, all_turns=False)
+    every = (question for file in _files(str(path)) for question in _questions(file, field))
+    asker = Asker(list(islice(every, limit)), tokenizer, chat=chat, all_turns=False)
     return [asker.prompt(index) for index in range(len(asker.questions))]
+
+
+def _files(name: str) -> list[Path]:
+    """Return the file of this name, the one that FOLDER:NAME means, or a folder's; UserError for none and for many."""
+    folder, colon, split = name.rpartition(":")
+    if colon and Path(folder).is_dir():
+        named = [file for file in _rows_in(Path(folder)) if split in (file.stem, file.name)]
+        if not named:
+            held = ", ".join(file.stem for file in _rows_in(Path(folder))) or "no .jsonl or .parquet file"
+            raise UserError(f"{folder} does not hold {split!r} but {held}", f"name one as {folder}:NAME")
+        return named[:1]
+    if not Path(name).is_dir():
+        return [Path(name)]
+    files = _rows_in(Path(name))
+    if not files:
+        raise UserError(f"folder {name} holds no prompts", "put .jsonl or .parquet files into it")
+    if splits := [file.stem for file in files if _SPEED_BENCH.fullmatch(file.stem)]:
+        raise UserError(f"{name} holds SPEED-Bench's {' and '.join(splits)}", f"name one, as {name}:{splits[0]}")
+    return files
+
+
+def _rows_in(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix in (".jsonl", ".parquet") and file.name[0] != ".")
 
 
 def _questions(path: str | Path, field: str | None) -> Iterator[Question]:
@@ -98,7 +135,11 @@ def _question(number: int, row: dict[str, Any], field: str | None, where: str) -
     if isinstance(value, list) and value and isinstance(value[0], dict):
         messages = check_messages(value, where)
         roles = [message["role"] for message in messages]
-        messages = messages[: roles.index("assistant") if "assistant" in roles else len(messages)]
+        if "assistant" in roles:
+            messages = messages[: roles.index("assistant")]
+        elif roles.count("user") > 1:
+            first = roles.index("user") + 1
+            messages, later = messages[:first], tuple(message["content"] for message in messages[first:])
         if not messages:
             raise ValueError(f"{where}: nothing is asked before the first answer: begin with the user's message")
     else:
@@ -106,6 +147,8 @@ def _question(number: int, row: dict[str, Any], field: str | None, where: str) -
         if wrong := [turn for turn in turns if not isinstance(turn, str)]:
             raise ValueError(f"{where}: the prompt is {type(wrong[0]).__name__}, not text")
         messages, later = [{"role": "user", "content": turns[0]}], tuple(turns[1:])
+    if any(_UNPREPARED in text for text in (*later, *(message["content"] for message in messages))):
+        raise UserError(f"{where}: SPEED-Bench's prompt is not there yet", "run its prepare.py, and name what it wrote")
     named = next((row[key] for key in _ID_FIELDS if row.get(key) is not None), number)
     task = next((row[key] for key in _TASK_FIELDS if isinstance(row.get(key), str)), None)
     plain = field is None and name == "text" and find_answer(row) is None

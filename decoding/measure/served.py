@@ -64,6 +64,7 @@ def latency(timings: Mapping[str, Sequence[Timing]], seconds: float) -> dict[str
     long = [each for each in written if (each.tokens or 0) > 1]
     at_once = [each.end - each.arrivals[0] < _AT_ONCE * (each.end - each.begin) for each in long]
     streamed = 2 * sum(at_once) <= len(at_once)
+    shown = written if streamed and seconds else []
     by_prompt = [
         (float(sum(each.tokens or 0 for each in mine)), sum(each.end - each.begin for each in mine))
         for mine in timings.values()
@@ -75,13 +76,11 @@ def latency(timings: Mapping[str, Sequence[Timing]], seconds: float) -> dict[str
         "streamed": streamed,
         "counted": counted,
         "tokens_per_second_of_a_request": told(ratio_of_sums(by_prompt if counted else [])),
-        "ttft_ms": _percentiles(each.arrivals[0] - each.begin for each in written if streamed),
+        "ttft_ms": _percentiles(each.arrivals[0] - each.begin for each in shown),
         "tpot_ms": _percentiles(
-            (each.end - each.arrivals[0]) / (each.tokens - 1) for each in long if streamed and each.tokens
+            (each.end - each.arrivals[0]) / (each.tokens - 1) for each in shown if each.tokens and each.tokens > 1
         ),
-        "itl_ms": _percentiles(
-            after - before for each in written if streamed for before, after in pairwise(each.arrivals)
-        ),
+        "itl_ms": _percentiles(after - before for each in shown for before, after in pairwise(each.arrivals)),
     }
 
 
@@ -177,7 +176,9 @@ def _notes(report: Report) -> list[str]:
             notes.append(f"The server counted no drafts ({load}): it shows no metrics, or does not speculate.")
         if not figures["streamed"]:
             notes.append(f"Answers came all at once ({load}): times between request and end are not known.")
-        if (mean := figures["under_way"] or 0.0) < _WHOLE_LOAD * row["batch_size"]:
+        if (mean := figures["under_way"]) is None:
+            notes.append(f"Answers came faster than the clock tells ({load}): no times and no rates are known.")
+        elif mean < _WHOLE_LOAD * row["batch_size"]:
             notes.append(f"On average {mean:.1f} requests were under way ({load}): give more prompts (--limit).")
     if not all(row["latency"]["counted"] for row in every):
         notes.append("A server does not count the tokens of its answers: rates and speed-ups are not known.")

@@ -8,11 +8,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 STATIC_MODES = ("eager", "graphs")
 STATIC_CHOICES = ("auto", "off", *STATIC_MODES)
-"""Ways to run steps, as users give them; the modes run in fixed shapes."""
+"""Ways to run steps, as users name them; the modes run in fixed shapes."""
 
 
 def layer_types(text_config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return the type of each layer for architectures that take one mask per layer type; else an empty tuple.
+    """Return the type of each layer for architectures with one mask per layer type; else an empty tuple.
 
     Other architectures (Mistral) keep the types of their config file, but give every layer the same mask.
     """
@@ -31,7 +31,7 @@ def windows(text_config: PreTrainedConfig) -> dict[str, int | None]:
 
 
 def attention_window(text_config: PreTrainedConfig) -> int | None:
-    """Return the largest window of a model whose every layer has one; None if a layer attends to the whole text."""
+    """Return the largest window of a model with windows in every layer; None if a layer attends to the whole text."""
     found = windows(text_config)
     kinds = layer_types(text_config) or tuple(found)
     sizes = [found.get(kind) for kind in kinds]
@@ -48,8 +48,8 @@ def shortest_window(text_config: PreTrainedConfig) -> int | None:
 def max_positions(text_config: PreTrainedConfig) -> int | None:
     """Return the greatest length of a text, in tokens; None if the config sets no limit.
 
-    Longrope changes its frequencies for texts beyond its original length. The limit is then that original length:
-    once a row grew beyond it, the cached keys of all rows would be wrong.
+    Longrope changes its frequencies beyond its original length, and the cached keys of all rows would then be wrong.
+    The limit is therefore that original length.
     """
     longest: int | None = getattr(text_config, "max_position_embeddings", None)
     found = _rope_parameters(text_config)
@@ -58,15 +58,15 @@ def max_positions(text_config: PreTrainedConfig) -> int | None:
 
 
 def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the parameters of the rotary embeddings: one set, or one for each layer type."""
+    """Return the parameters of the rotary embeddings: one set, or one per layer type."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
 
 
 def has_fixed_rope(text_config: PreTrainedConfig) -> bool:
-    """Return True if positions enter by rotary embeddings of constant frequencies alone.
+    """Return True if positions enter only through rotary embeddings of constant frequencies.
 
-    Attention then depends on the distances between tokens, not on their places, so that a place has no limit.
+    Attention then depends on distances between tokens, not on their positions, so positions have no limit.
     """
     found = _rope_parameters(text_config)
     fixed = {"default", "linear", "llama3", "yarn"}
@@ -77,8 +77,8 @@ def has_fixed_rope(text_config: PreTrainedConfig) -> bool:
 def max_text(text_config: PreTrainedConfig) -> int | None:
     """Return the greatest length of a text that a draft can follow, in tokens; None for no limit.
 
-    That is `max_positions`, unless the draft attends to a window no longer than that in every layer and its rotary
-    embeddings are fixed (`has_fixed_rope`): it then meets no distance that it was not made for.
+    This is `max_positions`, unless every layer of the draft has a window within it and the rotary embeddings are fixed
+    (`has_fixed_rope`). Such a draft never sees a distance that it was not made for.
     """
     limit, window = max_positions(text_config), attention_window(text_config)
     within = limit is None or (window is not None and window <= limit and has_fixed_rope(text_config))
@@ -88,42 +88,39 @@ def max_text(text_config: PreTrainedConfig) -> int | None:
 def why_not_static(model: PreTrainedModel) -> str | None:
     """Return the reason why a model's steps cannot have fixed shapes, with a remedy; None if they can.
 
-    Rotary embeddings that choose their frequencies by a step's longest position read it from the device on the host,
-    which no CUDA graph can record (transformers' `dynamic_rope_update`; only the latest versions of longrope do
-    without). And a graph holds the work of one device.
+    Some rotary embeddings choose their frequencies by a step's longest position. They read it from the device on the
+    host, and a CUDA graph cannot record that (transformers' `dynamic_rope_update`; the latest longrope avoids it). A
+    graph also covers the work of one device only.
     """
     if reason := why_no_trees(model):
-        return f"{reason}, so that its steps cannot have fixed shapes: leave static out"
+        return f"{reason}, so its steps cannot have fixed shapes: leave static out"
     text_config = model.config.get_text_config(decoder=True)
     kinds = {str(part.get("rope_type", "default")) for part in _rope_parameters(text_config)}
     if changing := sorted(kind for kind in kinds if "dynamic" in kind or kind == "longrope"):
         return (
-            f"the model's rotary embeddings are {' and '.join(changing)}, which choose their frequencies by a step's "
-            "longest position, so that its steps cannot have fixed shapes: leave static out"
+            f"the model's rotary embeddings are {' and '.join(changing)}: their frequencies depend on a step's longest "
+            "position, so its steps cannot have fixed shapes; leave static out"
         )
     if is_spread(model):
         return (
-            f"the model is spread over {len(places_of(model))} devices, and steps of fixed shapes run on one: leave "
-            "static out, or give a GPU that holds it whole"
+            f"the model is spread over {len(places_of(model))} devices, but steps of fixed shapes run on one: leave "
+            "static out, or give a GPU that holds the whole model"
         )
     return None
 
 
 def check_static(static: str, device: torch.device) -> None:
-    """Raise ValueError for a choice that is unknown, or that a device has not."""
+    """Raise ValueError for a choice that is unknown or that the device does not offer."""
     if static not in STATIC_CHOICES:
         raise ValueError(f"static is {static!r}: give one of {', '.join(STATIC_CHOICES)}")
     if static == "graphs" and device.type != "cuda":
-        raise ValueError(
-            f"static is graphs, which only a CUDA device records, and the model runs on {device.type}: give auto or "
-            "eager"
-        )
+        raise ValueError(f"static is graphs, which need a CUDA device, not {device.type}: give auto or eager")
 
 
 def static_of(choice: str, model: PreTrainedModel) -> str | None:
     """Return the ``static`` of `CausalLM` for a choice: ``auto`` takes graphs on a CUDA device if the model can.
 
-    ValueError for a choice that `check_static` refuses; `CausalLM` itself refuses a model that cannot.
+    Raises ValueError for a choice that `check_static` rejects; `CausalLM` itself rejects an unable model.
     """
     check_static(choice, model.device)
     if choice == "auto":
@@ -132,7 +129,7 @@ def static_of(choice: str, model: PreTrainedModel) -> str | None:
 
 
 def places_of(model: PreTrainedModel) -> frozenset[str]:
-    """Return the places (devices, ``cpu``, ``disk``) where accelerate put a model, if it did."""
+    """Return the places (devices, ``cpu``, ``disk``) where accelerate put a model; empty if it did not."""
     placed: Any = getattr(model, "hf_device_map", None) or {}
     return frozenset(str(place) for place in placed.values())
 
@@ -167,7 +164,7 @@ class Abilities(NamedTuple):
 
 
 def abilities(model: PreTrainedModel) -> Abilities:
-    """Return what a model can do: the table of families in docs/targets.md, computed.
+    """Return what a model can do; docs/reference/targets.md tables it for all families.
 
     ``training`` of heads and drafts; ``plain`` decoding; drafted ``chains`` and ``trees``; steps of ``static`` shapes.
     The model's weights are not read, so they may be on the meta device.
@@ -179,30 +176,30 @@ def abilities(model: PreTrainedModel) -> Abilities:
 
 
 RESTARTING = ("falcon_mamba", "jamba", "mamba", "roformer", "trocr", "zamba")
-"""Families whose `transformers` code begins a text anew if several tokens come behind a cache."""
+"""Families whose `transformers` code restarts a text when several tokens follow a cache."""
 CACHE_OF_THEIR_OWN = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
-"""Families that keep their states elsewhere than in a `DynamicCache`: their texts run whole in every pass."""
+"""Families that keep their states outside a `DynamicCache`: every pass runs the whole text."""
 
 
 def why_no_chains(model: PreTrainedModel) -> str | None:
-    """Return the reason why a model cannot verify several tokens in a pass as it writes them; None if it can."""
+    """Return the reason why a model cannot verify several tokens in a pass as it would write them; None if it can."""
     kind = model.config.model_type
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     if kind in RESTARTING:
-        return f"{kind} in transformers cannot run several tokens behind a cached text"
+        return f"{kind} in transformers cannot run several tokens after a cached text"
     if kind in CACHE_OF_THEIR_OWN:
-        return f"{kind} keeps its state outside of transformers' DynamicCache and runs the whole text in every pass"
+        return f"{kind} keeps its state outside transformers' DynamicCache and runs the whole text in every pass"
     if "indexed_attention" in types or kind == "doge":
-        return f"{kind} attends to the keys that score best, and ties fall otherwise in a longer pass"
+        return f"{kind} attends to the best-scoring keys, and longer passes break ties differently"
     return None
 
 
 def why_unfit(model: PreTrainedModel) -> str | None:
-    """Return the reason why a model is no causal LM, with a remedy; None if it is one."""
+    """Return the reason why a model is not a causal LM, with a remedy; None if it is one."""
     config, kind = model.config, model.config.model_type
     if getattr(config, "is_encoder_decoder", False):
         return f"{kind} is an encoder-decoder model: give a decoder-only causal LM"
-    # is_decoder: old config files hold it for any model; the GPT-NeoX family declares it, but does not read it.
+    # is_decoder: old config files set it for any model; the GPT-NeoX family declares it, but does not read it.
     text_config = config.get_text_config(decoder=True)
     declared = hasattr(type(text_config), "is_decoder") and not kind.startswith("gpt_neox")
     if declared and not text_config.is_decoder:
@@ -215,25 +212,25 @@ def why_unfit(model: PreTrainedModel) -> str | None:
 def why_no_trees(model: PreTrainedModel) -> str | None:
     """Return the reason why a model cannot run the branches of a tree in one pass; None if it can.
 
-    Its texts then run one by one, on `transformers`' own cache and masks (`decoding.model.rows`).
+    Without trees, texts run one by one on `transformers`' own cache and masks (`decoding.model.rows`).
     """
     kind, text_config = model.config.model_type, model.config.get_text_config(decoder=True)
     if getattr(model, "_is_stateful", False):
-        return f"{kind} keeps a recurrent state, which follows one path alone"
+        return f"{kind} keeps a recurrent state, which can follow only one path"
     types = {*(getattr(text_config, "layer_types", None) or ()), *getattr(text_config, "attention_layers", ())}
     layers = getattr(text_config, "per_layer_config", None) or ()
     if len({getattr(layer, "head_dim", None) for layer in layers}) > 1 or kind == "mimo_v2_flash":
-        return f"{kind} has keys of several widths, which do not fit one buffer"
+        return f"{kind} has keys of several widths that do not fit one buffer"
     if other := sorted(types - {"full_attention", "sliding_attention", "global"}):
-        return f"{kind} has {' and '.join(other)} layers, which do not take a tree's mask"
+        return f"{kind} has {' and '.join(other)} layers that do not take a tree's mask"
     accepted = inspect.signature(type(model).forward).parameters
     alibi = kind in ("bloom", "mpt") or getattr(text_config, "alibi", False)
     if alibi or "position_ids" not in accepted:
         order = f"{kind} places tokens by their order{' (ALiBi)' * alibi}"
-        return f"{order}, so that a tree's branches cannot stand side by side"
+        return f"{order}, so a tree's branches cannot share a position"
     if "past_key_values" not in accepted:
-        return f"{kind} keeps no key-value cache"
+        return f"{kind} does not keep a key-value cache"
     attention = text_config._attn_implementation
     if attention not in (None, "eager", "sdpa"):
-        return f"the model attends by {attention!r}, which does not take a tree's mask (sdpa and eager do)"
+        return f"the model's attention is {attention!r}, which does not take a tree's mask (sdpa and eager do)"
     return None

@@ -1,8 +1,8 @@
 """Scaled dot-product attention without copies of the cache.
 
-`transformers`' sdpa repeats the keys and values of grouped-query models for every query head as soon as there is more
-than one query or a mask: a copy of the whole prefix in every layer of every step. In `grouped_attention` the query
-heads of a group become further queries of one head instead, so that the cache is read in place.
+With grouped-query models, `transformers`' sdpa repeats keys and values for every query head once there is more than one
+query or a mask. That copies the whole prefix in every layer of every step. `grouped_attention` turns the query heads of
+a group into further queries of one head and reads the cache in place.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ from transformers.masking_utils import sdpa_mask
 
 _GROUPED = "headstart"
 _LAID_OUT: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("laid_out", default=None)
-"""Masks of the running pass and what was made of them, by their ids: a mask serves every layer of its kind."""
+"""Masks of the running pass by id, each with its repeated form: a mask serves every layer of its kind."""
 
 
 def leave_out_cudnn() -> None:
-    """Switch off cuDNN's attention in this process, for this project's models and for transformers' peers alike.
+    """Switch off cuDNN's attention in this process, also for the transformers models measured as peers.
 
-    On recent GPUs torch tries it first, and it builds a plan for every new key length: tens of milliseconds in every
-    step of a growing text, and for every new padded length of a batch.
+    On recent GPUs torch tries it first. It builds a plan for every new key length: tens of milliseconds in each step of
+    a growing text, and for each new padded length of a batch.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -35,8 +35,8 @@ def leave_out_cudnn() -> None:
 def copy_free_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let a model with sdpa attention use `grouped_attention` inside the context.
 
-    Models that do not look their attention up in `transformers`' interface (Falcon among them) keep their own: with a
-    name unknown to them they would attend eagerly, by masks made for sdpa.
+    Models that do not look up their attention in `transformers`' interface (such as Falcon) keep their own. They would
+    attend eagerly under an unknown name, with masks made for sdpa.
     """
     if not model._supports_attention_backend or model.config._attn_implementation != "sdpa":
         yield
@@ -60,10 +60,10 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend, by `transformers`' signature: query (batch, heads, queries, dim), key (batch, groups, keys, dim).
+    """Attend, with `transformers`' signature: query (batch, heads, queries, dim), key (batch, groups, keys, dim).
 
-    Calls `transformers`' own sdpa if there is no mask (a prefill), if every head has its own keys, or if options other
-    than a mask are given (it refuses unknown ones). Returns (batch, queries, heads, dim) and None.
+    Calls `transformers`' own sdpa if there is no mask (a prefill), if every head has its own keys, or if there are
+    options besides a mask; sdpa rejects unknown options. Returns (batch, queries, heads, dim) and None.
     """
     batch, heads, queries, dim = query.shape
     groups = key.shape[1]
@@ -83,7 +83,7 @@ def grouped_attention(
 def _for_each_head(mask: Tensor, shared: int) -> Tensor:
     """Repeat a mask (rows, 1, queries, keys) for a group's ``shared`` query heads, (rows, 1, all queries, keys).
 
-    It is made once in a pass inside `copy_free_attention`.
+    Inside `copy_free_attention` this happens once per pass.
     """
     known = _LAID_OUT.get()
     if known is not None and id(mask) in known:
@@ -91,7 +91,7 @@ def _for_each_head(mask: Tensor, shared: int) -> Tensor:
     rows, _, queries, keys = mask.shape
     repeated = mask[:, :, None].expand(-1, -1, shared, -1, -1).reshape(rows, 1, shared * queries, keys)
     if known is not None:
-        known[id(mask)] = mask, repeated  # with the mask, so that no other gets its id
+        known[id(mask)] = mask, repeated  # holding the mask keeps its id from being reused
     return repeated
 
 

@@ -1,9 +1,9 @@
-"""A preallocated key-value cache on transformers' own interface: append a block, keep one path of it, drop the rest.
+"""A preallocated key-value cache on transformers' interface: append a block, keep one path of it, drop the rest.
 
-Every row of a batch has its own length. The key at index i of its slot belongs to position i of its text, or to
-position ``dropped[slot] + i`` if the row has dropped its first positions, to which no window reaches any more. Nothing
-is concatenated or recomputed: a step writes its keys and values after each row's committed prefix, attention reads
-views of the buffers, and `commit` moves the accepted nodes together (in a chain none moves).
+Every row of a batch has its own length. The key at index i of a slot belongs to position ``dropped[slot] + i`` of its
+text; ``dropped`` is 0 unless the row dropped first positions that no window reaches any more. Nothing is concatenated
+or recomputed. A step writes its keys and values after each row's committed prefix, attention reads views of the
+buffers, and `commit` moves the accepted nodes together (in a chain none moves).
 """
 
 import itertools
@@ -22,7 +22,7 @@ _BUFFERS = itertools.count(1)
 
 @dataclass(frozen=True)
 class _Block:
-    """A running forward's place in the cache: row i of the batch goes into slot ``slots[i]``, from ``starts[i]`` on."""
+    """A running forward's place in the cache: row i of the batch writes to slot ``slots[i]`` from ``starts[i]`` on."""
 
     slots: Sequence[int]
     starts: Sequence[int]
@@ -33,7 +33,7 @@ class _Block:
 
     @property
     def is_prefill(self) -> bool:
-        """True if all rows are empty, and so attend to their own block alone."""
+        """True if all rows are empty and attend only to their own block."""
         return not any(self.starts)
 
 
@@ -71,7 +71,7 @@ class PreallocatedLayer(CacheLayerMixin):
         size = key_states.shape[-2]
         if key_states.shape[1::2] != self.keys.shape[1::2] or value_states.shape[1::2] != self.values.shape[1::2]:
             raise ValueError(
-                "the layers of this model differ in how many keys they have or how wide these are (heads and widths "
+                "the layers of this model differ in the number or width of their keys (heads and widths "
                 f"{list(self.keys.shape[1::2])} and {list(key_states.shape[1::2])}): give one whose layers are alike"
             )
         if block.is_prefill:
@@ -94,7 +94,7 @@ class PreallocatedLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of cached positions that transformers reckons with: the longest row's."""
+        """Return the number of cached positions that transformers assumes: the longest row's."""
         block = self._owner.block
         return max(block.starts) if block is not None else max(self._owner.lengths)
 
@@ -103,14 +103,16 @@ class PreallocatedLayer(CacheLayerMixin):
 
 
 class PreallocatedCache(Cache):
-    """Keys and values of every layer and row in two stacked buffers on each device, allocated at first use.
+    """Keys and values of every layer and row in two stacked buffers per device, allocated at first use.
 
     ``capacity`` is the initial size in positions, not a limit: a longer text doubles the buffers (one copy, amortised).
-    Sliding-window layers keep all positions here, so that rejected tokens can always be dropped; the window is in the
-    mask. A draft whose layers all have windows drops what lies before them (`drop_first`). ``lengths[slot]`` is the
-    number of positions that a row holds, ``dropped[slot]`` the number of its text's positions before these. ``text``
-    holds the tokens of row 0 whose keys are cached for certain, ``states`` the states behind a drafter's taps at the
-    first of them, as far as they were kept; the decoding loop updates both in caches that serve several calls.
+    Sliding-window layers keep all positions here, and the mask applies the window: rejected tokens can then always be
+    dropped. A draft with windows in all layers drops the positions before them (`drop_first`).
+
+    ``lengths[slot]`` counts the positions that a row holds, ``dropped[slot]`` its text's positions before these.
+    ``text`` contains the tokens of row 0 with keys that are certainly cached; ``states`` contains the states after a
+    drafter's taps at the first of these tokens, as far as they were kept. The decoding loop updates both in caches that
+    serve several calls.
     """
 
     def __init__(
@@ -132,19 +134,17 @@ class PreallocatedCache(Cache):
         self.lease = 0
         self.text: list[int] = []
         self.states: list[Tensor] = []
-        """Blocks of states, each (tokens, taps)."""
         self._taps: tuple[int, ...] = ()
-        self._held: tuple[_Buffers, ...] = ()
-        """Buffers of each device; empty before the first block."""
+        self._held: tuple[_Buffers, ...] = ()  # buffers of each device; empty before the first block
         self._handed_out: tuple[_Buffers, ...] = self._held
-        """Buffers whose views the layers hold; not `_held` after an interrupt between buffers and views."""
+        """Buffers whose views the layers have; differs from `_held` after an interrupt between buffers and views."""
 
     def begin(self, slots: Sequence[int], size: int, device: torch.device, own: Sequence[int] | None = None) -> int:
         """Announce a forward that appends ``size`` positions to each of the rows ``slots``; return the keys it reads.
 
-        The first ``own[i]`` of them are row i's own (None: all), the others padding, for which the buffers never grow:
-        what has no room is written over the last position, which then is nobody's. Rows with content must be the first
-        ones, in order: attention reads a slice of the buffers.
+        Only the first ``own[i]`` positions belong to row i (None: all). The rest is padding and never grows the
+        buffers: padding without room is written over the last position, which then belongs to nobody. Rows with content
+        must be the first ones, in order, because attention reads a slice of the buffers.
         """
         starts = [self.lengths[slot] for slot in slots]
         assert not any(starts) or list(slots) == list(range(len(slots))), f"rows {slots} are not the first ones"
@@ -169,7 +169,7 @@ class PreallocatedCache(Cache):
         self.block = _Block(range(rows), (keys,) * rows, (positions,), keys)
 
     def end(self, written: Sequence[int]) -> None:
-        """Finish the forward: the first ``written[i]`` positions of row i's block are its own, the rest is padding."""
+        """Finish the forward: row i keeps the first ``written[i]`` positions of its block, the rest is padding."""
         assert self.block is not None
         self.advance(self.block.slots, written)
         self.block = None
@@ -203,7 +203,7 @@ class PreallocatedCache(Cache):
         self.reserve(capacity)
 
     def take(self) -> int:
-        """Give the buffers to a new generation; older ones lose them. Returns the lease that `check` asks for."""
+        """Give the buffers to a new generation; older ones lose them. Returns the lease for `check`."""
         self.lease += 1
         return self.lease
 
@@ -211,8 +211,7 @@ class PreallocatedCache(Cache):
         """Raise ValueError if the buffers were given to another generation after this ``lease``."""
         if lease != self.lease:
             raise ValueError(
-                "a cache that is handed on, or one of a model with static shapes, decodes one batch at a time, and "
-                "another generation has begun on it: finish or drop the first, or give each generation its own cache"
+                "another generation has begun on this cache: finish or drop the first, or give each its own cache"
             )
 
     def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -223,7 +222,7 @@ class PreallocatedCache(Cache):
         self._hand_out_views()
 
     def _new_buffers(self, place: int, keys: Tensor, values: Tensor, capacity: int) -> _Buffers:
-        """Make zero buffers for a device's layers; heads, widths and dtypes are those of ``keys`` and ``values``."""
+        """Make zero buffers for a device's layers, with the heads, widths and dtypes of ``keys`` and ``values``."""
         device = self._devices[place] or keys.device
         layers = len(self._members[place])
         new_keys, new_values = (self._new_buffer(like, layers, capacity, device) for like in (keys, values))
@@ -237,8 +236,8 @@ class PreallocatedCache(Cache):
     def _grow(self, needed: int) -> None:
         """Double the buffers until ``needed`` positions fit, and copy their content.
 
-        One buffer after the other, so that the memory of a single old one is held beside its new one. ``capacity`` is
-        set last, so that an error before it (out of memory) leaves the cache usable.
+        Buffers grow one by one, so only a single old buffer exists together with its new one. ``capacity`` is set last:
+        an earlier error (out of memory) leaves the cache usable.
         """
         capacity = self.capacity
         while capacity < needed:
@@ -249,10 +248,10 @@ class PreallocatedCache(Cache):
         self.capacity = capacity
 
     def _grow_buffer(self, place: int, name: str, capacity: int) -> None:
-        """Replace a device's keys or values by a copy with room for ``capacity`` positions, and free them."""
+        """Replace a device's keys or values by a copy with room for ``capacity`` positions, and free the old ones."""
         old: Tensor = getattr(self._held[place], name)
         layers, _, _, held, _ = old.shape
-        if held >= capacity:  # grown before an error
+        if held >= capacity:  # already grown before an error
             return
         new = self._new_buffer(old, layers, capacity, old.device)
         new[..., :held, :] = old
@@ -270,7 +269,7 @@ class PreallocatedCache(Cache):
         self._handed_out = self._held
 
     def is_full(self, slot: int) -> bool:
-        """Return True if a row's next step may run no draft: see `decoding.model.rows`."""
+        """Return True if a row's next step may not draft: see `decoding.model.rows`."""
         return False
 
     @torch.inference_mode()
@@ -294,18 +293,19 @@ class PreallocatedCache(Cache):
 
     @torch.inference_mode()
     def drop_first(self, slot: int, count: int) -> None:
-        """Drop the first ``count`` positions that a row holds; the others move to the front of its slot."""
+        """Drop the first ``count`` positions of a row; the others move to the front of its slot."""
         kept = self.lengths[slot] - count
         assert kept >= 0, f"cannot drop {count} of {self.lengths[slot]} positions"
         for held in self._held:
             for buffer in (held.keys[:, slot], held.values[:, slot]):
-                buffer[..., :kept, :] = buffer[..., count : count + kept, :].clone()  # they may overlap
+                buffer[..., :kept, :] = buffer[..., count : count + kept, :].clone()  # source and target may overlap
         self.lengths[slot], self.dropped[slot] = kept, self.dropped[slot] + count
 
     def rewind(self, prompt: Sequence[int], taps: tuple[int, ...] = ()) -> int:
         """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return that prefix's length.
 
-        ``taps`` ends the prefix where the kept states behind these layers end; those behind others are dropped.
+        With ``taps`` the prefix also ends where the kept states of these layers end; states of other layers are
+        dropped.
         """
         common = common_length(self.text, prompt[:-1])
         if taps:
@@ -320,7 +320,7 @@ class PreallocatedCache(Cache):
 
     @torch.inference_mode()
     def move(self, slot: int, to: int) -> None:
-        """Move the row in ``slot`` to slot ``to``, whose content is dropped."""
+        """Move the row in ``slot`` to slot ``to``, replacing its content."""
         length = self.lengths[slot]
         if slot != to:
             for held in self._held:

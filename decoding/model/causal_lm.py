@@ -30,7 +30,7 @@ from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
 
 _PREFILL_TOKENS = 1 << 14
-"""Greatest number of tokens, with padding, in one prefill pass: it fills a GPU; 32 texts of 8k would take 40 GB."""
+"""Most tokens, with padding, in one prefill pass: enough to fill a GPU; 32 texts of 8k would take 40 GB."""
 
 
 class CausalLM:
@@ -42,7 +42,7 @@ class CausalLM:
         output_tokens: Int[Tensor, " outputs"] | None = None,
         static: str | None = None,
     ) -> None:
-        """Leaves the model's mode alone: a model in training mode is switched for the length of each pass.
+        """The model's mode stays: a model in training mode is in eval mode only during each pass.
 
         ``output_tokens``: the token id of each output of a draft with a trimmed lm_head (None: all tokens).
 
@@ -51,7 +51,7 @@ class CausalLM:
         """
         if reason := why_unfit(model):
             raise ValueError(reason)
-        leave_out_cudnn()  # here, because every model passes here; it also holds for the peers
+        leave_out_cudnn()  # here because every model passes here; also applies to the peers
         self.model = model
         self.lock = lock_of(model)
         """Lock of a decoding step, shared by all wrappers of the model."""
@@ -63,60 +63,58 @@ class CausalLM:
         self.vocab_size: int = text_config.vocab_size
         self.max_positions = max_positions(text_config)
         self.max_text = max_text(text_config)
-        """Length of the longest text that it can follow as a draft, in tokens; None if nothing limits it."""
+        """Length of the longest text that it can follow as a draft, in tokens; None without a limit."""
         self.window = attention_window(text_config)
-        """Number of tokens, its own included, that a token attends to in every layer; None for the whole text."""
+        """Number of tokens, itself included, that a token attends to in every layer; None for the whole text."""
         self._last_place = None if has_fixed_rope(text_config) else self.max_positions
         self._masks = TreeMasks(model, windows(text_config))
         self._dynamic = DynamicSteps(model, self._masks, self._last_place)
         self.no_trees = why_no_trees(model)
-        """The reason why it runs chains alone; None for a model that runs trees."""
+        """The reason why it runs chains only; None for a model that runs trees."""
         self._rows = RowSteps(model) if self.no_trees else None
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
         self.turns = CacheTurns()
-        """Turns of generations on the only cache of a static model."""
         self.static = static
-        """The way in which its steps have fixed shapes; None if they have not."""
+        """How its steps have fixed shapes; None if they do not."""
         if static is not None:
             self._static = StaticSteps(model, self._masks, self._last_place, static)
 
     @property
     def is_static(self) -> bool:
-        """True if its steps have fixed shapes; all texts that it decodes at a time then share one cache."""
+        """True if its steps have fixed shapes; all texts that it decodes together then share one cache."""
         return self._static is not None
 
     def with_static(self, static: str | None) -> "CausalLM":
-        """Return the same model with this ``static``, on the same weights; itself if that is its own already."""
+        """Return the same model with this ``static``, on the same weights; itself if nothing changes."""
         return self if static == self.static else CausalLM(self.model, self.output_tokens, static)
 
     def at_its_fastest(self) -> "CausalLM":
-        """Return the model as the choice ``auto`` runs it; dropping that one frees its graphs and its cache."""
+        """Return the model as ``auto`` runs it; dropping the returned model frees its graphs and cache."""
         return self.with_static(static_of("auto", self.model))
 
     @property
     def device(self) -> torch.device:
-        """Device of the input tokens; a model spread over several devices brings its outputs there."""
+        """Device of the input tokens; a model spread over several devices returns its outputs there."""
         device: torch.device = self.model.device
         return device
 
     def check_drafts(self, drafter: str, has_chains: bool) -> None:
-        """Raise ValueError if no draft of a drafter runs on this target; ``has_chains``: it can draft chains alone."""
+        """Raise ValueError if no draft of a drafter runs on this target; ``has_chains``: it can draft chains only."""
         kind = self.model.config.model_type
         if (reason := why_no_chains(self.model)) is not None:
             raise ValueError(
-                f"{reason}, so that no draft can be verified: a {kind} model can be trained on, decoded plainly and "
-                "measured without a drafter"
+                f"{reason}, so no draft can be verified: decode and measure the {kind} model without a drafter"
             )
         if self.no_trees is not None and not has_chains:
             raise ValueError(
-                f"{self.no_trees}, and {drafter} drafts trees: give a {kind} model heads, a draft, dspark as a chain, "
+                f"{self.no_trees}, but {drafter} drafts trees: give a {kind} model heads, a draft, dspark as a chain, "
                 "or a lookup of one branch"
             )
 
     @torch.inference_mode()
     def state_bytes(self) -> int:
-        """Return the bytes of the recurrent states of one text, which a drafted chain needs twice; 0 without any."""
+        """Return the bytes of one text's recurrent states (a drafted chain needs them twice), or 0."""
         return self._rows.state_bytes() if self._rows is not None else 0
 
     def windows(self) -> dict[str, int | None]:
@@ -135,7 +133,7 @@ class CausalLM:
     def new_cache(self, capacity: int, rows: int = 1, generation: CacheHolder | None = None) -> PreallocatedCache:
         """Make a cache for ``rows`` texts of about ``capacity`` positions.
 
-        A static model restarts its only cache, for ``generation``, when those of other threads are done with it.
+        A static model restarts its only cache, for ``generation``, once other threads' generations are done with it.
         """
         if self._rows is not None:
             return self._rows.new_cache(rows)
@@ -157,14 +155,14 @@ class CausalLM:
         slots: Sequence[int] | None = None,
         taps: Sequence[int] = (),
     ) -> ModelOutput:
-        """Run whole texts, or what follows the positions that a row dropped, into empty ``slots`` of the cache.
+        """Run whole texts, or the part after a row's dropped positions, into empty ``slots`` of the cache.
 
         Returns hidden state and logits of each text's last token, (rows, hidden) and (rows, vocab). Shorter texts are
-        padded on the right, where none of their tokens attends. Texts run in groups of up to `_PREFILL_TOKENS` tokens,
+        padded on the right; no token attends to the padding. Texts run in groups of up to `_PREFILL_TOKENS` tokens,
         which bounds the memory of a pass.
 
-        ``slots`` None: the first ones. ``taps``: the layers (from 0) behind which the states of all positions are
-        returned too. They outlive the pass: 8 KiB a token and layer for an 8B model in bf16.
+        ``slots`` None: the first ones. ``taps``: also return the states of all positions after these layers (from 0).
+        They outlive the pass: 8 KiB per token and layer for an 8B model in bf16.
         """
         slots = range(len(texts)) if slots is None else slots
         assert not any(cache.lengths[slot] for slot in slots), "these rows are not empty"
@@ -205,7 +203,7 @@ class CausalLM:
         """Run a chain of tokens after each row.
 
         Returns hidden state and logits of each row's last token, (rows, hidden) and (rows, vocab), and the states of
-        all these tokens behind the layers ``taps``.
+        all these tokens after the layers ``taps``.
         """
         if not any(cache.lengths[: len(blocks)]):
             return self.prefill(blocks, cache, taps=taps)
@@ -240,11 +238,11 @@ class CausalLM:
         first: Sequence[int] | None = None,
         taps: Sequence[int] = (),
     ) -> ModelOutput:
-        """Run a tree after each row, each node attending to its row's prefix and its own path.
+        """Run a tree after each row; each node attends to its row's prefix and its own path.
 
-        The nodes of row i before ``first[i]`` are in the cache already (a tree drafted level by level); the others run.
-        Returns (rows, nodes, hidden) and (rows, nodes, vocab); rows with fewer nodes than others are padded. ``taps``:
-        the layers behind which the states of all nodes are returned too.
+        The nodes of row i before ``first[i]`` are already cached (a tree drafted level by level); the others run.
+        Returns (rows, nodes, hidden) and (rows, nodes, vocab), with smaller trees padded. ``taps``: also return the
+        states of all nodes after these layers.
         """
         return self._run(trees, cache, first, None, taps)
 
@@ -256,7 +254,7 @@ class CausalLM:
         select: Callable[[Tensor], Tensor] | None,
         taps: Sequence[int] = (),
     ) -> ModelOutput:
-        """Run trees in fixed shapes, if the model has them and the trees fit, or as they come."""
+        """Run trees in fixed shapes if the model has them and the trees fit, else in their own shapes."""
         if self._rows is not None:
             assert not any(first or ()) and all(tree.shape.is_chain for tree in trees), self.no_trees
             return self._rows.run([tree.token_list for tree in trees], cache, taps=taps)
@@ -272,8 +270,8 @@ class CausalLM:
     ) -> None:
         """Record the CUDA graphs that the texts in the first ``rows`` will need soon, before their steps are timed.
 
-        ``nodes``: sizes of the trees to come; ``longest``: positions of the longest text in the end; ``taps``: layers
-        behind which their states will be read. Does nothing without graphs.
+        ``nodes``: sizes of the coming trees; ``longest``: positions of the longest text at its end; ``taps``: layers
+        after which their states will be read. Does nothing without graphs.
         """
         if self._static is not None:
             self._static.prepare(cache, rows, nodes, longest, taps)

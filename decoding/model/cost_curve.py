@@ -1,4 +1,4 @@
-"""The cost model: seconds of a target pass by its new tokens and of a draft by its depth, measured on this machine."""
+"""The cost model, measured on this machine: seconds of a target pass by new tokens, of a draft by depth."""
 
 import math
 import statistics
@@ -17,10 +17,10 @@ from decoding.rules.tree import TokenTree
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one step of the loop, for one number of rows. Between two measured sizes a cost is linear.
+    """Seconds of one step of the loop, for one number of rows. A cost is linear between two measured sizes.
 
     ``target_pass``: seconds of a target pass by the new tokens in each row, the root included; v(n) is its shape.
-    ``draft``: seconds of drafting by the depth of the draft; a depth of 0 takes none unless it says otherwise.
+    ``draft``: seconds of drafting by the depth of the draft; depth 0 takes none unless given.
     """
 
     target_pass: Mapping[int, float]
@@ -45,9 +45,9 @@ class Costs:
 
 
 def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Interpolate linearly between ``points``, which are sorted.
+    """Interpolate linearly between sorted ``points``.
 
-    Before the first point the line is level; behind the last it goes on as between the last two, but never falls.
+    The line is level before the first point. After the last it continues the last segment, but never falls.
     """
     after = bisect_right(points, (at, math.inf))
     if after == 0 or len(points) == 1:
@@ -58,7 +58,7 @@ def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 class _Blocks:
-    """Blocks of a DSpark draft behind ``prefix`` tokens of ``rows`` texts, ready to be timed."""
+    """Blocks of a DSpark draft after ``prefix`` tokens of ``rows`` texts, ready to be timed."""
 
     def __init__(self, dspark: DSpark, prefix: int, rows: int) -> None:
         self._dspark, device = dspark, dspark.target.device
@@ -69,7 +69,7 @@ class _Blocks:
         self._state = states[:1]
 
     def seconds(self, size: int) -> float:
-        """Time a step of the draft, in which each text is one token longer; ``size`` is always its block's."""
+        """Time a step of the draft after one new token in each text; ``size`` is ignored, as a block has one size."""
         lengths = list(self._keys.lengths)
         begin = time.perf_counter()
         self._keys.append([self._state] * len(lengths))
@@ -82,7 +82,7 @@ class _Blocks:
 
 
 class _Passes:
-    """Passes over new tokens of ``rows`` texts behind ``prefix`` cached tokens each, ready to be timed."""
+    """Passes over new tokens of ``rows`` texts after ``prefix`` cached tokens each, ready to be timed."""
 
     def __init__(self, model: CausalLM, sizes: Sequence[int], prefix: int, rows: int) -> None:
         most = max(sizes)
@@ -90,7 +90,7 @@ class _Passes:
             prefix = max(1, model.max_positions - most)
         self.model, self.prefix, self.rows = model, prefix, rows
         self.cache = model.new_cache(prefix + most, rows)
-        # Different tokens: a mixture of experts reads the experts of each.
+        # Different tokens: each may use different experts of a mixture.
         tokens = [(10 + 7919 * index) % model.vocab_size for index in range(prefix + most)]
         model.prefill([tokens[:prefix]] * rows, self.cache)
         self.trees = {size: [TokenTree.chain(tokens[-size:], model.device)] * rows for size in sizes}
@@ -116,12 +116,12 @@ def measure_costs(
     repeats: int = 15,
     seconds: float = math.inf,
 ) -> Costs:
-    """Measure the median seconds of a target pass over n new tokens behind ``prefix`` cached ones, for n in ``sizes``.
+    """Measure the median seconds of a target pass over n new tokens after ``prefix`` cached ones, for n in ``sizes``.
 
-    Each of ``rows`` texts has n new tokens. A ``draft`` model's forward is measured too, or a DSpark draft's block.
-    All passes take turns, so that what else the machine does hits all alike. After
-    ``seconds`` no further round begins; at least three are measured. A target pass that looks cheaper than one over
-    fewer tokens is noise, and is taken to cost as much as that one.
+    Each of ``rows`` texts has n new tokens. A ``draft`` model's forward is measured too, or a DSpark draft's block. The
+    passes alternate, so other load on the machine affects all alike. After ``seconds`` no further round begins; at
+    least three are measured. If a target pass looks cheaper than one over fewer tokens, that is noise: both get the
+    same cost.
     """
     passes = _Passes(target, sizes, prefix, rows)
     timed: list[tuple[_Passes | _Blocks, int]] = [(passes, size) for size in sizes]

@@ -1,9 +1,9 @@
-"""DSpark drafts (2607.05147): a block of tokens in one forward, from the target's own states behind several layers.
+"""DSpark drafts (2607.05147): a block of tokens in one forward, from the target's states after several layers.
 
-The text enters as keys and values alone, made of the target's states at its tokens (`decoding.model.taps`). The newest
-token and K - 1 masks run in one block, attend to these keys and to one another, and predict the next K tokens. A
+The text enters only as keys and values, computed from the target's states at its tokens (`decoding.model.taps`). The
+newest token and K - 1 masks run in one block, attend to these keys and to one another, and predict the next K tokens. A
 `MarkovBias` makes the K distributions conditional. Embedding and lm_head are the target's. Without a bias this is
-DFlash (2602.06036). A folder is what vLLM, SGLang and, as GGUF, llama.cpp load: DeepSpec's flat form.
+DFlash (2602.06036). A folder has DeepSpec's flat form: vLLM and SGLang load it, llama.cpp as GGUF.
 """
 
 import json
@@ -34,8 +34,7 @@ from decoding.model.stored import (
     write_weights,
 )
 
-_TOGETHER = 1024
-"""Tokens of several texts, at most, whose states are laid side by side for one product."""
+_TOGETHER = 1024  # most tokens of several texts whose states are concatenated for one product
 _SPREAD = 0.02
 _OF_FILES = {
     "markov.embedding.weight": "markov_head.markov_w1.weight",
@@ -43,10 +42,10 @@ _OF_FILES = {
     "confidence.weight": "confidence_head.proj.weight",
     "confidence.bias": "confidence_head.proj.bias",
 }
-"""Our names of tensors whose names in files are others."""
-_MASK = "give a draft whose mask is a token of the target's"
+"""Our tensor names -> their names in files, if they differ."""
+_MASK = "give a draft whose mask is one of the target's tokens"
 _TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
-"""Tensors that some trainers store as well: copies of the target's, and maps to its ids, which are not loaded."""
+"""Tensors that some trainers store but that are not loaded: copies of the target's, and maps to its ids."""
 
 
 class _Attention(nn.Module):
@@ -79,7 +78,7 @@ class _Attention(nn.Module):
 
 
 def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn (batch, heads, positions, dim) by their positions' angles."""
+    """Rotate (batch, heads, positions, dim) by their positions' angles."""
     cosine, sine = rotary
     turned: Tensor = x * cosine[:, None] + rotate_half(x) * sine[:, None]
     return turned
@@ -95,11 +94,11 @@ class _Layer(nn.Module):
 
 
 Held = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function from a layer's index and the keys and values of its block to all keys and values that the block sees."""
+"""Function from a layer's index and its block's keys and values to all keys and values that the block sees."""
 
 
 class DSparkDraft(nn.Module):
-    """The draft's own weights; the target's embedding and lm_head are given where they are needed."""
+    """The draft's own weights; callers give the target's embedding and lm_head."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -128,7 +127,7 @@ class DSparkDraft(nn.Module):
     def text_keys(
         self, states: Float[Tensor, "batch positions taps"], positions: Int[Tensor, "batch positions"]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return each layer's keys and values of the text, made of the target's states at its positions."""
+        """Return each layer's keys and values of the text, computed from the target's states at its positions."""
         read, rotary = self.hidden_norm(self.fc(states.to(self.fc.weight))), self.rotary(positions)
         return [layer.self_attn.keys_values(read, rotary) for layer in self.layers]  # type: ignore[union-attr, operator]
 
@@ -139,7 +138,7 @@ class DSparkDraft(nn.Module):
         held: Held,
         mask: Tensor | None = None,
     ) -> Float[Tensor, "batch slots hidden"]:
-        """Run blocks of tokens; return what the target's lm_head reads. ``mask`` is additive; None: all is seen."""
+        """Run blocks of tokens; return the input of the target's lm_head. ``mask`` is additive; None hides nothing."""
         x, rotary = embedded.to(self.fc.weight), self.rotary(positions)
         for index, layer in enumerate(self.layers):
             normed = layer.input_layernorm(x)  # type: ignore[operator]
@@ -169,8 +168,8 @@ class DSparkDraft(nn.Module):
     def from_pretrained(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> "DSparkDraft":
         """Read a draft, ready to decode, in ``dtype``.
 
-        ValueError, before anything is built, for a tensor that the config does not describe or that is missing;
-        ValueError for a weight that is not finite in the dtype.
+        Raises ValueError before building anything if a tensor is missing or unknown to the config, and ValueError for a
+        weight that is not finite in the dtype.
         """
         config, header = read_described(folder)
         draft, ours = DSparkDraft(config), {theirs: name for name, theirs in _OF_FILES.items()}
@@ -186,16 +185,16 @@ def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]
     """Read a draft's config and the header of its own tensors. ValueError if they do not fit each other."""
     config = read_dspark_config(folder)
     if (folder / "mask_embedding.pt").is_file():
-        raise ValueError(f"{folder} holds mask_embedding.pt, a mask of its own, which is not read here: {_MASK}")
+        raise ValueError(f"{folder} contains mask_embedding.pt, a separate mask that is not read here: {_MASK}")
     header = {name: part for name, part in weights_header(folder, REMEDY).items() if name not in _TARGETS_OWN}
     check_tensors(folder, header, _stored_shapes(config), REMEDY)
     return config, header
 
 
 def check_ends(folder: Path, target: CausalLM) -> None:
-    """Raise ValueError if a draft's folder holds another embedding, lm_head or ids than the target's, but for rounding.
+    """Raise ValueError if a folder's embedding, lm_head or ids differ from the target's by more than rounding.
 
-    ``d2t`` holds the distance from each of the draft's ids to the target's.
+    ``d2t`` contains the distance from each draft id to the target's id.
     """
     ends: dict[str, Any] = {
         "embed_tokens.weight": target.model.get_input_embeddings(),
@@ -206,14 +205,13 @@ def check_ends(folder: Path, target: CausalLM) -> None:
         return
     for name, tensor in stored_weights(folder, REMEDY):
         if name == "d2t" and tensor.any():
-            raise ValueError(f"{folder} holds d2t, by which it has other ids than its target: {REMEDY}")
+            raise ValueError(f"{folder} contains d2t, so its ids differ from its target's: {REMEDY}")
         if name not in ends:
             continue
         own = ends[name].weight.detach()
         if tensor.shape != own.shape or not torch.allclose(tensor.to(own), own, rtol=2**-7, atol=1e-6):
             raise ValueError(
-                f"{folder} holds an {name} that is not the target's, and drafts here use the target's: give a draft "
-                "that was trained on this target with both frozen"
+                f"{folder} contains an {name} that differs from the target's: give a draft that uses the target's"
             )
 
 
@@ -226,13 +224,13 @@ def _stored_shapes(config: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 class TextKeys:
-    """Keys and values of the texts of a batch, and of the block behind each: (layers, rows, key heads, room, dim).
+    """Keys and values of a batch's texts, and of the block after each: (layers, rows, key heads, room, dim).
 
-    They are the target's states at tokens that are certain: nothing is ever rejected here but whole blocks.
+    They come from the target's states at tokens that are certain: only whole blocks are ever rejected here.
     """
 
     def __init__(self, draft: DSparkDraft, rows: int, longest: int) -> None:
-        """``longest``: positions of the longest text in the end."""
+        """``longest``: positions of the longest text at its end."""
         config, weight = draft.config, draft.fc.weight
         room = longest + config.slots
         shape = (config.num_hidden_layers, rows, config.num_key_value_heads, room, config.head_dim)
@@ -251,16 +249,16 @@ class TextKeys:
             buffer[:, to, :, :length] = buffer[:, slot, :, :length]
 
     def append(self, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
-        """Take in the target's states at the next tokens of each of the first rows, all in one product.
+        """Add the target's states at the next tokens of each of the first rows, all in one product.
 
-        Row by row where they are many, as at prompts: their states are not held twice.
+        With many tokens, as in prompts, rows are added one by one to avoid a second copy of their states.
         """
         together = sum(map(len, states)) <= _TOGETHER
         for first in (0,) if together else range(len(states)):
             self._append(first, states if together else states[first : first + 1])
 
     def _append(self, first: int, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
-        """Take in the states at the next tokens of each of the rows from ``first`` on."""
+        """Add the states at the next tokens of each of the rows from ``first`` on."""
         counts = list(map(len, states))
         if not any(counts):
             return
@@ -275,7 +273,7 @@ class TextKeys:
         self.lengths[first : first + len(counts)] = [begin + n for begin, n in zip(begins, counts, strict=True)]
 
     def run(self, embedded: Float[Tensor, "rows slots hidden"]) -> Float[Tensor, "rows slots hidden"]:
-        """Run a block behind each of the first rows; return what the target's lm_head reads. Nothing is kept of it."""
+        """Run a block after each of the first rows; return the input of the target's lm_head. The block is not kept."""
         (rows, slots), device = embedded.shape[:2], embedded.device
         begins = self.lengths[:rows]
         keys, mask = max(begins) + slots, None
@@ -311,12 +309,12 @@ class DSpark:
         return self.draft.config
 
     def embed(self, newest: Int[Tensor, " rows"]) -> Float[Tensor, "rows slots hidden"]:
-        """Return the embeddings of a block behind each row: its newest token, then masks; unscaled, as in servers."""
+        """Return the embeddings of a block after each row: its newest token, then masks; unscaled, as in servers."""
         masks = newest.new_full((len(newest), self.config.slots - 1), self.config.mask_token_id)
         return unscaled_embeddings(self.target.model, torch.cat((newest[:, None], masks), 1))
 
     def logits(self, hidden: Float[Tensor, "rows slots hidden"]) -> Float[Tensor, "rows block vocab"]:
-        """Return the logits of the next K tokens without the bias, by the target's lm_head, as servers compute them."""
+        """Return the logits of the next K tokens without the bias, through the target's lm_head, as servers do."""
         return F.linear(hidden[:, -self.config.block_size :].to(self._lm_head), self._lm_head)
 
     @cached_property

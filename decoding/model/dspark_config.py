@@ -1,7 +1,7 @@
-"""The sizes of a DSpark or DFlash draft: DeepSpec's flat ``config.json``, and the spellings of other trainers.
+"""The sizes of a DSpark or DFlash draft: DeepSpec's flat ``config.json``, and other trainers' spellings.
 
-Taps have four names: ``target_layer_ids`` (DeepSpec, and SpecForge and z-lab in a ``dflash_config``) count the layers
-from 0; ``aux_hidden_state_layer_ids`` (speculators) and ``eagle_aux_hidden_state_layer_ids`` count the state before the
+Taps have four names. ``target_layer_ids`` (DeepSpec, and SpecForge and z-lab in a ``dflash_config``) counts the layers
+from 0. ``aux_hidden_state_layer_ids`` (speculators) and ``eagle_aux_hidden_state_layer_ids`` count the state before the
 first layer as 0.
 """
 
@@ -27,24 +27,25 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
     "markov_head_type": (None, "vanilla"),
     "hidden_act": (None, "silu"),
 }
-"""The values that are run here of settings by which drafts of other trainers compute otherwise."""
+"""Settings that change the computation in other trainers' drafts, with the values that run here."""
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 GPU_HEAD_DIMS = (64, 128)
-"""Sizes of an attention head for which servers have kernels, and those with kernels on GPUs too."""
+"""Sizes of an attention head that servers have kernels for, and sizes with kernels on GPUs too."""
 REMEDY = "give a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
+_THIS_TARGET = "give a draft trained on this target"
 
 
 @dataclass(frozen=True)
 class DSparkConfig:
-    """Sizes of a draft, by the names of its ``config.json``; ValueError for what no server loads.
+    """Sizes of a draft, named as in its ``config.json``; ValueError for what no server loads.
 
-    ``hidden_size`` and ``vocab_size``: the target's. ``target_layer_ids``: the layers (from 0) behind which its states
-    are read. ``block_size``: K, the tokens drafted in one forward (a file of DFlash or speculators whose masks predict
-    their own places counts the newest one too); ``slots``: the tokens that run in it; a drafter's ``tokens``: its
-    chain, at most K. ``mask_token_id``: a token that texts lack.
-    ``sample_from_anchor``: slot j predicts token j behind the newest one; False: each mask predicts its own place, in a
-    block of one more token. ``markov_rank`` 0: no bias (DFlash), and then neither this nor a confidence head. ``tree``:
-    the paths of ranks that it drafts unless told otherwise; empty for a chain. ``num_target_layers`` None: unknown.
+    ``hidden_size`` and ``vocab_size`` are the target's. ``target_layer_ids``: the layers (from 0) after which its
+    states are read. ``block_size``: K, the tokens drafted in one forward; files of DFlash or speculators whose masks
+    predict their own places also count the newest token. ``slots``: the tokens that run in a forward.
+    ``mask_token_id``: a token that does not occur in texts. ``sample_from_anchor``: slot j predicts token j after the
+    newest one; False: each mask predicts its own place, in a block of one more token. ``markov_rank`` 0 means no bias
+    (DFlash), without anchor and confidence head. ``tree``: the paths of ranks that it drafts by default; empty for a
+    chain. ``num_target_layers`` None: unknown.
     """
 
     hidden_act: ClassVar[str] = "silu"
@@ -78,8 +79,7 @@ class DSparkConfig:
         highest = (self.num_target_layers or 1 << 20) - 2
         if not taps or list(taps) != sorted(set(taps)) or taps[-1] > highest:
             raise ValueError(
-                f"target_layer_ids is {list(taps)}: give increasing layers from 0 to {highest}; no server reads the "
-                "states behind the last layer"
+                f"target_layer_ids is {list(taps)}: give increasing layers from 0 to {highest}, without the last one"
             )
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(
@@ -91,17 +91,19 @@ class DSparkConfig:
                 f"({self.num_key_value_heads})"
             )
         if self.head_dim not in HEAD_DIMS:
-            raise ValueError(f"head_dim is {self.head_dim}: servers take {', '.join(map(str, HEAD_DIMS))}")
+            raise ValueError(
+                f"head_dim is {self.head_dim}: give one of {', '.join(map(str, HEAD_DIMS))}, which servers support"
+            )
         if not self.markov_rank and (self.sample_from_anchor or self.enable_confidence_head):
             name = "sample_from_anchor" if self.sample_from_anchor else "enable_confidence_head"
-            raise ValueError(f"{name} is true with a markov_rank of 0, a DFlash draft, for which no server takes it")
+            raise ValueError(f"{name} is true with a markov_rank of 0: no server supports this in a DFlash draft")
         if self.block_size >= MOST_NODES:
             raise ValueError(f"block_size is {self.block_size}: give at most {MOST_NODES - 1}")
         paths = checked_paths(self.tree, self.vocab_size)
         deepest = max((len(path) for path in paths), default=0)
         if deepest > self.block_size:
             raise ValueError(
-                f"the tree is {deepest} deep but a forward drafts {self.block_size} tokens: shorten its paths"
+                f"the tree is {deepest} deep, but a forward drafts {self.block_size} tokens: shorten its paths"
             )
         object.__setattr__(self, "target_layer_ids", taps)
         object.__setattr__(self, "tree", paths)
@@ -117,18 +119,13 @@ class DSparkConfig:
         for name, size in {**found, "num_target_layers": target.num_layers}.items():
             if getattr(self, name) not in (None, size):
                 raise ValueError(
-                    f"this DSpark draft is for a target whose {name} is {getattr(self, name)}, and the target's is "
-                    f"{size}: give a draft that was trained on this target"
+                    f"this draft needs a target whose {name} is {getattr(self, name)}, not {size}: {_THIS_TARGET}"
                 )
-        if self.target_layer_ids[-1] > target.num_layers - 2:
-            raise ValueError(
-                f"this DSpark draft reads the states behind layer {self.target_layer_ids[-1]} and the target has "
-                f"{target.num_layers} layers, of which the last is not read: give a draft trained on this target"
-            )
+        if (last := self.target_layer_ids[-1]) > (most := target.num_layers - 2):
+            raise ValueError(f"this draft reads layer {last}, but only 0 to {most} can be read: {_THIS_TARGET}")
         if (width := target.model.config.get_text_config(decoder=True).hidden_size) != self.hidden_size:
             raise ValueError(
-                f"the target's embedding and lm_head are {self.hidden_size} wide but its layers {width}, and a DSpark "
-                "draft is as wide as both: give another target"
+                f"the target's lm_head is {self.hidden_size} wide, but its layers {width}: give another target"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -155,7 +152,7 @@ class DSparkConfig:
 
 
 def is_dspark_folder(folder: Path) -> bool:
-    """Return True if a folder's config is that of a DSpark or DFlash draft."""
+    """Return True if a folder's config describes a DSpark or DFlash draft."""
     path = folder / CONFIG_NAME
     if not path.is_file():
         return False
@@ -166,7 +163,7 @@ def is_dspark_folder(folder: Path) -> bool:
 
 
 def read_dspark_config(folder: Path) -> DSparkConfig:
-    """Read a draft's ``config.json``. ValueError for one that lacks a size or asks for what is not run here."""
+    """Read a draft's ``config.json``. ValueError if it lacks a size or has a setting that cannot run here."""
     path = folder / CONFIG_NAME
     stored = read_object(path, REMEDY)
     try:
@@ -210,7 +207,7 @@ def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
 
 
 def _taps(flat: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the layers (from 0) behind which states are read, by whatever name a config has for them."""
+    """Return the layers (from 0) after which states are read, under any of their names in a config."""
     for name in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
         if flat.get(name):
             return tuple(index - 1 for index in flat[name])

@@ -1,4 +1,4 @@
-"""Steps in the shapes in which they come, for target and draft: tokens or trees after each row of a cache.
+"""Steps in dynamic shapes, for target and draft: tokens or trees after each row of a cache.
 
 Each node of a tree attends to its row's prefix and to its own path.
 """
@@ -18,12 +18,13 @@ from decoding.model.forward import ModelOutput, run_model
 from decoding.rules.tree import TokenTree, TreeShape
 
 _APPENDED_TOKENS = 1 << 10
-"""Greatest number of tokens that all rows together append in one pass: each has a mask of as many numbers as keys."""
+"""Most tokens that all rows together append in one pass: each has a mask row with a number per key."""
 
 
 _LARGEST_STORED = 256
-"""Nodes of the largest tree whose shape is kept on the device: a block of appended text has more, and seldom occurs
-again."""
+"""Nodes of the largest tree whose shape is kept on the device; larger shapes are blocks of appended text and rarely
+recur.
+"""
 
 
 def blocked_keys(
@@ -36,8 +37,8 @@ def blocked_keys(
 ) -> Bool[Tensor, "rows nodes keys"]:
     """Mark the ``keys`` first positions of a row that each of its nodes must not attend to.
 
-    A row's keys are its prefix, its tree's nodes from ``begin`` on, then padding. ``depths`` are those of the nodes
-    that run, ``key_depths`` those of all nodes, and ``hidden_from`` marks the nodes that are not on a node's own path.
+    A row's keys are its prefix, its tree's nodes from ``begin`` on, then padding. ``depths`` are the depths of the
+    running nodes, ``key_depths`` of all nodes; ``hidden_from`` marks the nodes that are not on a node's own path.
     """
     key, span = torch.arange(keys, device=begin.device)[None], key_depths.shape[1]
     node = (key - begin).clamp(0, span - 1)
@@ -51,10 +52,10 @@ def blocked_keys(
 
 
 class TreeMasks:
-    """Maker of the attention masks of one model: each node attends to its row's prefix and to its own path."""
+    """Maker of one model's attention masks: each node attends to its row's prefix and to its own path."""
 
     def __init__(self, model: PreTrainedModel, windows: dict[str, int | None]) -> None:
-        """Take the ``windows`` of `decoding.model.architecture.windows`."""
+        """``windows`` come from `decoding.model.architecture.windows`."""
         self.windows = windows
         self._model = model
         self._stored = lru_cache(maxsize=256)(self._of_shape)
@@ -94,7 +95,7 @@ class TreeMasks:
     def _ragged(
         self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None
     ) -> Tensor:
-        """Make a mask for each row, (rows, 1, queries, keys), padding included."""
+        """Make a mask for each row, (rows, 1, queries, keys), with padding."""
         device, span = self._model.device, max(skipped + size for skipped in first)
         hidden_from = torch.ones(len(shapes), size, span, dtype=torch.bool, device=device)
         key_depths = torch.zeros(len(shapes), span, dtype=torch.long, device=device)
@@ -111,7 +112,7 @@ class TreeMasks:
         return (self._stored if len(shape) <= _LARGEST_STORED else self._of_shape)(shape)
 
     def _of_shape(self, shape: TreeShape) -> tuple[Tensor, Tensor]:
-        """Return on the model's device the depths of a tree's nodes, and which nodes are hidden from each."""
+        """Return the depths of a tree's nodes, and which nodes are hidden from each, on the model's device."""
         both = shape.depth_tensor, ~shape.ancestor_mask
         depths, hidden = (tensor.to(self._model.device, non_blocking=True) for tensor in both)
         return depths, hidden
@@ -121,7 +122,7 @@ class DynamicSteps:
     """Runner of one model's steps, on any number of caches."""
 
     def __init__(self, model: PreTrainedModel, masks: TreeMasks, max_positions: int | None) -> None:
-        """``max_positions``: places that the model has embeddings for; None for rotary embeddings of any place."""
+        """``max_positions``: positions that the model has embeddings for; None for unlimited rotary embeddings."""
         self._model = model
         self._masks = masks
         self._max_positions = max_positions
@@ -136,15 +137,15 @@ class DynamicSteps:
     ) -> ModelOutput:
         """Run a chain of tokens after each row, in pieces of up to `_APPENDED_TOKENS` tokens.
 
-        Returns hidden state and logits of each row's last token, (rows, 1, hidden) and (rows, 1, vocab); with
-        ``taps`` also the states of all tokens of each row.
+        Returns hidden state and logits of each row's last token, (rows, 1, hidden) and (rows, 1, vocab); with ``taps``
+        also the states of all tokens of each row.
         """
         longest, size = max(map(len, blocks)), max(1, _APPENDED_TOKENS // len(blocks))
         last: ModelOutput | None = None
         states: list[list[Tensor]] = [[] for _ in blocks]
         for begin in range(0, longest, size):
             pieces = [block[begin : begin + size] for block in blocks]
-            # A row that is done runs one token more, of which the cache keeps nothing.
+            # A finished row runs one dummy token, and the cache keeps nothing of it.
             trees = [TokenTree.chain(piece or [0]) for piece in pieces]
             select = last_of([len(tree) for tree in trees], 1, self._device)
             kept = None if all(pieces) else [len(piece) for piece in pieces]
@@ -161,7 +162,7 @@ class DynamicSteps:
         return last._replace(states=tuple(map(torch.cat, states)) if taps else ())
 
     def step(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache, taps: Sequence[int] = ()) -> ModelOutput:
-        """Run one token after each row, a tree of a root alone; return (rows, 1, hidden) and (rows, 1, vocab)."""
+        """Run one token after each row, as a tree of a root alone; return (rows, 1, hidden) and (rows, 1, vocab)."""
         rows, starts = len(tokens), cache.lengths[: len(tokens)]
         masks = None  # `transformers` builds the masks of its layers
         if len(set(starts)) > 1 or any(self._masks.windows.values()):
@@ -183,7 +184,7 @@ class DynamicSteps:
     ) -> ModelOutput:
         """Run the nodes of each tree from ``first`` on; the cache keeps the first ``kept`` of them (None: all).
 
-        Returns (rows, nodes, hidden) and (rows, nodes, vocab), of the positions alone that ``select`` picks; with
+        Returns (rows, nodes, hidden) and (rows, nodes, vocab), only at the positions that ``select`` picks; with
         ``taps`` also each row's states of all nodes, padding included.
         """
         counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]
@@ -208,16 +209,16 @@ class DynamicSteps:
         return output
 
     def _positions(self, starts: Sequence[int], cache: PreallocatedCache, depths: Tensor | int) -> Tensor:
-        """Return the positions of nodes at these depths behind the cached ``starts``, (rows, nodes)."""
+        """Return the positions of nodes at these depths after the cached ``starts``, (rows, nodes)."""
         places = [start + dropped for start, dropped in zip(starts, cache.dropped, strict=False)]
         positions = depths + torch.tensor(places).to(self._device, non_blocking=True)[:, None]
-        if self._max_positions is not None:  # a row that is done may be padded past the end of the position table
+        if self._max_positions is not None:  # a finished row may be padded past the end of the position table
             positions.clamp_(max=self._max_positions - 1)
         return positions
 
 
 def stacked(parts: Sequence[Tensor], size: int, device: torch.device) -> Tensor:
-    """Stack the parts to (rows, size, …) on a device, shorter ones padded with zeros."""
+    """Stack the parts to (rows, size, …) on a device, with shorter parts padded by zeros."""
     parts = [part if part.device == device else part.to(device, non_blocking=True) for part in parts]
     if all(len(part) == size for part in parts):
         return torch.stack(list(parts))
@@ -242,7 +243,7 @@ def last_of(lengths: Sequence[int], count: int, device: torch.device) -> Callabl
 
 
 def _narrowed(masks: Any, keys: int) -> Any:
-    """Return the masks for the first ``keys`` positions: those behind are padding alone."""
+    """Return the masks for the first ``keys`` positions; later positions are only padding."""
     if isinstance(masks, dict):
         return {kind: mask[..., :keys] for kind, mask in masks.items()}
     return masks[..., :keys]

@@ -1,7 +1,7 @@
 """Short digests that are equal if two models, heads, tokenizers or sets of prompts are the same.
 
-`stored_fingerprint` covers files on disk or on the Hub: it depends neither on the dtype in which a model is loaded, nor
-on the way its weights are split into files. `fingerprint` covers a module in memory.
+`stored_fingerprint` covers files on disk or on the Hub: neither the dtype in which a model is loaded nor the split of
+its weights into files changes it. `fingerprint` covers a module in memory.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ _SAYS_NOTHING = (
     "auto_map",
     "use_cache",
 )
-"""Keys of a config that tell a model's origin and the way it runs, but do not change its outputs."""
+"""Keys of a config that record a model's origin and how it runs, but do not change its outputs."""
 _ADAPTERS_SAY_NOTHING = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Return a short digest of a model in memory: of its config, and of every tensor's name, shape, dtype and values.
+    """Return a short digest of a model in memory: its config, and every tensor's name, shape, dtype and values.
 
     Takes about a second per GB: SHA-256 on one core.
     """
@@ -57,7 +57,7 @@ def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str
     changes their measured figures; for adapters also the base model. Reads the files in pieces, about a second per GB,
     and only once per process while they do not change.
 
-    ValueError if there is no such model, or a file of it cannot be read.
+    Raises ValueError if the model does not exist or one of its files cannot be read.
     """
     folder = local_folder(name)
     states = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
@@ -81,13 +81,13 @@ def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tupl
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a short digest of a tokenizer: of its vocabulary, its chat template, and the tokens of a probe text."""
+    """Return a short digest of a tokenizer: its vocabulary, its chat template, and the tokens of a probe text."""
     probe = tokenizer(TOKENIZER_PROBE)["input_ids"]
     return values_fingerprint([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, probe])
 
 
 def prompts_fingerprint(prompts: Sequence[Sequence[int]]) -> str:
-    """Return a short digest of prompts, given as token ids, and of their order."""
+    """Return a short digest of prompts (token ids) in their order."""
     return values_fingerprint([list(prompt) for prompt in prompts])
 
 
@@ -116,20 +116,20 @@ def _behaviour(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sorted(value: Any) -> Any:
-    """Sort a list: peft writes sets of module names, whose order differs from one writing to the next."""
+    """Sort a list: peft writes sets of module names, whose order varies between writes."""
     return sorted(value, key=str) if isinstance(value, list) else value
 
 
 def files_of_tensors(folder: Path) -> dict[str, Path]:
-    """Return the file of every tensor stored in a folder: those that transformers would load.
+    """Return the file of every tensor stored in a folder that transformers would load.
 
-    ValueError for a folder without weights, and for a file that is cut off.
+    Raises ValueError for a folder without weights, and for a truncated file.
     """
     remedy = "fetch or write it again"
     adapters = folder / _ADAPTER_WEIGHTS
     files = [adapters] if adapters.is_file() else weight_files(folder, remedy)
     if not files:
-        raise ValueError(f"{folder} holds no weights: no .safetensors file is there (pickled weights are not loaded)")
+        raise ValueError(f"{folder} has no .safetensors file: convert its weights (pickled ones are not loaded)")
     return {name: path for path in files for name in read_header(path, remedy)}
 
 

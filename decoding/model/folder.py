@@ -1,7 +1,7 @@
-"""Check of a local transformers folder before a model is built from it, by its JSON files and headers.
+"""Check of a local transformers folder, from its JSON files and headers, before a model is built from it.
 
-transformers makes layers before it reads weights, and compares their sizes; it neither limits the number of layers nor
-misses any. peft allocates LoRA matrices of any rank. These claims are compared with the headers here.
+transformers builds layers before it reads weights and then compares sizes; it neither limits the number of layers nor
+notices missing ones. peft allocates LoRA matrices of any rank. Here these numbers are compared with the headers.
 """
 
 import reprlib
@@ -22,13 +22,13 @@ _ALL_LAYERS_RUN = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"),
     *("gpt2", "gpt_neox", "opt", "falcon", "olmo2", "granite"),
 )
-"""Model types that store no layers besides those of their config, such as layers for multi-token prediction."""
+"""Model types that store no layers besides those in their config, such as layers for multi-token prediction."""
 
 
 def check_model_folder(folder: Path) -> None:
-    """Refuse a folder whose config and weights cannot belong to one model; ValueError names the file and the value.
+    """Reject a folder if its config and weights cannot belong to one model; ValueError names the file and the value.
 
-    Reads the headers only; of adapters, those of a base model in a folder.
+    Only headers are read; for adapters, also the headers of a base model in a folder.
     """
     base = adapted_model(folder)
     if base is not None:
@@ -59,14 +59,14 @@ def quantisation(folder: Path) -> str | None:
 def adapted_model(folder: Path) -> str | None:
     """Return the name of the model that a folder's adapters belong to; None for a folder without adapters.
 
-    ValueError for none, and for one that is, in this folder or by way of others, the adapters themselves.
+    Raises ValueError if the name is missing, or if following base models leads back to the adapters.
     """
     base, visited = _base_of(folder), {folder.resolve()}
     following = base
     while following is not None:
         at = Path(following).resolve()
         if at in visited:
-            raise ValueError(f"{folder} holds adapters of a model that is made of adapters in a circle: {_REMEDY}")
+            raise ValueError(f"the adapters in {folder} are, through their base model, their own base: {_REMEDY}")
         visited.add(at)
         following = _base_of(at)
     return base
@@ -79,13 +79,13 @@ def _base_of(folder: Path) -> str | None:
     name = read_object(path, _REMEDY).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise ValueError(
-            f"{path} has {reprlib.repr(name)} as base_model_name_or_path: give the folder or hub id of its model"
+            f"{path} has {reprlib.repr(name)} as base_model_name_or_path: give the folder or Hub id of its model"
         )
     return name
 
 
 def _check_ranks(folder: Path) -> None:
-    """Refuse a LoRA rank above every size that is stored."""
+    """Reject a LoRA rank above every stored size."""
     path, weights = folder / _ADAPTER_CONFIG, folder / "adapter_model.safetensors"
     if not weights.is_file():
         return
@@ -93,13 +93,13 @@ def _check_ranks(folder: Path) -> None:
     patterns, most = config.get("rank_pattern"), max((max(it.shape, default=0) for it in header.values()), default=0)
     for rank in (config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())):
         if isinstance(rank, int | float) and rank > most:
-            raise ValueError(f"{path} has a rank of {rank}, which no tensor in {weights.name} has: {_REMEDY}")
+            raise ValueError(f"{path} has a rank of {rank}, but no tensor in {weights.name} has that size: {_REMEDY}")
 
 
 def _check_layers(path: Path, config: Mapping[str, Any], header: Mapping[str, StoredTensor]) -> None:
-    """Compare the number of layers with the tensors' names, or with their largest size for an unknown class."""
+    """Compare the number of layers with the tensors' names; for an unknown class, with their largest size."""
     kind = config.get("model_type")
-    # A class of the user's own may number its modules as it likes, and run one of them in several layers.
+    # A user's own class may number its modules freely, and run one module in several layers.
     numbered = [int(part) for name in header if kind in CONFIG_MAPPING_NAMES and (part := _layer_of(name)) is not None]
     most = (
         max(numbered) + 1 if numbered else max((size for tensor in header.values() for size in tensor.shape), default=0)
@@ -107,15 +107,17 @@ def _check_layers(path: Path, config: Mapping[str, Any], header: Mapping[str, St
     least = most if numbered and kind in _ALL_LAYERS_RUN else 1
     for key in _LAYERS:
         if isinstance(layers := config.get(key), int) and not least <= layers <= most:
-            raise ValueError(f"{path} has {layers} as {key}, but the weights beside it have {most} layers: {_REMEDY}")
+            raise ValueError(f"{path} has {layers} as {key}, but the weights have {most} layers: {_REMEDY}")
 
 
 def _layer_of(name: str) -> str | None:
-    """Return the first number in a tensor's name: its layer, in transformers' own families (model.layers.3., h.3.)."""
+    """Return the first number in a tensor's name: in transformers' own families, its layer (model.layers.3., h.3.)."""
     return next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
 
 
 def _check_floats(path: Path, header: Mapping[str, StoredTensor]) -> None:
     for name, tensor in header.items():
         if name.endswith(".weight") and not tensor.dtype.startswith(("F", "BF")):
-            raise ValueError(f"the weights beside {path} hold {name} in {tensor.dtype}, which is no float: {_REMEDY}")
+            raise ValueError(
+                f"the weights next to {path} store {name} as {tensor.dtype}, which is not a float: {_REMEDY}"
+            )

@@ -18,7 +18,7 @@ from decoding.model.taps import capture_taps
 class ModelOutput(NamedTuple):
     """Outputs of a pass. ``hidden``: the input of the lm_head. ``logits``: its output.
 
-    ``states``: for each row, the states of its positions behind the layers that the pass was asked for, side by side.
+    ``states``: for each row, the states of its positions after the requested layers, concatenated.
     """
 
     hidden: Float[Tensor, "*positions hidden"]
@@ -37,9 +37,9 @@ class ModelOutput(NamedTuple):
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch a model that is being trained to eval mode inside this context; each module has its own mode afterwards.
+    """Switch a training model to eval mode inside this context; afterwards each module has its old mode.
 
-    The model's own flag tells: a model in eval mode is left alone, which costs a pass nothing.
+    Only the model's own flag is checked, so a model in eval mode costs nothing.
     """
     if not model.training:
         yield
@@ -64,12 +64,12 @@ def run_model(
 ) -> ModelOutput:
     """Run ``tokens`` at ``positions``, both (rows, size), into the block that the cache has begun.
 
-    ``positions`` None: the model takes none. ``cache``: by the name that the model has for it, if that is its own.
+    ``positions`` None: the model takes no positions. ``cache`` may also map the model's own argument name to its cache.
 
-    ``mask`` is an additive mask (rows, 1, size, keys), or a dict of them by layer type, or None where `transformers`
-    builds its own. ``select`` picks the positions, (rows, some, hidden), that the lm_head reads and that come back: all
-    of them without it. ``taps``: the layers whose outputs come back as ``states``, at all positions (`capture_taps`).
-    Outputs come to the device of the tokens.
+    ``mask`` is an additive mask (rows, 1, size, keys), a dict of masks by layer type, or None if `transformers` builds
+    its own. ``select`` picks the positions, (rows, some, hidden), for the lm_head and the output (None: all). ``taps``:
+    the layers whose outputs are returned as ``states``, at all positions (`capture_taps`). Outputs are moved to the
+    device of the tokens.
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers if taps else 0
     with (

@@ -1,8 +1,8 @@
 """Medusa heads: small networks on the target's last hidden state that predict tokens further ahead.
 
-Head k (from 0) reads the hidden state at position t, from which the target's own lm_head predicts token t+1,
-and predicts token t+2+k (Medusa, 2401.10774, section 2.1.1). Heads with a Markov bias add to their logits a term of the
-token before their own, t+1+k.
+Head k (from 0) reads the hidden state at position t, from which the target's own lm_head predicts token t+1, and
+predicts token t+2+k (Medusa, 2401.10774, section 2.1.1). Heads with a Markov bias add to their logits a term of the
+previous token, t+1+k.
 """
 
 import json
@@ -34,15 +34,16 @@ from decoding.rules.tree import checked_paths
 
 FORMAT = "headstart-medusa"
 _REMEDY = "give heads as headstart wrote them"
+_THIS_TARGET = "give heads trained on this target"
 
 
 @dataclass(frozen=True)
 class MedusaConfig:
     """Sizes of the heads and the tree that they draft; ValueError for an impossible size or tree.
 
-    ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix is listed.
-    ``shared_lm_head``: the heads have no output layer of their own and use the target's lm_head. ``markov_rank``: rank
-    of the `MarkovBias` that all heads share, 0 for none.
+    ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix must be
+    listed. ``shared_lm_head``: the heads have no output layer and use the target's lm_head. ``markov_rank``: rank of
+    the `MarkovBias` that all heads share, 0 for none.
     """
 
     hidden_size: int
@@ -62,7 +63,7 @@ class MedusaConfig:
         paths = checked_paths(self.tree, self.vocab_size)
         deepest = max((len(path) for path in paths), default=0)
         if deepest > self.num_heads:
-            raise ValueError(f"the tree is {deepest} deep but there are {self.num_heads} heads: shorten its paths")
+            raise ValueError(f"the tree is {deepest} deep, but there are {self.num_heads} heads: shorten its paths")
         object.__setattr__(self, "tree", paths)
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -82,18 +83,16 @@ class MedusaConfig:
         """Raise ValueError for a target of another hidden size or vocabulary size."""
         if self.hidden_size != hidden_size:
             raise ValueError(
-                f"these heads read hidden states of size {self.hidden_size} but the target's have size "
-                f"{hidden_size}: give heads that were trained on this target"
+                f"these heads read states of size {self.hidden_size}, not the target's {hidden_size}: {_THIS_TARGET}"
             )
         if self.vocab_size != vocab_size:
             raise ValueError(
-                f"these heads predict {self.vocab_size} tokens but the target knows {vocab_size}: "
-                "give heads that were trained on this target"
+                f"these heads predict {self.vocab_size} tokens, not the target's {vocab_size}: {_THIS_TARGET}"
             )
 
 
 class ResidualBlock(nn.Module):
-    """Residual block x + SiLU(Wx + b); W and b start at zero, which makes it the identity."""
+    """Residual block x + SiLU(Wx + b); with W and b zero at the start it is the identity."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -129,7 +128,7 @@ class MedusaHead(nn.Module):
     def written(
         self, features: Float[Tensor, "*batch hidden"], lm_head: nn.Module | None
     ) -> Float[Tensor, "*batch vocab"]:
-        """Return the logits by the head's own layer or the target's, which may have another dtype or device."""
+        """Return the logits from the head's own layer or the target's, which may have another dtype or device."""
         writer = lm_head if self.lm_head is None else self.lm_head
         if writer is None:
             raise ValueError("these heads share the target's lm_head: give it as lm_head")
@@ -155,19 +154,14 @@ class MedusaHeads(nn.Module):
         """
         lm_head: nn.Linear = target.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
         if getattr(lm_head, "bias", None) is not None:
-            raise ValueError(
-                "the target's lm_head has a bias, which heads have no place for: give a target without one"
-            )
+            raise ValueError("the target's lm_head has a bias, which heads do not support: give a target without one")
         return MedusaHeads.for_lm_head(lm_head.weight, config)
 
     @staticmethod
     def for_lm_head(weight: Float[Tensor, "vocab hidden"], config: MedusaConfig) -> "MedusaHeads":
         """Make the heads of `for_target` from the weight of the target's lm_head alone."""
         if weight.shape != (config.vocab_size, config.hidden_size):
-            raise ValueError(
-                f"the target's lm_head is {tuple(weight.shape)} and fits no heads of {config.vocab_size} tokens and "
-                f"width {config.hidden_size}"
-            )
+            raise ValueError(f"the target's lm_head has shape {tuple(weight.shape)}: give heads of the same sizes")
         heads = MedusaHeads(config)
         if config.shared_lm_head:
             return heads
@@ -182,9 +176,9 @@ class MedusaHeads(nn.Module):
         lm_head: nn.Module | None = None,
         before: Int[Tensor, "heads *batch"] | None = None,
     ) -> Float[Tensor, "heads *batch vocab"]:
-        """Return the logits of every head. In training run the heads one at a time: this holds the logits of all.
+        """Return the logits of every head, all in memory at once; in training run the heads one by one.
 
-        ``before``: for heads with a Markov bias, token t+1+k for head k, the one before its own.
+        ``before``: for heads with a Markov bias, token t+1+k for head k, the token before the predicted one.
         """
         return torch.stack(
             [
@@ -202,14 +196,14 @@ class MedusaHeads(nn.Module):
     ) -> Float[Tensor, "*batch vocab"]:
         """Return the logits of head k (from 0), which predicts token t+2+k.
 
-        ``before``: for heads with a Markov bias, and for no others, token t+1+k.
+        ``before``: token t+1+k, only for heads with a Markov bias.
         """
         logits: Tensor = self.heads[k](hidden, lm_head)
         assert (self.markov is None) == (before is None), "a Markov bias is of the token before"
         return logits if self.markov is None or before is None else self.markov.added_to(logits, before)
 
     def save_pretrained(self, folder: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
-        """Write ``config.json`` and the weights to the folder, in shards as `write_weights` makes them."""
+        """Write ``config.json`` and the weights to the folder, in shards as in `write_weights`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG_NAME).write_text(json.dumps({"format": FORMAT, **asdict(self.config)}, indent=2) + "\n")
@@ -221,8 +215,8 @@ class MedusaHeads(nn.Module):
     ) -> "MedusaHeads":
         """Read heads written by `save_pretrained`, in ``dtype`` (None: as stored).
 
-        ValueError, before anything is built, for a tensor that ``config.json`` does not describe or that is missing;
-        ValueError for a weight that is not finite in the dtype.
+        Raises ValueError before building anything if a tensor is missing or unknown to ``config.json``, and ValueError
+        for a weight that is not finite in the dtype.
         """
         folder = Path(folder)
         config = read_config(folder)
@@ -233,9 +227,9 @@ class MedusaHeads(nn.Module):
 class StackedHeads:
     """All heads of a target run at once, for decoding: one product per layer of blocks, one for a shared lm_head.
 
-    The blocks' weights are stored side by side, and the given heads become views of them: no weight is held twice, even
-    if the heads are stacked again. Heads that are later moved to another device or dtype are no longer those that run
-    here. A Markov bias is left out: it is added where the tokens are chosen.
+    The blocks' weights are stored contiguously, and the given heads become views of them: no weight is stored twice,
+    even if the heads are stacked again. Heads moved later to another device or dtype no longer share these weights. A
+    Markov bias is left out: it is added when the tokens are chosen.
     """
 
     def __init__(self, heads: MedusaHeads) -> None:
@@ -264,7 +258,7 @@ class StackedHeads:
 
 
 def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
-    """Make the parameters views of one tensor (parameters, ...) and return it; nothing moves if they already are."""
+    """Make the parameters views of one tensor (parameters, ...) and return it; no copy if they already are."""
     first, size = parameters[0].detach(), parameters[0].numel()
     storage = first.untyped_storage().data_ptr()
     if all(
@@ -283,9 +277,8 @@ def loaded(
 ) -> MedusaHeads:
     """Build heads of these weights, ready to decode, in ``dtype`` (None: the weights' own).
 
-    The heads hold the given tensors, not copies, and ``weights`` is emptied: in another dtype, tensor by tensor takes
-    the place of the one before. ValueError for a weight that is not finite in that dtype; the message names ``folder``
-    as its source.
+    The heads take the given tensors without copying, and ``weights`` is emptied; a conversion to another dtype replaces
+    tensor by tensor. Raises ValueError, naming ``folder`` as the source, for a weight that is not finite in that dtype.
     """
     check_finite(weights, f"{folder}", "give an earlier checkpoint, or train the heads again")
     stored = next(iter(weights.values())).dtype
@@ -303,5 +296,5 @@ def read_config(folder: Path) -> MedusaConfig:
     """Read the ``config.json`` next to the weights of heads. ValueError unless it describes heads in `FORMAT`."""
     for name, there in ((CONFIG_NAME, (folder / CONFIG_NAME).is_file()), (WEIGHTS_NAME, has_weights(folder))):
         if not there:
-            raise ValueError(f"{folder} holds no Medusa heads: {name} is missing")
+            raise ValueError(f"{folder} does not contain Medusa heads, {name} is missing: {_REMEDY}")
     return read_config_of(MedusaConfig, folder / CONFIG_NAME, FORMAT, _REMEDY)

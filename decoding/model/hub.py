@@ -1,8 +1,8 @@
-"""Names of models: a folder, or ``ORG/NAME`` or ``ORG/NAME@REVISION`` on the Hub, which is fetched into the cache.
+"""Names of models: a folder, or ``ORG/NAME`` or ``ORG/NAME@REVISION`` on the Hub, fetched into the cache.
 
-A revision is a branch, a tag, a pull request (``refs/pr/1``) or a commit hash; without one it is ``main``. A process
-resolves a revision once, so that config, weights and tokenizer are of one commit even while a branch moves.
-The Hub's own client does the work: its cache (HF_HOME, HF_HUB_CACHE), its offline mode (HF_HUB_OFFLINE), its token.
+A revision is a branch, a tag, a pull request (``refs/pr/1``) or a commit hash; the default is ``main``. A process
+resolves a revision once: config, weights and tokenizer come from one commit even while a branch moves. The Hub's own
+client does the work: its cache (HF_HOME, HF_HUB_CACHE), its offline mode (HF_HUB_OFFLINE), its token.
 """
 
 import re
@@ -29,12 +29,12 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from decoding.model.stored import WEIGHT_FILES, named_files
 
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md")
-"""Config, tokenizer, template, card and what stands beside them; code comes too, and is run only if it is trusted."""
+"""Config, tokenizer, template, card and similar files; code is fetched too, but runs only if trusted."""
 _WEIGHTS = (*WEIGHT_FILES, "adapter_model.safetensors")
-"""Weights that are read here: not a second copy of them in another program's layout."""
+"""Weights that are read here, without second copies in other programs' layouts."""
 _FOLDERS = ("*/*",)
 _REVISION = re.compile(r"(?!.*(?:\.\.|//))[^\s\\~^:?*\[\x00-\x1f\x7f/,-][^\s\\~^:?*\[\x00-\x1f\x7f,]*")
-"""Names that git takes, less those that would leave the cache's folder or end a drafter's path."""
+"""Names that git accepts, except those that would leave the cache's folder or end a drafter's path."""
 LOG_IN = "run `hf auth login`, or set HF_TOKEN"
 
 _only_cached: ContextVar[bool] = ContextVar("only_cached", default=False)
@@ -53,9 +53,9 @@ class HubName(NamedTuple):
 
 
 def hub_name(name: str | Path) -> HubName | None:
-    """Read a name of the form ORG/NAME[@REVISION]; None for a folder, which comes first, and for a path to one.
+    """Read a name of the form ORG/NAME[@REVISION]; None for a path or an existing folder, which takes precedence.
 
-    ValueError for a revision that git would not take.
+    Raises ValueError for a revision that git would not accept.
     """
     name = str(name)
     repo_id, at, revision = name.partition("@")
@@ -67,34 +67,34 @@ def hub_name(name: str | Path) -> HubName | None:
 
 
 def local_folder(name: str | Path, weights: bool = True) -> Path:
-    """Return the folder of this name; for a hub id that of its snapshot in the cache, with what it lacks fetched.
+    """Return the folder of this name; for a Hub id, its snapshot in the cache, with missing files fetched.
 
-    Only files that are read here are fetched, and without ``weights`` none of those. ValueError, in one sentence, if
-    there is no such folder, repository or revision, if it may not be read, or if it is not cached and the Hub is out of
-    reach.
+    Only files that are read here are fetched; without ``weights`` no weights are fetched. Raises ValueError, in one
+    sentence, if the folder, repository or revision does not exist or may not be read, or if it is not cached and the
+    Hub cannot be reached.
     """
     named = hub_name(name)
     if named is None:
         if not Path(name).is_dir():
             raise ValueError(
-                f"there is no folder {name}{similar(Path(name))}: give a folder with a model, or a hub id such as "
+                f"there is no folder {name}{similar(Path(name))}: give a folder with a model, or a Hub id such as "
                 "ORG/NAME or ORG/NAME@REVISION"
             )
         return Path(name)
     folder = _snapshot(named, [*_SMALL, *(_WEIGHTS if weights else ())])
     files = named_files(folder, "tell its author") if weights else []
-    if missing := [str(path.relative_to(folder)) for path in files if not path.is_file()]:  # shards of other names
+    if missing := [str(path.relative_to(folder)) for path in files if not path.is_file()]:  # shards with other names
         _snapshot(named, missing, ())
     return folder
 
 
 def commit_of(name: str | Path) -> str | None:
-    """Return the commit hash to which a hub id was resolved, or will be from now on; None for a folder."""
+    """Return the commit hash to which a Hub id was or is now resolved; None for a folder."""
     return None if hub_name(name) is None else local_folder(name, weights=False).name
 
 
 def revisions(names: Mapping[str, str | Path | None]) -> dict[str, str]:
-    """Return ORG/NAME@COMMIT under the key of each name that is a hub id: the very files that were read."""
+    """Return ORG/NAME@COMMIT under the key of each name that is a Hub id: the files that were actually read."""
     return {
         key: f"{named.repo_id}@{commit_of(name)}"
         for key, name in names.items()
@@ -103,14 +103,14 @@ def revisions(names: Mapping[str, str | Path | None]) -> dict[str, str]:
 
 
 def short_name(name: str) -> str:
-    """Return the last part of a folder's path, or NAME@REVISION of a hub id, for titles."""
+    """Return the last part of a folder's path, or NAME@REVISION of a Hub id, for titles."""
     named = hub_name(name)
     return Path(name).name if named is None else str(named).partition("/")[2] or str(named)
 
 
 @contextmanager
 def only_cached(wanted: bool = True) -> Iterator[None]:
-    """Ask nothing of the Hub meanwhile, as HF_HUB_OFFLINE does for a whole process."""
+    """Ask the Hub for nothing inside this context, as HF_HUB_OFFLINE does for a whole process."""
     before = _only_cached.set(wanted or _only_cached.get())
     try:
         yield
@@ -119,7 +119,7 @@ def only_cached(wanted: bool = True) -> Iterator[None]:
 
 
 def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = _FOLDERS) -> Path:
-    """Fetch the repository's files of these patterns; return their folder, which is named after the commit."""
+    """Fetch the repository's files of these patterns; return their folder, named after the commit."""
     revision = named.revision or constants.DEFAULT_REVISION
     place = (str(constants.HF_HUB_CACHE), str(constants.ENDPOINT), named.repo_id, revision)
     try:
@@ -136,7 +136,7 @@ def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = 
     else:
         _commits[place] = Path(folder).name
         return Path(folder)
-    # Raised here, outside the handler: an exception's context would hold the request and its header.
+    # Raised outside the handler: an exception's context would contain the request and its header.
     raise ValueError(
         f"nothing can be read from {str(named)!r}: there is no such folder{similar(Path(str(named)))}, and loading it "
         f"from the Hub failed: {problem}"
@@ -144,10 +144,10 @@ def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = 
 
 
 def explained(error: Exception, named: HubName, page: str) -> str:
-    """Say in one sentence why nothing was fetched of a repository with this ``page``, and what helps."""
+    """Explain in one sentence why nothing was fetched from a repository with this ``page``, and what helps."""
     repo_id, address = named.repo_id, without_login(constants.ENDPOINT)
     if isinstance(error, HFValidationError):
-        return "it is no hub id: give ORG/NAME or ORG/NAME@REVISION"
+        return "it is not a Hub id: give ORG/NAME or ORG/NAME@REVISION"
     if isinstance(error, GatedRepoError):
         return f"it is gated: accept its terms at {page}, then {LOG_IN}"
     if isinstance(error, RepositoryNotFoundError):
@@ -170,17 +170,14 @@ def explained(error: Exception, named: HubName, page: str) -> str:
     if _only_cached.get() or isinstance(cause, OfflineModeIsEnabled):
         revision = f" --revision {named.revision}" if named.revision else ""
         return (
-            f"the cache lacks it or a part of it, and the Hub may not be asked (HF_HUB_OFFLINE, local_files_only): "
+            f"it is not completely cached, and the Hub may not be asked (HF_HUB_OFFLINE, local_files_only): "
             f"fetch it once with `hf download {repo_id}{revision}`, or allow downloads"
         )
-    return (
-        f"{address} cannot be reached ({type(cause).__name__}) and the cache lacks it or a part of it: check the "
-        "connection"
-    )
+    return f"{address} cannot be reached ({type(cause).__name__}) and it is not completely cached: check the connection"
 
 
 def shortened(text: object) -> str:
-    """Return what another program says on one line, at most 300 characters of it, without a login in an address."""
+    """Return another program's message on one line, at most 300 characters, without logins in addresses."""
     return without_login(" ".join(str(text).split()))[:300]
 
 
@@ -190,7 +187,7 @@ def without_login(address: object) -> str:
 
 
 def similar(folder: Path) -> str:
-    """Ask for folders of similar names next to a missing one."""
+    """Ask whether a folder with a similar name was meant."""
     parent = folder.parent
     found = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
     close = get_close_matches(folder.name, found)

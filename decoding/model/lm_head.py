@@ -1,8 +1,8 @@
-"""The two ends of a model: where it embeds the tokens that it reads, and where its lm_head reads the last hidden state.
+"""A model's two ends: the embedding of its input tokens, and its lm_head with the last hidden state.
 
 Input and output embeddings are the layers that every architecture names (`get_input_embeddings`,
-`get_output_embeddings`), so nothing here knows a family. All work there, in decoding and in training, goes through this
-module.
+`get_output_embeddings`), so this module needs no family-specific code. Decoding and training access both ends only
+through this module.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,13 +18,12 @@ Result = TypeVar("Result")
 
 
 class OutputLayer(nn.Linear):
-    """Linear layer from hidden states to the vocabulary, of whatever is trained on a target."""
+    """Linear layer from hidden states to the vocabulary, for anything trained on a target."""
 
     def forward(self, hidden: Tensor, read: Callable[[Tensor, Tensor], Any] = F.linear) -> Any:
         """Return ``read(hidden, weight)``: by default the logits.
 
-        A loss that needs the weight is given as ``read``, because sharded training gathers the weight for this call
-        only.
+        A loss that needs the weight is passed as ``read``: sharded training gathers the weight for this call only.
         """
         return read(hidden, self.weight)
 
@@ -44,14 +43,14 @@ def _lm_head(model: nn.Module) -> nn.Linear:
 def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
     """Collect the lm_head's input, (batch, positions, hidden), of this thread's forwards of the model in the context.
 
-    With ``select`` the lm_head itself reads only ``select(hidden)``, which saves logits that are not needed; the
-    captured tensor is the whole input.
+    With ``select`` the lm_head itself reads only ``select(hidden)``, to save unneeded logits; the captured tensor is
+    the whole input.
     """
     captured: list[Tensor] = []
     thread = get_ident()
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if get_ident() != thread:  # somebody else's forward of the same model
+        if get_ident() != thread:  # another thread's forward of the same model
             return None
         captured.append(args[0])
         return (select(args[0]), *args[1:]) if select else None
@@ -62,7 +61,7 @@ def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] |
 
 @contextmanager
 def hooked(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Iterator[None]:
-    """Register a hook inside the context. One that an interrupt left behind would spoil every later forward."""
+    """Register a hook inside the context. A hook left behind by an interrupt would spoil every later forward."""
     handle = None
     try:
         handle = register(hook)
@@ -71,14 +70,14 @@ def hooked(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Iterator
         try:
             if handle is not None:
                 handle.remove()
-        finally:  # an interrupt may have come before it was removed
+        finally:  # an interrupt may have prevented the removal
             if handle is not None:
                 handle.remove()
 
 
 @contextmanager
 def replaced_forward(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Give a layer another forward inside the context."""
+    """Replace a layer's forward inside the context."""
     own = vars(layer).get("forward")  # a launcher may have set one on the instance
     layer.forward = forward
     try:
@@ -98,7 +97,7 @@ def last_position(hidden: Float[Tensor, "batch positions hidden"]) -> Float[Tens
 def lm_head_input(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, "batch positions hidden"]:
     """Run ``model(**inputs)`` without a cache; return the input of its lm_head, on the lm_head's device.
 
-    The lm_head computes the logits of the last position alone.
+    The lm_head computes the logits of the last position only.
     """
     with capture_lm_head_input(model, last_position) as captured:
         model(**inputs, use_cache=False)
@@ -106,11 +105,11 @@ def lm_head_input(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, 
 
 
 def run_in_lm_head(model: nn.Module, hidden: Tensor, work: Callable[[Tensor, Tensor], Result]) -> Result:
-    """Call the lm_head on ``hidden`` with ``work(hidden, weight)`` in place of its forward; return the work's result.
+    """Call the lm_head on ``hidden`` with ``work(hidden, weight)`` instead of its forward; return the work's result.
 
-    Launchers shard the lm_head. Their hooks gather its weight around its forward, and again in the backward pass, but
-    there only for the gradient of the layer's own result (DeepSpeed's ZeRO-3). So a loss computed from the weight has
-    to be that result.
+    Launchers shard the lm_head. Their hooks gather its weight around its forward. In the backward pass they gather it
+    only for the gradient of the layer's own result (DeepSpeed's ZeRO-3). A loss computed from the weight must therefore
+    be that result.
     """
     layer: Any = _lm_head(model)
     with replaced_forward(layer, lambda hidden: work(hidden, layer.weight)):

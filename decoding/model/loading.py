@@ -1,4 +1,4 @@
-"""Loading of targets, drafts and heads from a folder or the Hub; every mismatch is found before anything runs."""
+"""Loading of targets, drafts and heads from a folder or the Hub; mismatches are found before anything runs."""
 
 import logging
 from math import prod
@@ -38,8 +38,7 @@ from decoding.model.stored import CONFIG_NAME, check_finite, read_header, read_o
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary
 
 _LOGGER = logging.getLogger(__name__)
-_SHARE = 0.9
-"""Share of a GPU's free memory that weights may fill; the rest is for the cache and the passes."""
+_SHARE = 0.9  # share of a GPU's free memory that weights may fill; the rest is for the cache and the passes
 
 TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
 """Text that tokenizers split differently: spaces at both ends of lines, digits, an accent."""
@@ -57,24 +56,24 @@ def load_model(
     device: torch.device | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal LM from a folder or ORG/NAME[@REVISION]. Every weight must be stored there, in safetensors files.
+    """Load a causal LM from a folder or ORG/NAME[@REVISION], with every weight in safetensors files.
 
-    ``dtype="auto"`` keeps the stored dtype; None is `fast_dtype`'s. The config is compared with the weights before the
-    model is built. ``device`` None: the first GPU, or the CPU without one; weights that do not fit the first of several
-    GPUs are spread over all of them. ValueError for a model that cannot be read, lacks weights, or is too large for the
-    GPUs together.
+    ``dtype="auto"`` keeps the stored dtype; None uses `fast_dtype`. The config is compared with the weights before the
+    model is built. ``device`` None: the first GPU, or the CPU without one; weights that do not fit on the first of
+    several GPUs are spread over all of them. Raises ValueError for a model that cannot be read, lacks weights, or is
+    too large for all GPUs together.
     """
     folder = model_folder(name)
     check_model_folder(folder)
     dtype = dtype or parse_dtype("fast")
     spread = device is None and exceeds_first_gpu(folder, dtype)
     if spread:
-        _LOGGER.warning("%s does not fit the first GPU: it is spread over %d", name, torch.cuda.device_count())
-    disable_progress_bar()  # the bar of reading weights ends before it is drawn
+        _LOGGER.warning("%s does not fit on the first GPU and is spread over %d", name, torch.cuda.device_count())
+    disable_progress_bar()  # the bar of reading weights would end before it is drawn
     try:
         described = _that_or_base(folder, "config.json")
         config = AutoConfig.from_pretrained(str(described), trust_remote_code=trust_remote_code)
-        # Quantised weights are made on their device: most cannot be moved.
+        # Quantised weights are created on their device, because most cannot be moved.
         placed = {"": device or default_device()} if quantisation(described) else None
         read: Any = auto_class(config).from_pretrained(
             str(folder),
@@ -89,15 +88,13 @@ def load_model(
     model: PreTrainedModel = read[0]
     if missing := sorted(read[1]["missing_keys"]):
         raise ValueError(
-            f"the weights of {name} lack {missing[0]}, one of {len(missing)} that its config asks for, and would have "
-            "random values there: give a folder with all of them"
+            f"the weights of {name} lack {missing[0]}, one of {len(missing)} missing: give a complete folder"
         )
     if not spread and placed is None:
         model.to(device or default_device())  # type: ignore[arg-type]  # transformers' stubs
     elif is_spread(model) and (left := sorted({"cpu", "disk"} & places_of(model))):
         raise ValueError(
-            f"{name} does not fit the GPUs together: a part of it would stay on the {' and the '.join(left)}, from "
-            "where every pass would fetch it; give more GPUs, a narrower dtype, or a smaller target"
+            f"{name} does not fit on the GPUs without {' and '.join(left)}: give more GPUs or a narrower dtype"
         )
     model.eval()
     return model
@@ -110,7 +107,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def model_without_weights(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Build a model's class on the meta device, where weights take no memory; adapters have their base's."""
+    """Build a model's class on the meta device, where weights take no memory; adapters become their base model."""
     folder = _that_or_base(folder, "config.json")
     disable_progress_bar()
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
@@ -125,21 +122,21 @@ def model_without_weights(folder: Path, dtype: torch.dtype, trust_remote_code: b
 
 
 def _that_or_base(folder: Path, pattern: str) -> Path:
-    """Return the folder if it holds such a file, else that of the first model behind its adapters that does.
+    """Return the folder if it contains such a file, else the first base model of its adapters that does.
 
-    ValueError for adapters that are their own base, on the Hub too.
+    Raises ValueError for adapters that are their own base, on the Hub too.
     """
     visited = [folder]
     while (base := adapted_model(folder)) is not None and not any(folder.glob(pattern)):
         folder = local_folder(base, weights=False)
         if folder in visited:
-            raise ValueError(f"{base} holds adapters of a model that is made of adapters in a circle: give its model")
+            raise ValueError(f"the adapters {base} are, through their base model, their own base: give the base model")
         visited.append(folder)
     return folder
 
 
 def exceeds_first_gpu(folder: Path, dtype: torch.dtype | Literal["auto"]) -> bool:
-    """Return True if there are several GPUs and the weights in a folder do not fit the free memory of the first."""
+    """Return True if there are several GPUs and a folder's weights do not fit in the free memory of the first."""
     if torch.cuda.device_count() < 2:
         return False
     base = adapted_model(folder)
@@ -152,7 +149,7 @@ def exceeds_first_gpu(folder: Path, dtype: torch.dtype | Literal["auto"]) -> boo
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model's folder or hub id; adapters saved without one use their base model's."""
+    """Load the tokenizer of a model's folder or Hub id; adapters saved without one use their base model's."""
     folder = _that_or_base(local_folder(name, weights=False), "tokenizer*")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -161,13 +158,13 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     except UNREADABLE as error:
         told = reason(error) if _is_untrusted(error) or _has_vocabulary(folder) else _NO_VOCABULARY
         raise ValueError(f"no tokenizer could be read from {name!r}: {told}") from error
-    if tokenizer.vocab_files_names and not _has_vocabulary(folder):  # some families then get an empty one
+    if tokenizer.vocab_files_names and not _has_vocabulary(folder):  # some families would get an empty tokenizer
         raise ValueError(f"no tokenizer could be read from {name!r}: {_NO_VOCABULARY}")
     return tokenizer
 
 
 _VOCABULARIES = ("tokenizer*", "*vocab*", "merges*", "*.model", "*.tiktoken", "tekken*")
-_NO_VOCABULARY = "it holds no tokenizer.json: copy the tokenizer's files of the model that it was made from into it"
+_NO_VOCABULARY = "tokenizer.json is missing: copy the tokenizer files of its base model into it"
 
 
 def _has_vocabulary(folder: Path) -> bool:
@@ -180,32 +177,32 @@ def _is_untrusted(error: BaseException) -> bool:
 
 
 def model_folder(name: str) -> Path:
-    """Return the local folder of a model, fetched if need be; ValueError if config or weights are missing in it."""
+    """Return the local folder of a model, fetched if needed; ValueError if its config or weights are missing."""
     folder = local_folder(name)
     if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):  # or adapters
-        raise ValueError(f"{name} holds no model: config.json is missing")
+        raise ValueError(f"{name} does not contain a model: config.json is missing")
     if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{name} holds no weights: no .safetensors file is in it (pickled weights are not loaded)")
+        raise ValueError(f"{name} has no .safetensors file: convert its weights (pickled ones are not loaded)")
     return folder
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error (library errors have many), or the name of its class if it has no text.
 
-    A line that ends with a colon is followed by the next one.
+    A line that ends with a colon is joined with the next one.
     """
     first, *others = _lines(error)
     return " ".join((first, *others[:1])) if first.endswith(":") else first
 
 
 def reason(error: BaseException) -> str:
-    """Return the line of an error that tells the reason: the first, or the last in transformers' config checks."""
+    """Return the line of an error that gives the reason: the first, or the last in transformers' config checks."""
     if "ignore_mismatched_sizes" in str(error):  # an option that users cannot set here
-        return "the sizes in its config.json are not those of its weights"
+        return "the sizes in its config.json differ from its weights"
     if _is_untrusted(error):
         return (
-            "it needs the code that comes with it: give --trust-remote-code, or trust_remote_code=true in a recipe, "
-            "once you have read that code"
+            "it needs its own code: read that code, then give --trust-remote-code, or trust_remote_code=true in a "
+            "recipe"
         )
     if not isinstance(error, StrictDataclassError):
         return first_line(error)
@@ -218,11 +215,11 @@ def _lines(error: BaseException) -> list[str]:
     return [line if len(line) <= 300 else f"{line[:300]}..." for line in lines]
 
 
-_OWN_TOKENIZER = "give a draft that was trained with the target's tokenizer"
+_OWN_TOKENIZER = "give a draft trained with the target's tokenizer"
 
 
 def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Refuse a draft whose token ids mean other texts; vocabularies that differ only in their padding pass."""
+    """Reject a draft whose token ids mean other texts; vocabularies that differ only in padding pass."""
     target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
     differing = [token for token, index in draft_vocab.items() if target_vocab.get(token, index) != index]
     unknown = [token for token in draft_vocab if token not in target_vocab]
@@ -241,11 +238,11 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
             _OWN_TOKENIZER,
         )
     if target(TOKENIZER_PROBE)["input_ids"] != draft(TOKENIZER_PROBE)["input_ids"]:
-        raise UserError("the draft's tokenizer has the target's tokens but splits text in another way", _OWN_TOKENIZER)
+        raise UserError("the draft's tokenizer has the target's tokens but splits text differently", _OWN_TOKENIZER)
 
 
 def load_heads(name: str | Path, target: CausalLM) -> MedusaHeads:
-    """Load heads from a folder or hub id in the target's dtype, on its device; sizes are checked before weights."""
+    """Load heads from a folder or Hub id in the target's dtype, on its device; sizes are checked before weights."""
     folder = local_folder(name)
     read_config(folder).check_fits(target.hidden_size, target.vocab_size)
     return MedusaHeads.from_pretrained(folder, dtype=target.dtype, device=target.device)
@@ -258,14 +255,14 @@ def load_draft(
     trust_remote_code: bool = False,
     other_tokenizer: bool = False,
 ) -> CausalLM:
-    """Load a draft model in the target's dtype, on its device, with steps of fixed shapes if the target's have them.
+    """Load a draft model in the target's dtype, on its device, with fixed shapes if the target has them.
 
-    Its tokenizer must match the target's ``tokenizer``, if that is given and ``other_tokenizer`` is False: an
+    Its tokenizer must match the target's ``tokenizer``, if that is given and ``other_tokenizer`` is False:
     `OtherTokenizerDrafter` takes any. A folder marked by `vocabulary.write_output_tokens` gives a draft with a trimmed
     vocabulary.
     """
     if dspark_folder(name) is not None:
-        raise ValueError(f"{name} is a DSpark draft, which reads the target's states: give it as dspark:{name}")
+        raise ValueError(f"{name} is a DSpark draft, not a draft model: give it as dspark:{name}")
     draft = load_model(name, target.dtype, target.device, trust_remote_code)
     wider = "a dtype of a wider range, such as bf16, or " if target.dtype == torch.float16 else ""
     parameters, remedy = dict(draft.named_parameters()), f"give {wider}an earlier checkpoint of it"
@@ -275,16 +272,14 @@ def load_draft(
         try:
             check_same_tokenizer(tokenizer, own_tokenizer)
         except ValueError as error:
-            raise ValueError(
-                f"{error}, or ask for this one as other-tokenizer:{name}, which drafts by text and is clearly slower"
-            ) from error
+            raise ValueError(f"{error}, or give this one as other-tokenizer:{name}, which is clearly slower") from error
     output_tokens = read_output_tokens(draft, name)
     loaded = CausalLM(draft) if output_tokens is None else trimmed_vocabulary(draft, output_tokens)
     return loaded if why_not_static(draft) else loaded.with_static(target.static)
 
 
 def dspark_folder(name: str | Path) -> Path | None:
-    """Return the folder of a DSpark draft, its config fetched if the name is a hub id; None for any other model."""
+    """Return the folder of a DSpark draft, its config fetched if the name is a Hub id; None for any other model."""
     folder = local_folder(name, weights=False)
     return folder if is_dspark_folder(folder) else None
 
@@ -292,18 +287,18 @@ def dspark_folder(name: str | Path) -> Path | None:
 def load_dspark(name: str | Path, target: CausalLM) -> DSparkDraft:
     """Load a DSpark or DFlash draft in the target's dtype, on its device; its sizes are checked before its weights.
 
-    ValueError for one with an embedding or lm_head of its own.
+    Raises ValueError if its embedding or lm_head differs from the target's.
     """
     folder = local_folder(name)
     if not is_dspark_folder(folder):
-        raise ValueError(f"{name} holds no DSpark draft: give draft:{name} if it is an ordinary one")
+        raise ValueError(f"{name} does not contain a DSpark draft: give draft:{name} for an ordinary draft")
     read_dspark_config(folder).check_fits(target)
     check_ends(folder, target)
     return DSparkDraft.from_pretrained(folder, target.dtype, target.device)
 
 
 def is_heads_folder(folder: str | Path) -> bool:
-    """Return True if a folder holds heads in this project's own format."""
+    """Return True if a folder contains heads in this project's own format."""
     config = Path(folder) / CONFIG_NAME
     return config.is_file() and read_object(config, "give heads or a model").get("format") == FORMAT
 

@@ -1,9 +1,9 @@
-"""A low-rank bias on logits by the token before: what makes distributions that were predicted at once conditional.
+"""A low-rank bias on logits by the previous token; it makes distributions predicted at once conditional.
 
-Heads and DSpark drafts predict several tokens from one state, each as if the tokens between were unknown. Drafting
-knows them: the token before is the parent in the tree. The bias W2 W1[token before] is added to the logits, so that
-each child has a distribution given its parent, at the price of one small product per distinct parent (DSpark's Markov
-head). It is shared by all positions ahead.
+Heads and DSpark drafts predict several tokens from one state, each as if the tokens between were unknown. In drafting
+the previous token is known: it is the parent in the tree. Adding the bias W2 W1[previous token] to the logits gives
+each child a distribution given its parent, for one small product per distinct parent (DSpark's Markov head). All
+positions ahead share the bias.
 """
 
 import torch
@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from decoding.model.lm_head import OutputLayer
 
-_SPREAD = 0.02
-"""Standard deviation of the embedding's initial weights, as in most language models."""
+_SPREAD = 0.02  # standard deviation of the embedding's initial weights, as in most language models
 LARGEST_TABLE = 64 << 20
-"""Greatest size of the biases after all tokens that decoding keeps as a table, in bytes."""
+"""Largest table of the biases after all tokens that decoding keeps, in bytes."""
 
 
 class MarkovBias(nn.Module):
-    """Bias of ``outputs`` logits by the token before, one of ``tokens``, of rank ``rank``; zero at the start."""
+    """Bias of ``outputs`` logits by the previous token, one of ``tokens``, of rank ``rank``; zero at the start."""
 
     def __init__(self, tokens: int, outputs: int, rank: int) -> None:
         super().__init__()
@@ -42,10 +41,10 @@ class MarkovBias(nn.Module):
 
 
 class DecodingBias:
-    """A `MarkovBias` for decoding: a table of the biases after every token if it is small, else the product itself.
+    """A `MarkovBias` for decoding: a table of the biases after every token if it is small, else the product.
 
-    With the 4,096 tokens of a small target a look-up takes a twentieth of the product's time. Weights that change later
-    do not change the table.
+    With the 4,096 tokens of a small target a look-up takes a twentieth of the product's time. Later changes of the
+    weights do not change the table.
     """
 
     def __init__(self, bias: MarkovBias) -> None:
@@ -59,9 +58,9 @@ class DecodingBias:
     def added_to(
         self, logits: Float[Tensor, "*nodes outputs"], before: Int[Tensor, "*nodes"]
     ) -> Float[Tensor, "*nodes outputs"]:
-        """Return the logits with the bias after these tokens, as `MarkovBias.added_to` does.
+        """Return the logits with the bias after these tokens, like `MarkovBias.added_to`.
 
-        A token that only the target knows is read as the last one known: q is poorer, but any q is lossless.
+        A token unknown to the draft is read as its last token: q is poorer, but any q is lossless.
         """
         known = before.clamp(max=self._tokens - 1)
         if self._table is None:

@@ -1,8 +1,8 @@
-"""Chains on models that take no tree, one row at a time: recurrent states, chunks, tokens placed by their order.
+"""Chains on models that cannot run trees, row by row: recurrent states, chunks, tokens placed by their order.
 
-A recurrent state cannot drop a rejected token. So the states of a prefix are kept; a pass feeds the tokens accepted
-since and the new draft together. If the whole draft is accepted the new states are the prefix's; else those kept are
-put back, and the next pass is longer by what was accepted. No step takes a second pass.
+A recurrent state cannot drop a rejected token, so the states of a prefix are kept. A pass runs the tokens accepted
+since then together with the new draft. If the whole draft is accepted, the new states become the prefix's states.
+Otherwise the kept states are restored, and the next pass also runs the accepted tokens. No step needs a second pass.
 """
 
 import inspect
@@ -20,16 +20,16 @@ from decoding.model.cache import PreallocatedCache
 from decoding.model.forward import ModelOutput, run_model
 
 MOST_FED_AGAIN = 8
-"""Accepted tokens of a row that wait for its states; with more, the row's next step drafts nothing, and so takes all.
+"""Accepted tokens of a row that may wait for their states; with more, the row's next step runs them without a draft.
 
-Of 0, 4, 8, 12, 16, 24 and 32, by counts in the loop at acceptances of 0.3 to 0.9 (dev/log/2026-11-25.md).
+Chosen from 0, 4, 8, 12, 16, 24 and 32 by counts in the loop at acceptances of 0.3 to 0.9 (dev/log/2026-11-25.md).
 """
 
 
 class RowsCache(PreallocatedCache):
-    """Tokens of each row, and `transformers`' own cache of a prefix of them, to which it can be put back.
+    """Tokens of each row, and `transformers`' own cache of a prefix of them, which can be restored.
 
-    Without any cache (a model that takes none) each pass runs the whole text.
+    For a model without a cache each pass runs the whole text.
     """
 
     def __init__(self, new: Callable[[], Cache] | None, rows: int) -> None:
@@ -42,9 +42,9 @@ class RowsCache(PreallocatedCache):
         return self._new is not None and self._rows[slot].waiting > MOST_FED_AGAIN
 
     def begin_row(self, slot: int, block: Sequence[int], restarts: bool = False) -> list[int]:
-        """Announce a pass that appends a block to a row; return the tokens to run: those that wait, and the block.
+        """Announce a pass that appends a block to a row; return the tokens to run: the waiting ones, then the block.
 
-        ``restarts``: a model that cannot run several tokens behind others runs the whole text.
+        ``restarts``: a model that cannot run several tokens after others runs the whole text.
         """
         row = self._rows[slot]
         row.tokens += block
@@ -67,13 +67,13 @@ class RowsCache(PreallocatedCache):
 
     def move(self, slot: int, to: int) -> None:
         self._rows[to] = self._rows[slot]
-        super().move(slot, to)  # which clears the slot
+        super().move(slot, to)  # clears the slot
         if slot == to:
             self.lengths[to] = len(self._rows[to].tokens)
 
 
 class _Row:
-    """One text: its tokens, its cache of the first ``_live`` of them, and the states behind the first ``_kept``."""
+    """One text: its tokens, its cache of the first ``_live`` of them, and the states after the first ``_kept``."""
 
     def __init__(self, new: Callable[[], Cache] | None) -> None:
         self.tokens: list[int] = []
@@ -83,11 +83,11 @@ class _Row:
 
     @property
     def waiting(self) -> int:
-        """Number of tokens that the cache does not hold."""
+        """Number of tokens that are not in the cache."""
         return len(self.tokens) - self._live
 
     def begin(self) -> list[int]:
-        """Keep the states, and return the tokens that are to run on them."""
+        """Keep the states, and return the tokens that must run on them."""
         fed = self.tokens[self._live :]
         if self.cache is not None:
             self._kept, self._states = self._live, [_states_of(layer) for layer in self.cache.layers]
@@ -108,20 +108,20 @@ class _Row:
             for layer, states in zip(self.cache.layers, self._states, strict=True):
                 _put_back(layer, states)
             self._live = self._kept
-        else:  # the kept states lie behind
+        else:  # the kept states are of a longer text
             self.restart()
 
     def restart(self) -> None:
-        """Drop the cache, so that the text runs again."""
+        """Drop the cache: the text will run again."""
         self.cache, self._live, self._kept = self._new() if self._new else None, 0, 0
 
 
 _GROWING = ("keys", "values", "indexer_keys")
-"""Tensors of a layer to whose positions, the last dimension but one, new ones are joined."""
+"""Tensors of a layer that grow with the text, along the last dimension but one."""
 
 
 def _states_of(layer: Any) -> dict[str, Any]:
-    """Copy a layer's states, but for keys: a window's are replaced as a whole, those of full attention are cropped."""
+    """Copy a layer's states, except keys: a window replaces its keys as a whole, full attention can crop them."""
     is_full = not getattr(layer, "is_sliding", False)
     states: dict[str, Any] = {}
     for name, value in vars(layer).items():
@@ -146,7 +146,7 @@ def _put_back(layer: Any, states: dict[str, Any]) -> None:
 
 
 class RowSteps:
-    """Runner of one model's steps, one row after the other: padding would change a recurrent state."""
+    """Runner of one model's steps, row by row: padding would change a recurrent state."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -155,7 +155,7 @@ class RowSteps:
         self._cache_name = None if kind in CACHE_OF_THEIR_OWN else next(named, None)
         self._restarts = kind in RESTARTING
         self._has_positions = "position_ids" in accepted
-        if kind in ("nemotron_h", "zamba2"):  # transformers clamps time steps in a pass of several tokens alone
+        if kind in ("nemotron_h", "zamba2"):  # transformers clamps time steps only in passes of several tokens
             for module in model.modules():
                 if hasattr(module, "time_step_limit"):
                     vars(module)["time_step_limit"] = (0.0, float("inf"))
@@ -166,7 +166,7 @@ class RowSteps:
         return RowsCache((lambda: DynamicCache(config=self._model.config)) if keeps else None, rows)
 
     def state_bytes(self) -> int:
-        """Return the bytes of one text's states that do not grow with it: of recurrences and convolutions."""
+        """Return the bytes of one text's states that do not grow with it (recurrences and convolutions)."""
         cache = self.new_cache(1)
         self.run([[0]], cache, last=True)
         held = cache.held(0)
@@ -186,8 +186,8 @@ class RowSteps:
     ) -> ModelOutput:
         """Run a chain of tokens after each of the rows ``slots`` (None: the first ones).
 
-        Returns (rows, tokens, hidden) and (rows, tokens, vocab), shorter rows padded; of each row's ``last`` token
-        alone if that is asked for; with ``taps`` also the states of all tokens of each block.
+        Returns (rows, tokens, hidden) and (rows, tokens, vocab), with shorter rows padded, or only each row's last
+        token with ``last``; with ``taps`` also the states of all tokens of each block.
         """
         assert isinstance(cache, RowsCache), "a cache of another model"
         outputs = [

@@ -1,8 +1,8 @@
-"""Steps of fixed shapes, for target and draft: CUDA graphs need them, and a CPU can run them too.
+"""Steps of fixed shapes, for target and draft, as CUDA graphs need them; a CPU can run them too.
 
 A step's shape is rounded up to a bucket (rows, nodes, keys). Everything that changes from step to step (tokens, depths,
-the tree's mask, the start of each row) is copied into tensors of fixed address; positions, the attention mask and the
-places to write to are computed from them on the device, inside the graph. The host never waits for the device here.
+the tree's mask, the start of each row) is copied into tensors of fixed address. Positions, the attention mask and the
+write positions are computed from them on the device, inside the graph. The host never waits for the device here.
 """
 
 from collections.abc import Sequence
@@ -22,32 +22,30 @@ from decoding.model.forward import ModelOutput, run_model
 from decoding.rules.tree import TokenTree, TreeShape
 
 NODE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
-_FREE_TOKENS = 64
-"""Tokens in a pass up to which a GPU takes no longer than for a single token: there, a few large buckets suffice."""
+_FREE_TOKENS = 64  # tokens up to which a GPU pass takes no longer than for one token; a few large buckets suffice there
 _KEY_BUCKET = 256
-_AHEAD = 2
-"""Buckets of keys whose graphs are recorded before a text comes to them."""
+_AHEAD = 2  # buckets of keys whose graphs are recorded before a text reaches them
 
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 class Size(NamedTuple):
-    """The shape of a bucket's steps: in each row ``nodes`` of a tree of ``span`` run, and see ``keys`` positions."""
+    """The shape of a bucket's steps: each row runs ``nodes`` of a tree of ``span``, and sees ``keys`` positions."""
 
     rows: int
     nodes: int
     span: int
     keys: int
     taps: tuple[int, ...] = ()
-    """Layers behind which the states are returned."""
+    """Layers after which the states are returned."""
 
 
 def row_bucket(rows: int) -> int:
     """Round up a number of rows to a power of two.
 
-    Caches are made with that number of rows: else the shape of a step, and in bf16 its rounding, would depend on the
-    batches that the cache served before.
+    Caches are made with that number of rows. Otherwise the shape of a step, and in bf16 its rounding, would depend on
+    earlier batches of the cache.
     """
     return 1 << (rows - 1).bit_length()
 
@@ -63,7 +61,7 @@ def node_bucket(rows: int, nodes: int) -> int:
 def key_bucket(keys: int) -> int:
     """Round up a number of keys, at least to 256: to a power of two, or to three quarters of one.
 
-    Each bucket has graphs of its own: a text that grows from 256 keys to 32k meets 15 of them.
+    Each bucket has its own graphs: a text that grows from 256 keys to 32k uses 15 of them.
     """
     power = max(_KEY_BUCKET, 1 << (keys - 1).bit_length())
     return power * 3 // 4 if power > _KEY_BUCKET and keys <= power * 3 // 4 else power
@@ -71,11 +69,11 @@ def key_bucket(keys: int) -> int:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """Shapes of a step's trees. A step with the same layout as the one before needs no copy of them to the device."""
+    """Shapes of a step's trees. A step with the previous step's layout does not copy them to the device again."""
 
     shapes: tuple[TreeShape, ...]
     firsts: tuple[int, ...]
-    """Number of nodes of each tree that are in the cache already; the others run."""
+    """Number of each tree's nodes that are already cached; the others run."""
 
     @property
     def counts(self) -> list[int]:
@@ -83,12 +81,12 @@ class TreeLayout:
 
 
 class StaticInputs:
-    """Inputs of a step, all on the model's device. Each row has a tree of ``span`` nodes; the last ``nodes`` of it run.
+    """Inputs of a step, all on the model's device. Each row has a tree of ``span`` nodes; its last ``nodes`` run.
 
-    ``tokens`` (rows, nodes) · ``starts`` (rows,): place of each row's root in its slot · ``dropped`` (rows,): number of
-    its text's positions before that slot's first · ``firsts`` (rows,): number of cached nodes · ``depths`` (rows,
-    nodes): depths of the nodes that run · ``key_depths`` (rows, span): depths of all nodes · ``hidden_from`` (rows,
-    nodes, span): true where a node must not attend to another.
+    ``tokens`` (rows, nodes) · ``starts`` (rows,): position of each row's root in its slot · ``dropped`` (rows,): number
+    of its text's positions before that slot's first · ``firsts`` (rows,): number of cached nodes · ``depths`` (rows,
+    nodes): depths of the running nodes · ``key_depths`` (rows, span): depths of all nodes · ``hidden_from`` (rows,
+    nodes, span): true if a node must not attend to another.
     """
 
     def __init__(self, rows: int, nodes: int, span: int, device: torch.device) -> None:
@@ -108,8 +106,8 @@ class StaticInputs:
     ) -> None:
         """Copy a step in: the layout only if it changed, the rest in one copy.
 
-        ``tokens``: the tokens that run, as lists on the host, or as a (rows, nodes) tensor, which never leaves the
-        device. The rest of the bucket is padding, to which no node of a tree attends.
+        ``tokens``: the running tokens, as lists on the host, or as a (rows, nodes) tensor, which stays on the device.
+        The rest of the bucket is padding; no node of a tree attends to it.
         """
         if layout != self._layout:
             self._fill_layout(layout)
@@ -129,7 +127,7 @@ class StaticInputs:
     def _fill_layout(self, layout: TreeLayout) -> None:
         host, (firsts, depths, key_depths) = _side_by_side(self._tree_shapes, self._tree.device, True)
         hidden_from = torch.ones(self.hidden_from.shape, dtype=torch.bool, pin_memory=self._tree.is_cuda)
-        # Every node attends to at least one key, padding too: a softmax over none is NaN in fp16, which would stay in
+        # Every node attends to at least one key, padding too: in fp16 a softmax over no keys is NaN and would stay in
         # the cache.
         hidden_from.diagonal(dim1=1, dim2=2).fill_(False)
         for row, (shape, first) in enumerate(zip(layout.shapes, layout.firsts, strict=True)):
@@ -143,10 +141,10 @@ class StaticInputs:
 
 
 def _side_by_side(shapes: Shapes, device: torch.device, on_host: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """Make a buffer of zeros, which one copy fills, and its parts of these shapes.
+    """Make a buffer of zeros, filled by one copy, and its parts of these shapes.
 
-    A buffer ``on_host`` is pinned for a GPU, so that the copy does not block. PyTorch uses its memory again only when
-    the copy from it is done.
+    A buffer ``on_host`` is pinned for a GPU, to keep the copy from blocking. PyTorch reuses its memory only after the
+    copy.
     """
     sizes = list(map(prod, shapes))
     pinned = on_host and device.type == "cuda"
@@ -158,7 +156,7 @@ class StaticSteps:
     """Runner of one model's steps on one cache, with a graph for each bucket that occurs."""
 
     def __init__(self, model: PreTrainedModel, masks: TreeMasks, max_positions: int | None, mode: str) -> None:
-        """``max_positions``: places that the model has embeddings for; None for rotary embeddings of any place."""
+        """``max_positions``: positions that the model has embeddings for; None for unlimited rotary embeddings."""
         if mode not in STATIC_MODES:
             raise ValueError(f"static mode is {mode!r}: give one of {', '.join(STATIC_MODES)}")
         if reason := why_not_static(model):
@@ -167,15 +165,13 @@ class StaticSteps:
         self._masks = masks
         self._max_positions = max_positions
         self.captures = mode == "graphs"
-        """True if steps on a GPU are recorded as CUDA graphs."""
         self._steps: dict[Size, _Bucket] = {}
         self._buffers = 0
         self.pool: Any = None
-        """Memory pool of all graphs. They never run side by side, and the outputs of a step are read before the next
-        step begins."""
+        """Memory pool of all graphs. They never run concurrently, and outputs are read before the next step."""
 
     def capacity(self, wanted: int) -> int:
-        """Return the capacity that a cache for ``wanted`` positions needs so that no padded step makes it grow."""
+        """Return the capacity that a cache for ``wanted`` positions needs to fit every padded step without growing."""
         return key_bucket(wanted + NODE_BUCKETS[-1])
 
     def fits(self, trees: Sequence[TokenTree]) -> bool:
@@ -192,8 +188,8 @@ class StaticSteps:
     ) -> ModelOutput:
         """Run a tree after each of the first rows; return (rows, nodes, hidden) and (rows, nodes, vocab), with padding.
 
-        The nodes of row i from ``first[i]`` on run, the others are cached. ``taps``: the layers behind which the states
-        of these nodes are returned too. The next step of this model overwrites the results.
+        The nodes of row i from ``first[i]`` on run, the others are cached. ``taps``: also return the states of these
+        nodes after these layers. The next step of this model overwrites the results.
         """
         layout = TreeLayout(tuple(tree.shape for tree in trees), tuple(first or [0] * len(trees)))
         if all(tree.on_host for tree in trees):
@@ -240,7 +236,7 @@ class StaticSteps:
 
     def _bucket(self, size: Size, cache: PreallocatedCache) -> "_Bucket":
         if cache.buffers != self._buffers:
-            # Graphs recorded on replaced buffers are invalid, and free their pool.
+            # Graphs recorded on replaced buffers are invalid; dropping them frees their pool.
             self._steps, self._buffers, self.pool = {}, cache.buffers, None
         if size not in self._steps:
             self._steps[size] = _Bucket(self, cache, size)
@@ -250,10 +246,10 @@ class StaticSteps:
     def prepare(
         self, cache: PreallocatedCache, asked: int, nodes: Sequence[int], longest: int, taps: Sequence[int] = ()
     ) -> None:
-        """Record the graphs of the next steps: of all kinds met so far, and of trees of ``nodes`` with ``taps``.
+        """Record the graphs of the next steps: of all kinds seen so far, and of trees of ``nodes`` with ``taps``.
 
-        Recorded for the first `_AHEAD` buckets of keys that the texts of the first ``asked`` rows will come to, while
-        they grow to ``longest`` positions. What recording writes into the cache lies behind the texts.
+        This covers the first `_AHEAD` buckets of keys that the texts of the first ``asked`` rows will reach while they
+        grow to ``longest`` positions. Recording writes into the cache only after the texts.
         """
         if not (self.captures and asked and cache.device):
             return
@@ -320,8 +316,8 @@ class _Bucket:
     def _capture(self) -> ModelOutput:
         """Record the step as a CUDA graph.
 
-        The warm-up runs the step whose inputs are already filled in. That is harmless: every run of it, the replay
-        too, writes the same keys and values to the same positions.
+        The warm-up runs the step with the inputs already filled in. That is harmless: every run, including the replay,
+        writes the same keys and values to the same positions.
         """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

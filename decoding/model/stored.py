@@ -1,8 +1,8 @@
-"""What a folder stores: JSON objects, and weights in one safetensors file or in shards with an index.
+"""Contents of a folder: JSON objects, and weights in one safetensors file or in shards with an index.
 
-A size in a ``config.json`` is a claim. The header of a safetensors file is the evidence, as the library checks it
-against the length of the file. Both are small: a wrong claim costs milliseconds here, not the memory that it names.
-Weights are written from where they lie and read into the memory that they keep: no second copy takes memory.
+A size in a ``config.json`` is only a claim; the header of a safetensors file is evidence, because the library checks it
+against the file's length. Both are small: a wrong claim costs milliseconds here, not memory. Weights are written and
+read without a second copy in memory.
 """
 
 import json
@@ -23,15 +23,12 @@ CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 WEIGHT_FILES = (WEIGHTS_NAME, INDEX_NAME, "model-*.safetensors")
-"""Patterns of all names of such files, for a download."""
 SHARD_BYTES = 5 * 10**9
-"""Greatest size of a file of weights, in bytes; a larger tensor has a file of its own."""
+"""Greatest size of a file of weights, in bytes; a larger tensor gets a separate file."""
 FLOATS = ("BF16", "F16", "F32", "F64")
 """Dtypes that heads may have, by their safetensors names."""
-_MOST_BYTES = 256 << 20
-"""Greatest size of a JSON file, in bytes; the index of the largest models has a few MiB."""
-_PIECE = 1 << 18
-"""Values of a tensor that are tested for NaN at a time: a test of a whole tensor would take twice its memory."""
+_MOST_BYTES = 256 << 20  # greatest size of a JSON file, in bytes; the index of the largest models has a few MiB
+_PIECE = 1 << 18  # values of a tensor tested for NaN at a time: testing a whole tensor would take twice its memory
 
 
 class StoredTensor(NamedTuple):
@@ -42,7 +39,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON file that holds an object. ValueError with ``remedy`` if it is missing or holds anything else."""
+    """Read a JSON file with an object. ValueError with ``remedy`` if it is missing or contains anything else."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes")
@@ -50,14 +47,14 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise ValueError(f"{path} cannot be read as JSON ({error}): {remedy}") from error
     if not isinstance(stored, dict):
-        raise ValueError(f"{path} holds a {type(stored).__name__}, not an object: {remedy}")
+        raise ValueError(f"{path} contains a {type(stored).__name__}, not an object: {remedy}")
     return stored
 
 
 def read_config_of(kind: type[Config], path: Path, format: str, remedy: str) -> Config:
-    """Read a JSON file that holds its ``format`` and each field of the dataclass ``kind``, and nothing else.
+    """Read a JSON file with its ``format`` and each field of the dataclass ``kind``, and nothing else.
 
-    ValueError with ``remedy`` for any other file, and for values that the dataclass refuses.
+    Raises ValueError with ``remedy`` for any other file, and for values that the dataclass rejects.
     """
     stored = read_object(path, remedy)
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
@@ -69,11 +66,11 @@ def read_config_of(kind: type[Config], path: Path, format: str, remedy: str) -> 
                 raise ValueError(f"{key} is {'missing' if key in known else 'unknown'}")
         return kind(**stored)
     except ValueError as error:
-        raise ValueError(f"{path} does not hold a {kind.__name__} ({error}): {remedy}") from error
+        raise ValueError(f"{path} does not contain a {kind.__name__} ({error}): {remedy}") from error
 
 
 def check_whole(key: str, value: object, least: int = 1) -> None:
-    """Raise ValueError unless the size ``key`` is an int of at least ``least``; True and 1.0 are refused as well."""
+    """Raise ValueError unless the size ``key`` is an int of at least ``least``; True and 1.0 are rejected too."""
     if type(value) is not int or value < least:
         raise ValueError(f"{key} is {reprlib.repr(value)}: give a whole number, {least} or more")
 
@@ -82,7 +79,7 @@ def check_whole(key: str, value: object, least: int = 1) -> None:
 
 
 def read_header(path: Path, remedy: str) -> dict[str, StoredTensor]:
-    """Read a safetensors file's names, dtypes and shapes, not its values. ValueError if it is missing or cut off."""
+    """Read a safetensors file's names, dtypes and shapes, not its values. ValueError if it is missing or truncated."""
     try:
         with safe_open(path, framework="pt") as file:
             stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
@@ -96,26 +93,25 @@ def check_tensors(
 ) -> None:
     """Raise ValueError unless the header of weights has exactly these names and shapes, in one floating dtype.
 
-    ``path``: the file or the folder that the header is of, for messages. ``expected`` is read up to the first missing
-    name only, however many names a wrong config makes it yield.
+    ``path``: the file or folder of the header, for messages. ``expected`` is read only up to the first missing name,
+    however many names a wrong config makes it yield.
     """
     if not header:
-        raise ValueError(f"{path} holds no tensors: {remedy}")
+        raise ValueError(f"{path} does not contain tensors: {remedy}")
     known = set()
     for name, shape in expected:
         if name not in header:
             raise ValueError(f"{path} does not fit its config: {name} is missing; {remedy}")
         if header[name].shape != shape:
             raise ValueError(
-                f"{path} does not fit its config: size mismatch, {name} is {header[name].shape} and would be {shape}; "
-                f"{remedy}"
+                f"{path} does not fit its config: size mismatch, {name} is {header[name].shape}, not {shape}; {remedy}"
             )
         known.add(name)
     if unknown := sorted(header.keys() - known):
         raise ValueError(f"{path} does not fit its config: {unknown[0]} is unknown; {remedy}")
     dtypes = sorted({tensor.dtype for tensor in header.values()})
     if len(dtypes) > 1 or dtypes[0] not in FLOATS:
-        raise ValueError(f"{path} holds weights in {' and '.join(dtypes)}: save them in one of {', '.join(FLOATS)}")
+        raise ValueError(f"{path} contains weights in {' and '.join(dtypes)}: save them in one of {', '.join(FLOATS)}")
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -124,11 +120,11 @@ def check_tensors(
 def write_weights(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
     """Write ``model.safetensors``, or shards with an index if the tensors take more than ``shard_bytes``.
 
-    Earlier weights of the folder are replaced. Contiguous tensors on the CPU are written from where they lie; others
-    are copied there first.
+    Earlier weights in the folder are replaced. Contiguous tensors on the CPU are written without a copy; others are
+    copied there first.
     """
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    # Tensors that lie side by side in one storage (`StackedHeads`) are several all the same: hence no get_storage_id.
+    # No get_storage_id: tensors that share one storage (`StackedHeads`) are still separate tensors.
     split = split_state_dict_into_shards_factory(
         state,
         get_storage_size=lambda tensor: tensor.nbytes,
@@ -145,14 +141,14 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int 
 
 
 def has_weights(folder: Path) -> bool:
-    """Return True if the folder holds a file of weights, or an index of shards."""
+    """Return True if the folder contains a file of weights or an index of shards."""
     return any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
 
 
 def named_files(folder: Path, remedy: str) -> list[Path]:
-    """Return the file of the weights, or the shards that the index names, which may be missing; none without either.
+    """Return the file of the weights, or the shards in the index, even missing ones; empty without either.
 
-    ValueError with ``remedy`` for a shard that would be outside the folder.
+    Raises ValueError with ``remedy`` for a shard outside the folder.
     """
     if (folder / WEIGHTS_NAME).is_file():
         return [folder / WEIGHTS_NAME]
@@ -162,9 +158,9 @@ def named_files(folder: Path, remedy: str) -> list[Path]:
     index = read_object(path, remedy)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(index.get("metadata", {}), dict):
-        raise ValueError(f"{path} is no index of weights (weight_map: names of tensors and of their files): {remedy}")
+        raise ValueError(f"{path} is not an index of weights (a weight_map from tensors to files): {remedy}")
     if outside := [name for name in weight_map.values() if not _is_shard(name)]:
-        raise ValueError(f"{path} names {reprlib.repr(outside[0])}, which is no file inside its folder: {remedy}")
+        raise ValueError(f"{path} names {reprlib.repr(outside[0])}, which is not a file inside its folder: {remedy}")
     return [folder / name for name in dict.fromkeys(weight_map.values())]
 
 
@@ -177,9 +173,9 @@ def _is_shard(name: object) -> bool:
 
 
 def weight_files(folder: Path, remedy: str) -> list[Path]:
-    """Return the file of the weights, or the shards that the index names; none where the folder has neither.
+    """Return the file of the weights, or the shards in the index; empty if the folder has neither.
 
-    ValueError with ``remedy`` unless each shard exists inside the folder.
+    Raises ValueError with ``remedy`` unless each shard exists inside the folder.
     """
     files = named_files(folder, remedy)
     if missing := [path for path in files if not path.is_file()]:
@@ -189,20 +185,20 @@ def weight_files(folder: Path, remedy: str) -> list[Path]:
 
 
 def weights_header(folder: Path, remedy: str) -> dict[str, StoredTensor]:
-    """Return names, dtypes and shapes of all tensors; none where the folder has no weights. Errors: `weight_files`."""
+    """Return names, dtypes and shapes of all tensors; empty without weights. Errors as in `weight_files`."""
     return {name: tensor for path in weight_files(folder, remedy) for name, tensor in read_header(path, remedy).items()}
 
 
 def stored_weights(folder: Path, remedy: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of every tensor, one in memory at a time. Errors: `weight_files`."""
+    """Yield name and value of every tensor, one in memory at a time. Errors as in `weight_files`."""
     for path in weight_files(folder, remedy):
-        with safe_open(path, framework="pt", backend="pread") as file:  # into memory of its own: the file may change
+        with safe_open(path, framework="pt", backend="pread") as file:  # a private copy, because the file may change
             for name in file.keys():  # noqa: SIM118  # not a mapping
                 yield name, file.get_tensor(name)
 
 
 def read_weights(folder: Path, remedy: str) -> dict[str, Tensor]:
-    """Read all tensors. Errors: `weight_files`."""
+    """Read all tensors. Errors as in `weight_files`."""
     return dict(stored_weights(folder, remedy))
 
 
@@ -210,20 +206,20 @@ def read_weights(folder: Path, remedy: str) -> dict[str, Tensor]:
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors that hold a NaN or an infinity, in the mapping's order."""
+    """Return the names of the tensors that contain a NaN or an infinity, in the mapping's order."""
     return [name for name, tensor in tensors.items() if _count_non_finite(tensor)]
 
 
 def check_finite(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
-    """Raise ValueError for the first tensor that holds a NaN or an infinity, with the count of such values.
+    """Raise ValueError for the first tensor with a NaN or an infinity, with the count of such values.
 
     ``what`` names the owner of the tensors in the message; ``remedy`` says what to do ("give an earlier checkpoint").
     """
     if broken := non_finite(tensors):
         tensor, others = tensors[broken[0]], len(broken) - 1
         raise ValueError(
-            f"{what} holds weights that are no numbers: {_count_non_finite(tensor)} of the {tensor.numel()} values of "
-            f"{broken[0]} are NaN or infinite{f', and {others} more of its tensors hold some' * bool(others)}; {remedy}"
+            f"{what} has weights that are not finite, {_count_non_finite(tensor)} of {tensor.numel()} values in "
+            f"{broken[0]}{f' and some in {others} more tensors' * bool(others)}: {remedy}"
         )
 
 

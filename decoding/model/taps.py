@@ -1,4 +1,4 @@
-"""Taps: the residual stream behind some of a model's layers, before any norm, without the states of the others."""
+"""Taps: the residual stream after some of a model's layers, before any norm."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,17 +14,17 @@ from decoding.model.lm_head import hooked, replaced_forward
 
 
 def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
-    """Return the list of a model's ``count`` layers, whatever its family calls it. ValueError if it has none.
+    """Return the list of a model's ``count`` layers, whatever its family calls it. ValueError if there is none.
 
-    The decoder of its text comes first: a vision tower before it may be as deep.
+    The text decoder is searched first, since a vision tower may be as deep.
     """
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
     parts = (model,) if decoder is None else (decoder, model)
     modules = (module for part in parts for module in part.modules())
-    for module in modules:  # lists inside a layer, such as experts, come behind the list of the layers
+    for module in modules:  # lists inside a layer, such as experts, come after the list of layers
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module  # at once: each step looks for it
-    raise ValueError(f"{type(model).__name__} keeps its {count} layers in no list: give another target")
+    raise ValueError(f"{type(model).__name__} does not keep its {count} layers in a list: give another target")
 
 
 @contextmanager
@@ -33,9 +33,9 @@ def capture_taps(
 ) -> Iterator[list[Float[Tensor, "batch positions taps"]]]:
     """Collect the outputs of the layers ``taps`` (increasing, from 0) of ``count``, in this thread's forwards.
 
-    They equal transformers' ``hidden_states[tap + 1]`` (but for the last layer, whose entry there is behind the final
-    norm). Each forward in the context adds one tensor, in which a position's states lie side by side. Nothing is
-    collected without taps.
+    They equal transformers' ``hidden_states[tap + 1]``, except for the last layer: there transformers' entry comes
+    after the final norm. Each forward in the context adds one tensor with each position's states concatenated. Without
+    taps nothing is collected.
     """
     found: list[Tensor] = []
     parts: dict[int, Tensor] = {}
@@ -43,13 +43,12 @@ def capture_taps(
 
     def hook_of(tap: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if get_ident() != thread:  # somebody else's forward of the same model
+            if get_ident() != thread:  # another thread's forward of the same model
                 return
             parts[tap] = output if isinstance(output, Tensor) else output[0]
             if parts[tap].ndim > 3:
                 raise ValueError(
-                    f"{type(model).__name__}'s layers hand on several streams, which no draft over states reads: "
-                    "train heads or an ordinary draft on it"
+                    f"{type(model).__name__}'s layers pass on several streams: train heads or an ordinary draft on it"
                 )
             if tap == taps[-1]:
                 place = parts[tap].device  # layers may be on several devices
@@ -69,7 +68,7 @@ def capture_taps(
 def begun_behind(
     model: nn.Module, count: int, tap: int, states: Float[Tensor, "batch positions hidden"], in_tuple: bool = False
 ) -> Iterator[None]:
-    """Skip the layers up to ``tap`` of ``count`` in the context's forwards, which go on from the states behind it.
+    """Skip the layers up to ``tap`` of ``count`` in the context's forwards: these start from the states after it.
 
     ``in_tuple``: the family's layers return their states in a tuple.
     """

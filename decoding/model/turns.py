@@ -1,4 +1,4 @@
-"""The order among threads that decode with one model: their steps take turns, and so do generations on one cache."""
+"""The order of threads that decode with one model: their steps alternate, as do generations on one cache."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 
 PATIENCE = 10.0
-"""Seconds after which a stream that nobody reads loses the cache of a static model to a call that waits for it."""
+"""Seconds after which an unread stream loses the cache of a static model to a waiting call."""
 _POLL = 0.05
 
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
@@ -19,7 +19,7 @@ _LOCKS_LOCK = threading.Lock()
 def lock_of(model: nn.Module) -> threading.RLock:
     """Return the lock that a thread holds during a step of the model, the same for every wrapper of the model.
 
-    A pass switches hooks on the model and the way it attends, so two passes at a time would read each other's states.
+    A pass switches hooks and attention on the model, so two concurrent passes would read each other's states.
     """
     with _LOCKS_LOCK:
         return _LOCKS.setdefault(model, threading.RLock())
@@ -41,19 +41,19 @@ class CacheTurns:
     def take(self, generation: CacheHolder | None) -> None:
         """Wait until no other generation has the cache; end one that has made no step for `PATIENCE` seconds.
 
-        A generation that was dropped, or has ended, does not have it any more. With None, nobody has it afterwards.
+        A generation that was dropped or has ended releases the cache. With None, nobody has it afterwards.
         """
         with self._free:
             while (held := self._held_by_another(generation)) is not None:
                 idle = time.monotonic() - held.last_step
                 if idle >= PATIENCE:
                     warnings.warn(
-                        f"a stream that was not read for {idle:.0f} seconds is ended: a model with static shapes "
-                        "decodes one batch at a time, and another call waited",
+                        f"a stream that was not read for {idle:.0f} seconds is ended: another call waited, and a model "
+                        "with static shapes decodes one batch at a time",
                         stacklevel=3,
                     )
                     break
-                del held  # a waiting thread keeps no dropped generation
+                del held  # a waiting thread must not keep a dropped generation alive
                 self._free.wait(_POLL)
             self._holder = None if generation is None else ref(generation)
 

@@ -1,6 +1,6 @@
 """Drafts with a trimmed vocabulary: an lm_head of frequent tokens only (FR-Spec, 2502.14856).
 
-Such a draft has q = 0 for every other token. A lossless rule allows for that, so the target's output is unchanged.
+Such a draft has q = 0 for every other token. A lossless rule allows that, so the target's output is unchanged.
 """
 
 import copy
@@ -20,15 +20,15 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.hub import local_folder
 
 OUTPUT_TOKENS_KEY = "headstart_output_tokens"
-"""Key in a draft's config.json: its value names the file beside it that lists the tokens of the trimmed lm_head."""
+"""Key in a draft's config.json; its value names the file next to it that lists the tokens of the trimmed lm_head."""
 OUTPUT_TOKENS_NAME = "output_tokens.json"
 
 
 def most_frequent_tokens(texts: Iterable[Sequence[int]], count: int, always: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the ``count`` most frequent tokens of texts of token ids, ``always`` among them, in increasing order.
 
-    Fewer if the texts hold fewer. Among equally frequent tokens the lower id wins. Put the EOS tokens, and all others
-    that must not be missing, into ``always``.
+    Fewer if the texts contain fewer; the lower id wins ties. Put the EOS tokens, and all others that must not be
+    missing, into ``always``.
     """
     if count < max(1, len(set(always))):
         raise ValueError(f"count is {count}: give at least 1, and room for the {len(set(always))} tokens in always")
@@ -39,7 +39,7 @@ def most_frequent_tokens(texts: Iterable[Sequence[int]], count: int, always: Seq
             break
         chosen.setdefault(token)
     if not chosen:
-        raise ValueError("the texts are empty: give some to count tokens in")
+        raise ValueError("the texts are empty: give texts with tokens")
     return tuple(sorted(chosen))
 
 
@@ -51,7 +51,7 @@ def trimmed_vocabulary(model: PreTrainedModel, token_ids: Iterable[int]) -> Caus
     tokens = sorted(token_ids)
     lm_head = model.get_output_embeddings()
     if not isinstance(lm_head, nn.Linear):
-        raise ValueError(f"the lm_head is a {type(lm_head).__name__}: trim a draft before it is quantised")
+        raise ValueError(f"the lm_head is a {type(lm_head).__name__}: trim a draft before quantising it")
     _check_tokens(tokens, lm_head.out_features)
     index = torch.tensor(tokens, device=lm_head.weight.device)
     weight, bias = lm_head.weight.detach()[index], None if lm_head.bias is None else lm_head.bias.detach()[index]
@@ -59,11 +59,11 @@ def trimmed_vocabulary(model: PreTrainedModel, token_ids: Iterable[int]) -> Caus
 
 
 def with_filled_vocabulary(draft: CausalLM) -> PreTrainedModel:
-    """Return a trimmed draft with a full lm_head, for programs that do not know of trimming.
+    """Return a trimmed draft with a full lm_head, for programs that do not support trimming.
 
-    The lm_head row of a token that the draft cannot write is the mean of the draft's rows. Its logit is then the mean
-    of the draft's logits, never above the largest: greedy decoding writes the same tokens as the draft. All other
-    weights are shared. For a draft that is not trimmed, its own model is returned.
+    A token that the draft cannot write gets the mean of the draft's lm_head rows. Its logit is then the mean of the
+    draft's logits, never above the largest: greedy decoding writes the same tokens as the draft. All other weights are
+    shared. An untrimmed draft's own model is returned.
     """
     model: PreTrainedModel = draft.model
     if (output_tokens := draft.output_tokens) is None:
@@ -95,7 +95,7 @@ def over_vocabulary(
 
 
 def _with_lm_head(model: PreTrainedModel, weight: Tensor, bias: Tensor | None) -> PreTrainedModel:
-    """Copy the model with a frozen lm_head of its own; all other weights are shared."""
+    """Copy the model with its own frozen lm_head; all other weights are shared."""
     lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     lm_head.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -115,7 +115,7 @@ def write_output_tokens(folder: str | Path, token_ids: Iterable[int]) -> None:
     """Mark a draft's folder as trimmed to ``token_ids`` for `loading.load_draft`; transformers ignores the mark."""
     config_path = Path(folder) / "config.json"
     if not config_path.is_file():
-        raise ValueError(f"{folder} holds no model: config.json is missing")
+        raise ValueError(f"{folder} does not contain a model: config.json is missing")
     config = json.loads(config_path.read_text())
     tokens = sorted(token_ids)
     _check_tokens(tokens, config.get("vocab_size", max(tokens, default=0) + 1))
@@ -129,20 +129,20 @@ def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | N
     if file_name is None:
         return None
     if file_name != OUTPUT_TOKENS_NAME:
-        raise ValueError(f"{name} is to be trimmed by {file_name!r}: only {OUTPUT_TOKENS_NAME} beside it is read")
+        raise ValueError(f"{name} names {file_name!r} as its trimming: only {OUTPUT_TOKENS_NAME} next to it is read")
     try:
         tokens = json.loads((local_folder(name, weights=False) / file_name).read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is to be trimmed by its {file_name}, which cannot be read: {error}") from error
+        raise ValueError(f"{file_name} of {name} cannot be read: {error}") from error
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise ValueError(f"{file_name} of {name} is no list of token ids: write it with write_output_tokens")
+        raise ValueError(f"{file_name} of {name} is not a list of token ids: write it with write_output_tokens")
     _check_tokens(tokens, model.config.get_text_config(decoder=True).vocab_size)
     return tuple(tokens)
 
 
 def _check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
     if not tokens:
-        raise ValueError("no tokens are given to trim the vocabulary to: give at least one")
+        raise ValueError("the trimmed vocabulary is empty: give at least one token")
     check_once("token", tokens)
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:
-        raise ValueError(f"token {outside[0]} is to be kept but the draft knows 0 to {vocab_size - 1}")
+        raise ValueError(f"token {outside[0]} is to be kept, but the draft knows 0 to {vocab_size - 1}: leave it out")

@@ -1,4 +1,4 @@
-"""A draft's sliding window: the same weights in an architecture that has one, so that every program heeds it."""
+"""A draft's sliding window: the same weights in an architecture with a window that every program applies."""
 
 import copy
 
@@ -9,10 +9,10 @@ _OF_FAMILY = {"llama": "mistral", "mistral": "mistral", "qwen2": "qwen2", "qwen3
 
 
 def with_window(model: PreTrainedModel, window: int) -> PreTrainedModel:
-    """Return a model of these very parameters whose every layer attends to ``window`` tokens, its own included.
+    """Return a model of the same parameters whose layers all attend to ``window`` tokens, including the newest.
 
-    The window stands in the config where transformers and servers look for it. ValueError for a family without windows,
-    for a Llama with biases, and for a window outside of 2 to the model's context.
+    The window is in the config under the name that transformers and servers read. Raises ValueError for a family
+    without windows, for a Llama with biases, and for a window outside of 2 to the model's context.
     """
     config = _windowed(model.config.get_text_config(decoder=True), window)
     windowed: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
@@ -27,21 +27,14 @@ def _windowed(config: PreTrainedConfig, window: int) -> PreTrainedConfig:
     kind = _OF_FAMILY.get(config.model_type)
     if kind is None:
         raise ValueError(
-            f"the draft is a {config.model_type} model, which cannot be given a window of {window} tokens: give a "
-            f"draft of the type {', '.join(_OF_FAMILY)}, or leave the window out"
+            f"a {config.model_type} draft cannot have a window: give {', '.join(_OF_FAMILY)}, or no window"
         )
     if biases := [
         name for name in ("attention_bias", "mlp_bias") if kind == "mistral" and getattr(config, name, False)
     ]:
-        raise ValueError(
-            f"the draft has {' and '.join(biases)}, which no family of models with windows has: leave the window of "
-            f"{window} tokens out, or give a draft without biases"
-        )
+        raise ValueError(f"models with windows have no {' or '.join(biases)}: leave the window or the biases out")
     if not 2 <= window <= config.max_position_embeddings:
-        raise ValueError(
-            f"the draft's window is {window} tokens: give 2 to {config.max_position_embeddings}, the longest distance "
-            "that the draft was made for"
-        )
+        raise ValueError(f"the draft's window is {window} tokens: give 2 to {config.max_position_embeddings}")
     own = type(AutoConfig.for_model(kind))
     known = own().to_dict().keys() - {"model_type", "architectures"}
     fields = {name: value for name, value in config.to_dict().items() if name in known} | {"sliding_window": window}

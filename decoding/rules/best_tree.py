@@ -1,26 +1,27 @@
-"""The best tree for measured acceptance."""
+"""The tree with the most accepted tokens, built from measured acceptance."""
 
 import heapq
 from collections.abc import Sequence
 
 FITTED_RANKS = 10
-"""Number of best tokens of a head, or of a DSpark draft's slot, whose accuracies `best_tree` is given."""
+"""Best tokens of each head, or of each DSpark slot, with accuracies for `best_tree`."""
 
 Paths = tuple[tuple[int, ...], ...]
 """A tree as paths of child ranks, shorter paths first."""
 
 
 def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Paths:
-    """Return the ``nodes`` tree paths most likely to be accepted, shorter paths first; fewer if the others never are.
+    """Return the ``nodes`` tree paths most likely to be accepted, shorter paths first; paths never accepted are left
+    out.
 
     ``accuracies[d][r]`` is the share of steps in which the rank-r token (from 0) of head d (from 0) was right. Heads
-    count as independent, so the probability of a path is the product of the shares along it. That product never rises
-    from parent to child, nor from one rank to the next; the most probable paths, popped from a heap, therefore form
-    the optimal tree (Medusa, 2401.10774, section 2.3.3). ValueError without a node or a head.
+    are treated as independent: a path's probability is the product of the shares along it. It never rises from parent
+    to child or from one rank to the next, so popping the likeliest paths from a heap gives the optimal tree (Medusa,
+    2401.10774, section 2.3.3). Raises ValueError without a node or a head.
     """
     shares = [list(_non_increasing(head)) for head in accuracies]
     if not shares or not shares[0] or nodes < 1:
-        raise ValueError(f"a tree needs at least one node and one head's accuracies; got {nodes} and {list(shares)}")
+        raise ValueError(f"got {nodes} nodes and the accuracies {list(shares)}: give at least one node and one head")
     heap: list[tuple[float, tuple[int, ...]]] = [(-shares[0][0], (0,))]
     chosen: list[tuple[int, ...]] = []
     while heap and len(chosen) < nodes:
@@ -36,9 +37,9 @@ def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Paths:
 
 
 def expected_accepted(tree: Sequence[Sequence[int]], shares: Sequence[Sequence[float]]) -> float:
-    """Return the expected accepted tokens of a tree: the sum over its nodes of the product of shares along the path.
+    """Return the expected accepted tokens: the sum over all nodes of the product of shares along the path.
 
-    F(T) without the root, whose token the target itself writes.
+    This is F(T) without the root, whose token the target itself writes.
     """
     total = 0.0
     for path in tree:
@@ -50,7 +51,7 @@ def expected_accepted(tree: Sequence[Sequence[int]], shares: Sequence[Sequence[f
 
 
 def _non_increasing(shares: Sequence[float]) -> list[float]:
-    """Cap each rank's share at that of the rank before it, which only a small sample exceeds."""
+    """Cap each rank's share at the previous rank's; only a small sample exceeds it."""
     capped: list[float] = []
     for share in shares:
         capped.append(min(share, capped[-1]) if capped else share)

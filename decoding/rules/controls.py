@@ -20,16 +20,16 @@ Processor = LogitsProcessor | ForPromptLength
 
 _REFUSED = {
     "beam search is another algorithm": "num_beams num_beam_groups diversity_penalty constraints force_words_ids",
-    "it is another algorithm than sampling": "penalty_alpha dola_layers watermarking_config",
+    "it is not a sampling algorithm": "penalty_alpha dola_layers watermarking_config",
     "it needs a second pass of the target for every token": "guidance_scale",
     "the target has no encoder": "encoder_repetition_penalty encoder_no_repeat_ngram_size forced_bos_token_id",
-    "a text that is cut at its greatest length ends without EOS": "forced_eos_token_id",
+    "a text cut at its maximum length has no EOS": "forced_eos_token_id",
     "it rewrites the prompt: do that before decoding": "token_healing",
-    "give the prompt once for every text that you want": "num_return_sequences",
+    "repeat the prompt once per text": "num_return_sequences",
     "choose the drafter here, not in the generation config": "prompt_lookup_num_tokens assistant_early_exit "
     "assistant_ensemble_weight speculation_type use_mtp",
 }
-"""Unsupported options that change the text, by the reason. A value of None, 0 or False disables them."""
+"""Unsupported options that change the text, by reason. A value of None, 0 or False disables an option."""
 _REFUSED_IF_SAMPLING = {"top_k, top_p, min_p or typical_p cut the tail instead": "top_h epsilon_cutoff eta_cutoff"}
 _OFF_AT_ONE = {"num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty", "num_return_sequences"}
 _KNOWN_NAMES = """
@@ -43,8 +43,9 @@ use_cache cache_implementation cache_config max_cache_len prefill_chunk_size com
 continuous_batching_config renormalize_logits transformers_version output_attentions output_hidden_states output_scores
 output_logits return_dict_in_generate
 """
-"""Options that are read here; that end a text, as `DecodingConfig` does; that beam search or an assistant alone reads;
-and that set how `generate` computes and what it returns."""
+"""Supported options, and options that are harmless here: ends of a text (see `DecodingConfig`), options that only beam
+search or an assistant reads, and options of how `generate` computes and what it returns.
+"""
 _KNOWN = frozenset(_KNOWN_NAMES.split())
 
 
@@ -56,14 +57,14 @@ def sampling_from_generation_config(
     """Return the controls that `generate` applies with this config and ``logits_processor=processors``, in its order.
 
     Reads the config as `generate` does: without ``do_sample`` decoding is greedy, and an unset ``top_k`` is 50.
-    ``device`` holds the logits later. Limits on the length and the tokens that end a text are not taken over: they
-    belong in `DecodingConfig`. ValueError, with its name, for an option that is set and not supported.
+    ``device`` is the device of the logits. Length limits and end tokens are not read here; they belong in
+    `DecodingConfig`. Raises ValueError, with the option's name, if an unsupported option is set.
     """
     sample = bool(config.do_sample)
     _refuse_unsupported(config, {**_REFUSED, **(_REFUSED_IF_SAMPLING if sample else {})})
     penalty = config.repetition_penalty or 1.0
-    # `SamplingConfig.repetition_penalty` is applied before all processors. `generate` applies the sequence bias before
-    # it, and the caller's penalty in its place: for both, the penalty has to be a processor as well.
+    # `SamplingConfig` applies its repetition penalty before all processors. `generate` applies a sequence bias before
+    # the penalty, and replaces the penalty by the caller's. In both cases the penalty must be a processor too.
     if penalty != 1 and (config.sequence_bias or RepetitionPenaltyLogitsProcessor in map(type, processors)):
         penalty = 1.0
         merged = _processors(config, processors, device)
@@ -90,7 +91,7 @@ def _refuse_unsupported(config: GenerationConfig, refused: Mapping[str, str]) ->
         for name in names.split():
             if (value := getattr(config, name, None)) and not (value == 1 and name in _OFF_AT_ONE):
                 raise ValueError(f"{name} is {value}, which is not supported: {reason}; unset it")
-    # Only options that `transformers` defines: `generate` ignores the other entries of published configs.
+    # Only options that `transformers` defines: `generate` ignores other entries of published configs.
     every = " ".join((*_REFUSED.values(), *_REFUSED_IF_SAMPLING.values())).split()
     for name in sorted(vars(GenerationConfig()).keys() - _KNOWN - set(every)):
         if not name.startswith("_") and getattr(config, name, None) is not None:
@@ -98,7 +99,7 @@ def _refuse_unsupported(config: GenerationConfig, refused: Mapping[str, str]) ->
 
 
 class _Generating(GenerationMixin):
-    """What `generate` reads of a model when it makes its logits processors."""
+    """The attributes of a model that `generate` reads to build its logits processors."""
 
     config = PreTrainedConfig()
 
@@ -106,9 +107,9 @@ class _Generating(GenerationMixin):
 def _processors(
     config: GenerationConfig, given: Sequence[Processor], device: torch.device | str, **changes: None
 ) -> tuple[Processor, ...]:
-    """Return the processors that `generate` itself makes of the config and the caller's; none if there are none."""
+    """Return the processors that `generate` builds from the config and the caller's processors."""
     own = copy.deepcopy(config)
-    own.update(do_sample=False, **changes)  # without what it makes of temperature, top_k, ...
+    own.update(do_sample=False, **changes)  # without processors for temperature, top_k, ...
     eos = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).flatten().tolist()
     own._eos_token_tensor = torch.tensor(eos, device=device) if eos else None
     for name in ("min_length", "min_new_tokens", "exponential_decay_length_penalty"):

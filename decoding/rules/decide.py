@@ -1,8 +1,8 @@
-"""Verdicts for a batch's rows: the target's logits under the sampling controls, then each row's acceptance rule.
+"""Verdicts for the rows of a batch: sampling controls on the target's logits, then each row's acceptance rule.
 
-`sampled_verify`, and block verification of drawn chains, can decide many rows at once, by the same arithmetic from the
-same numbers of each row's source. All other rules decide row by row, as on a CPU these mostly do too: one row stays in
-the cache and stops where it is decided.
+`sampled_verify` and block verification of drawn chains can decide many rows at once, with the same arithmetic on the
+same random numbers. All other rules decide row by row. So do these two on most CPU batches: one row stays in the
+processor's cache and stops as soon as it is decided.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,7 @@ from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits
 from decoding.rules.tree import TokenTree, fetch_tokens
 from decoding.rules.verify import BLOCK_VERIFICATION, SAMPLED_VERIFY, Rule, Verdict, lossless_rule
 
-_WALKERS = 16
-"""Least number of rows with drafted tokens that walk down their trees at once on the CPU."""
+_WALKERS = 16  # number of rows with drafted tokens from which walking all trees at once is faster on the CPU
 
 
 def decide(
@@ -34,9 +33,9 @@ def decide(
 ) -> list[Verdict]:
     """Return a verdict for each row: the accepted path and the target's own token after it.
 
-    Rows with fewer nodes than others are padded in ``logits``. ``history`` has a row for each node of each tree, one
-    tree after the other; None if no control reads it. ``rule`` None takes the lossless rule that fits each proposal. At
-    temperature 0 every rule is the greedy one: the argmax decides.
+    Shorter rows are padded in ``logits``. ``history`` has a row for each node of each tree, one tree after the other;
+    it is None if no control reads it. ``rule`` None means the lossless rule that fits each proposal. At temperature 0
+    every rule is the greedy rule: the argmax decides.
     """
     trees = [proposal.tree for proposal in proposals]
     target = _Target(trees, logits, sampling, history)
@@ -56,7 +55,7 @@ def decide(
         if rows and _pays(logits, count):
             found.append(decide_rows([proposals[row] for row in rows], [sources[row] for row in rows], target, rows))
             decided += rows
-    # With the tokens of all rows, in one transfer.
+    # Fetched together with the tokens of all rows, in one transfer.
     values = [value for part in fetch_tokens(trees, [torch.cat(found).flatten()] if found else []) for value in part]
     verdicts = dict[int, Verdict]()
     for row, node, token, numbers in zip(decided, values[::3], values[1::3], values[2::3], strict=True):
@@ -71,7 +70,7 @@ def decide(
 
 
 def _rule_of(proposal: Proposal, rule: Rule | None) -> Rule:
-    """Return the rule of a row. Roots alone, whose kind some rules refuse, draw from p as all rules do."""
+    """Return the rule of a row. A root alone is never rejected for its kind: every rule draws from p after it."""
     if len(proposal.tree) == 1:
         return SAMPLED_VERIFY
     of_row = rule or lossless_rule(proposal)
@@ -80,18 +79,18 @@ def _rule_of(proposal: Proposal, rule: Rule | None) -> Rule:
 
 
 def _pays(logits: Float[Tensor, "rows nodes vocab"], drafted: int) -> bool:
-    """Return True where walking at once is faster than row by row; ``drafted`` of the rows are no roots alone.
+    """Return True if deciding all rows at once is faster; ``drafted`` rows have more than a root.
 
-    On the CPU nothing waits, so that only many rows gain. MPS has no float64.
+    A CPU does not wait for a device, so only many rows gain. MPS has no float64.
     """
     return drafted >= _WALKERS if logits.is_cpu else not logits.is_mps
 
 
 class _Target:
-    """The target's distribution at the nodes of all trees, computed at those nodes that a rule asks for.
+    """The target's distribution at the nodes of all trees, computed only at the nodes that a rule reads.
 
-    Nodes are numbered through all trees: ``first[row]`` is the row's root, and its other nodes follow. ``logits`` has a
-    row for each number; where the trees differ in size some are padding.
+    Nodes are numbered across all trees: ``first[row]`` is the row's root, and its other nodes follow. ``logits`` has a
+    row for each number, padding included.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class _Target:
         self._p: Tensor | None = None
         self.logits = logits.flatten(0, 1)
         self.first = [row * logits.shape[1] for row in range(len(trees))]
-        if history is not None:  # has no rows for padding
+        if history is not None:  # history has no rows for padding
             self.logits = torch.cat([logits[row, :size] for row, size in enumerate(self._sizes)])
             self.first = [0, *accumulate(self._sizes)][:-1]
             self._p = None if sampling.greedy else probabilities(self.logits, sampling, history)
@@ -121,17 +120,17 @@ class _Target:
 
 
 def _sent(values: Sequence[object], like: Tensor, dtype: torch.dtype = torch.long) -> Tensor:
-    """Return the values on the device of ``like``, without waiting for it."""
+    """Return the values on the device of ``like``, without waiting for the device."""
     return torch.tensor(values, dtype=dtype).to(like.device, non_blocking=True)
 
 
 def _walk(
     proposals: Sequence[Proposal], sources: Sequence[GeneratorSource], target: _Target, rows: Sequence[int]
 ) -> Int[Tensor, "rows 3"]:
-    """Decide ``rows`` by `sampled_verify` at once: draw at each row's node by the uniform of its depth, and follow.
+    """Decide ``rows`` by `sampled_verify` at once: draw at each row's node with the uniform of its depth, then follow.
 
-    Returns each row's last node, the token behind it (the vocabulary's size where none has weight), and the count of
-    numbers taken, which the row's source is to skip. Waits for no device.
+    Returns each row's last node, the token after it (the vocabulary's size if no token has weight), and how many
+    numbers the row's source must skip. Does not wait for a device.
     """
     trees = [proposal.tree for proposal in proposals]
     deepest = max(tree.shape.max_depth for tree in trees)
@@ -149,7 +148,7 @@ def _walk(
         drawn = inverse_cdf(target.at(roots[here] + at), uniforms[here, depth])
         holds = (parents[here] == at[:, None]) & (tokens[here] == drawn[:, None])
         walking[here] = goes_on = walks & holds.any(1)
-        node[here] = torch.where(goes_on, holds.int().argmax(1), at)  # the first child that holds the token
+        node[here] = torch.where(goes_on, holds.int().argmax(1), at)  # the first child with the token
         token[here] = torch.where(walks, drawn, token[here])
         taken[here] += walks
     return torch.stack([node, token, taken], dim=1)
@@ -158,10 +157,10 @@ def _walk(
 def _climb(
     proposals: Sequence[Proposal], sources: Sequence[GeneratorSource], target: _Target, rows: Sequence[int]
 ) -> Int[Tensor, "rows 3"]:
-    """Decide chains drawn from q by `traversal_verification` at once; returns what `_walk` does.
+    """Decide chains drawn from q by `traversal_verification` at once; returns the same as `_walk`.
 
-    Down the chain A at each node is known without a number; from the deepest node up to the root each is then kept by
-    the next number. The letters are those of the rule.
+    Going down the chain, A at each node needs no random number. Then from the deepest node up to the root, the next
+    number decides whether the node is kept. The letters are as in the rule.
     """
     trees = [proposal.tree for proposal in proposals]
     depths = [tree.shape.max_depth for tree in trees]
@@ -181,7 +180,7 @@ def _climb(
         entered.append((p_token[:, depth] * entered[-1] / q_token[:, depth]).clamp(max=1))
     a, node = torch.stack(entered, dim=1), torch.arange(deepest + 1, device=p.device)
     left = (p[:, :-1] * a[:, :-1, None] - q).clamp(min=0).sum(-1).double()
-    # A once the child is rejected; the last node has none.
+    # A after the child is rejected; the last node has no child.
     later = torch.where(left > 0, left / (left + 1 - a[:, :-1].double()), 0)
     kept = torch.where(node == own, a.double(), F.pad(later, (0, 1)))
     asked = (node > 0) & (node <= own) & ((a > 0).cumprod(1) > 0) & (kept > 0)
@@ -197,18 +196,18 @@ def _climb(
 
 
 def _still(walking: Bool[Tensor, " rows"]) -> Int[Tensor, " some"]:
-    """Return the rows to go on with: all of them where asking which ones still walk would wait for a device."""
+    """Return the rows still walking, or all rows if selecting them would wait for a device."""
     return walking.nonzero().squeeze(1) if walking.is_cpu else torch.arange(len(walking), device=walking.device)
 
 
 def _tokens(trees: Sequence[TokenTree], device: torch.device) -> Int[Tensor, "rows nodes"]:
-    """Return the tokens of the trees, the smaller ones padded."""
+    """Return the tokens of the trees, with smaller trees padded."""
     if all(tree.on_host for tree in trees):
         return torch.tensor(_padded([tree.token_list for tree in trees], 0)).to(device, non_blocking=True)
     return pad_sequence([tree.tokens.to(device) for tree in trees], batch_first=True)
 
 
 def _padded(lists: Sequence[Sequence[int]], fill: int) -> list[list[int]]:
-    """Return the lists at the length of the longest one."""
+    """Return the lists padded to the longest length."""
     longest = max(map(len, lists))
     return [[*values, *[fill] * (longest - len(values))] for values in lists]

@@ -1,4 +1,4 @@
-"""Drawing: probabilities to tokens, by uniforms that a seed gives on every device."""
+"""Drawing tokens from probabilities, with uniforms that depend only on the seed."""
 
 import hashlib
 from typing import Protocol, runtime_checkable
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """Draw one token per row in proportion to its weights, which need not sum to 1, from uniforms in [0, 1).
+    """Draw one token per row in proportion to its weights (any positive sum), from uniforms in [0, 1).
 
     Runs on the weights' device without waiting for it; the uniforms may be on the host. Never draws a token of weight
-    0. A row with NaN, or without any weight, gives ``vocab``, which is no token id.
+    0. A row with NaN or without any weight gives ``vocab``, an invalid id.
     """
     cumulative = _cumulative(weights)
     thresholds = cumulative[:, -1:] * uniforms.to(cumulative.device, non_blocking=True)[:, None]
@@ -21,50 +21,47 @@ def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, 
 
 
 def _cumulative(weights: Float[Tensor, "*rows vocab"]) -> Float64[Tensor, "*rows vocab"]:
-    """Return cumulative sums that never fall from one entry to the next, and rise only at positive weights."""
+    """Return cumulative sums that never decrease and rise only at positive weights."""
     if weights.is_mps:  # MPS has no float64
         weights = weights.cpu()
     own = weights.clone() if weights.dtype == torch.float64 else weights.double()
     sums = own.cumsum_(-1)
-    # The CPU adds one weight after the other, so its sums have this property already.
+    # The CPU adds the weights one by one, so its sums already have this property.
     return sums if weights.is_cpu else _monotone(sums, weights)
 
 
 def _monotone(
     sums: Float64[Tensor, "*rows vocab"], weights: Float[Tensor, "*rows vocab"]
 ) -> Float64[Tensor, "*rows vocab"]:
-    """Remove the rounding of a parallel sum: neighbours may differ in the last bits though the weight between is 0."""
+    """Remove the rounding of a parallel sum: neighbours may differ in the last bits at a weight of 0."""
     return torch.where(weights > 0, sums, 0).cummax(-1).values
 
 
 @runtime_checkable
 class RandomSource(Protocol):
-    """A source of random decisions: a generator in decoding, an enumerator of every outcome in the exactness tests."""
+    """A source of random decisions: a generator in decoding, an enumerator of all outcomes in the exactness tests."""
 
     def accept(self, probability: float) -> bool:
         """Return True with probability ``min(1, probability)``; never at 0."""
 
     def draw(self, weights: Float[Tensor, " vocab"]) -> int:
-        """Draw an index in proportion to ``weights``, which need not sum to 1; never one of weight 0."""
+        """Draw an index in proportion to ``weights`` (any positive sum); never one of weight 0."""
 
 
-NO_WEIGHT = "no token has any weight: loosen the controls (a processor may forbid every token)"
-"""Error of a draw from nothing."""
-_BLOCK = 32
-"""Least count of numbers that a source draws from its generator at once."""
+NO_WEIGHT = "no token has any weight: loosen the sampling controls; a processor may forbid every token"
+_BLOCK = 32  # least count of numbers that a source draws from its generator at once
 
 
 class GeneratorSource:
-    """A random source over a `torch.Generator` on the host: a seed gives the same uniforms whatever the device."""
+    """Random source over a `torch.Generator` on the host: a seed gives the same uniforms on every device."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
-        self._ahead: list[float] = []
-        """Numbers of the stream that were drawn from the generator, and not taken yet."""
+        self._ahead: list[float] = []  # numbers already drawn from the generator but not yet used
 
     @staticmethod
     def from_seed(seed: int, stream: int | str = "") -> "GeneratorSource":
-        """Make the source of one stream of a seed: independent of the seed's other streams, the same in every run.
+        """Make the source of one stream of a seed: independent of the seed's other streams and the same in every run.
 
         Drafting and verifying use two streams.
         """
@@ -78,28 +75,28 @@ class GeneratorSource:
         return self._ahead.pop(0)
 
     def uniforms(self, count: int) -> Float64[Tensor, " count"]:
-        """Take the next ``count`` such numbers at once, on the host."""
+        """Take the next ``count`` numbers at once, on the host."""
         taken = torch.tensor(self.peek(count), dtype=torch.float64)
         self.skip(count)
         return taken
 
     def peek(self, count: int) -> list[float]:
-        """Return the next ``count`` numbers, which are not taken: the next call that takes some begins with them."""
+        """Return the next ``count`` numbers without taking them."""
         if (missing := count - len(self._ahead)) > 0:
             fresh = torch.rand(max(missing, _BLOCK), generator=self._generator, dtype=torch.float64)
             self._ahead += fresh.tolist()
         return self._ahead[:count]
 
     def skip(self, count: int) -> None:
-        """Take ``count`` numbers that `peek` has shown."""
-        assert count <= len(self._ahead), f"{count} numbers are taken, {len(self._ahead)} were seen"
+        """Take ``count`` numbers that `peek` returned."""
+        assert count <= len(self._ahead), f"{count} numbers taken, {len(self._ahead)} peeked"
         del self._ahead[:count]
 
     def accept(self, probability: float) -> bool:
         return self.uniform() < probability
 
     def draw(self, weights: Float[Tensor, " vocab"]) -> int:
-        # `inverse_cdf` of a single row, without the row axis: faster, as this is called for every drafted token.
+        # `inverse_cdf` of a single row without the row axis: faster, and called for every drafted token.
         cumulative = _cumulative(weights)
         token = int(torch.searchsorted(cumulative, cumulative[-1] * self.uniform(), right=True))
         if token == len(weights):
@@ -112,15 +109,15 @@ def draw_rows_without_replacement(
 ) -> Int[Tensor, "rows count"]:
     """Draw up to ``count`` distinct indices per row, from uniforms in [0, 1).
 
-    They are drawn in turn, each in proportion to the weights of those not yet drawn. Runs on the weights' device
-    without waiting for it; the uniforms may be on the host. After a row's last index, when no weight is left or some
-    are NaN, comes ``vocab``, which is no index.
+    Each draw is in proportion to the weights of the indices left. Runs on the weights' device without waiting for it;
+    the uniforms may be on the host. Once a row has no weight left, or has NaN, it gives ``vocab``, which is not an
+    index.
     """
-    if not weights.is_mps:  # which has no float64
+    if not weights.is_mps:  # MPS has no float64
         uniforms = uniforms.to(weights.device, non_blocking=True)
     columns: list[Tensor] = []
     for column in uniforms.T:
-        if columns:  # not in place: an index is drawn from all weights first, and they stay the caller's
+        if columns:  # not in place: the caller keeps the weights, and the first draw reads them all
             weights = weights.scatter(1, columns[-1].clamp(max=weights.shape[1] - 1)[:, None], 0)
         columns.append(inverse_cdf(weights, column))
     return torch.stack(columns, dim=1)

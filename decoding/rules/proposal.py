@@ -1,4 +1,4 @@
-"""Proposals, which a drafter hands to an acceptance rule: a tree, how its tokens were chosen, and their q."""
+"""Proposals, from a drafter to an acceptance rule: a tree, how its tokens were chosen, and q."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -17,22 +17,22 @@ class ProposalKind(Enum):
     SAMPLED = "sampled"
     """Each child is drawn independently from q (with replacement)."""
     SAMPLED_WITHOUT_REPLACEMENT = "sampled without replacement"
-    """Children are drawn one after the other, each from q without the tokens drawn before, renormalised."""
+    """Children are drawn one by one, each from q without the tokens drawn before, renormalised."""
     DETERMINISTIC = "deterministic"
     """The set of children is a function of the context alone: top-k, argmax, lookup."""
     GRAFTED = "grafted"
-    """Children drawn in one of the two ways above, and behind them children that are a function of the context."""
+    """Children drawn in one of the two ways above, followed by children that are a function of the context."""
     MIXED = "mixed"
-    """Children of several origins in one tree, such as the draws of two drafts: their q is not known."""
+    """Children of several origins, such as the draws of two drafts, with unknown q."""
 
     @property
     def has_q(self) -> bool:
-        """True if a proposal of this kind carries the q that its tokens were drawn from."""
+        """True if proposals of this kind carry the q that their tokens were drawn from."""
         return self not in (ProposalKind.DETERMINISTIC, ProposalKind.MIXED)
 
 
 class DrawnPart(NamedTuple):
-    """The part of a grafted proposal that was drawn: the first ``nodes`` of its tree, root included, as ``kind``."""
+    """The drawn part of a grafted proposal: the first ``nodes`` of its tree (root included), drawn as ``kind``."""
 
     nodes: int
     kind: ProposalKind
@@ -43,11 +43,11 @@ class Proposal:
     """A drafted tree and how its tokens were chosen.
 
     Row i of ``q`` (parents, vocab) is the distribution, after every sampling control, from which the first child of
-    node i was drawn. Rows after the last node with children may be missing. Deterministic and mixed proposals have no
-    ``q``.
+    node i was drawn. Rows after the last node with children may be missing. Deterministic and mixed proposals have
+    ``q`` None.
 
     ``drawn`` is the drawn part of a grafted proposal, None for any other. ``matched`` is the length of the text's
-    suffix that a lookup found earlier, 0 where nothing was looked up.
+    suffix that a lookup found earlier, 0 without a lookup.
     """
 
     tree: TokenTree
@@ -58,10 +58,10 @@ class Proposal:
 
     def __post_init__(self) -> None:
         if (self.q is None) == self.kind.has_q:
-            raise ValueError(f"a {self.kind.value} proposal {'needs' if self.q is None else 'carries no'} q")
+            raise ValueError(f"a {self.kind.value} proposal {'needs q' if self.q is None else 'must not carry q'}")
         assert (self.drawn is not None) == (self.kind is ProposalKind.GRAFTED), f"drawn part of a {self.kind.value} one"
 
     @staticmethod
     def root_only(token: int, device: torch.device | str = "cpu") -> "Proposal":
-        """Make a proposal without drafted tokens: its target pass decodes one token, as plain decoding does."""
+        """Make a proposal without drafted tokens: its target pass decodes one token, as in plain decoding."""
         return Proposal(TokenTree.chain([token], device), ProposalKind.DETERMINISTIC)

@@ -1,4 +1,4 @@
-"""Sampling: logits to probabilities, by the same code for the target and the draft.
+"""Sampling controls: logits to probabilities, with the same code for target and draft.
 
 The controls are applied in the order of `transformers`: penalties, processors, temperature, top-k, top-p, min-p,
 typical-p. Probabilities are fp32 (fp64 for fp64 logits), whatever the dtype of the model.
@@ -18,9 +18,9 @@ from decoding.rules.tree import TokenTree
 
 @runtime_checkable
 class LogitsProcessor(Protocol):
-    """A change to the logits that is a function of the text alone; every logits processor of `transformers` fits.
+    """A change to the logits that depends on the text alone; every logits processor of `transformers` fits.
 
-    It must keep no state between calls: it is also called with drafted texts that are rejected later.
+    It must keep no state between calls: it also sees drafted texts that are rejected later.
     """
 
     def __call__(
@@ -33,7 +33,7 @@ class LogitsProcessor(Protocol):
 class ForPromptLength:
     """A processor that depends on the prompt's length: ``build(n)`` makes the processor for a prompt of n tokens.
 
-    ``build`` is called in every step, once for all texts of the same lengths: keep it cheap, or cache it.
+    Every step calls ``build`` once for all texts of the same lengths: keep it cheap, or cache it.
     """
 
     build: Callable[[int], LogitsProcessor]
@@ -41,7 +41,7 @@ class ForPromptLength:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Sampling controls, with `transformers`' meanings. Temperature 0 is greedy decoding.
+    """Sampling controls, with the meanings of `transformers`. Temperature 0 is greedy decoding.
 
     The repetition penalty applies to the tokens of the prompt and the output.
     """
@@ -87,7 +87,7 @@ class SamplingConfig:
 
 
 class HistoryRows(NamedTuple):
-    """The text before each row's token, as the controls read it; a tensor that no control reads is None. See `History`.
+    """The text before each row's next token, as the controls read it; a tensor that no control reads is None.
 
     ``seen`` (rows, vocab) bool: true for tokens of the prompt or the output. ``texts`` (rows, longest) long: row i's
     text is its first ``lengths[i]`` entries, the rest is padding. ``prompt_lengths``: tokens of each row's prompt.
@@ -100,11 +100,11 @@ class HistoryRows(NamedTuple):
 
     @staticmethod
     def cat(parts: Sequence["HistoryRows"]) -> "HistoryRows":
-        """Join the rows of all parts, one part after the other; all come from the same `SamplingConfig`."""
+        """Join the rows of all parts, one part after the other; all parts must come from the same `SamplingConfig`."""
 
         def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
             given = [tensor for tensor in tensors if tensor is not None]
-            assert len(given) in (0, len(tensors)), "rows of different sampling controls do not go together"
+            assert len(given) in (0, len(tensors)), "rows with different sampling controls cannot be joined"
             return torch.cat(given) if given else None
 
         longest = max((part.texts.shape[1] for part in parts if part.texts is not None), default=0)
@@ -116,7 +116,7 @@ class HistoryRows(NamedTuple):
         )
 
     def groups(self) -> Iterator[tuple[Int[Tensor, " group"], Int[Tensor, "group length"], int]]:
-        """Group rows of equal text and prompt length: yield their indices, their texts, and the prompt length."""
+        """Yield groups of rows with equal text and prompt length: their indices, their texts, and the prompt length."""
         assert self.texts is not None, "processors need the texts"
         members: dict[tuple[int, int], list[int]] = {}
         for row, lengths in enumerate(zip(self.lengths, self.prompt_lengths, strict=True)):
@@ -131,7 +131,7 @@ def _padded(texts: Int[Tensor, "rows length"], longest: int) -> Int[Tensor, "row
 
 
 class History:
-    """The history of one text, updated as the text grows. Costs nothing if no control reads the history."""
+    """The history of one text, updated as the text grows. Costs nothing if no control reads it."""
 
     def __init__(
         self, sampling: SamplingConfig, prompt_length: int, vocab_size: int, device: torch.device | str
@@ -140,8 +140,7 @@ class History:
         self._prompt_length = prompt_length
         self._vocab_size = vocab_size
         self._device = torch.device(device)
-        self._known = 0
-        """Number of tokens of the text that the tensors below describe."""
+        self._known = 0  # number of tokens of the text that the tensors below describe
         device = self._device
         self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device) if sampling.needs_seen else None
         self._text = torch.zeros(0, dtype=torch.long, device=device) if sampling.processors else None
@@ -149,9 +148,9 @@ class History:
     def at(self, tokens: Sequence[int], tree: TokenTree, nodes: Sequence[int] | None = None) -> HistoryRows:
         """Return one row for each of ``nodes`` (None: all nodes): the history before the token that follows the node.
 
-        It consists of ``tokens``, the whole text so far, which ends with the root of ``tree``, and of the path from
-        below the root down to the node, the node included. Only tokens appended since the last call are read: the text
-        of two calls may grow, but nothing of it may change.
+        It is ``tokens``, the whole text so far, which ends with the root of ``tree``, then the path from below the root
+        down to the node. Only tokens appended since the last call are read: between calls a text may grow but must not
+        change.
         """
         if not self._sampling.needs_history:
             return HistoryRows()
@@ -200,7 +199,7 @@ class History:
 def adjusted_logits(
     logits: Float[Tensor, "rows vocab"], sampling: SamplingConfig, history: HistoryRows | None = None
 ) -> Float[Tensor, "rows vocab"]:
-    """Return the logits after penalties and processors, of which greedy decoding takes the argmax.
+    """Return the logits after penalties and processors; greedy decoding takes their argmax.
 
     Without penalties and processors this is ``logits`` itself; else a new tensor in fp32 (fp64 for fp64 logits).
     """
@@ -217,7 +216,7 @@ def adjusted_logits(
 
 def best_tokens(logits: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
     """Return the token with the largest logit, the lowest id on ties."""
-    return logits.max(-1).indices  # on a CPU argmax takes six times as long for bf16
+    return logits.max(-1).indices  # argmax takes six times as long for bf16 on a CPU
 
 
 def _widened(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
@@ -235,7 +234,7 @@ def _processed(
             result = processor(texts, scores)
             if result.shape != scores.shape:
                 raise ValueError(
-                    f"processor {type(processor).__name__} gave scores of shape {tuple(result.shape)} for "
+                    f"processor {type(processor).__name__} returned shape {tuple(result.shape)} for scores of "
                     f"{tuple(scores.shape)}: return one score for each token of each row"
                 )
             scores = result
@@ -246,7 +245,7 @@ def _processed(
 def probabilities(
     logits: Float[Tensor, "rows vocab"], sampling: SamplingConfig, history: HistoryRows | None = None
 ) -> Float[Tensor, "rows vocab"]:
-    """Return each row's sampling distribution, after every control; at temperature 0 all mass is on the argmax."""
+    """Return each row's sampling distribution after every control; at temperature 0 all mass is on the argmax."""
     logits = _widened(adjusted_logits(logits, sampling, history))
     if sampling.greedy:
         one_hot = torch.zeros_like(logits)
@@ -276,7 +275,7 @@ def _nucleus(logits: Float[Tensor, "rows vocab"], top_p: float) -> Float[Tensor,
 def _typical(logits: Float[Tensor, "rows vocab"], mass: float) -> Float[Tensor, "rows vocab"]:
     """Keep the tokens whose -log p is nearest the entropy until their mass reaches ``mass`` (2202.00666, section 4).
 
-    Tokens exactly as near as the last kept one are kept as well.
+    Ties with the last kept token are kept too.
     """
     log_shares = logits.log_softmax(-1)
     entropy = -(log_shares * log_shares.exp()).nansum(-1, keepdim=True)

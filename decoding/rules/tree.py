@@ -1,7 +1,7 @@
 """Token trees, proposed by a drafter and verified by one target pass.
 
-Node 0 is the root: the last token already emitted, whose keys and values the target has yet to compute.
-Every other node is a drafted token that follows its parent. A chain is a tree with one branch.
+Node 0 is the root: the last token already emitted, whose keys and values the target has yet to compute. Every other
+node is a drafted token that follows its parent. A chain is a tree with one branch.
 """
 
 import reprlib
@@ -14,11 +14,11 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 MOST_NODES = 4096
-"""Greatest number of nodes in a tree of a file or a recipe: its mask takes 16 MiB, and no target verifies more."""
+"""Most nodes of a tree from a file or a recipe: its mask takes 16 MiB, and no target verifies more."""
 
 
 def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Return paths of child ranks, read from a file or a recipe, as tuples; ValueError unless they make a tree.
+    """Return paths of child ranks, read from a file or a recipe, as tuples; ValueError unless they form a tree.
 
     Every prefix of a path must be listed, every path once, and every rank must be below ``vocab_size``.
     """
@@ -42,29 +42,29 @@ def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]
 def _checked_path(path: object) -> tuple[int, ...]:
     """Return the path as a tuple; ValueError unless it is a non-empty list of ranks."""
     if not isinstance(path, list | tuple) or not path:
-        raise ValueError(f"tree path {reprlib.repr(path)} is no list of ranks: give one such as [0, 1]")
+        raise ValueError(f"tree path {reprlib.repr(path)} is not a list of ranks: give one such as [0, 1]")
     for rank in path:
         if type(rank) is not int or rank < 0:
-            raise ValueError(f"tree path {reprlib.repr(path)} holds {reprlib.repr(rank)}: give whole numbers from 0")
+            raise ValueError(f"tree path {reprlib.repr(path)} contains {reprlib.repr(rank)}: give whole numbers from 0")
     return tuple(path)
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The topology of a token tree, without its tokens: computed once, shared by every step that uses it.
+    """The topology of a token tree without its tokens: computed once, shared by every step that uses it.
 
     ``parents[i]`` is the parent of node i; ``parents[0]`` is -1 and every parent comes before its children.
-    Siblings stand in the order in which they were drawn; recursive rejection depends on that order.
+    Siblings are in draw order; recursive rejection depends on that order.
     """
 
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if not self.parents or self.parents[0] != -1:
-            raise ValueError(f"a tree starts at its root, with parent -1; got parents {self.parents[:4]}")
+            raise ValueError(f"parents are {self.parents[:4]}: start with the root's parent, -1")
         for node, parent in enumerate(self.parents[1:], start=1):
             if not 0 <= parent < node:
-                raise ValueError(f"node {node} has parent {parent}: parents come before their children")
+                raise ValueError(f"node {node} has parent {parent}: put parents before their children")
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -72,16 +72,16 @@ class TreeShape:
     @staticmethod
     @lru_cache(maxsize=256)
     def chain(length: int) -> "TreeShape":
-        """Make the shape of a root followed by ``length`` drafted tokens, each the child of the one before."""
+        """Make the shape of a root followed by ``length`` drafted tokens, each the child of the previous one."""
         return TreeShape(tuple(range(-1, length)))
 
     @staticmethod
     def from_paths(paths: Iterable[Sequence[int]]) -> tuple["TreeShape", tuple[int, ...]]:
         """Build a shape from paths of child ranks, as Medusa writes its trees (``medusa_choices``).
 
-        ``(0, 2)`` is the third best child (rank 2) of the best child of the root. Every prefix of a path must be
-        listed (else ValueError). Returns the shape and the rank of each node but the root among its siblings. Nodes
-        are ordered by depth, then by path, so that siblings stand best first.
+        ``(0, 2)`` is the third best child (rank 2) of the best child of the root. Every prefix of a path must be listed
+        (else ValueError). Returns the shape, and the rank among its siblings of each node but the root. Nodes are
+        ordered by depth, then by path, with the best sibling first.
         """
         ordered = sorted({tuple(path) for path in paths} - {()}, key=lambda path: (len(path), path))
         node_of: dict[tuple[int, ...], int] = {(): 0}
@@ -140,7 +140,7 @@ class TreeShape:
         return tuple(reversed(nodes))
 
     def keep(self, nodes: Sequence[int]) -> "TreeShape":
-        """Return the tree of the given nodes alone; each node's parent must stand before it in ``nodes``."""
+        """Return the tree of the given nodes alone; each node's parent must come before it in ``nodes``."""
         new_index = {node: index for index, node in enumerate(nodes)}
         return TreeShape(tuple(-1 if node == 0 else new_index[self.parents[node]] for node in nodes))
 
@@ -156,7 +156,7 @@ class TokenTree:
 
     @staticmethod
     def of_list(tokens: Sequence[int], shape: TreeShape, device: torch.device | str = "cpu") -> "TokenTree":
-        """Make a tree of tokens known on the host, which then need not be fetched from the device."""
+        """Make a tree of tokens known on the host, to save fetching them from the device."""
         on_device = torch.tensor(tokens).to(device, non_blocking=True)  # does not wait for queued work
         tree = TokenTree(on_device, shape)
         tree._token_list = list(tokens)
@@ -183,7 +183,7 @@ class TokenTree:
         return len(self.shape)
 
     def child_with_token(self, node: int, token: int) -> int | None:
-        """Return the first child of ``node`` that holds ``token``; None if none does."""
+        """Return the first child of ``node`` with this token, or None."""
         tokens = self.token_list
         for child in self.shape.children[node]:
             if tokens[child] == token:
@@ -191,7 +191,7 @@ class TokenTree:
         return None
 
     def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return the nodes below the root whose tokens match ``tokens``, up to the first token that no child holds."""
+        """Return the nodes below the root that match ``tokens``, up to the first token without a child."""
         node, path = 0, []
         for token in tokens:
             child = self.child_with_token(node, token)
@@ -202,9 +202,9 @@ class TokenTree:
         return tuple(path)
 
     def descend(self, best: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """Walk from the root, at each node to the child that holds ``best[node]``, until no child holds it.
+        """Walk from the root to the child with the token ``best[node]``, until there is none.
 
-        Returns the nodes met below the root, and ``best`` of the last node.
+        Returns the nodes passed below the root, and ``best`` of the last node.
         """
         node, path = 0, []
         while (child := self.child_with_token(node, best[node])) is not None:
@@ -235,12 +235,12 @@ class TokenTrie:
         return node
 
     def child(self, parent: int, token: int) -> int:
-        """Return the first child of ``parent`` that holds ``token``; add one if there is none."""
+        """Return the first child of ``parent`` with this token; add one if there is none."""
         known = self._child.get((parent, token))
         return self.grow(parent, token) if known is None else known
 
     def grow(self, parent: int, token: int) -> int:
-        """Add a last child to ``parent``, even if a sibling holds the same token, and return it."""
+        """Add a last child to ``parent``, even if a sibling has the same token, and return it."""
         child = len(self._tokens)
         self._tokens.append(token)
         self._parents.append(parent)
@@ -248,14 +248,14 @@ class TokenTrie:
         return child
 
     def tree(self, device: torch.device | str = "cpu") -> TokenTree:
-        """Return the tree so far, its nodes in the order of their addition."""
+        """Return the tree so far, with nodes in the order in which they were added."""
         return TokenTree.of_list(self._tokens, TreeShape(tuple(self._parents)), device)
 
 
 def fetch_tokens(trees: Sequence[TokenTree], also: Sequence[Tensor] = ()) -> list[list[int]]:
-    """Fetch the tokens of all trees to the host, and the integers of ``also`` with them, in one transfer.
+    """Fetch the tokens of all trees to the host, together with the integers of ``also``, in one transfer.
 
-    The trees keep their tokens; the lists returned are those of ``also``.
+    The trees keep their tokens; the integers of ``also`` are returned as lists.
     """
     missing = [tree for tree in trees if not tree.on_host]
     parts = [*(tree.tokens for tree in missing), *also]

@@ -1,8 +1,8 @@
 """Acceptance rules: which drafted tokens the target keeps, and which token it writes after them.
 
-Each rule is a pure function of a proposal, the target's distribution at every node, and a random source.
-p is the target's distribution and q the draft's, both after every sampling control. A *lossless* rule emits tokens
-distributed exactly as p, whatever q is; the tests prove it by enumerating every outcome.
+Each rule is a pure function of a proposal, the target's distribution at every node, and a random source. p is the
+target's distribution and q the draft's, both after every sampling control. A *lossless* rule emits tokens distributed
+exactly as p, whatever q is; the tests prove it by enumerating every outcome.
 
 In the formulas (y)+ is the positive part of y, and delta(x) the distribution with all its mass on x.
 """
@@ -32,7 +32,7 @@ Decide = Callable[[Proposal, Tensor, RandomSource], Verdict]
 
 @dataclass(frozen=True)
 class Rule:
-    """An acceptance rule and its label. Calls with a proposal that the rule was not derived for raise ValueError."""
+    """An acceptance rule and its label. A call raises ValueError for a proposal that the rule was not derived for."""
 
     name: str
     lossless: bool
@@ -50,7 +50,7 @@ class Rule:
             fitting = " or ".join(sorted(kind.value for kind in self.kinds))
             raise ValueError(f"the {self.name} rule takes {fitting} proposals, not {' or '.join(unfit)} ones")
         if self.chains_only and not are_chains:
-            raise ValueError(f"the {self.name} rule takes chains; for trees use traversal verification")
+            raise ValueError(f"the {self.name} rule takes chains only: use traversal verification for trees")
 
     def __call__(self, proposal: Proposal, target_probs: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
         self.check((proposal.kind,), proposal.tree.shape.is_chain)
@@ -67,12 +67,12 @@ def greedy(proposal: Proposal, target_scores: Float[Tensor, "nodes vocab"], sour
 
 
 def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """Draw a token from p at each node: go on to the child that holds it, or write it if no child does.
+    """Draw a token from p at each node: move to the child with this token, or write it if there is none.
 
     Lossless for any draft, however its tokens were chosen. Each written token takes exactly one draw from ``source``,
     from p in its context, as in plain decoding. If the drafter draws nothing from ``source``, the text therefore equals
-    that of plain decoding with the same seed. A child drawn from q is kept with probability sum over x of p(x) q(x),
-    at most that of rejection, sum over x of min(p(x), q(x)).
+    plain decoding with the same seed. A child drawn from q is kept with probability sum over x of p(x) q(x). Rejection
+    keeps at least as much: sum over x of min(p(x), q(x)).
     """
     tree = proposal.tree
     path: list[int] = []
@@ -89,17 +89,17 @@ def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: 
 def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
     """Verify a tree by rejection, with replacement (SpecInfer 2305.09781) or without (RSD 2402.14160, Sequoia).
 
-    At each node the children are tried in draw order: child x is kept with probability min(1, p(x)/q(x)), and each
-    rejection replaces p by its residual, the normalised (p - q)+. On a chain this is the token rejection of speculative
-    sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318). With replacement q does not change (a duplicate is
-    always rejected, and still updates p); without it, the rejected token is removed from q. If no child is kept, the
+    Each node tries its children in draw order. Child x is kept with probability min(1, p(x)/q(x)); each rejection
+    replaces p by its residual, the normalised (p - q)+. On a chain this is the token rejection of speculative sampling
+    (Leviathan et al. 2211.17192, Chen et al. 2302.01318). With replacement q does not change: a duplicate is always
+    rejected, and still updates p. Without replacement the rejected token is removed from q. If no child is kept, the
     target writes from the last p.
 
     A deterministic child x counts as drawn from delta(x), as in Medusa (2401.10774) and EAGLE (2401.15077): it is kept
-    with probability p(x), and the children may be tried in any order. Such verdicts have the same distribution as those
-    of `sampled_verify`. Grafted children come after the drawn ones, with q = delta(x). Of one drawn child and one
-    grafted child x, one is kept with probability p(x) + sum over y != x of min(p(y), q(y)): at least as often as of
-    either alone.
+    with probability p(x), and the order of the children does not matter. Such verdicts have the same distribution as
+    with `sampled_verify`. Grafted children come after the drawn ones, with q = delta(x). Of one drawn and one grafted
+    child x, one is kept with probability p(x) + sum over y != x of min(p(y), q(y)): at least as often as either child
+    alone.
     """
     tree = proposal.tree
     path: list[int] = []
@@ -127,17 +127,19 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
 
     Every node has a probability A of being kept: 1 at the root, and min(1, A p(x)/q(x)) at child x of a node with A. A
     leaf is kept with probability A, and the target writes from p after it. A rejected child changes its parent: p
-    becomes the normalised (A p - q)+, and A becomes S/(S + (1 - A)), where S is the sum of (A p - q)+; the next child
-    in draw order is tried with this p and A. A node whose children are all rejected is kept with its last A, and the
-    target writes from its last p; else the node is rejected as well. A deterministic x counts as drawn from delta(x).
-    On a chain this is block verification (Sun et al. 2403.10444), which in expectation keeps at least as many tokens as
+    becomes the normalised (A p - q)+, and A becomes S/(S + (1 - A)), with S the sum of (A p - q)+. The next child in
+    draw order is tried with this p and A. If all children of a node are rejected, the node is kept with its last A and
+    the target writes from its last p; otherwise the node is rejected too. A deterministic x counts as drawn from
+    delta(x).
+
+    On a chain this is block verification (Sun et al. 2403.10444). In expectation it keeps at least as many tokens as
     token rejection.
     """
     tree = proposal.tree
 
     def entered(node: int, kept: float) -> _Visit:
-        """Return the visit of ``node``, whose A is ``kept``, before any of its children is tried."""
-        # The product A p: the formulas need no other use of p or A. A leaf only draws from p, so its scale is free.
+        """Return the visit of ``node``, with A = ``kept``, before any child is tried."""
+        # The product A p is all that the formulas use. A leaf only draws from p, so its scale does not matter.
         mass = p[node] * kept if tree.shape.children[node] else p[node]
         return node, kept, mass, _children_with_q(proposal, node, mass)
 
@@ -157,7 +159,7 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
             return Verdict(tree.shape.path(node), source.draw(mass))
         else:
             (node, kept, mass, children), q_now = above.pop()
-        residual = (mass - q_now).clamp_(min=0)  # the child that was tried is rejected
+        residual = (mass - q_now).clamp_(min=0)  # the tried child is rejected
         left = float(residual.sum())
         if left == 0:
             # Without a residual the node is rejected. At the root p equals q up to rounding, as in token rejection.
@@ -169,13 +171,13 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
 
 
 _Visit = tuple[int, float, Tensor, Iterator[tuple[int, Tensor]]]
-"""A node in traversal verification: its number, its A, the product A p, and the children that are still to be tried."""
+"""A node in traversal verification: its number, its A, the product A p, and the children not yet tried."""
 
 
 def _children_with_q(
     proposal: Proposal, node: int, like: Float[Tensor, " vocab"]
 ) -> Iterator[tuple[int, Float[Tensor, " vocab"]]]:
-    """Yield a node's children in draw order, each with the q it was drawn from, given the children before it."""
+    """Yield a node's children in draw order, each with its q given the children before it."""
     token_list, drawn = proposal.tree.token_list, None
     drawn_nodes, kind = proposal.drawn or (len(token_list), proposal.kind)
     for child in proposal.tree.shape.children[node]:
@@ -193,20 +195,20 @@ def _children_with_q(
 
 
 def _residual(p: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"]) -> Float[Tensor, " vocab"] | None:
-    """Return the positive part of p - q, normalised; None if it is zero everywhere, which means p = q."""
+    """Return the normalised positive part of p - q; None if it is zero everywhere, that is, p = q."""
     positive = (p - q).clamp(min=0)
     total = positive.sum()
     return positive / total if bool(total > 0) else None
 
 
-UNDRAWN = "a drafted token has q = 0: it was not drawn from the q that was recorded"
+UNDRAWN = "a drafted token has q = 0: it was not drawn from the recorded q"
 
 
 def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
     """Make the rule of Medusa's typical acceptance (2401.10774, section 2.3.1): lossy.
 
     A drafted x passes if p(x) > min(epsilon, delta * exp(-entropy of p)). The longest path of passing tokens is kept;
-    among equally long ones, the likeliest under p. The target then writes from p after the last kept token.
+    the likeliest under p on ties. The target then writes from p after the last kept token.
     """
 
     def decide(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
@@ -262,9 +264,9 @@ def lossless_rule(proposal: Proposal) -> Rule:
 def lossless_rule_for(kind: ProposalKind, is_chain: bool) -> Rule:
     """Return the default lossless sampling rule for proposals of this kind.
 
-    For a proposal with q: block verification (sampled chains) or traversal verification, which keep the most tokens.
-    For any other: `sampled_verify`, as all rules keep equally many deterministic tokens in expectation, and this one
-    writes the text of plain decoding with the same seed.
+    With q: block verification for sampled chains, else traversal verification; these keep the most tokens. Without q:
+    `sampled_verify`. For deterministic tokens all rules keep equally many in expectation, and this one writes the same
+    text as plain decoding with the same seed.
     """
     if not kind.has_q:
         return SAMPLED_VERIFY

@@ -39,11 +39,7 @@ from trainer.target.hidden import OnlineTarget
 STEPS = 8
 SETTINGS: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 2, "mixed_precision": "no", "learning_rate": 1e-2}
 SECTION = TrainingSection(steps=STEPS, **SETTINGS)
-SECTION_OF_HEADS = HeadsSection(
-    num_heads=3,
-    markov_rank=5,
-    loss=LossSection(cross_entropy=1, forward_kl=1),
-)
+SECTION_OF_HEADS = HeadsSection(num_heads=3, markov_rank=5, loss=LossSection(cross_entropy=1, forward_kl=1))
 EXAMPLES = toy_examples(12, vocab=15)  # an odd vocabulary: no tensor of the heads divides into equal parts by luck
 
 

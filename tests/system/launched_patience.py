@@ -25,10 +25,7 @@ def outcome(patient: bool) -> str:
 
 
 if __name__ == "__main__":
-    with (
-        patch("trainer.processes.TIMEOUT", timedelta(seconds=WAIT)),
-        patch("trainer.processes._SIGN_EVERY", 0.2),
-    ):
+    with patch("trainer.processes.TIMEOUT", timedelta(seconds=WAIT)), patch("trainer.processes._SIGN_EVERY", 0.2):
         build_accelerator()
         found = [outcome(patient) for patient in (True, False)]
     (Path(sys.argv[1]) / f"{RANK}.json").write_text(json.dumps(found))

@@ -15,16 +15,7 @@ from launched_heads import STEPS, run
 from safetensors.torch import load_file
 from tiny_training import Recorder, cpu_accelerator, interrupt
 from torch import nn
-from whole_runs import (
-    ACCELERATE,
-    DIRECT,
-    ROOT,
-    SCRIPT,
-    losses,
-    provenance,
-    write_recipe,
-    write_workshop,
-)
+from whole_runs import ACCELERATE, DIRECT, ROOT, SCRIPT, losses, provenance, write_recipe, write_workshop
 from whole_runs import finish as run_to_an_end
 from whole_runs import run as run_program
 

@@ -6,20 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from whole_runs import (
-    DIRECT,
-    TWO_PROCESSES,
-    finish,
-    losses,
-    metrics,
-    provenance,
-    run,
-    write_recipe,
-    write_workshop,
-)
-
-from decoding.dtypes import parse_dtype
-from decoding.model.loading import load_model
+from whole_runs import DIRECT, TWO_PROCESSES, losses, metrics, provenance, run, write_recipe, write_workshop
 
 STEPS = 12
 POLICY = {"offline": 1, "target": 1, "loop": 1, "max_new_tokens": 6, "every": 3}
@@ -68,16 +55,3 @@ def test_two_processes_write_and_learn_what_one_does(alone: Path, workshop: Path
     assert written(output) == written(alone) and evaluated(output) == evaluated(alone)
     for step, loss in losses(alone).items():
         assert losses(output)[step] == pytest.approx(loss, rel=1e-4)
-
-
-def test_a_draft_that_cannot_pay_is_refused_before_its_first_step(workshop: Path) -> None:
-    """It has 24 times the target's layers."""
-    path, output = recipe(workshop, "slow")
-    content = yaml.safe_load(Path(path).read_text())
-    content["draft"] |= {"check_costs": True, "vocabulary": None}
-    layers = load_model(str(workshop / "target"), parse_dtype("fp32")).config.num_hidden_layers
-    content["draft"]["init"] = {"from_config": {"num_hidden_layers": 24 * layers}}
-    Path(path).write_text(yaml.safe_dump(content))
-    done = finish([*DIRECT, path], workshop)
-    assert "draft.check_costs=false" in done.stderr and not losses(output)
-    assert done.returncode == 2 and "Traceback" not in done.stderr

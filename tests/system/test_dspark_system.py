@@ -32,13 +32,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_workshop(tmp_path_factory.mktemp("workshop"))
 
 
-def recipe(workshop: Path, name: str, features: str | None = None) -> tuple[str, Path]:
-    """A recipe of which half the rows are written by the loop, or that reads features; evaluated on the way."""
+def recipe(workshop: Path, name: str) -> tuple[str, Path]:
+    """A recipe of which half the rows are written by the loop; evaluated on the way."""
     path = Path(write_recipe(workshop, "draft", workshop / name, steps=6, micro_batch_size=2, learning_rate=1e-2))
     content = yaml.safe_load(path.read_text())
-    content["draft"] |= {"dspark": DSPARK, **({} if features else {"policy": POLICY})}
-    if features is not None:
-        content["features"] = {"folder": str(workshop / features), "states": "int8", "shard_tokens": 1024}
+    content["draft"] |= {"dspark": DSPARK, "policy": POLICY}
     content["evaluation"] |= {"every": 3}
     path.write_text(yaml.safe_dump(content))
     return str(path), workshop / name
@@ -81,14 +79,4 @@ def test_two_processes_that_shard_the_draft_train_it_as_one_does(alone: Path, wo
     ]
     run([*(FSDP2 if kind == "fsdp2" else zero), SCRIPT, path], workshop, ACCELERATE_USE_CPU=cpu_of(kind))
     assert provenance(output)["num_processes"] == 2
-    check_equal(output, alone)
-
-
-def test_two_processes_that_are_killed_train_from_states_on_disk_as_one_does(workshop: Path) -> None:
-    """Each writes half of the shards, and they go on from a checkpoint without writing any again."""
-    path, alone = recipe(workshop, "disk-alone", "features-alone")
-    run([*DIRECT, path], workshop)
-    path, output = recipe(workshop, "disk-pair", "features-pair")
-    said = run([*RESTARTING, path, "checkpoint.every=2"], workshop)
-    assert said.count("tokens written here") == 1
     check_equal(output, alone)

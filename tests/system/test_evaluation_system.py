@@ -44,4 +44,4 @@ def test_each_prompt_is_decoded_by_one_of_them(folder: Path) -> None:
 
 def test_a_prompt_that_one_cannot_decode_ends_the_evaluation_of_both(folder: Path) -> None:
     first, last = (of_process(folder, rank)["refusal"] for rank in (0, 1))
-    assert first == "another process cannot go on: its own message says why" and "prompt" in last != first
+    assert first == "another process failed: see its error message" and "prompt" in last != first

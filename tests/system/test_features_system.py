@@ -1,4 +1,4 @@
-"""Features as a user makes them: killed in the middle and gone on with, written by two processes, trained from."""
+"""Features as a user makes them: written by two processes, trained from."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,10 @@ import yaml
 from safetensors.torch import load_file
 from tiny_models import counting_model
 from tiny_training import counting_text, recipe_content, tiny_tokenizer, write_rows
-from whole_runs import DIRECT, HEADSTART, TWO_PROCESSES, kill_group, run, running, wait_until
+from whole_runs import DIRECT, TWO_PROCESSES, run
 
-COMMAND = [*HEADSTART, "train"]
-ROWS, LENGTH = 3000, 24
-SHARDS = 72  # 42 rows of 24 tokens in a shard of 1,024
+ROWS, LENGTH = 500, 24
+SHARDS = 12  # 42 rows of 24 tokens in a shard of 1,024
 
 
 @pytest.fixture(scope="module")
@@ -36,24 +35,6 @@ def write_recipe(workshop: Path, path: Path, features: dict[str, Any] | None, **
     return str(path)
 
 
-def sealed(folder: Path) -> dict[str, int]:
-    """The files that are finished; one that is written anew is another file."""
-    return {path.stem: path.with_suffix("").stat().st_ino for path in folder.glob("shard-*.sha256")}
-
-
-def test_a_kill_in_the_middle_costs_no_finished_shard(workshop: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "features"
-    recipe = write_recipe(workshop, tmp_path / "killed.yaml", {"folder": str(folder)})
-    with running([*COMMAND, recipe], tmp_path) as process:
-        wait_until(lambda: len(sealed(folder)) >= 3, process)
-        kill_group(process)
-    before = sealed(folder)
-    assert 3 <= len(before) < SHARDS
-    said = run([*COMMAND, recipe], tmp_path)
-    assert f"{ROWS * LENGTH:,} tokens" in said and "tokens/s" in said
-    assert len(sealed(folder)) == SHARDS and before.items() < sealed(folder).items()
-
-
 def test_two_processes_write_features_and_train_from_them_as_one_does_from_the_target(
     workshop: Path, tmp_path: Path
 ) -> None:
@@ -62,7 +43,7 @@ def test_two_processes_write_features_and_train_from_them_as_one_does_from_the_t
     stored = {"folder": str(folder), "keep_target": False}
     two = write_recipe(workshop, tmp_path / "two.yaml", stored)
     run([*TWO_PROCESSES, two], tmp_path)
-    assert len(sealed(folder)) == SHARDS
+    assert len(list(folder.glob("shard-*.sha256"))) == SHARDS
     run([*DIRECT, write_recipe(workshop, tmp_path / "one.yaml", None)], tmp_path)
     offline, online = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("two", "one"))
     assert offline.keys() == online.keys()

@@ -37,6 +37,7 @@ EVALUATE = (ROOT / "docs" / "how-to" / "evaluate.md").read_text()
 SERVING = (ROOT / "docs" / "how-to" / "serving.md").read_text()
 DATA = (ROOT / "docs" / "how-to" / "data.md").read_text()
 MACHINES = (ROOT / "docs" / "how-to" / "machines.md").read_text()
+ONE_GPU = (ROOT / "docs" / "how-to" / "one-gpu.md").read_text()
 VERIFY = (ROOT / "docs" / "how-to" / "verify.md").read_text()
 WATCH = (ROOT / "docs" / "how-to" / "watch.md").read_text()
 _TINY_RECIPE = (
@@ -139,7 +140,7 @@ def test_every_page_with_commands_or_a_program_is_one_that_a_test_runs() -> None
     marked = re.compile(r"^ *```(?:sh|bash|shell|console|python)$", re.MULTILINE)
     found = {path for path in (ROOT / "docs").rglob("*.md") if marked.search(path.read_text())}
     others = {ROOT / "docs" / "tutorial.md", ROOT / "docs" / "how-to" / "gpu.md"}
-    run_here = (PYTHON, TRAINING, DRAFTS, PLAN, EVALUATE, SERVING, DATA, MACHINES)
+    run_here = (PYTHON, TRAINING, DRAFTS, PLAN, EVALUATE, SERVING, DATA, MACHINES, ONE_GPU)
     assert len(found) >= 10
     assert [path for path in sorted(found - others) if path.read_text() not in (*run_here, VERIFY, WATCH)] == []
 
@@ -208,11 +209,22 @@ def test_every_command_of_the_page_on_machines_runs_in_the_order_given(
         assert (desk / "runs" / name / "final" / "model.safetensors").is_file()
 
 
+def test_every_command_of_the_page_on_one_gpu_runs_in_the_order_given(
+    desk: Path, environment: dict[str, str], warm: WarmProgram
+) -> None:
+    found = commands(ONE_GPU)
+    assert len(found) == 3
+    for command in found:
+        run(command, desk, environment, warm)
+    for name in ("evening", "evening-draft"):
+        assert (desk / "runs" / name / "final" / "model.safetensors").is_file()
+
+
 def test_every_command_of_the_page_on_plans_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
     found = commands(PLAN)
-    assert len(found) == 4
+    assert len(found) == 5
     for command in found:  # with the heads that the README trains
         run(command, desk, environment, warm)
     assert (desk / "runs" / "plan" / "plan.json").is_file()

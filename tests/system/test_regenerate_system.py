@@ -1,4 +1,4 @@
-"""Answers as a user has them made: from a real server, and by a run that is killed and started again."""
+"""Answers as a user has them made from a real server."""
 
 import json
 import socket
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer, write_rows
-from whole_runs import HEADSTART, kill_group, run, running, wait_until
+from whole_runs import HEADSTART, run, running, wait_until
 
 SERVE = str(Path(sys.executable).with_name("transformers"))
 CHAT_TEMPLATE = (
@@ -25,13 +25,11 @@ PROMPTS: list[str | list[str]] = [["a b", "c"], "d e f", "g h", ["i", "j k"], "l
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random targets whose texts depend on their prompts: one that chats, one that goes on with a text."""
+    """A random target that chats, whose texts depend on their prompts."""
     folder = tmp_path_factory.mktemp("desk")
-    for name, template in (("chat", CHAT_TEMPLATE), ("plain", None)):
-        tiny_model(seed=3, eos_token_id=1).save_pretrained(folder / name)
-        tiny_tokenizer(template).save_pretrained(folder / name)
+    tiny_model(seed=3, eos_token_id=1).save_pretrained(folder / "chat")
+    tiny_tokenizer(CHAT_TEMPLATE).save_pretrained(folder / "chat")
     write_rows(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
-    write_rows(folder / "texts.jsonl", [{"prompt": f"{a} {b}"} for a in "abcdefghijkl" for b in "abcdefghijkl"])
     return folder
 
 
@@ -64,29 +62,13 @@ def served(desk: Path, model: str) -> Iterator[str]:
 def test_a_real_server_and_this_process_give_the_same_greedy_answers(desk: Path) -> None:
     for package in ("openai", "fastapi", "uvicorn"):
         pytest.importorskip(package, reason=f"transformers serve and its client need {package}")
-    model = "chat"
     common = ["--prompts", "prompts.jsonl", "--limit", "8", "--max-new-tokens", "12"]
-    regenerate(desk, "--target", model, "--dtype", "fp32", "--output", f"{model}_own.jsonl", *common)
-    with served(desk, model) as address:
-        served_by = ["--endpoint", address, "--model", str(desk / model), "--concurrency", "4"]
-        regenerate(desk, *served_by, "--output", f"{model}_served.jsonl", *common)
-    own, other = rows(desk / f"{model}_own.jsonl"), rows(desk / f"{model}_served.jsonl")
+    regenerate(desk, "--target", "chat", "--dtype", "fp32", "--output", "own.jsonl", *common)
+    with served(desk, "chat") as address:
+        served_by = ["--endpoint", address, "--model", str(desk / "chat"), "--concurrency", "4"]
+        regenerate(desk, *served_by, "--output", "served.jsonl", *common)
+    own, other = rows(desk / "own.jsonl"), rows(desk / "served.jsonl")
     for row in own:
         del row["answer_tokens"]  # which a server does not tell
     assert other == own
     assert len(own) >= 4 and len({json.dumps(row) for row in own}) == len(own)
-
-
-def test_a_run_that_is_killed_and_started_again_writes_the_bytes_of_one_that_was_not(desk: Path) -> None:
-    words = ["--target", "plain", "--prompts", "texts.jsonl", "--batch-size", "2", "--max-new-tokens", "24"]
-    words += ["--temperature", "1", "--n", "2", "--seed", "11", "--limit", "30"]
-    regenerate(desk, *words, "--output", "whole.jsonl")
-    output = desk / "killed.jsonl"
-    with running([*HEADSTART, "regenerate", *words, "--output", output.name], desk) as process:
-        wait_until(lambda: output.is_file() and output.stat().st_size > 1000, process)
-        kill_group(process)
-    whole = (desk / "whole.jsonl").read_bytes()
-    assert output.stat().st_size < len(whole)
-    said = regenerate(desk, *words, "--output", output.name)
-    assert "answered before" in said
-    assert output.read_bytes() == whole and whole.count(b"\n") > 40

@@ -21,13 +21,12 @@ _LOADED_LINKS = {"stylesheet", "icon", "preload", "preconnect", "prefetch", "man
 
 @dataclass
 class BuiltPage(HTMLParser):
-    """What a page holds: its title, headings, ids, links, pictures, and all that a browser loads with it."""
+    """What a page holds: its title, headings, ids, pictures, and all that a browser loads with it."""
 
     path: Path
     title: str = ""
     headings: list[str] = field(default_factory=list)
     ids: set[str] = field(default_factory=set)
-    links: list[str] = field(default_factory=list)
     nav: list[str] = field(default_factory=list)
     pictures: list[tuple[str, str]] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
@@ -47,8 +46,8 @@ class BuiltPage(HTMLParser):
             self.headings.append("")
         if "id" in given:
             self.ids.add(given["id"])
-        if tag == "a" and "href" in given:
-            (self.nav if "md-nav__link" in given.get("class", "") else self.links).append(given["href"])
+        if tag == "a" and "md-nav__link" in given.get("class", ""):
+            self.nav.append(given["href"])
         if tag == "img":
             self.pictures.append((given.get("src", ""), given.get("alt", "")))
         if tag in _LOADING and given.get(_LOADING[tag]):
@@ -107,6 +106,7 @@ def outside(link: str) -> bool:
 
 
 def test_the_build_warns_of_nothing(site: Site) -> None:
+    """Of no link either: mkdocs.yml has each of them, and its anchor, checked."""
     told = re.findall(r"^(\w+) +-", site.printed, re.MULTILINE)
     assert told and set(told) == {"INFO"}, site.printed
     assert len(site.pages) > 20
@@ -122,21 +122,6 @@ def test_every_page_of_docs_is_built_with_a_title_and_one_heading_and_stands_in_
     for page in site.pages.values():
         assert page.title and len(page.headings) == 1, page.path
     assert len({page.title for page in site.pages.values()}) == len(site.pages), "two pages have one title"
-
-
-def test_every_link_within_the_site_leads_to_a_file_and_an_anchor(site: Site) -> None:
-    lost, checked = [], 0
-    for page in site.pages.values():
-        for link in {*page.links, *page.nav}:
-            if outside(link):
-                continue
-            file, anchor = page.resolved(link)
-            checked += 1
-            there = file in site.pages and (anchor in ("", "__tabbed") or anchor in site.pages[file].ids)
-            if not there and not (file.is_file() and not anchor):
-                lost.append(f"{page.path.relative_to(site.folder)}: {link}")
-    assert checked > 1000
-    assert lost == []
 
 
 def test_no_page_loads_anything_from_elsewhere(site: Site) -> None:

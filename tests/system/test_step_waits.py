@@ -8,12 +8,7 @@ from whole_runs import run
 
 SCRIPT = str(Path(__file__).with_name("counted_waits.py"))
 MICRO_BATCHES = 2
-FORWARDS = {
-    "heads": (1, 1),
-    "Medusa-2": (1, 2),
-    "draft": (2, 2),
-    "DSpark draft": (1, 1),
-}
+FORWARDS = {"heads": (1, 1), "Medusa-2": (1, 2), "draft": (2, 2), "DSpark draft": (1, 1)}
 """Forwards of transformers' models for a micro batch that make a mask, at the first step and at the second: each looks
 whether the positions are those of packed texts. A DSpark draft brings its own mask."""
 

@@ -68,8 +68,7 @@ def test_a_speed_up_is_measured_against_the_turns_that_the_method_took_part_in(f
 
 
 @pytest.mark.parametrize(
-    ("shipped", "name"),
-    [("medusa1", "Medusa-1"), ("markov", "Markov, KL"), ("draft", "draft"), ("dspark", "DSpark")],
+    ("shipped", "name"), [("medusa1", "Medusa-1"), ("markov", "Markov, KL"), ("draft", "draft"), ("dspark", "DSpark")]
 )
 def test_a_shipped_recipe_trains_what_its_arm_was_measured_with(
     scripts: dict[str, ModuleType], shipped: str, name: str

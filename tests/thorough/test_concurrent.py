@@ -137,7 +137,7 @@ def test_a_static_model_ends_a_stream_that_nobody_reads_when_another_call_has_wa
     with pytest.warns(UserWarning, match="a stream that was not read for 0 seconds is ended"):
         found = in_threads(1, lambda number: [engine.decode(PROMPTS[1], DecodingConfig(TOKENS)).tokens])
     assert found == [[right]]
-    with pytest.raises(ValueError, match="another generation has begun on it"):
+    with pytest.raises(ValueError, match="another generation has begun on this cache"):
         list(stream)
 
 

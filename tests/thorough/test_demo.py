@@ -158,7 +158,7 @@ def test_a_sampled_race_writes_the_text_of_its_seed_and_its_label(models: Models
     ("entry", "sentence"),
     [
         ({"prompt": " \n"}, "the prompt is empty"),
-        ({"prompt": "a" * 90}, "a prompt of 90 tokens and 24 new ones make 114, but the target's context holds 96"),
+        ({"prompt": "a" * 90}, "a prompt of 90 tokens and 24 new ones exceed the target's context of 96"),
         ({"prompt": "a" * (LONGEST_PROMPT + 1)}, f"the prompt has {LONGEST_PROMPT + 1} characters"),
         ({"drafter": "owl"}, "no drafter is called 'owl': choose one of lookup, tree, twin"),
         ({"temperature": -1}, "temperature is -1"),

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoding.drafters import DraftModelDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from trainer.commands.check_options import DiagnoseOptions
 from trainer.commands.diagnose import run_diagnose
-from trainer.commands.options import DiagnoseOptions
 from trainer.drafts.start import write_draft
 from trainer.export.exporter import export
 from trainer.servers.acceptance import ACCEPTANCE, SAMPLING
@@ -154,7 +154,7 @@ def not_thinking(desk: Desk) -> SpeculatingServer:
 SERVERS: dict[str, tuple[Plant, str, str, str]] = {
     "a system prompt": (system_prompt, TEMPLATE, r"puts 16 tokens .*'system\]Be kind.\['", "system prompt"),
     "thinking switched off": (not_thinking, TEMPLATE, "has the thinking mode off", "'enable_thinking': true"),
-    "another target": (other_target, TEXT, r"is the target's best", "the same revision"),
+    "another target": (other_target, TEXT, r"the target.s best is", "the same revision"),
     "a worse draft": (bad_draft, ACCEPTANCE, r"a real difference from position 1 on", "number of drafted tokens"),
     "argmax drafts": (by_argmax, SAMPLING, "the server drafts by argmax", '"draft_sample_method": "probabilistic"'),
 }
@@ -199,16 +199,16 @@ def test_a_rope_theta_that_only_transformers_5_finds_is_named_first(desk: Desk, 
     rewrite(tmp_path / "served", rope_theta=None)
     fine, printed = diagnosed(desk, **given)
     assert not fine and printed.startswith(f"first difference: {ROPE}\n")
-    assert "lacks rope_theta, so a reader of transformers 4's keys takes 10000.0, where transformers 5" in printed
-    assert "remedy: write rope_theta beside rope_parameters" in printed
+    assert "lacks rope_theta, so readers of transformers 4's keys use 10000.0 instead of" in printed
+    assert "remedy: write rope_theta next to rope_parameters" in printed
 
 
 @pytest.mark.parametrize(
     ("changes", "step", "found"),
     [
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 7.0}, ROPE, "served draft has"),
-        ({"max_position_embeddings": 40}, ROPE, "holds 40 positions"),
-        ({"headstart_output_tokens": "output_tokens.json"}, VOCABULARY, "trimmed by output_tokens.json"),
+        ({"max_position_embeddings": 40}, ROPE, "after the draft's 40 positions"),
+        ({"headstart_output_tokens": "output_tokens.json"}, VOCABULARY, "servers ignore output_tokens.json"),
         ({"tie_word_embeddings": True}, TOP_1, "lm_head.weight is not read, as tie_word_embeddings is true"),
     ],
 )
@@ -225,7 +225,7 @@ def test_a_draft_of_another_vocabulary_size_is_named(desk: Desk, tmp_path: Path)
     write_draft(CausalLM(wide), desk.tokenizer, tmp_path / "served")
     fine, printed = diagnosed(desk, exported=tmp_path / "served")
     assert not fine and printed.startswith(f"first difference: {VOCABULARY}\n")
-    assert "knows 192 tokens and the target 128" in printed and "use_heterogeneous_vocab" in printed
+    assert "has 192 tokens and the target 128" in printed and "use_heterogeneous_vocab" in printed
 
 
 def test_other_weights_are_named_by_their_top_1(desk: Desk, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from decoding.measure.proof.finding import Finding
 from trainer.cli import app
-from trainer.commands.doctor import next_commands
+from trainer.commands.doctor import OF_ANY, next_commands
 from trainer.doctor import machine as machines
 from trainer.doctor.machine import (
     check_disk,
@@ -97,20 +97,27 @@ def test_each_fault_of_the_packages_is_found_by_name_with_its_remedy(
 
 
 @pytest.mark.parametrize(
-    ("target", "drafters", "fits", "names"),
+    ("target", "drafters", "fits", "recipes", "names"),
     [
-        (None, (), True, ["train", "doctor"]),
-        ("my models/target", (), True, ["evaluate", "regenerate", "train", "train"]),
-        ("quickstart", (), True, ["evaluate", "train", "train"]),
-        ("ORG/NAME", ("heads:a/b", "draft:c/d,tokens=4", "lookup"), True, ["evaluate", "plan"]),
-        ("ORG/NAME", ("heads:a/b",), False, ["doctor"]),
+        (None, (), True, OF_ANY, ["train", "doctor"]),
+        ("my models/target", (), True, OF_ANY, ["evaluate", "regenerate", "train", "train"]),
+        ("recurrent/chains", (), True, ("medusa1", "dspark"), ["evaluate", "regenerate", "train", "train"]),
+        ("recurrent/plain", (), True, (), ["generate"]),
+        ("quickstart", (), True, OF_ANY, ["evaluate", "train", "train"]),
+        ("ORG/NAME", ("heads:a/b", "draft:c/d,tokens=4", "lookup"), True, OF_ANY, ["evaluate", "plan"]),
+        ("ORG/NAME", ("heads:a/b",), False, OF_ANY, ["doctor"]),
     ],
 )
 def test_every_command_to_run_next_is_one_that_the_program_takes(
-    target: str | None, drafters: tuple[str, ...], fits: bool, names: list[str], monkeypatch: pytest.MonkeyPatch
+    target: str | None,
+    drafters: tuple[str, ...],
+    fits: bool,
+    recipes: tuple[str, ...],
+    names: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    commands = [shlex.split(command) for command in next_commands(target, drafters, fits)]
+    commands = [shlex.split(command) for command in next_commands(target, drafters, fits, recipes)]
     assert [words[1] for words in commands] == names and {words[0] for words in commands} == {"headstart"}
     for _, name, *arguments in commands:
         context = get_command(app).commands[name].make_context(name, arguments)  # type: ignore[attr-defined]  # a group

@@ -73,14 +73,14 @@ def test_by_default_methods_decode_greedily_and_at_temperature_1_by_lossless_rul
 def test_a_padded_draft_is_measured_without_the_peer_that_cannot_take_it(tiny_llama: CausalLM) -> None:
     padded = DraftModelDrafter(CausalLM(tiny_model(vocab=20, seed=1)), 2)
     methods = standard_methods(tiny_llama, {"draft": padded}, GREEDY)
-    assert [method.name for method in methods] == ["plain", "transformers generate", "draft"]
-    assert evaluate(tiny_llama, methods, PROMPTS, GREEDY)["rows"][2]["identical_to_plain"]["identical"] == 3
+    assert [method.name for method in methods] == ["plain", "draft", "transformers generate"]
+    assert evaluate(tiny_llama, methods, PROMPTS, GREEDY)["rows"][1]["identical_to_plain"]["identical"] == 3
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_runs(tiny_llama: CausalLM) -> None:
     with pytest.raises(ValueError, match="no prompts"):
         evaluate(tiny_llama, standard_methods(tiny_llama, {}, GREEDY), [], GREEDY)
-    with pytest.raises(ValueError, match="a prompt of 90 tokens and 12 new ones make 102"):
+    with pytest.raises(ValueError, match="a prompt of 90 tokens and 12 new ones exceed the target's context of 96"):
         evaluate(tiny_llama, [], [*PROMPTS, (1,) * 90], EvaluationConfig(max_new_tokens=12))
     with pytest.raises(ValueError, match="setting is 'beam'"):
         EvaluationConfig(settings=("beam",))
@@ -159,7 +159,7 @@ def test_greedy_rounds_do_not_count_as_texts_of_their_own(tiny_llama: CausalLM) 
     for rounds in (1, 3):
         config = EvaluationConfig(max_new_tokens=8, settings=("greedy",), rounds=rounds)
         methods = standard_methods(tiny_llama, {"prompt lookup": PromptLookupDrafter()}, config)
-        found = evaluate(tiny_llama, methods, PROMPTS, config)["rows"][-1]
+        found = evaluate(tiny_llama, methods, PROMPTS, config)["rows"][1]
         figures.append((found["tokens_per_pass"], found["passes"], found["tokens_per_second"]["observations"]))
         assert found["speedup"]["observations"] == rounds * 3
     assert figures[0] == figures[1]
@@ -203,11 +203,6 @@ def test_a_peers_run_leaves_torchs_global_chance_as_it_was_and_repeats_by_its_se
 
 
 # --- acceptance alone -------------------------------------------------------------------------------------------------
-
-
-def test_a_perfect_draft_is_accepted_whole(tiny_llama: CausalLM) -> None:
-    figures = acceptance(count_steps(tiny_llama, DraftModelDrafter(tiny_llama, 2), PROMPTS, DecodingConfig(10)))
-    assert figures.tokens_per_pass.value == 3.0 and [share.value for share in figures.conditional] == [1.0, 1.0]
 
 
 def test_acceptance_is_measured_on_texts_of_seeds_of_their_own_alone_and_in_batches(

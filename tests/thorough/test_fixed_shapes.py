@@ -40,7 +40,7 @@ def test_auto_is_graphs_on_a_gpu_and_off_elsewhere() -> None:
     assert static_of("auto", spread) is None
     with pytest.raises(ValueError, match="static is 'fast': give one of auto, off, eager, graphs"):
         static_of("fast", model)
-    with pytest.raises(ValueError, match="graphs, which only a CUDA device records, and the model runs on cpu"):
+    with pytest.raises(ValueError, match="graphs, which need a CUDA device, not cpu"):
         HeadstartModel(model, None, static="graphs")
 
 

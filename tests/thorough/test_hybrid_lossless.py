@@ -120,11 +120,7 @@ class Drawing(ScriptedDrafter):
 
 
 def distance_of_texts(
-    target: CausalLM,
-    models: str,
-    shape: str,
-    hides: Callable[[Proposal], bool] | None = None,
-    length: int = 4,
+    target: CausalLM, models: str, shape: str, hides: Callable[[Proposal], bool] | None = None, length: int = 4
 ) -> tuple[float, set[tuple[int, ...]]]:
     """Enumerate whole texts of ``length`` tokens of a vocabulary of three, by a hybrid that chooses at every step.
 

@@ -1,6 +1,7 @@
 """The commands as users run them on a hybrid target, and what they say of families that verify no draft."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,10 @@ FEW = f"{PROMPTS} --limit 2 --dtype fp32"
 THINKING = "{% if enable_thinking %}think;{% endif %}"
 RUNS = (
     (f"train {ANY}/markov.yaml output=heads features.folder=states", "finished: heads/final"),
-    (f"train {ANY}/draft.yaml output=own", "qwen3_next keeps a recurrent state, which follows one path alone, so that"),
+    (f"train {ANY}/draft.yaml output=own", "qwen3_next keeps a recurrent state, which can follow only one path, so"),
     (f"train {ANY}/draft.yaml output=draft draft.init.from_model=small draft.check_costs=false", "draft/final"),
     (f"train {ANY}/dspark.yaml output=dspark {DSPARK} draft.check_costs=false", "dspark/final"),
-    (f"train {ANY}/medusa2.yaml output=two", "qwen3_next takes no adapters"),
+    (f"train {ANY}/medusa2.yaml output=two", "qwen3_next does not support adapters"),
     (f"train {ANY}/medusa1.yaml output=dry --dry-run", "states of a decoded text, kept twice"),
     (
         f"evaluate {FEW} --drafter heads:heads/final,tree=0/1/0.0 --drafter draft:draft/final --output measured",
@@ -79,6 +80,12 @@ def test_every_command_runs_on_a_hybrid_or_says_what_it_can_be_used_for(here: Pa
     assert json.loads(about.read_text())["settings"]["chat_template_kwargs"] == '{"enable_thinking":true}'
 
 
+@pytest.mark.parametrize(("family", "recipes"), [("qwen3_next", ["medusa1", "dspark"]), ("rwkv", [])])
+def test_the_doctor_suggests_no_recipe_that_refuses_the_target(here: Path, family: str, recipes: list[str]) -> None:
+    write(family)
+    assert re.findall(r"recipes/any/(\w+)\.yaml", run("doctor --no-decode")) == recipes
+
+
 def test_a_family_that_verifies_no_draft_is_trained_on_without_evaluations(here: Path) -> None:
     write("rwkv")
     said = run(f"train {ANY}/medusa1.yaml output=heads")
@@ -87,7 +94,7 @@ def test_a_family_that_verifies_no_draft_is_trained_on_without_evaluations(here:
     assert "rwkv keeps a recurrent state" in run(
         f"train {ANY}/draft.yaml output=own evaluation.prompts=0 evaluation.keep=last"
     )
-    assert "no draft can be verified: a rwkv model can be trained on" in run(
+    assert "no draft can be verified: decode and measure the rwkv model" in run(
         f"evaluate {FEW} --drafter lookup --output out"
     )
     assert "written" in run(f"evaluate {FEW} --output out")

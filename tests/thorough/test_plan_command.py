@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from test_cli import models, run  # noqa: F401  # a fixture
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
+from decoding.drafters import DraftModelDrafter
 from decoding.drafters.registry import parse_drafter
-from decoding.measure.planning.planner import PlanConfig
+from decoding.measure.planning.survey import PlanConfig
+from decoding.measure.planning.views import verdicts
+from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from trainer.commands.options import GenerateOptions
 from trainer.commands.plan import asked_or_planned
+from trainer.commands.prospects import untrained_drafters
 from trainer.export.exporter import export
 
 QUICK = ("--max-new-tokens", "8", "--limit", "2", "--dtype", "fp32")
@@ -111,9 +116,7 @@ def test_generate_and_evaluate_draft_as_planned(models: Path, plan_path: Path, t
 
 
 def test_without_a_gain_generate_decodes_plainly_and_a_plan_that_fits_badly_is_noted(
-    models: Path,
-    plan_path: Path,
-    tmp_path: Path,
+    models: Path, plan_path: Path, tmp_path: Path
 ) -> None:
     path = planned_as(plan_path, tmp_path, f"heads:{models / 'heads'}", 0.9)
     code, output = run(
@@ -137,11 +140,7 @@ def test_without_a_gain_generate_decodes_plainly_and_a_plan_that_fits_badly_is_n
     ],
 )
 def test_a_plan_of_something_else_is_refused_in_a_sentence(
-    models: Path,
-    plan_path: Path,
-    tmp_path: Path,
-    change: dict[str, Any],
-    message: str,
+    models: Path, plan_path: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "changed.json"
     changed = {name: value for name, value in (content_of(plan_path) | change).items() if value is not None}
@@ -151,9 +150,7 @@ def test_a_plan_of_something_else_is_refused_in_a_sentence(
 
 
 def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told(
-    models: Path,
-    plan_path: Path,
-    tmp_path: Path,
+    models: Path, plan_path: Path, tmp_path: Path
 ) -> None:
     content = content_of(plan_path)
     elsewhere = tmp_path / "elsewhere.json"
@@ -207,3 +204,53 @@ def test_weights_that_the_plan_does_not_have_are_not_exported_with_it(plan_path:
     with pytest.raises(ValueError, match="was made with other weights than those to export"):
         export(tmp_path / "other", tmp_path / "out", "draft", plan=plan_path)
     assert not (tmp_path / "out").exists()
+
+
+# --- before any training ---------------------------------------------------------------------------------------------
+
+
+def test_without_a_drafter_a_plan_says_what_training_would_bring_and_no_command_drafts_by_it(
+    models: Path, tmp_path: Path
+) -> None:
+    given = ("--target", str(models / "target"), "--prompts", str(models / "prompts.jsonl"), *QUICK)
+    code, output = run("plan", *given, "--batch-size", "1,2", "--output", str(tmp_path))
+    assert code == 0, output
+    assert "Acceptance that pays here" in output and "What published acceptance would gain here" in output
+    plan = content_of(tmp_path / "plan.json")
+    assert plan["left_out"] == {} and "cells" not in plan
+    for cell, size in zip(plan["prospects"], (1, 2), strict=True):
+        assert f"batch {size}: " in output
+        assert [each["draft"] for each in cell["drafts"]] == ["heads", "dspark", "draft"]
+        for each in cell["drafts"]:
+            assert len(each["cost"]) == len(each["break_even"]) == 8 and min(each["cost"]) > 0
+        for each in cell["published"]:
+            cost = next(draft["cost"] for draft in cell["drafts"] if draft["draft"] == each["draft"])
+            assert each["speedup"] == pytest.approx(each["tokens_per_pass"] / cost[each["depth"] - 1])
+    path, words = str(tmp_path / "plan.json"), "chooses no drafter"
+    target = ("--target", str(models / "target"), "--dtype", "fp32")
+    code, output = run("generate", *target, "--prompt", "def f", "--plan", path)
+    assert code == 2 and words in output
+    with pytest.raises(ValueError, match=words):
+        export(models / "heads", tmp_path / "exported", "headstart", plan=Path(path))
+
+
+def test_a_draft_that_the_target_cannot_have_is_left_out_with_its_reason() -> None:
+    model = tiny_model(vocab=130, head_dim=32)
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(130))
+    drafters, parameters, left_out = untrained_drafters(CausalLM(model), byte_tokenizer())
+    assert "lm_head has a bias" in left_out["heads"]
+    assert {*drafters, *left_out} == {"heads", "dspark", "draft"} and drafters.keys() == parameters.keys()
+    assert isinstance(drafters["draft"], DraftModelDrafter)
+    assert parameters["draft"] == sum(each.numel() for each in drafters["draft"].draft.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("speedups", "verdict"),
+    [
+        ({"heads": [1.2], "draft": [0.9]}, "worth training: heads (1.20×); not worth it: small draft (0.90×)"),
+        ({"dspark": [1.3, 0.8]}, "depends on the texts: DSpark draft (0.80× to 1.30×)"),
+    ],
+)
+def test_the_verdict_needs_a_gain_on_every_published_text(speedups: dict[str, list[float]], verdict: str) -> None:
+    published = [{"draft": kind, "speedup": gain} for kind, gains in speedups.items() for gain in gains]
+    assert verdicts({"prospects": [{"batch_size": 4, "published": published}]}) == [f"batch 4: {verdict}"]

@@ -12,7 +12,8 @@ from decoding.drafters import Drafter
 from decoding.drafters.registry import LoadedWeights, named_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.planning.forms import Family, family_of, first_tree
-from decoding.measure.planning.planner import PlanConfig, Planner
+from decoding.measure.planning.planner import Planner
+from decoding.measure.planning.survey import PlanConfig
 from decoding.metrics import tokens_per_pass
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads

@@ -10,16 +10,14 @@ import torch
 from planted_faults import Planted, planted, tiny_prompts, tiny_target
 from tiny_models import full_forward, naive_greedy
 
-from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
+from decoding.drafters import PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.measurement import count_steps
 from decoding.measure.proof.distribution import counts_after, likely_beginnings
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
 from decoding.measure.proof.prove import Effort, EngineWriter, prove
 from decoding.measure.proof.reference import EngineText, Reference
-from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 
@@ -191,13 +189,6 @@ def test_tokens_behind_the_end_are_caught() -> None:
 
 def test_a_stale_cache_entry_is_caught_in_the_greedy_texts() -> None:
     assert first_failure(faults()["a stale cache entry"]).check == "greedy identity"
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_target_that_drafts_for_itself_is_always_accepted(temperature: float) -> None:
-    config = DecodingConfig(12, SamplingConfig(temperature))
-    found = acceptance(count_steps(target(), DraftModelDrafter(target(), 4), PROMPTS, config, batch_size=8))
-    assert found.passes > 8 and found.accepted_per_drafted.value == 1.0
 
 
 def test_at_temperature_zero_only_greedy_texts_are_tested() -> None:

@@ -15,9 +15,7 @@ from trainer.run.train import run_recipe
 
 
 @pytest.mark.parametrize(
-    "path",
-    [p for p in RECIPES if p.parent.name == "any"],
-    ids=lambda p: f"{p.parent.name}/{p.stem}",
+    "path", [p for p in RECIPES if p.parent.name == "any"], ids=lambda p: f"{p.parent.name}/{p.stem}"
 )
 def test_a_recipe_of_a_small_target_or_for_any_trains_to_its_end_in_a_few_steps(path: Path, tmp_path: Path) -> None:
     """On a tiny target, by the recipe's own settings but for what makes it small."""

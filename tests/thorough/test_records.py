@@ -13,14 +13,7 @@ from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
 from decoding.measure.measurement import Measurement, cells_of, report_of
 from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, settings_of, standard_methods
 from decoding.measure.questions import Asker, Question, TokenPrompts, waves_of
-from decoding.measure.records import (
-    GridCell,
-    Records,
-    check_identity,
-    open_records,
-    read_lines,
-    record_files,
-)
+from decoding.measure.records import GridCell, Records, check_identity, open_records, read_lines, record_files
 from decoding.measure.rows import figures_of
 from decoding.measure.samples import pieces_of, samples_of
 from decoding.metrics import StepCount

@@ -105,7 +105,7 @@ def test_weights_too_large_for_the_dtype_they_are_written_in_are_not_finished(
     monkeypatch.setattr(loop, "_step", large)
     with pytest.raises(ValueError) as error:
         train(workshop, dtype="fp16")
-    assert "model.safetensors holds weights that are no numbers: 1 of the" in str(error.value)
+    assert "model.safetensors has weights that are not finite, 1 of" in str(error.value)
     assert "set dtype to one with a wider range, such as bf16" in str(error.value)
     assert not (workshop / "run" / "final").exists()
 
@@ -127,6 +127,6 @@ def test_a_finished_run_is_refused_a_setting_that_nothing_would_be_trained_by(
     run = workshop / "run"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     ((name, now),) = change.items()
-    with pytest.raises(ValueError, match=rf"finished, .* training\.{name} \(.*, now {now}\): .*another output"):
+    with pytest.raises(ValueError, match=rf"finished .* training\.{name} \(.*, now {now}\): .*another output"):
         train(workshop, **{"learning_rate": 3e-3, **change})
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

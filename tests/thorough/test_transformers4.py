@@ -84,9 +84,9 @@ def test_what_version_4_has_no_words_for_is_written_for_version_5_with_a_warning
     model = tiny_model("gemma3", vocab=VOCABULARY)
     model.config.rope_parameters["sliding_attention"] = {"rope_type": "linear", "rope_theta": 9.0, "factor": 2.0}
     write_model(model, byte_tokenizer(), tmp_path)
-    assert re.search(r"transformers 4 will misread .*no rope_type 'linear' for sliding layers", caplog.text)
+    assert re.search(r"transformers 4 will misread .*rope_type 'linear' in sliding layers", caplog.text)
     assert "rope_theta" not in read_json(tmp_path / "config.json")
     olmo3 = Olmo3Config(num_hidden_layers=1).to_dict()
     olmo3["rope_parameters"] = {"full_attention": olmo3["rope_parameters"]}
-    with pytest.raises(ValueError, match="one rotary embedding for all layers of a olmo3, and it has several"):
+    with pytest.raises(ValueError, match="one rotary embedding for all layers of a olmo3, but it has several"):
         config_for_both(Olmo3Config, olmo3)

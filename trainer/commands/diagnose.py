@@ -17,9 +17,9 @@ from decoding.measure.proof.finding import Finding, all_pass
 from decoding.model.causal_lm import CausalLM
 from decoding.model.hub import local_folder
 from decoding.model.loading import eos_token_ids, load_tokenizer
+from trainer.commands.check_options import DiagnoseOptions
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings
 from trainer.commands.models import check_endpoint, connect, read_target
-from trainer.commands.options import DiagnoseOptions
 from trainer.data.conversations import read_conversations, read_heldout
 from trainer.quickstart import resolve
 from trainer.servers.configs import kind_of

@@ -10,11 +10,13 @@ from rich.console import Console
 from decoding.dtypes import parse_dtype
 from decoding.measure.proof.finding import Finding, all_pass, note
 from trainer import quickstart
+from trainer.commands.check_options import DoctorOptions
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings
-from trainer.commands.options import DoctorOptions
 from trainer.doctor.machine import free_bytes, installed_packages, machine_findings
 from trainer.terminal.console import say, standard_error, standard_output
 
+OF_ANY: Sequence[str] = ("medusa1", "draft")
+"""Recipes of recipes/any for a target that drafts and verifies trees."""
 _BUILD = "headstart train recipes/quickstart/medusa1.yaml, which builds it first"
 
 
@@ -27,12 +29,14 @@ def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
     parse_dtype(options.dtype)
     if options.drafter and options.target is None:
         raise ValueError(f"--drafter is {options.drafter[0]}, which is checked against a target: give --target too")
+    recipes = OF_ANY
     sections = {"machine": machine_findings(os.environ), "packages": installed_packages()}
     if options.target is not None:
         say(standard_error(), f"reading {options.target} …", style="dim")
-        sections |= _models(options, options.target)
+        of_models, recipes = _models(options, options.target)
+        sections |= of_models
     fits = all_pass([finding for findings in sections.values() for finding in findings])
-    commands = next_commands(options.target, tuple(options.drafter or ()), fits)
+    commands = next_commands(options.target, tuple(options.drafter or ()), fits, recipes)
     if options.json is not None:
         write_findings(options.json, report(sections, next=commands))
     if options.json != PRINTED:
@@ -45,19 +49,19 @@ def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
     return fits
 
 
-def _models(options: DoctorOptions, name: str) -> dict[str, list[Finding]]:
-    """Return the findings of the target and of each drafter, by their titles."""
+def _models(options: DoctorOptions, name: str) -> tuple[dict[str, list[Finding]], Sequence[str]]:
+    """Return the findings of the target and of each drafter, by their titles, and the recipes that train for it."""
     from trainer.commands.models import read_specs
     from trainer.doctor import models
 
     specs = read_specs(options.drafter or ())
     if name == quickstart.NAME and not quickstart.is_built():
-        return {f"target {name}": [note("files", "not built yet", _BUILD)]}
+        return {f"target {name}": [note("files", "not built yet", _BUILD)]}, OF_ANY
     dtype, trusted = parse_dtype(options.dtype), options.trust_remote_code
     findings, target = models.read_skeleton(quickstart.resolve(name), dtype, trusted)
     sections = {f"target {name}": findings}
     if target is None:
-        return sections
+        return sections, OF_ANY
     checks = {f"drafter {spec}": models.check_drafter(spec, target, trusted) for spec in specs}
     weights = {"target": target.bytes, **{title: check.weights for title, check in checks.items() if check.weights}}
     free = free_bytes()
@@ -70,16 +74,23 @@ def _models(options: DoctorOptions, name: str) -> dict[str, list[Finding]]:
         found = models.check_decoding(target.name, torch.float32 if small else dtype, specs, trusted)
         for section, finding in zip(sections.values(), found, strict=False):  # after a problem there are fewer
             section.append(finding)
-    return sections
+    return sections, models.fitting_recipes(target.model)
 
 
-def next_commands(target: str | None, drafters: Sequence[str], fits: bool) -> list[str]:
-    """Return the commands to run next, in order: repair, or train, or measure and plan."""
+def next_commands(
+    target: str | None, drafters: Sequence[str], fits: bool, recipes: Sequence[str] = OF_ANY
+) -> list[str]:
+    """Return the commands to run next, in order: repair, or train, or measure and plan.
+
+    ``recipes``: names in recipes/any that train for the target; none for a target that verifies no drafts.
+    """
     if target is None:
         return ["headstart train recipes/quickstart/medusa1.yaml", "headstart doctor --target ORG/NAME"]
     given = [word for name in drafters for word in ("--drafter", name)]
     if not fits:
         return [shlex.join(["headstart", "doctor", "--target", target, *given])]
+    if not recipes:
+        return [shlex.join(["headstart", "generate", "--target", target, "--prompt", "Once upon a time"])]
     embedded = target == quickstart.NAME
     heldout = [f"{quickstart.NAME}/heldout.jsonl", "--context", "64"] if embedded else ["heldout.jsonl"]
     measured = ["--target", target, *given, "--prompts", *heldout, "--output"]
@@ -94,7 +105,7 @@ def next_commands(target: str | None, drafters: Sequence[str], fits: bool) -> li
         own = [f"target={target}", "data.train=answers.jsonl", "data.heldout=heldout.jsonl"]
         write = ["headstart", "regenerate", "--target", target, "--prompts", "prompts.jsonl", "--output"]
         trained = [[*write, "answers.jsonl"]]
-        for kind in ("medusa1", "draft"):
+        for kind in recipes:
             run = [f"name={kind}", f"output=runs/{kind}"]
             trained.append(["headstart", "train", f"recipes/any/{kind}.yaml", *own, *run])
     lookup = ["headstart", "evaluate", "--target", target, "--drafter", "lookup", "--prompts", *heldout]

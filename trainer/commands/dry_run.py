@@ -163,10 +163,15 @@ def _size(count: int) -> str:
     return f"{count / 1e9:,.3f} GB"
 
 
+def checkpoint_bytes(recipe: AnyRecipe, trained: int) -> int:
+    """Return the bytes on disk of a run's checkpoints: weights and two moments each, and the best weights if kept."""
+    return (recipe.checkpoint.keep + 1) * trained * (16 if recipe.evaluation.keep == "best" else 12)
+
+
 def _table(recipe: AnyRecipe, job: Job, parameters: Mapping[str, int], times: _Times, evaluation: float) -> Table:
     section, examples, trained = recipe.training, job.dataset.examples, sum(parameters.values())
     sequences, tokens = section.steps * section.batch_size, sum(int(example.trained.sum()) for example in examples)
-    share, keep = sequences / len(examples), recipe.checkpoint.keep + 1
+    share = sequences / len(examples)
     evaluations = (section.steps - 1) // recipe.evaluation.every + 1 if job.target and recipe.evaluation.prompts else 0
     seconds = {"a step": (times.step, section.steps), "writing texts": (times.writing, times.writings)}
     if recipe.store is not None:  # the target ran in the measured steps, and will run once for each sequence
@@ -178,9 +183,9 @@ def _table(recipe: AnyRecipe, job: Job, parameters: Mapping[str, int], times: _T
     rows = [("trained parameters", part, f"{count:,}") for part, count in parameters.items()]
     many = f"{section.steps:,} x {section.batch_size} = {sequences:,}, {share:.2f} times all rows"
     rows += [("data", "sequences", many), ("data", "tokens trained", f"about {share * tokens:,.0f}")]
-    rows.append(("disk", f"{keep} checkpoints, one being written", _size(keep * 12 * trained)))  # two moments each
-    if recipe.evaluation.keep == "best":
-        rows.append(("disk", "the best weights of each", _size(keep * 4 * trained)))
+    best = ", and the best weights of each" * (recipe.evaluation.keep == "best")
+    name = f"{recipe.checkpoint.keep + 1} checkpoints, one being written{best}"
+    rows.append(("disk", name, _size(checkpoint_bytes(recipe, trained))))
     rows.append(("disk", "free now", _size(free)))
     rows += [("time", part, f"{each:.2f} s x {count:,}") for part, (each, count) in seconds.items() if count]
     rows.append(("time", "together", f"{sum(each * count for each, count in seconds.values()) / 3600:.2f} h"))

@@ -82,17 +82,34 @@ def run_evaluate_served(
         missing = [cell for cell in every_cell if not all(cell.key(wave) in known for wave in waves)]
         servers = {name: stack.enter_context(connect(addresses[name] or "", options.model or "")) for name in names}
         bar = stack.enter_context(ProgressBar(watched, "evaluating", len(missing) * len(questions)))
-        sessions = {name: _Session(server, options, questions, clock, bar.advance) for name, server in servers.items()}
+        sessions = {
+            name: _Session(server, options, questions, clock, bar.advance, _model_of(_lines(options), name))
+            for name, server in servers.items()
+        }
         for cell in missing:
             for line in sessions[cell.method.name].lines(cell):
                 records.add(line)
-        lines = [line for file in record_files(options.output) for line in read_lines(file) if "timing" in line]
+        lines = _lines(options)
     tasks = {question.id: question.task for question in questions}
     report = {**about, **account(), "models": {name: each.model for name, each in sessions.items()}}
     report |= {"questions": len(questions), "rounds": config.rounds, "max_new_tokens": config.max_new_tokens}
     report |= served_figures(lines, methods, loads, tasks)
+    answered_as = sorted({model for model in report["models"].values() if model is not None})
+    if len(answered_as) > 1:
+        report["notes"].append(
+            f"The endpoints answered as {' and '.join(map(repr, answered_as))}: compare servers of one target."
+        )
     publish(report, options.output, console)
     return report
+
+
+def _lines(options: EvaluateOptions) -> list[dict[str, Any]]:
+    return [line for file in record_files(options.output) for line in read_lines(file) if "timing" in line]
+
+
+def _model_of(lines: Sequence[dict[str, Any]], method: str) -> str | None:
+    """Return the name by which an endpoint answered in an earlier run; None without any."""
+    return next((line["model"] for line in lines if line["method"] == method and line["model"] is not None), None)
 
 
 def _checked(options: EvaluateOptions) -> EvaluationConfig:
@@ -137,12 +154,13 @@ class _Session:
         questions: Sequence[Question],
         clock: Callable[[], float],
         on_answer: Callable[[], None],
+        model: str | None,
     ) -> None:
         self._server, self._options, self._questions = server, options, questions
         self._clock, self._on_answer = clock, on_answer
         self._uncached: bool | None = None
         """True if the server takes the fields that keep it from reusing an earlier request's prefill."""
-        self.model: str | None = None
+        self.model = model
 
     def lines(self, cell: Cell) -> list[dict[str, Any]]:
         """Return the lines of a cell's records, the first with the server's counters; UserError for another model."""
@@ -168,7 +186,7 @@ class _Session:
             named = {"prompts": [self._questions[wave].id], "digests": [_digest(asks)]}
             run = Run((), answer.tokens or 0, 0.0, share, _steps(answer))
             timing = Timing(answer.begin, answer.end, answer.arrivals, answer.tokens, _digest(answer.text))
-            lines.append(line_of(cell.key(wave), **named, runs=[run], timing=timing))
+            lines.append(line_of(cell.key(wave), **named, runs=[run], timing=timing, model=answer.model))
         if after is not None:
             lines[0]["counters"] = asdict(after.since(before))
         return lines

@@ -1,4 +1,4 @@
-"""`headstart plan`: what to draft on this machine, at every batch size; and plans for other commands."""
+"""`headstart plan`: what to draft on this machine, or what a draft would bring; and plans for other commands."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +10,11 @@ from decoding.drafters.registry import DrafterLoader
 from decoding.dtypes import parse_dtype
 from decoding.measure.figures import without_nan
 from decoding.measure.planning.plan_file import plan_fingerprints, read_plan, write_plan
-from decoding.measure.planning.planner import PlanConfig, Planner
+from decoding.measure.planning.planner import Planner
+from decoding.measure.planning.prospects import Prospects
 from decoding.measure.planning.step_costs import LEAST_GAIN
-from decoding.measure.planning.views import basis, plan_table
+from decoding.measure.planning.survey import PlanConfig
+from decoding.measure.planning.views import NAMES, basis, break_even_table, plan_table, published_table, verdicts
 from decoding.measure.questions import read_prompts
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
 from decoding.model.hub import revisions
@@ -21,6 +23,7 @@ from decoding.prompts import set_variables
 from trainer.commands.findings import account
 from trainer.commands.models import read_specs, read_target
 from trainer.commands.options import PlanOptions
+from trainer.commands.prospects import untrained_drafters
 from trainer.commands.shared_options import ModelOptions
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, standard_error, standard_output, wide
@@ -28,9 +31,9 @@ from trainer.terminal.progress import ProgressBar
 
 
 def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, Any]:
-    """Measure, choose, print the table and write plan.json; returns the plan."""
+    """Measure, print the tables and write plan.json; returns the plan, which without drafters has no choice."""
     watched, console = console or standard_error(), console or standard_output()
-    specs, folder = read_specs(options.drafter), resolve(options.target)
+    specs, folder = read_specs(options.drafter or ()), resolve(options.target)
     target = read_target(options.target, options)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     set_variables(tokenizer, options.chat_template_kwargs)
@@ -41,36 +44,48 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
         eos_token_ids=eos_token_ids(target.model, tokenizer),
     )
     read = read_prompts(resolve(options.prompts), tokenizer, options.limit, options.prompt_field)
-    loader = DrafterLoader(target, tokenizer, options.trust_remote_code)
-    planner = Planner(target, loader.load, specs, read, config)
+    about: dict[str, Any] = {}
+    planner: Planner | Prospects
+    if specs:
+        loader = DrafterLoader(target, tokenizer, options.trust_remote_code)
+        planner = Planner(target, loader.load, specs, read, config)
+    else:
+        drafters, about["parameters"], about["left_out"] = untrained_drafters(target, tokenizer)
+        planner = Prospects(target, drafters, read, config)
     fingerprints = {
         **plan_fingerprints(folder, specs, options.trust_remote_code),
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "prompts": prompts_fingerprint(planner.prompts),
     }
-    about = {
+    about |= {
         **account(),
         "fingerprints": fingerprints,
         "revisions": revisions({"target": folder, **{str(spec): spec.path for spec in specs}}),
         "dtype": str(target.dtype).removeprefix("torch."),
         "static": target.static or "off",
+        "target_parameters": sum(parameter.numel() for parameter in target.model.parameters()),
         "prompts_left_out": len(read) - len(planner.prompts),
     }
     with ProgressBar(watched, "planning", planner.steps) as bar:
         planner.advance = bar.advance
         plan: dict[str, Any] = without_nan({**about, **planner.run()})
     write_plan(plan, options.output / "plan.json")
-    _print(plan, wide(console))
+    if specs:
+        wide(console).print(plan_table(plan))
+        say(console, basis(plan))
+    else:
+        _print_prospects(plan, wide(console))
+    if plan["prompts_left_out"]:
+        say(console, f"left out, as target and drafters cannot hold them: {plan['prompts_left_out']} prompts")
     say(console, f"written: {options.output / 'plan.json'}")
     return plan
 
 
-def _print(plan: dict[str, Any], console: Console) -> None:
-    """Print the table, and what was left out."""
-    console.print(plan_table(plan))
-    say(console, basis(plan))
-    if plan["prompts_left_out"]:
-        say(console, f"left out, as target and drafters cannot hold them: {plan['prompts_left_out']} prompts")
+def _print_prospects(plan: dict[str, Any], console: Console) -> None:
+    console.print(break_even_table(plan), published_table(plan))
+    say(console, *verdicts(plan))
+    for kind, reason in plan["left_out"].items():
+        say(console, f"no {NAMES[kind]}: {reason}")
 
 
 # --- a plan for another command ---------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from decoding.model.hub import revisions
 from decoding.model.loading import eos_token_ids
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
+from trainer.commands.check_options import VerifyOptions
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings, write_junit
 from trainer.commands.models import LoadedModels, check_endpoint, connect, load_models
-from trainer.commands.options import VerifyOptions
 from trainer.quickstart import resolve
 from trainer.terminal.console import say, standard_error, standard_output
 from trainer.terminal.progress import ProgressBar

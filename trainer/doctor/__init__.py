@@ -1,1 +1,1 @@
-"""Checks of this machine, of the installed packages, and of a target with its drafters: each returns a finding."""
+"""Checks of the machine, installed packages, a target and its drafters; each returns a finding."""

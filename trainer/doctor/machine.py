@@ -1,4 +1,4 @@
-"""Checks of the machine and of the installed packages. Imports no transformers."""
+"""Checks of the machine and the installed packages, without importing transformers."""
 
 import importlib.metadata
 import shutil
@@ -22,14 +22,14 @@ _DISTRIBUTION = "headstart"
 
 
 def size(count: float) -> str:
-    """Write a number of bytes: ``24.1 GB``, ``310 MB``, ``12.3 kB``."""
+    """Format a number of bytes: ``24.1 GB``, ``310 MB``, ``12.3 kB``."""
     if count < 1e6:
         return f"{count / 1e3:.1f} kB"
     return f"{count / 1e6:,.0f} MB" if count < 1e9 else f"{count / 1e9:,.1f} GB"
 
 
 def machine_findings(environment: Mapping[str, str]) -> list[Finding]:
-    """Return the findings of the machine that this process runs on; nothing is sent over the network."""
+    """Check the machine that this process runs on, without using the network."""
     about = hardware()
     cores, threads, gpus = int(about["cores"]), int(about["threads"]), _gpus()
     disks = (("HF_HOME", Path(constants.HF_HUB_CACHE)), ("HEADSTART_CACHE", cache_root()))
@@ -45,7 +45,7 @@ def machine_findings(environment: Mapping[str, str]) -> list[Finding]:
 
 def check_threads(threads: int, cores: int, feeds_gpu: bool) -> Finding:
     """Compare PyTorch's threads with the cores of this process."""
-    found, figures = f"PyTorch computes with {threads} threads on {cores} cores", {"threads": threads, "cores": cores}
+    found, figures = f"PyTorch uses {threads} threads on {cores} cores", {"threads": threads, "cores": cores}
     if threads > cores:
         return note("threads", f"{found}: they wait for each other", f"set OMP_NUM_THREADS={cores}", **figures)
     if threads < cores and not feeds_gpu:
@@ -54,7 +54,7 @@ def check_threads(threads: int, cores: int, feeds_gpu: bool) -> Finding:
 
 
 def check_memory(free: int | None) -> Finding:
-    """Report the memory that is free for models."""
+    """Report the free memory for models."""
     return ok("memory", "this system does not report its memory" if free is None else f"{size(free)} free", free=free)
 
 
@@ -73,13 +73,13 @@ def check_no_gpu(has_driver: bool, cuda: str | None) -> Finding:
         return ok("GPU", "none; models run on the processor")
     if cuda is None:
         remedy = "install a PyTorch built for CUDA: https://pytorch.org/get-started/locally"
-        return note("GPU", "there is an NVIDIA driver, but this PyTorch is built for the processor alone", remedy)
+        return note("GPU", "there is an NVIDIA driver, but this PyTorch is built for the CPU only", remedy)
     remedy = f"check CUDA_VISIBLE_DEVICES, and that the driver is new enough for CUDA {cuda}"
     return note("GPU", "there is an NVIDIA driver, but PyTorch sees no GPU", remedy)
 
 
 def check_disk(variable: str, path: Path, free: int) -> Finding:
-    """Report the room in a folder that ``variable`` can move."""
+    """Report the free space of a folder; the environment variable ``variable`` can move it."""
     found = f"{size(free)} free in {path}"
     if free < _LITTLE_DISK:
         return note("disk", found, f"make room, or set {variable} to a folder on a larger disk", free=free)
@@ -87,14 +87,14 @@ def check_disk(variable: str, path: Path, free: int) -> Finding:
 
 
 def check_hub(environment: Mapping[str, str]) -> Finding:
-    """Report how the Hub would be asked. Keys are never shown, only whether they are set."""
+    """Report the Hub's endpoint and which keys are set; never show a key."""
     keys = [f"{key} {'set' if environment.get(key) else 'not set'}" for key in _KEYS]
     offline = "offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else without_login(constants.ENDPOINT)
     return ok("Hub", f"{offline}, {'no token' if get_token() is None else 'a token is there'}; {', '.join(keys)}")
 
 
 def free_bytes() -> int | None:
-    """Return the free memory for models: of all GPUs, else the system's or the container's; None if unknown."""
+    """Return the free memory of all GPUs, else of the system or container; None if unknown."""
     if torch.cuda.is_available():
         return sum(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
     try:
@@ -107,11 +107,11 @@ def free_bytes() -> int | None:
         fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no container, or one without a limit ("max")
         return free
-    return min(free, max(0, limit - used + int(fields.get("inactive_file", 0))))  # caches are given back when needed
+    return min(free, max(0, limit - used + int(fields.get("inactive_file", 0))))  # caches are freed when needed
 
 
 def _free_beneath(path: Path) -> int:
-    """Return the free bytes of the disk on which a folder is, or would be made."""
+    """Return the free bytes on the disk of a folder, which need not exist."""
     return shutil.disk_usage(next(each for each in (path, *path.absolute().parents) if each.exists())).free
 
 
@@ -119,9 +119,9 @@ def _free_beneath(path: Path) -> int:
 
 
 def package_findings(requires: Sequence[str] | None, version_of: Callable[[str], str | None]) -> list[Finding]:
-    """Compare installed packages with the requirements of a distribution's metadata; None: it is not installed."""
+    """Compare installed packages with a distribution's requirements; None if it is not installed."""
     if requires is None:
-        found = f"{_DISTRIBUTION} runs from its folder and is not installed, so its requirements cannot be read"
+        found = f"{_DISTRIBUTION} runs from its folder without being installed, so its requirements are unknown"
         return [note(_DISTRIBUTION, found, "pip install -e . in its folder")]
     here, faults, missing = [], [], set[str]()
     for line in map(Requirement, requires):
@@ -141,12 +141,11 @@ def package_findings(requires: Sequence[str] | None, version_of: Callable[[str],
 
 
 def _extras(line: Requirement) -> list[str]:
-    """Return the extras that a requirement's marker names."""
     return [] if line.marker is None else [part.split('"')[1] for part in str(line.marker).split("extra == ")[1:]]
 
 
 def installed_packages() -> list[Finding]:
-    """Return the findings of this distribution's packages."""
+    """Check the packages that this distribution requires."""
     try:
         requires = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Does a target load, do drafters fit it? By configs, tokenizers and headers of weights first, then by decoding."""
+"""Checks that a target loads and drafters fit it: by configs, tokenizers and weight headers, then by decoding."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -41,15 +41,15 @@ from trainer.doctor.machine import size
 from trainer.export.companions import trained_for
 
 SMALL = 2e9
-"""Bytes of all weights in fp32 up to which models are loaded without being asked for."""
+"""Largest size of all weights in fp32 at which models are loaded unasked."""
 _TOKENS = 16
 _PROMPT = "Once upon a time there was"
-_COPY = "copy the folder again from where it came"
+_COPY = "copy the folder again from its source"
 _TRAINED_ON_IT = "give weights that were trained on this target"
 
 
 class Skeleton(NamedTuple):
-    """A model without weights, built on the meta device in the dtype of later use, and its tokenizer."""
+    """A model without weights, on the meta device in its later dtype, and its tokenizer."""
 
     name: str
     folder: Path
@@ -63,7 +63,7 @@ class Skeleton(NamedTuple):
 
 
 def attempt(check: str, work: Callable[[], Finding], remedy: str) -> Finding:
-    """Return the finding of ``work``; an error becomes a problem, whose remedy is its own if it has one."""
+    """Return the finding of ``work``; turn an error into a problem, with the error's remedy if it has one."""
     try:
         return work()
     except UserError as error:
@@ -73,7 +73,7 @@ def attempt(check: str, work: Callable[[], Finding], remedy: str) -> Finding:
 
 
 def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Finding], Skeleton | None]:
-    """Read a model without its weights; None after a problem. ValueError if there is no such folder or repository."""
+    """Read a model without its weights; None after a problem. Raises ValueError if the name does not exist."""
     folder = local_folder(name, weights=False)
     built: list[Skeleton] = []
 
@@ -84,9 +84,9 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
         method = quantisation(folder)
         for key, stored in weights_header(folder, _COPY).items() if any(folder.glob("*.safetensors")) else ():
             if method is not None:
-                break  # packed weights have other shapes, and scales beside them
+                break  # packed weights have other shapes, and scales
             if shapes.get(key, tuple(stored.shape)) != tuple(stored.shape):
-                found = f"{key} is stored as {tuple(stored.shape)}, and config.json asks for {shapes[key]}"
+                found = f"{key} has shape {tuple(stored.shape)}, but config.json says {shapes[key]}"
                 raise UserError(found, _COPY)
         count = sum(parameter.numel() for parameter in model.model.parameters())
         kind = type(model.model).__name__
@@ -98,55 +98,62 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
 
     findings = [attempt("files", lambda: _files(name, folder), _COPY)]
     if all_pass(findings):
-        findings.append(attempt("architecture", build, "give a causal LM that transformers knows"))
+        findings.append(attempt("architecture", build, "give a causal LM that transformers supports"))
     return findings, built[0] if built else None
+
+
+def fitting_recipes(target: CausalLM) -> tuple[str, ...]:
+    """Return the names in recipes/any that train for a target. One that verifies chains alone is no draft itself."""
+    if why_no_chains(target.model):
+        return ()
+    return ("medusa1", "draft") if target.no_trees is None else ("medusa1", "dspark")
 
 
 def _files(name: str, folder: Path) -> Finding:
     """Compare a model's config with the headers of its weights."""
     if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):
-        raise UserError(f"{name} holds no model: config.json is missing", "give a folder with a whole model")
+        raise UserError(f"{name} is not a model: config.json is missing", "give a complete model folder")
     if (missing := _not_fetched(name, folder)) is not None:
         return missing
     if not any(folder.glob("*.safetensors")):
-        remedy = "save it again by save_pretrained, where its code is trusted"
-        raise UserError(f"{name} holds no safetensors files, and pickled weights are never read", remedy)
+        remedy = "load it in a trusted place and save it again with save_pretrained"
+        raise UserError(f"{name} has no safetensors files, and we never read pickled weights", remedy)
     check_model_folder(folder)
     held = weights_header(folder, _COPY)
     return ok("files", f"{len(held)} tensors" if held else f"adapters of {adapted_model(folder)}")
 
 
 def _not_fetched(name: str, folder: Path) -> Finding | None:
-    """Return a note for a model of the Hub whose weights are not in the cache; none are fetched here."""
+    """Return a note if a Hub model's weights are not in the cache; nothing is downloaded here."""
     if (named := hub_name(name)) is None or any(folder.glob("*.safetensors")):
         return None
     revision = f" --revision {named.revision}" if named.revision else ""
-    remedy = f"hf download {named.repo_id}{revision}, or let the first command fetch them"
-    return note("files", f"the weights of {name} are not in the cache, so they are not checked", remedy)
+    remedy = f"hf download {named.repo_id}{revision}, or let the first command download them"
+    return note("files", f"the weights of {name} are not in the cache and were not checked", remedy)
 
 
 # --- the target -------------------------------------------------------------------------------------------------------
 
 
 def target_findings(target: Skeleton) -> list[Finding]:
-    """Return the findings of a target's vocabulary, ends and positions."""
+    """Check a target's vocabulary, end-of-text tokens and positions."""
     held = target.model.max_positions
     return [
         check_vocabulary(target),
         check_end(target),
-        ok("positions", "no limit is set" if held is None else f"texts of up to {held} tokens", held=held),
+        ok("positions", "no limit" if held is None else f"texts of up to {held} tokens", held=held),
     ]
 
 
 def check_vocabulary(target: Skeleton) -> Finding:
-    """Compare the tokenizer's tokens with the model's, of which the last may be padding."""
+    """Compare the tokenizer's number of tokens with the model's; the model may have padding."""
     known, named = target.model.vocab_size, len(target.tokenizer)
     found = f"the tokenizer has {named} tokens and the model knows {known}"
     if target.tokenizer.vocab_size > known:
-        return problem("vocabulary", found, "give the model its own tokenizer")
+        return problem("vocabulary", found, "use the model's own tokenizer")
     if named > known:
         beyond = [token for token, index in target.tokenizer.get_added_vocab().items() if index >= known]
-        return note("vocabulary", found, f"keep {', '.join(beyond)} out of prompts: the model cannot read it")
+        return note("vocabulary", found, f"keep {', '.join(beyond)} out of prompts: the model cannot read them")
     return ok("vocabulary", f"{known} tokens, {known - named} of them padding")
 
 
@@ -154,17 +161,17 @@ def check_end(target: Skeleton) -> Finding:
     """Report the tokens that end a text."""
     ends = eos_token_ids(target.model.model, target.tokenizer)
     if not ends:
-        remedy = "name eos_token_id in generation_config.json, or bound texts by --max-new-tokens and --stop"
-        return note("end of text", "no token ends a text: neither config nor tokenizer names one", remedy)
+        remedy = "set eos_token_id in generation_config.json, or limit texts by --max-new-tokens and --stop"
+        return note("end of text", "neither config nor tokenizer names a token that ends texts", remedy)
     if max(ends) >= target.model.vocab_size:
-        found = f"token {max(ends)} is to end a text, and the model knows 0 to {target.model.vocab_size - 1}"
+        found = f"the end-of-text token is {max(ends)}, but the model knows 0 to {target.model.vocab_size - 1}"
         return problem("end of text", found, "correct eos_token_id in generation_config.json")
     names = [f"{target.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in ends]
     return ok("end of text", ", ".join(names))
 
 
 def check_memory(weights: Mapping[str, int], free: int | None) -> Finding:
-    """Compare the free bytes with those of each model's weights; texts need more, as they get long."""
+    """Compare free memory with the size of all weights; long texts need more."""
     needed = sum(weights.values())
     found = f"{' + '.join(f'{name} {size(count)}' for name, count in weights.items())} of weights"
     if free is None:
@@ -178,17 +185,17 @@ def check_memory(weights: Mapping[str, int], free: int | None) -> Finding:
 
 
 class DrafterCheck(NamedTuple):
-    """A drafter's findings, and the bytes of its weights."""
+    """A drafter's findings, and the size of its weights in bytes."""
 
     findings: list[Finding]
     weights: int = 0
 
 
 def check_drafter(spec: DrafterSpec, target: Skeleton, trusted: bool = False) -> DrafterCheck:
-    """Compare a drafter's weights with the target. ValueError if there is no such folder or repository."""
+    """Compare a drafter's weights with the target. Raises ValueError if the path does not exist."""
     weights = weights_of(spec)
     if weights is None or spec.path is None:
-        return DrafterCheck([ok("weights", f"{spec.name} needs none: it drafts from the text, on any target")])
+        return DrafterCheck([ok("weights", f"{spec.name} has no weights: it drafts from the text, for any target")])
     folder = local_folder(spec.path, weights=False)
     if weights in ("heads", "dspark draft"):
         bytes_of: list[int] = []
@@ -234,35 +241,35 @@ def _dspark(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> F
     config.check_fits(target.model)
     bytes_of.append(sum(prod(tensor.shape) for tensor in header.values()) * target.model.dtype.itemsize)
     taps = ", ".join(map(str, config.target_layer_ids))
-    return ok("draft", f"{config.block_size} tokens in one forward, from the states behind the layers {taps}")
+    return ok("draft", f"{config.block_size} tokens per forward, from the target's states after layers {taps}")
 
 
 def _origin(folder: Path, target: Skeleton, trusted: bool, reads_target: bool) -> Finding:
-    """Compare the target that the weights were trained on, by its fingerprint, with this one.
+    """Compare this target with the one that the weights were trained on, by fingerprint.
 
-    ``reads_target``: the weights read the target's hidden states, and fit no other.
+    ``reads_target``: the weights read the target's hidden states, so another target is a problem.
     """
     wanted = trained_for(folder)
     if wanted is None:
-        return note("origin", "no provenance.json names the target", "measure it with headstart evaluate first")
+        return note("origin", "no provenance.json names a target", "measure acceptance with headstart evaluate")
     if (missing := _not_fetched(target.name, target.folder)) is not None:
-        return note("origin", f"trained on {wanted}; the target's weights are not here", missing.remedy)
+        return note("origin", f"trained on {wanted}; this target's weights are not downloaded", missing.remedy)
     found = stored_fingerprint(target.name, trusted)
     if found == wanted:
-        return ok("origin", f"trained on this very target ({found})")
+        return ok("origin", f"trained on this target ({found})")
     difference = f"trained on another target ({wanted}) than this one ({found})"
     if reads_target:
         adapted = folder / "target"
         remedy = f"give --target {adapted}" if adapted.is_dir() else "train them again on this target"
         return problem("origin", f"{difference}: few drafted tokens would be accepted", remedy)
-    return note("origin", f"{difference}: fewer drafted tokens are accepted", "headstart realign fits it to this one")
+    return note("origin", f"{difference}: fewer drafted tokens are accepted", "align it with headstart realign")
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
 def check_decoding(name: str, dtype: torch.dtype, specs: Sequence[DrafterSpec], trusted: bool) -> list[Finding]:
-    """Load the models, decode a short greedy text plainly and with each drafter, and compare it with plain forwards."""
+    """Load the models, decode a short greedy text plainly and with each drafter, and check it with plain forwards."""
     loaded: list[tuple[CausalLM, PreTrainedTokenizerBase]] = []
 
     def decode(spec: DrafterSpec | None) -> Finding:
@@ -277,18 +284,18 @@ def check_decoding(name: str, dtype: torch.dtype, specs: Sequence[DrafterSpec], 
         found = greedy_identity(reference, [EngineText(tuple(prompt), tuple(made.tokens))])
         passes, accepted = len(made.steps), sum(step.accepted for step in made.steps)
         told = f"{len(made.tokens)} tokens in {passes} target passes, {accepted} of them drafted; {found.found}"
-        remedy = "" if found.passed else "prove it on more text with headstart verify"
+        remedy = "" if found.passed else "check more text with headstart verify"
         return Finding("decoding", found.status, told, remedy, found.figures)
 
     findings = []
     for spec in (None, *specs):
-        findings.append(attempt("decoding", partial(decode, spec), "fetch it again, or use a wider dtype"))
+        findings.append(attempt("decoding", partial(decode, spec), "download it again, or use a wider dtype"))
         if not loaded:
             break
     return findings
 
 
 def is_small(weights: Mapping[str, int], itemsize: int, free: int | None) -> bool:
-    """Return True if all weights in fp32 are few enough to load them without being asked to."""
+    """Return True if all weights in fp32 are small enough to load unasked."""
     in_fp32 = sum(weights.values()) * 4 / itemsize
     return in_fp32 <= min(SMALL, (SMALL if free is None else free) / 2)

@@ -1,1 +1,1 @@
-"""Training of distilled drafts."""
+"""Training of drafts: distilled models and DSpark drafts, offline or on policy."""

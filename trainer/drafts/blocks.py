@@ -1,8 +1,8 @@
-"""Blocks behind the positions of a batch's texts: the tensors that a DSpark draft is trained by.
+"""Blocks of slots after positions of texts: the tensors that train a DSpark draft.
 
-Behind each of A positions of a row, its anchors, stands a block of slots: the anchor's own token, then masks. Slot j
-reads as position t + j of anchor t, sees the target's states at the tokens before t, and the whole of its block. No
-text sees a block, and no block another. So one forward computes what A forwards of single blocks would.
+Each row has A positions, its anchors. A block follows each: the anchor's token, then masks. Slot j of anchor t is at
+position t + j; it attends to the target's states before t and to its whole block. Blocks do not see each other, so one
+forward equals A forwards of single blocks.
 """
 
 import hashlib
@@ -17,28 +17,26 @@ from trainer.data.batch import Batch
 
 _BLOCKED = float(
     torch.finfo(torch.bfloat16).min
-)  # finite in bf16 and fp32; fp16 has -inf: no slot is blocked from itself
+)  # finite in bf16 and fp32, -inf in fp16; safe, because every slot sees itself
 
 
 class Blocks(NamedTuple):
-    """The anchors of a batch, and the labels of the ``depth`` tokens that each block predicts."""
+    """Anchors of a batch, and labels of the tokens that each block predicts."""
 
     anchors: Int[Tensor, "batch anchors"]
-    """Positions t, increasing; 0 where a row has fewer."""
+    """Positions t, increasing; padded with 0."""
     given: Bool[Tensor, "batch anchors"]
-    """False where a row has fewer anchors."""
+    """False for padding."""
     labelled: tuple[Int[Tensor, " labels"], ...]
-    """For each depth (from 0) the blocks whose token t + 1 + depth is trained, as indices in ``anchors``, flattened."""
+    """For each depth (from 0), the blocks whose token t + 1 + depth is trained: indices into the flat ``anchors``."""
 
 
 def sample_blocks(batch: Batch, anchors: int, depth: int, seed: int, step: int) -> Blocks:
-    """Draw up to ``anchors`` of each row's positions whose next token is trained, and label ``depth`` tokens behind.
+    """Draw up to ``anchors`` of each row's positions whose next token is trained, and label the next ``depth`` tokens.
 
-    A block is labelled up to the first token that is not trained, or not in the anchor's document. To be called on the
-    host, before the batch is moved: a GPU would be waited for.
-
-    The draw depends on the seed, the step and the row's own tokens alone: neither on the rows beside it, nor on the
-    number of processes, nor on an interruption.
+    A block's labels stop at the first token not trained or in another document. Call this with the batch on the host:
+    it would wait for a GPU. The draw depends only on the seed, the step and the row's tokens, so other rows, the number
+    of processes and interruptions do not change it.
     """
     drawn = [
         _drawn(possible.nonzero()[:, 0], anchors, f"{seed} {step} {text[: int(length)].tolist()}")
@@ -54,7 +52,7 @@ def sample_blocks(batch: Batch, anchors: int, depth: int, seed: int, step: int) 
 def blocks_at(
     batch: Batch, anchors: Int[Tensor, "batch anchors"], given: Bool[Tensor, "batch anchors"], depth: int
 ) -> Blocks:
-    """Return the blocks behind these anchors, those that are not ``given`` without labels."""
+    """Return the blocks at these anchors; only ``given`` anchors get labels."""
     index = (anchors[..., None] + torch.arange(depth, device=anchors.device)).clamp(max=batch.tokens.shape[1] - 1)
     same = _at(batch.documents, index) == _at(batch.documents, anchors)[..., None]
     trained = (given[..., None] & _at(batch.labelled(1), index) & same).cummin(-1).values
@@ -69,7 +67,7 @@ def _drawn(possible: Int[Tensor, " possible"], count: int, key: str) -> Int[Tens
 
 
 def _at(values: Tensor, index: Int[Tensor, "batch *index"]) -> Tensor:
-    """Return a batch's values, (batch, positions), at some positions of each row."""
+    """Return ``values``, (batch, positions), at some positions of each row."""
     return values.gather(1, index.flatten(1)).view(index.shape)
 
 
@@ -77,16 +75,16 @@ class Labels(NamedTuple):
     """The labels of one depth, row by row."""
 
     text: Int[Tensor, " labels"]
-    """The position before the label, in the flattened batch: the target's state there predicts it too."""
+    """Index of the previous token in the flattened batch; the target's state there predicts the label too."""
     slots: Int[Tensor, " labels"]
-    """The slot that predicts it, in the flattened blocks."""
+    """Index of the predicting slot in the flattened blocks."""
     labels: Int[Tensor, " labels"]
     before: Int[Tensor, " labels"]
-    """The tokens before the labels."""
+    """The previous tokens."""
 
 
 def labels_of(batch: Batch, blocks: Blocks, depth: int, slots: int) -> Labels:
-    """Return the labels of one depth (from 0), in blocks of ``slots`` whose last ones predict all depths."""
+    """Return the labels of one depth (from 0) for blocks of ``slots``; the last slots predict the depths."""
     block, tokens = blocks.labelled[depth], batch.tokens.flatten()
     row = block.div(blocks.anchors.shape[1], rounding_mode="floor")
     text = row * batch.tokens.shape[1] + blocks.anchors.flatten()[block] + depth
@@ -100,7 +98,7 @@ class BlockInputs(NamedTuple):
     text_positions: Int[Tensor, "batch positions"]
     positions: Int[Tensor, "batch slots"]
     mask: Float[Tensor, "batch 1 slots keys"]
-    """Additive, over the text's positions and then the slots of all blocks."""
+    """Additive; keys are the text's positions, then the slots of all blocks."""
 
 
 def block_inputs(batch: Batch, blocks: Blocks, slots: int, mask_token: int) -> BlockInputs:

@@ -1,4 +1,4 @@
-"""The distillation objective: a small draft learns the target's distribution at every trained token."""
+"""The distillation objective: a draft learns the target's distribution at every trained token."""
 
 import copy
 from collections.abc import Mapping
@@ -29,9 +29,9 @@ AnyDraft = CausalLM | DSparkDraft
 
 
 def drafter_of(draft: AnyDraft, tokens: int) -> Drafter:
-    """Make the drafter of a draft's chain of ``tokens``; a DSpark draft's has all those of one forward.
+    """Make a drafter of chains of ``tokens``; a DSpark draft's chains have its block size.
 
-    On a CUDA device the steps of an ordinary draft are CUDA graphs, if they can be.
+    On CUDA an ordinary draft decodes with CUDA graphs if possible.
     """
     if isinstance(draft, DSparkDraft):
         return named_drafter("dspark", draft, tokens=draft.config.block_size)
@@ -42,7 +42,7 @@ class TeacherSource(Protocol):
     """Source of the target's distribution: the target itself, or its logits on disk."""
 
     def read(self, batch: Batch) -> Mapping[str, Tensor] | None:
-        """Return what is on a disk for a batch, on the host; None: the target is to be run."""
+        """Return a batch's rows from disk, on the host; None if the target must run."""
         ...
 
     def for_batch(
@@ -53,29 +53,29 @@ class TeacherSource(Protocol):
     ) -> Teacher:
         """Return the target's distribution at the positions whose next token is trained, row by row.
 
-        ``places`` are those positions in the flattened batch, ``stored`` is what `read` gave, on the batch's device;
-        without them they are found, or read, here.
+        ``places`` are these positions in the flattened batch; ``stored`` is the result of `read` on the batch's device.
+        Either is computed if missing.
         """
         ...
 
 
 class DraftAhead(NamedTuple):
-    """Parts of a draft's step that are ready before the target runs."""
+    """Parts of a draft's step that do not need the target to run."""
 
     places: Int[Tensor, " labels"]
-    """Places of the labels one token ahead in the flattened batch."""
+    """Positions before the labels, in the flattened batch."""
     stored: Mapping[str, Tensor] | None = None
-    """The teacher's rows, read from a disk."""
+    """The teacher's rows from disk, if stored."""
 
 
 class OnlineTeacher:
-    """The target, run without gradients on every batch."""
+    """The target, run on every batch without gradients."""
 
     def __init__(self, target: CausalLM) -> None:
         self._target = OnlineTarget(target)
 
     def read(self, batch: Batch) -> None:
-        """Return None: nothing is on a disk."""
+        """Return None: nothing is stored."""
 
     def for_batch(
         self,
@@ -91,21 +91,21 @@ class OnlineTeacher:
 
 
 class DraftInputs(NamedTuple):
-    """Inputs of a draft's step: those of its forward, and the positions at which its logits are compared."""
+    """Inputs of a draft's step: its forward's, and the labels with their positions."""
 
     model_inputs: Mapping[str, Any]
     places: Int[Tensor, " labels"]
-    """The positions before the labels, in the flattened batch."""
+    """Positions before the labels, in the flattened batch."""
     labels: Int[Tensor, " labels"]
     teacher: Teacher | None
-    """The target's distribution at the labels; None where only the data's tokens are trained on."""
+    """The target's distribution at the labels; None if the loss is cross entropy alone."""
 
 
 class DistillTraining(nn.Module):
-    """The draft with its losses on its logits."""
+    """The draft with its loss."""
 
     def __init__(self, initial: InitialDraft, loss: LossSection, vocab_size: int) -> None:
-        """``vocab_size`` is the target's: tokens that only the draft knows are neither trained nor decoded."""
+        """``vocab_size`` is the target's; the draft's further tokens are neither trained nor decoded."""
         super().__init__()
         check_logits(initial.model, "draft")
         self.draft: PreTrainedModel = initial.model.train()
@@ -137,7 +137,7 @@ class DistillTraining(nn.Module):
 
 
 class DistillObjective:
-    """A draft, its teacher, and the losses between them."""
+    """A draft, its teacher, and the loss between them."""
 
     terms: tuple[str, ...] = ("logits",)
 
@@ -149,7 +149,7 @@ class DistillObjective:
         initial: InitialDraft,
         section: DraftSection,
     ) -> None:
-        """The finished draft has the target's dtype."""
+        """Set up the training; the finished draft has the target's dtype."""
         self._teacher, self._tokenizer, self._section = teacher, tokenizer, section
         self._dtype, self._soft, self.output_tokens = target.dtype, section.loss.soft, initial.output_tokens
         self.hit_name = "acceptance" if self._soft else "top1"
@@ -168,14 +168,14 @@ class DistillObjective:
         return DraftAhead(batch.label_places(1), self._teacher.read(batch) if self._soft else None)
 
     def inputs(self, batch: Batch, step: int, ahead: DraftAhead | None = None) -> tuple[Any, ...]:
-        self.module.train()  # an evaluation or a generation leaves it as it decodes
+        self.module.train()  # decoding leaves it in evaluation mode
         ahead = ahead or self.ahead(batch, step)
         teacher = self._teacher.for_batch(batch, ahead.places, ahead.stored) if self._soft else None
         labels = batch.tokens.flatten()[ahead.places + 1]
         return (DraftInputs(batch.model_inputs(), ahead.places, labels, teacher),)
 
     def writing_draft(self) -> CausalLM:
-        """Return a copy of the draft by its present weights, in the target's dtype."""
+        """Return a copy of the draft with its present weights, in the target's dtype."""
         draft: Any = copy.deepcopy(self.module.draft)
         draft.to(self._dtype)
         draft.config.dtype = self._dtype
@@ -185,7 +185,7 @@ class DistillObjective:
         return drafter_of(self.writing_draft(), self._section.num_draft_tokens)
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
-        """Do nothing: an ordinary draft has no tree of its own."""
+        """Do nothing: an ordinary draft stores no tree."""
 
     def save(self, folder: Path) -> None:
         write_draft(self.writing_draft(), self._tokenizer, folder)

@@ -1,7 +1,7 @@
-"""The objective of a DSpark draft: the target's distribution at the next K tokens behind positions of its answers.
+"""The objective of a DSpark draft: it learns the target's distribution of the next K tokens.
 
-Each slot of a block is trained like the text's position that predicts the same token: by the target's distribution
-there, which read the text's true tokens. The draft knows them up to the anchor, and by the bias the last one.
+Each slot of a block learns the target's distribution for the token it predicts. The target has read the text up to that
+token, the draft only up to the anchor; its bias also reads the previous token.
 """
 
 import copy
@@ -34,16 +34,15 @@ from trainer.target.hidden import OnlineTarget
 
 CONFIDENCE = "confidence"
 _TOGETHER = 128
-"""Blocks of a text in one forward: its mask has as many rows as they have slots, and a column for each of these."""
+"""Most blocks per forward; the mask grows with the square of their slots."""
 
 
 def initial_dspark(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DraftSection, examples: Sequence[Example]
 ) -> DSparkDraft:
-    """Make the untrained draft of a recipe, in fp32 on the target's device, by torch's global seed.
+    """Make a recipe's initial draft, in fp32 on the target's device: random by torch's global seed, or a stored one.
 
-    If the recipe names another DSpark draft to start from, this is that draft. ValueError for sizes that no server
-    loads, and for a mask token that the examples hold.
+    Raises ValueError for sizes that no server loads, and for a mask token that occurs in the examples.
     """
     assert section.dspark is not None, "the recipe asks for a DSpark draft"
     if section.init.from_model is None:
@@ -55,8 +54,8 @@ def initial_dspark(
         config = draft.config
     if any((example.tokens == config.mask_token_id).any() for example in examples):
         raise ValueError(
-            f"token {config.mask_token_id} would be the draft's mask, but the training data holds it: give "
-            "draft.dspark.mask_token, a token that no text holds"
+            f"token {config.mask_token_id} would be the draft's mask, but it occurs in the training data: set "
+            "draft.dspark.mask_token to a token that no text contains"
         )
     return draft
 
@@ -64,9 +63,9 @@ def initial_dspark(
 def _stored_draft(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, name: str, section: DSparkSection
 ) -> DSparkDraft:
-    """Load a draft to train further. ValueError if it has other sizes than the section gives; None gives none."""
+    """Load a draft to train further; raise ValueError if its sizes differ from the section's (None fits any)."""
     draft = load_dspark(name, target).float().requires_grad_(True).train()
-    config = draft.config = replace(draft.config, tree=())  # its tree is fitted anew
+    config = draft.config = replace(draft.config, tree=())  # the tree will be fitted again
     mask = None if section.mask_token is None else mask_token(tokenizer, target.vocab_size, section.mask_token)
     for key, wanted, found in (
         ("layers", section.layers, config.num_hidden_layers),
@@ -80,16 +79,16 @@ def _stored_draft(
     ):
         if wanted not in (None, found):
             raise ValueError(
-                f"draft.init.from_model, {name}, has {found} as {key}, and not {wanted}: set draft.dspark.{key} to "
-                "fit, or give another draft"
+                f"draft.init.from_model, {name}, has {key} {found} and not {wanted}: change draft.dspark.{key}, or "
+                "give another draft"
             )
     return draft
 
 
 def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DSparkSection) -> DSparkConfig:
-    """Return the sizes of a recipe's draft: those of the target's layers, unless the recipe gives others.
+    """Return the sizes of a recipe's draft: by default those of the target's layers.
 
-    Its attention heads are as wide as the target's, or wider if servers have no kernel for such heads.
+    Attention heads have the target's width, or the next wider one for which servers have a kernel.
     """
     config = target.model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
@@ -116,22 +115,22 @@ def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section:
 
 
 def spread_taps(layers: int) -> tuple[int, ...]:
-    """Return three layers, from 24 on five, evenly spaced from the second to the last but one of ``layers``."""
+    """Return three evenly spaced layers, five if ``layers`` is at least 24, from the second to the last but one."""
     count, highest = (5 if layers >= 24 else 3), layers - 2
     lowest = min(1, highest)
     return tuple(sorted({lowest + index * (highest - lowest) // (count - 1) for index in range(count)}))
 
 
 def mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | None = None) -> int:
-    """Return the id of a token that no text holds.
+    """Return the id of a token that no text contains.
 
-    That is ``name``, else the padding, a reserved token, an id without a token, or the token of a byte that UTF-8 never
-    has. ValueError for a ``name`` that is not a token of the target, and if none is free.
+    By default the padding, a reserved token, an id without a token, or a byte that never occurs in UTF-8. Raises
+    ValueError if ``name`` is not a token of the target, and if no token is free.
     """
     known = tokenizer.get_vocab()
     if name is not None:
         if known.get(name, vocab_size) >= vocab_size:
-            raise ValueError(f"draft.dspark.mask_token is {name!r}: give a token that the target knows")
+            raise ValueError(f"draft.dspark.mask_token, {name!r}, is not a token of the target: give one that is")
         return int(known[name])
     used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
     template = str(tokenizer.chat_template or "")
@@ -144,18 +143,18 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | 
             return int(index)
     if (free := max(known.values(), default=-1) + 1) < vocab_size:
         return free
-    for token in ("<0xFF>", "ÿ"):  # the byte 255, in sentencepiece's alphabet and in that of GPT-2
+    for token in ("<0xFF>", "ÿ"):  # the byte 255 in the alphabets of sentencepiece and GPT-2
         index = known.get(token, vocab_size)
         if index < vocab_size and index not in tokenizer(token, add_special_tokens=False)["input_ids"]:
             return int(index)
     raise ValueError(
-        "the target's tokenizer has no token that texts never hold: name one in draft.dspark.mask_token, such as one "
-        "that your data lacks"
+        "the target's tokenizer has no spare token for the mask: set draft.dspark.mask_token to one that your data "
+        "never contains"
     )
 
 
 class DSparkInputs(NamedTuple):
-    """Inputs of a step: those of the draft's forward, and the labels of each depth with the target's distribution."""
+    """Inputs of a step: the draft's forward, and each depth's labels and target distribution."""
 
     states: Float[Tensor, "batch positions taps"]
     embedded: Float[Tensor, "batch slots hidden"]
@@ -171,7 +170,7 @@ def run_blocks(
     embedded: Float[Tensor, "batch slots hidden"],
     blocks: BlockInputs,
 ) -> Float[Tensor, "batch slots hidden"]:
-    """Run all blocks of a batch behind its texts; return what the target's lm_head reads."""
+    """Run all blocks of a batch; return the input of the target's lm_head."""
     text = draft.text_keys(states, blocks.text_positions)
 
     def held(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,7 +181,7 @@ def run_blocks(
 
 
 class DSparkTraining(nn.Module):
-    """The draft with its losses: a term for each depth, and one for its confidence."""
+    """The draft with its loss: a term for each depth, and one for its confidence."""
 
     def __init__(self, draft: DSparkDraft, mix: LossMix) -> None:
         super().__init__()
@@ -204,7 +203,7 @@ class DSparkTraining(nn.Module):
     def _compared(
         self, inputs: DSparkInputs, hidden: Tensor, embedded: Tensor | None, output: Tensor | None
     ) -> TermSums:
-        """Return the sums; ``embedded`` and ``output`` are the two sides of the bias, inside its layer's forward."""
+        """Return the sums; ``embedded`` and ``output`` are the bias's factors. Runs in its layer's forward."""
         counts = [len(labels.labels) for labels in inputs.labels]
         parts = [None] * len(counts) if embedded is None else embedded.split(counts)
         losses, hits, unsure = [], [], hidden.new_zeros((), dtype=torch.float32)
@@ -222,22 +221,22 @@ class DSparkTraining(nn.Module):
         return TermSums(torch.stack(losses), torch.stack(hits).detach())
 
     def _unsure(self, rows: Tensor, labels: Labels, accepted: Tensor) -> Tensor:
-        """Return the cross entropy of the confidence and the acceptance. The draft itself is not trained by it."""
+        """Return the confidence's cross entropy with the acceptance; it trains only the confidence."""
         logits = self.draft.sure(rows.detach(), labels.before)
         loss: Tensor = F.binary_cross_entropy_with_logits(logits.float(), accepted.float().clamp(0, 1), reduction="sum")
         return loss
 
 
 class DSparkAhead(NamedTuple):
-    """Parts of `DSparkInputs` that are ready before the target runs."""
+    """Parts of a step that do not need the target to run."""
 
     blocks: Blocks
     stored: Float[Tensor, "batch positions layers hidden"] | None
-    """The target's states, read from a disk."""
+    """The target's states from disk, if stored."""
 
 
 class DSparkObjective:
-    """A DSpark draft, its target, and the losses between them."""
+    """A DSpark draft, its target, and the loss between them."""
 
     def __init__(
         self,
@@ -248,9 +247,9 @@ class DSparkObjective:
         seed: int,
         states: OnlineTarget | None = None,
     ) -> None:
-        """The finished draft has the target's dtype. ``seed``: the run's, which draws the anchors.
+        """``seed`` draws the anchors. ``states`` None: ``target`` runs at every step.
 
-        ``states`` None: those of ``target``, which is run at every step.
+        The finished draft has the target's dtype.
         """
         assert section.dspark is not None, "the recipe asks for a DSpark draft"
         self._target, self._tokenizer, self._seed = target, tokenizer, seed
@@ -288,12 +287,12 @@ class DSparkObjective:
         return sample_blocks(batch, self._section.anchors, self._config.block_size, self._seed, step)
 
     def inputs(self, batch: Batch, step: int, ahead: DSparkAhead | None = None) -> tuple[Any, ...]:
-        self.module.train()  # an evaluation or a generation leaves it as it decodes
+        self.module.train()  # decoding leaves it in evaluation mode
         (blocks, stored), config = ahead or self.ahead(batch, step), self._config
         hidden, states = self._states.tapped(batch, config.target_layer_ids, stored)
         given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
         labels = tuple(labels_of(batch, blocks, depth, config.slots) for depth in range(config.block_size))
-        lm_head = self._states.lm_head.to(batch.tokens.device)  # of a spread target it may be elsewhere
+        lm_head = self._states.lm_head.to(batch.tokens.device)  # a spread target may keep it elsewhere
         teachers = tuple(
             HiddenTeacher(flat_rows(hidden, of_depth.text), lm_head, self._states.transform) for of_depth in labels
         )
@@ -301,15 +300,15 @@ class DSparkObjective:
         return (DSparkInputs(states, embedded, given, labels, teachers, lm_head),)
 
     def writing_draft(self) -> DSparkDraft:
-        """Return a copy of the draft by its present weights, in the target's dtype."""
+        """Return a copy of the draft with its present weights, in the target's dtype."""
         return copy.deepcopy(self.module.draft).to(self._target.device, self._target.dtype).requires_grad_(False).eval()
 
     def drafter(self) -> Drafter:
-        """Return a drafter of the tree, once there is one; until then of a chain of K."""
+        """Return a drafter of the fitted tree; before there is one, of a chain of K."""
         return DSparkDrafter(self.writing_draft())
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
-        """Fit the tree to the draft: the paths that are right most often on the target's own greedy texts."""
+        """Fit the tree to the draft: the paths most often right on greedy texts of the target."""
         if self._section.tree_nodes:
             accuracies = rank_accuracies(DSpark(self.writing_draft(), target), texts())
             self.module.draft.config = replace(self._config, tree=best_tree(accuracies, self._section.tree_nodes))
@@ -320,9 +319,9 @@ class DSparkObjective:
 
 @torch.inference_mode()
 def rank_accuracies(dspark: DSpark, texts: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
-    """Return at ``[d][r]`` the share of labels that are the draft's rank-r token d + 1 tokens behind a root (from 0).
+    """Return the share of labels at depth d that are the draft's rank-r token, at ``[d][r]`` (both from 0).
 
-    Every new token of ``texts``, pairs of tokens and prompt length, is a root once, as in decoding.
+    ``texts`` are pairs of tokens and prompt length; every new token is a root once.
     """
     online = OnlineTarget(dspark.target)
     found = (each for tokens, prompt in texts for each in block_logits(dspark, online, tokens, prompt))
@@ -333,9 +332,9 @@ def rank_accuracies(dspark: DSpark, texts: Sequence[tuple[Sequence[int], int]]) 
 def block_logits(
     dspark: DSpark, online: OnlineTarget, tokens: Sequence[int], prompt_length: int
 ) -> Iterator[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]]:
-    """Yield depths (from 0) with labels and logits, with a block behind every new token of a text.
+    """Yield each depth (from 0), its labels and logits, with a block after every new token of a text.
 
-    ``online``: the draft's target. The bias reads the text's own token before each label.
+    ``online`` is the draft's target. The bias reads the text's previous token.
     """
     draft, config = dspark.draft, dspark.config
     batch = collate([Example(tokens, [True] * len(tokens), prompt_length)]).to(dspark.target.device)

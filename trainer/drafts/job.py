@@ -1,4 +1,4 @@
-"""Drafts: from a recipe to a draft to be distilled from its target or a teacher cache."""
+"""The job of a draft: from a recipe to an objective, and the check that the draft can pay."""
 
 import copy
 import math
@@ -28,14 +28,14 @@ from trainer.target.teacher_cache import ensure_teacher_cache
 
 
 def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, check_costs: bool = False) -> Job:
-    """Load and check everything that the recipe names, and write what is missing of the teacher cache.
+    """Load and check everything that the recipe names, and write missing features or teacher logits.
 
-    Every process calls this. With ``check_costs``, ValueError for a draft that by the costs measured here could not
-    pay, unless the recipe asks for no such check.
+    Every process calls this. With ``check_costs``, raises ValueError for a draft too slow here to ever pay, unless the
+    recipe switches that check off.
     """
     target = load_target(recipe, device)
     dataset, heldout = load_splits(recipe.data, target.tokenizer)
-    torch.manual_seed(recipe.training.seed)  # for weights that start at random
+    torch.manual_seed(recipe.training.seed)  # for random initial weights
     trusted, longest = recipe.trust_remote_code, _longest(recipe, target.model)
     section, examples = recipe.draft, dataset.examples
     initial: InitialDraft | DSparkDraft
@@ -46,9 +46,9 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
         mask = target.tokenizer.convert_ids_to_tokens(initial.config.mask_token_id)
         process.say(f"the draft reads the target's layers {layers}; its mask is {mask}")
         if (nodes := section.dspark.tree_nodes) and recipe.evaluation.every:
-            process.say(f"evaluations draft a chain, as servers do; the finished draft here a tree of {nodes}")
+            process.say(f"evaluations draft chains, as servers do; the finished draft uses a tree of {nodes} here")
         if (size := initial.config.head_dim) not in GPU_HEAD_DIMS:
-            process.say(f"warning: the draft's attention heads are {size} wide; vLLM and SGLang take 64 or 128 on GPUs")
+            process.say(f"warning: the draft's attention heads are {size} wide; on GPUs vLLM and SGLang need 64 or 128")
     else:
         initial = initial_draft(target.model, target.tokenizer, section, examples, trusted, longest)
     identity = _identity(recipe, target, dataset, heldout, initial)
@@ -63,7 +63,7 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
     else:
         if initial.output_tokens is not None and process.is_first:
             share = coverage(examples, initial.output_tokens)
-            process.say(f"the draft writes {len(initial.output_tokens):,} tokens, {share:.1%} of those trained")
+            process.say(f"the draft can write {len(initial.output_tokens):,} tokens: {share:.1%} of trained tokens")
         teacher = _teacher(recipe, target, dataset, process)
         objective = DistillObjective(target.model, teacher, target.tokenizer, initial, section)
     source = None
@@ -74,7 +74,6 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
 
 
 def _teacher(recipe: DraftRecipe, target: Target, dataset: Dataset, process: Process) -> TeacherSource:
-    """Return the target itself, or its logits on disk, written where they are not there yet."""
     section = recipe.draft.teacher
     if section is None:
         return OnlineTeacher(target.model)
@@ -84,7 +83,7 @@ def _teacher(recipe: DraftRecipe, target: Target, dataset: Dataset, process: Pro
 def _identity(
     recipe: DraftRecipe, target: Target, dataset: Dataset, heldout: Dataset, initial: InitialDraft | DSparkDraft
 ) -> dict[str, Any]:
-    """See `trainer.job.Job.identity`; a draft that training starts from is known by its weights."""
+    """Return `trainer.job.Job.identity`; a draft to start from appears as its weights' fingerprint."""
     section, content = recipe.draft, shared_identity(recipe, target, dataset, heldout)
     content["features"] = {"states": recipe.features.states if recipe.features else "target"}
     if section.init.from_model is not None:
@@ -96,17 +95,14 @@ def _identity(
 
 
 def _longest(recipe: DraftRecipe, target: CausalLM) -> int:
-    """Return the most tokens that a draft will read at once: a prompt with its answer, in the target's context."""
+    """Return the longest text that the draft will read: prompt and answer, within the target's context."""
     policy, evaluation = recipe.draft.policy, recipe.evaluation
     answers = [policy.max_new_tokens if policy.generates else 0, evaluation.max_new_tokens if evaluation.prompts else 0]
     return min(recipe.data.max_length + max(answers), target.max_positions or 1 << 30)
 
 
 def _check_costs(target: Target, initial: InitialDraft | DSparkDraft, process: Process) -> None:
-    """Refuse a draft that could not pay, on every process by the costs that the first one measures.
-
-    The draft is measured in the dtype that it will decode in.
-    """
+    """Reject a draft that cannot pay, on every process, by costs measured on the first in the decoding dtype."""
 
     def measure() -> Costs:
         if isinstance(initial, DSparkDraft):
@@ -120,13 +116,13 @@ def _check_costs(target: Target, initial: InitialDraft | DSparkDraft, process: P
 # --- the cost check ---------------------------------------------------------------------------------------------------
 
 DEEPEST = 16
-"""Tokens drafted at a time, at most, of the lengths that are looked at."""
+"""Longest draft that is considered."""
 
 
 class Payoff(NamedTuple):
-    """The gain that costs allow for: at most ``largest_speedup``, and any from ``least_acceptance`` on, in hundredths.
+    """The largest speed-up that costs allow, and the acceptance from which a draft gains.
 
-    ``least_acceptance`` is None where no draft length gains, even if every token is accepted.
+    ``least_acceptance`` is rounded up to hundredths; None if no draft length gains even at full acceptance.
     """
 
     least_acceptance: float | None
@@ -134,7 +130,7 @@ class Payoff(NamedTuple):
 
 
 def best_costs(target: CausalLM, draft: CausalLM | DSpark) -> Costs:
-    """Measure costs; if nothing could gain by them, as on a machine that is busy just then, the best of three."""
+    """Measure costs; if a draft could not gain, perhaps on a busy machine, take the best of three measurements."""
     sizes = range(1, (draft.config.block_size if isinstance(draft, DSpark) else DEEPEST) + 2)
     found = measure_costs(target, sizes, draft, repeats=7)
     for _ in range(2):
@@ -145,7 +141,7 @@ def best_costs(target: CausalLM, draft: CausalLM | DSpark) -> Costs:
 
 
 def payoff(costs: Costs) -> Payoff:
-    """Return the gain that these costs allow for, by any draft length whose target pass was measured.
+    """Return the gain that costs allow, over all draft lengths with a measured target pass.
 
     S = E / (cK + v(K+1)) (Leviathan et al., 2211.17192, theorem 3.8, with v and without overhead).
     """
@@ -157,15 +153,14 @@ def payoff(costs: Costs) -> Payoff:
 
 
 def check_pays(costs: Costs) -> str:
-    """Say in a sentence what a draft of these costs could gain; ValueError where it could not gain anything."""
+    """Describe in a sentence what a draft of these costs can gain; raise ValueError if nothing."""
     (least, most), at_once = payoff(costs), max(costs.draft)
     step = "step" if at_once == 1 else f"forward for {at_once} tokens"
     if least is None:
         raise ValueError(
-            f"this draft cannot pay: a {step} of it takes {costs.draft_step:.2f} of a target pass here, so that with "
-            f"every token accepted decoding would run at {most:.2f} times the speed of plain decoding; give it fewer "
-            "layers (draft.init), or less width (draft.init.from_config), or set draft.check_costs=false (on a busy "
-            "machine start again: three measurements may all have been spoilt)"
+            f"this draft is too slow to pay: a {step} takes {costs.draft_step:.2f} of a target pass here, so even full "
+            f"acceptance would give {most:.2f} times the speed of plain decoding. Give it fewer layers (draft.init) or "
+            "less width (draft.init.from_config), start again if the machine was busy, or set draft.check_costs=false"
         )
     return (
         f"costs here: a draft {step} takes {costs.draft_step:.2f} of a target pass; "

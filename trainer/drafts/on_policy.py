@@ -1,4 +1,4 @@
-"""Batches of which a part is written during the training: by the target, or by the target and the draft together."""
+"""Batches with texts generated during training: by the target, or by target and draft together."""
 
 import json
 import random
@@ -26,17 +26,17 @@ from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, LoopTrains, PolicySection
 
 TEXT_PROMPT = 64
-"""A plain text has no prompt of its own: its first `TEXT_PROMPT` tokens serve as one, or half of a short text."""
+"""Tokens at the start of a plain text that serve as its prompt; of a short text, half."""
 GENERATED = "generated"
-"""The folder of the written texts in a run's output."""
+"""The folder of generated texts in a run's output."""
 Origin = Literal["offline", "target", "loop"]
-"""Where a sequence comes from: see `PolicySection`."""
+"""The origin of a sequence: see `PolicySection`."""
 
 
 class Order(NamedTuple):
-    """A text to be written, for a position of a step's batch. Both count from 0.
+    """A text to generate, for a position in a step's batch (both from 0).
 
-    ``place``: the place in the data set of the example with the prompt.
+    ``place`` is the index in the data set of the example with the prompt.
     """
 
     step: int
@@ -47,7 +47,7 @@ class Order(NamedTuple):
 
 
 class GeneratedText(NamedTuple):
-    """A text that was written. ``rejected``: indices in ``tokens`` at which the target replaced a drafted token."""
+    """A generated text. ``rejected`` are the indices of tokens that replaced a drafted one."""
 
     step: int
     position: int
@@ -62,16 +62,16 @@ class GeneratedText(NamedTuple):
         return self.tokens[self.prompt_length :]
 
     def example(self, trains: LoopTrains) -> Example:
-        """Return the text to train on; the rejected places alone may be none."""
+        """Return the text as a training example; it trains no token if only rejected ones count and none was."""
         everything = range(self.prompt_length, len(self.tokens))
         trained = set(everything if trains == "all" else self.rejected)
         return Example(self.tokens, tuple(index in trained for index in range(len(self.tokens))), self.prompt_length)
 
 
 class TextWriter:
-    """Writer of texts by a draft's present weights. On a GPU the texts of the target are written speculatively.
+    """Generator of texts with a draft's present weights. On a GPU the target's texts are speculative too.
 
-    Up to rounding, a text does not depend on the texts decoded beside it: each has a seed of its own.
+    Each text has its own seed, so up to rounding it does not depend on others in its batch.
     """
 
     def __init__(
@@ -84,12 +84,14 @@ class TextWriter:
     ) -> None:
         self.target = target
         self._policy, self._num_draft_tokens, self._seed = policy, num_draft_tokens, seed
-        self._speculates = target.device.type != "cpu"  # where a pass over five tokens costs five times as much as one
+        self._speculates = (
+            target.device.type != "cpu"
+        )  # on a CPU a pass over five tokens costs five times as much as one
         sampling = SamplingConfig(policy.temperature)
         self._config = DecodingConfig(policy.max_new_tokens, sampling, eos_token_ids=eos_token_ids)
 
     def write(self, orders: Sequence[Order], draft: AnyDraft) -> list[GeneratedText]:
-        """Write texts in the order of steps and positions. Where the target writes, its draft only makes it faster."""
+        """Generate texts, ordered by step and position. A draft only speeds up the target's texts."""
         target, drafter = self.target.at_its_fastest(), drafter_of(draft, self._num_draft_tokens)
         writers: dict[Origin, tuple[CausalLM, Drafter | None]] = {
             "target": (target, drafter if self._speculates else None),
@@ -123,15 +125,14 @@ class TextWriter:
 
 
 def _seed_of(seed: int, order: Order) -> int:
-    """Return the seed of one position of one step, different for each."""
     return (seed << 32 | order.step) << 32 | order.position
 
 
 class WindowFiles:
-    """GeneratedText texts in a folder of JSON lines: one file for each process and each writing.
+    """Generated texts in a folder of JSON lines: one file per process and window of steps.
 
-    A file is named by the steps done before, as a checkpoint is: ``after-00000020-process-0-of-2.jsonl``. A run that
-    resumes between two writings reads its texts from these files; files older than ``kept_steps`` are removed.
+    Like a checkpoint, a file is named by the steps done: ``after-00000020-process-0-of-2.jsonl``. A run that resumes
+    within a window reads its texts from there. Files older than ``kept_steps`` are removed.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class WindowFiles:
         write_text(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def _remove_others(self, done: int) -> None:
-        """Remove files older than ``kept_steps``, and files of the same step from another number of processes."""
+        """Remove files older than ``kept_steps``, and this step's files from another number of processes."""
         for path in self.folder.glob("after-*.jsonl"):
             same = path.name.startswith(_window_name(done))
             if path.name < _window_name(max(0, done - self._kept_steps)) or (
@@ -159,15 +160,14 @@ class WindowFiles:
                 path.unlink(missing_ok=True)
 
     def read(self, done: int) -> list[GeneratedText]:
-        """Return all processes' texts; ValueError if a file is damaged."""
+        """Return the texts of all processes; raise ValueError if a file is damaged."""
         texts = []
         for path in sorted(self.folder.glob(f"{_window_name(done)}-*.jsonl")):
             try:
                 texts += [_read_row(json.loads(line)) for line in path.read_text().splitlines()]
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"{path} is damaged ({error!r}): remove the newer checkpoints, so that the run goes on from step "
-                    f"{done} or before, or give another output"
+                    f"{path} is damaged ({error!r}): remove the checkpoints after step {done}, or give another output"
                 ) from error
         return texts
 
@@ -189,9 +189,9 @@ def policy_source(
     draft: Callable[[], AnyDraft],
     process: Process = ALONE,
 ) -> "PolicySource":
-    """Return the source of a draft's batches. ``draft`` gives the draft with its present weights, to decode with.
+    """Return the source of a draft's batches. ``draft`` returns the draft with its present weights.
 
-    Written texts go to the run's output. ValueError if no prompt of the data leaves room for an answer.
+    Texts are saved in the run's output. Raises ValueError if no prompt leaves room for an answer.
     """
     training, policy = recipe.training, recipe.draft.policy
     ends = eos_token_ids(target.model, tokenizer)
@@ -202,11 +202,11 @@ def policy_source(
 
 
 class PolicySource:
-    """A step's batch in the shares that a policy gives it, in its order: offline, target, loop.
+    """Source of batches mixed by a policy: offline rows first, then texts by the target, then by the loop.
 
-    The kind of a position, its prompt and its random numbers are functions of seed, step and position. Texts are
-    written with the draft's weights at the last multiple of ``policy.every``, and are on disk before they are trained
-    on. So a resumed run trains on the same texts, and any number of processes trains on the same batch.
+    A position's origin, prompt and random numbers depend on seed, step and position alone. Texts are generated at
+    multiples of ``policy.every`` and saved before they train the draft. So a resumed run trains on the same texts, and
+    any number of processes on the same batch.
     """
 
     def __init__(
@@ -223,21 +223,20 @@ class PolicySource:
         self._offline = Offline(examples, training.batch_size, training.seed)
         self._window = -1
         self._texts: dict[tuple[int, int], GeneratedText] = {}
-        """Texts written in this window, by step and position."""
+        """This window's generated texts, by step and position."""
         if not any(self._fits(prompt_of(example)) for example in examples):
             raise ValueError(
-                f"no prompt of the training data leaves room for draft.policy.max_new_tokens ({policy.max_new_tokens}) "
-                f"in the target's context of {writer.target.max_positions} tokens: lower it"
+                f"draft.policy.max_new_tokens ({policy.max_new_tokens}) does not fit after any training prompt in the "
+                f"target's context of {writer.target.max_positions} tokens: lower it"
             )
 
     def writes_at(self, step: int) -> bool:
         return step % self._policy.every == 0 and bool(self._orders(step, range(self._training.batch_size)))
 
     def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
-        """Write texts for these positions of the window's steps.
+        """Generate the texts at these positions in all steps of the window.
 
-        The figures count texts, their new tokens, those at which the draft was rejected, and seconds: the
-        processes' mean.
+        Return counts of texts, new tokens and rejections, and this process's share of the mean seconds.
         """
         start = time.perf_counter()
         orders = self._orders(step, positions)
@@ -261,24 +260,23 @@ class PolicySource:
         ]
 
     def _trained(self, row: PlacedExample, text: GeneratedText | None) -> PlacedExample:
-        """Return the data's own row where no text was written."""
+        """Return the text as a row, or the data's row without a text."""
         if text is None:
             return row
         return PlacedExample(text.example(self._policy.loop_trains if text.kind == "loop" else "all"), -1)
 
     def _read(self, window: int) -> dict[tuple[int, int], GeneratedText]:
-        """Read the texts of a window in which the run was stopped."""
         wanted = {(order.step, order.position) for order in self._orders(window, range(self._training.batch_size))}
         texts = {(text.step, text.position): text for text in self._files.read(window)} if wanted else {}
         if missing := wanted - texts.keys():
             raise ValueError(
-                f"{len(missing)} of the texts that were written after step {window} are not in {self._files.folder} "
-                f"any more: put them back, remove the checkpoints after step {window}, or give another output"
+                f"{len(missing)} texts generated after step {window} are missing from {self._files.folder}: restore "
+                f"them, remove the checkpoints after step {window}, or give another output"
             )
         return texts
 
     def _orders(self, window: int, positions: Sequence[int]) -> list[Order]:
-        """Return the orders for texts that a window's first step writes: these positions of all the window's steps."""
+        """Return the orders for these positions in all steps of a window."""
         orders = []
         for step in range(window, min(window + self._policy.every, self._training.steps)):
             kinds = self._kinds(step)
@@ -289,10 +287,10 @@ class PolicySource:
         return orders
 
     def _kinds(self, step: int) -> list[Origin]:
-        """Return the origin of each position of a step's batch; each share is met to within one, on average exactly."""
+        """Return the origin of each position in a step's batch; shares are met to within one, on average exactly."""
         kinds, shares = get_args(Origin), self._policy.shares
         bounds = list(accumulate(shares[kind] for kind in kinds))
-        # A multiple of 1/1024: the last position stays clear of 1, where the bounds end but for rounding.
+        # A multiple of 1/1024 keeps the last position clearly below 1, the rounded end of the bounds.
         size, offset = self._training.batch_size, random.Random(f"{self._training.seed} {step}").randrange(1024) / 1024
         return [kinds[bisect_right(bounds, (position + offset) / size)] for position in range(size)]
 

@@ -1,4 +1,4 @@
-"""The start of a draft: layers of its target, an existing small model, or random weights. And its end: a folder."""
+"""A draft's initial weights (layers of its target, a small model, or random), and its finished folder."""
 
 import copy
 import difflib
@@ -43,11 +43,11 @@ from trainer.recipe.draft import DraftSection, InitSection
 
 
 class InitialDraft(NamedTuple):
-    """An untrained draft in fp32, on its target's device, all of it to be trained."""
+    """A draft before training, in fp32 on its target's device, with all parameters trainable."""
 
     model: PreTrainedModel
     output_tokens: Int[Tensor, " outputs"] | None
-    """The token that each row of the lm_head writes, in increasing order; None: row i writes token i."""
+    """The token that each lm_head row writes, increasing; None: row i writes token i."""
 
 
 def initial_draft(
@@ -58,13 +58,13 @@ def initial_draft(
     trust_remote_code: bool = False,
     longest: int = 0,
 ) -> InitialDraft:
-    """Make the draft of a recipe's section, its vocabulary trimmed to the commonest tokens of the examples' answers.
+    """Make a recipe's draft, with its vocabulary trimmed to the most frequent tokens in the answers if asked.
 
-    ``longest``: the most tokens that it will read at once. ValueError for a draft that does not fit: another tokenizer,
-    a context or a vocabulary that is too small, layers that the target does not have, a config that makes no model.
+    ``longest`` is the longest text that it will read. Raises ValueError for a draft that does not fit: another
+    tokenizer, too small a context or vocabulary, missing layers, or an invalid config.
     """
     init = section.init
-    if init.from_model is None and getattr(target.model, "_is_stateful", False):  # such layers alone may not even build
+    if init.from_model is None and getattr(target.model, "_is_stateful", False):  # some of its layers may not build
         raise ValueError(_no_draft(target))
     model = _started(target, tokenizer, init, trust_remote_code)
     if section.window is not None:
@@ -80,8 +80,8 @@ def initial_draft(
     if section.vocabulary is not None:
         if written is not None:
             raise ValueError(
-                f"draft.vocabulary is {section.vocabulary} but draft.init.from_model, {init.from_model}, is trimmed to "
-                f"{len(written)} tokens already: leave draft.vocabulary out to train on with those"
+                f"draft.vocabulary is {section.vocabulary} but draft.init.from_model, {init.from_model}, is already "
+                f"trimmed to {len(written)} tokens: leave draft.vocabulary out to keep them"
             )
         written = _most_frequent(section.vocabulary, known, target, tokenizer, examples)
     if written is not None:
@@ -92,8 +92,8 @@ def initial_draft(
 
 def _no_draft(model: CausalLM) -> str:
     return (
-        f"{model.no_trees}, so that it is no draft: give a small model of full attention with the target's tokenizer "
-        "as draft.init.from_model, or train heads or a DSpark draft"
+        f"{model.no_trees}, so it cannot be a draft: set draft.init.from_model to a small full-attention model with "
+        "the target's tokenizer, or train heads or a DSpark draft"
     )
 
 
@@ -103,8 +103,8 @@ def _started(
     if init.from_model is not None:
         if dspark_folder(init.from_model) is not None:
             raise ValueError(
-                f"draft.init.from_model, {init.from_model}, is a DSpark draft: give its draft.dspark, as "
-                "recipes/any/dspark.yaml does, or another draft"
+                f"draft.init.from_model, {init.from_model}, is a DSpark draft: add draft.dspark, as in "
+                "recipes/any/dspark.yaml, or give another draft"
             )
         check_same_tokenizer(tokenizer, load_tokenizer(init.from_model, trust_remote_code))
         model = load_model(init.from_model, torch.float32, target.device, trust_remote_code)
@@ -113,15 +113,14 @@ def _started(
         return model
     if init.from_config is not None:
         return draft_from_config(target.model, init.from_config, trust_remote_code)
-    assert init.from_target is not None, "the section sees to it"
+    assert init.from_target is not None, "the section's default"
     return draft_from_target(target.model, init.from_target.layers, trust_remote_code)
 
 
 def write_draft(draft: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a finished draft as a transformers folder, which `decoding.model.loading.load_draft` reads back to the bit.
+    """Write a finished draft as a transformers folder; `decoding.model.loading.load_draft` restores it bit for bit.
 
-    A trimmed one gets its other lm_head rows back, as `decoding.model.vocabulary.with_filled_vocabulary` makes them, so
-    that every server can load it.
+    `with_filled_vocabulary` adds the missing lm_head rows of a trimmed draft: servers need them all.
     """
     whole = with_filled_vocabulary(draft)
     write_model(whole, tokenizer, folder)
@@ -130,7 +129,7 @@ def write_draft(draft: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Pat
 
 
 def coverage(examples: Sequence[Example], tokens: Sequence[int] | Int[Tensor, " outputs"]) -> float:
-    """Return the share (0 to 1) of the trained tokens that are among ``tokens``; 1 if nothing is trained."""
+    """Return the share (0 to 1) of trained tokens that are in ``tokens``; 1 if nothing is trained."""
     wanted = torch.as_tensor(tokens).cpu().numpy()
     found = [np.isin(example.predicted(), wanted) for example in examples]
     count = sum(map(len, found))
@@ -143,32 +142,32 @@ def coverage(examples: Sequence[Example], tokens: Sequence[int] | Int[Tensor, " 
 def draft_from_target(
     target: PreTrainedModel, layers: int | Sequence[int], trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Make a model of the target's architecture that starts as some of its layers, in the target's dtype on the CPU.
+    """Make a model of some of the target's layers, in the target's dtype on the CPU.
 
-    ``layers``: which, in this order, negative numbers counting from the last; or how many, evenly spaced from the first
-    to the last (one: the first).
+    ``layers`` lists them in order, negative numbers counting from the end; or gives their number, evenly spaced from
+    the first to the last (1: the first).
     """
     if getattr(target, "hf_quantizer", None) is not None:
         raise ValueError(
-            "the target's weights are quantised, so that its layers are no draft: give a small model with the target's "
-            "tokenizer as draft.init.from_model, or train heads or a DSpark draft"
+            "the target is quantised, so its layers cannot be trained as a draft: set draft.init.from_model to a small "
+            "model with the target's tokenizer, or train heads or a DSpark draft"
         )
     config = copy.deepcopy(target.config.get_text_config(decoder=True))
     kept = _chosen_layers(layers, config.num_hidden_layers)
     _set_layers(config, kept)
     draft = _new_model(config, target.dtype, trust_remote_code)
-    # The text side of a model of images is an architecture by itself.
+    # The text part of a multimodal model is an architecture by itself.
     source, state = {name.replace("language_model.", ""): part for name, part in target.state_dict().items()}, {}
     for name in draft.state_dict():
         parts = name.split(".")
-        # The first number in a parameter's name is its layer, in every family (model.layers.3., transformer.h.3.).
+        # In every family the first number in a parameter's name is its layer (model.layers.3., transformer.h.3.).
         position = next((index for index, part in enumerate(parts) if part.isdigit()), None)
         if position is not None:
             parts[position] = str(kept[int(parts[position])])
         if (own := ".".join(parts)) not in source:
             raise ValueError(
-                f"the target, a {type(target).__name__}, has no plain {own}: merge its adapters if it has any, or give "
-                "draft.init.from_model or draft.init.from_config"
+                f"the target, a {type(target).__name__}, lacks a parameter {own}: merge its adapters if it has any, or "
+                "set draft.init.from_model or draft.init.from_config"
             )
         state[name] = source[own]
     draft.load_state_dict(state)
@@ -182,17 +181,19 @@ def _chosen_layers(layers: int | Sequence[int], total: int) -> list[int]:
     else:
         kept = [layer + total if layer < 0 else layer for layer in layers]
     if not kept or min(kept) < 0 or max(kept) >= total:
-        raise ValueError(f"draft.init.from_target.layers is {layers} but the target has layers 0 to {total - 1}")
+        raise ValueError(
+            f"draft.init.from_target.layers is {layers}: give some of the target's layers 0 to {total - 1}"
+        )
     return kept
 
 
 def _evenly_spaced(count: int, total: int) -> list[int]:
-    """Return ``count`` of the numbers 0 to total - 1, first and last among them where there is more than one."""
+    """Return ``count`` evenly spaced numbers from 0 to total - 1, both included; for one, 0."""
     return [(2 * index * (total - 1) + count - 1) // (2 * (count - 1)) if count > 1 else 0 for index in range(count)]
 
 
 def _set_layers(config: PreTrainedConfig, kept: Sequence[int]) -> None:
-    """Keep these layers in a config, also in ``layer_types`` and other lists with one entry a layer."""
+    """Keep these layers in a config, also in ``layer_types`` and other lists with an entry per layer."""
     total = config.num_hidden_layers
     config.num_hidden_layers = len(kept)
     for name, value in config.to_dict().items():
@@ -203,15 +204,15 @@ def _set_layers(config: PreTrainedConfig, kept: Sequence[int]) -> None:
 def _new_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
         raise ValueError(
-            f"transformers has no {config.model_type} model by itself, so that its layers are no draft: give a small "
-            "model with the target's tokenizer as draft.init.from_model, or train heads or a DSpark draft"
+            f"transformers has no separate {config.model_type} model, so its layers cannot be a draft: set "
+            "draft.init.from_model to a small model with the target's tokenizer, or train heads or a DSpark draft"
         )
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     return model
 
 
 def _keep_ends(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Copy the ends of texts from the target's generation config, and none of its sampling settings."""
+    """Copy the special tokens of the target's generation config, but not its sampling settings."""
     if (ends := target.generation_config) is not None:
         draft.generation_config = GenerationConfig(
             bos_token_id=ends.bos_token_id, eos_token_id=ends.eos_token_id, pad_token_id=ends.pad_token_id
@@ -226,16 +227,16 @@ def draft_from_config(
 ) -> PreTrainedModel:
     """Make a model of the target's architecture with random weights (torch's global seed), in fp32 on the CPU.
 
-    ``changes`` is where its config differs from the target's. With another number of layers, lists of one entry a layer
-    take evenly spaced entries of the target's unless they are given.
+    ``changes`` are the config keys that differ from the target's. If the number of layers changes, lists with an entry
+    per layer take evenly spaced entries of the target's.
     """
     base = target.config.get_text_config(decoder=True)
     known = {*(base.to_dict().keys() - PreTrainedConfig().to_dict().keys()), *base.attribute_map, "tie_word_embeddings"}
     if wrong := [key for key in changes if key not in known - {"vocab_size", "auto_map", "model_type"}]:
         nearest = difflib.get_close_matches(str(wrong[0]), known, n=3, cutoff=0.4)
         raise ValueError(
-            f"draft.init.from_config has the key {wrong[0]!r}, which a draft of a {base.model_type} cannot set: give "
-            f"some of {', '.join(nearest or sorted(known))}; the vocabulary is set by draft.vocabulary"
+            f"draft.init.from_config cannot set {wrong[0]!r} for a {base.model_type} draft: use keys such as "
+            f"{', '.join(nearest or sorted(known))}, and draft.vocabulary for the vocabulary"
         )
     config = copy.deepcopy(base)
     names = ("num_hidden_layers", base.attribute_map.get("num_hidden_layers", "num_hidden_layers"))  # GPT-2: n_layer
@@ -246,17 +247,14 @@ def draft_from_config(
         draft = _new_model(config, torch.float32, trust_remote_code)
         with torch.no_grad():
             draft.eval()(torch.zeros((1, 2), dtype=torch.long), use_cache=False)
-    except Exception as error:  # whatever its family raises for sizes that do not fit together
-        raise ValueError(f"draft.init.from_config makes no {base.model_type} model: {reason(error)}") from error
+    except Exception as error:  # model families raise different errors for inconsistent sizes
+        raise ValueError(f"draft.init.from_config is not a valid {base.model_type} config: {reason(error)}") from error
     _keep_ends(draft, target)
     return draft
 
 
 def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attention sizes that follow from hidden_size: head_dim fills it, and each head has keys of its own.
-
-    For a target whose own sizes follow so too, though its config spells them out.
-    """
+    """Return attention sizes derived from hidden_size, if the target's are: head_dim, and one key head per head."""
     hidden_size = changes.get("hidden_size", base.hidden_size)
     heads = changes.get("num_attention_heads", base.num_attention_heads)
     follow = {}
@@ -271,18 +269,18 @@ def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> di
 
 
 def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[Example], longest: int) -> None:
-    """Refuse a draft, named by the recipe's ``key``, that cannot read the data's tokens, or ``longest`` of them."""
+    """Reject a draft, given by the recipe's ``key``, that cannot read the data's tokens or ``longest`` of them."""
     if draft.max_text is not None and draft.max_text < longest:
         raise ValueError(
-            f"the context of the draft from {key} holds {draft.max_text} tokens, but it would read "
-            f"{longest}: lower data.max_length and the evaluation's tokens, or give another draft"
+            f"the draft from {key} reads at most {draft.max_text} tokens, but texts here have up to {longest}: lower "
+            "data.max_length and evaluation.max_new_tokens, or give another draft"
         )
-    if draft.vocab_size < target.vocab_size:  # one family pads its vocabularies to several sizes
+    if draft.vocab_size < target.vocab_size:  # models of one family may pad to different sizes
         largest = max(int(example.tokens.max()) for example in examples)
         if largest >= draft.vocab_size:
             raise ValueError(
-                f"the draft from {key} knows the tokens 0 to {draft.vocab_size - 1}, but the training "
-                f"data holds token {largest}: give a draft with the target's vocabulary"
+                f"the draft from {key} knows tokens 0 to {draft.vocab_size - 1}, but the training data contains "
+                f"{largest}: give a draft with the target's vocabulary"
             )
 
 
@@ -293,7 +291,7 @@ def _most_frequent(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
 ) -> tuple[int, ...]:
-    """Return the commonest trained tokens below ``known``, and all tokens that end a text."""
+    """Return the most frequent trained tokens below ``known``, and all tokens that end a text."""
     if count > known:
         raise ValueError(f"draft.vocabulary is {count} but target and draft share {known} tokens: lower it")
     ends = {*eos_token_ids(target.model, tokenizer)}
@@ -301,6 +299,6 @@ def _most_frequent(
         ends.add(tokenizer.eos_token_id)
     always = sorted(token for token in ends if token < known)
     if count < len(always):
-        raise ValueError(f"draft.vocabulary is {count} but {len(always)} tokens end texts: give room for more")
+        raise ValueError(f"draft.vocabulary is {count} but {len(always)} tokens end texts: raise it above that")
     texts = (predicted[predicted < known].tolist() for predicted in map(Example.predicted, examples))
     return most_frequent_tokens(texts, count, always)

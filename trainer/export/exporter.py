@@ -6,14 +6,7 @@ from typing import Any, NamedTuple
 
 from decoding.measure.redact import without_local_paths
 from trainer import quickstart
-from trainer.export.card import (
-    FOLDER_NAME,
-    CardFigures,
-    card_figures,
-    read_own_report,
-    render_card,
-    target_argument,
-)
+from trainer.export.card import FOLDER_NAME, CardFigures, card_figures, read_own_report, render_card, target_argument
 from trainer.export.companions import (
     ServingPlan,
     copy_target,

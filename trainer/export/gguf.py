@@ -57,12 +57,7 @@ _TORCH = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-_VALUES = {
-    bool: GGUFValueType.BOOL,
-    int: GGUFValueType.UINT32,
-    float: GGUFValueType.FLOAT32,
-    str: GGUFValueType.STRING,
-}
+_VALUES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
 """llama.cpp reads whole numbers as unsigned."""
 _UNREAD = ("attention_bias", "mlp_bias", "head_dim", "rope_parameters")
 """Settings that llama.cpp takes from the tensors and from keys that transformers' reader of GGUF does not know."""

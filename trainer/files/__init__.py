@@ -1,1 +1,1 @@
-"""Folders and files that appear whole or not at all, and locks on them."""
+"""Folders and files written whole or not at all, locks, and formats that servers misread."""

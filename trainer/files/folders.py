@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, with a checksum of each file by which damage is found."""
+"""Folders that appear whole or not at all, with checksums to detect damage."""
 
 import hashlib
 import os
@@ -10,24 +10,23 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 CHECKSUMS = "SHA256SUMS"
-"""The name of the file in a sealed folder that lists every other file's checksum, as `sha256sum -c` reads it."""
+"""File in a sealed folder with the checksum of every other file, for `sha256sum -c`."""
 
 
 def cache_root() -> Path:
-    """Return the folder of all that can be made again: HEADSTART_CACHE, by default in the user's cache folder."""
+    """Return the folder of everything that can be rebuilt: HEADSTART_CACHE, by default in the user's cache."""
     if named := os.environ.get("HEADSTART_CACHE"):
         return Path(named)
-    import platformdirs  # the GPU suite reads folders where few packages are installed
+    import platformdirs  # may be missing where the GPU suite runs
 
     return Path(platformdirs.user_cache_dir("headstart"))
 
 
 def write_folder(destination: Path, write: Callable[[Path], None], sealed: bool = False) -> None:
-    """Fill a folder through ``write``; it takes its name, and an earlier folder's place, once it is on the disk.
+    """Fill a folder by ``write``; it replaces ``destination`` once it is on disk.
 
-    After a full disk or a kill the earlier folder at ``destination`` is still there, or is put back by the next call.
-    Several processes may write the same folder: the last one wins. A ``sealed`` folder gets a checksum of each file, by
-    which `check_seal` finds damage.
+    After a full disk or a kill the old folder is still there, or the next call restores it. If several processes write
+    one folder, the last wins. A ``sealed`` folder gets checksums for `check_seal`.
     """
     temporary = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     replaced = destination.with_name(f".{destination.name}.{os.getpid()}.replaced")
@@ -63,26 +62,26 @@ def _seal(folder: Path) -> None:
 
 
 def checksum_line(name: str, digest: str) -> str:
-    """Return a file's line of checksums, as `sha256sum -c` reads it."""
+    """Return a file's checksum line for `sha256sum -c`."""
     return f"{digest}  {name}\n"
 
 
 def read_checksums(path: Path) -> dict[str, str]:
-    """Return the digests in a file of such lines, by the names of their files."""
+    """Read a file of checksum lines; return digests by file name."""
     return {name: digest for digest, _, name in (line.partition("  ") for line in path.read_text().splitlines())}
 
 
 def check_seal(folder: Path) -> None:
-    """Raise ValueError, naming the file, where a sealed folder was changed since; OSError where the disk fails.
+    """Raise ValueError, naming the file, if a sealed folder has changed; OSError if the disk fails.
 
-    Reads every file to its end: about a second a GB.
+    Reads every file in full: about a second per GB.
     """
     try:
         sums = read_checksums(folder / CHECKSUMS)
     except FileNotFoundError:
         raise ValueError(f"{CHECKSUMS} is missing") from None
     if others := {path.name for path in folder.iterdir() if path.name != CHECKSUMS} - sums.keys():
-        raise ValueError(f"{CHECKSUMS} knows no {min(others)}, which is there")
+        raise ValueError(f"{min(others)} is not listed in {CHECKSUMS}")
     if not sums:
         raise ValueError(f"{CHECKSUMS} is empty")
     for name, digest in sums.items():
@@ -93,16 +92,16 @@ def check_seal(folder: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, as hexadecimal digits."""
+    """Return a file's SHA-256 in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def scratch_beside(destination: Path) -> Iterator[Path]:
-    """Yield an empty hidden folder beside ``destination``, on the same disk, and remove it in the end.
+    """Yield an empty hidden folder next to ``destination``, and remove it afterwards.
 
-    Those that killed processes left for the same destination are removed too.
+    Also removes those that killed processes left for the same destination.
     """
     for left, _ in _left_by_dead(destination, ("scratch",)):
         shutil.rmtree(left, ignore_errors=True)
@@ -115,7 +114,7 @@ def scratch_beside(destination: Path) -> Iterator[Path]:
 
 
 def _clear_what_a_kill_left(destination: Path) -> None:
-    """Put back folders that dead processes were replacing, and remove the halves that they left."""
+    """Restore folders that killed processes were replacing, and remove their incomplete ones."""
     for left, kind in _left_by_dead(destination, ("partial", "replaced")):
         if kind == "replaced" and not destination.exists():
             left.rename(destination)
@@ -124,7 +123,7 @@ def _clear_what_a_kill_left(destination: Path) -> None:
 
 
 def _left_by_dead(destination: Path, kinds: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """Yield the hidden folders beside ``destination`` that no running process still needs, with their kinds."""
+    """Yield the hidden folders next to ``destination`` that no running process needs, with their kinds."""
     for left in sorted(destination.parent.glob(f".{destination.name}.*.*")):
         process, kind = left.name.rsplit(".", 2)[1:]
         if kind in kinds and not (process.isdigit() and _is_running(int(process))):
@@ -132,7 +131,7 @@ def _left_by_dead(destination: Path, kinds: Sequence[str]) -> Iterator[tuple[Pat
 
 
 def _is_running(process: int) -> bool:
-    if process == os.getpid():  # this process is in this call, so an older call of it left the folder
+    if process == os.getpid():  # an earlier call in this process left the folder
         return False
     try:
         os.kill(process, 0)
@@ -144,7 +143,7 @@ def _is_running(process: int) -> bool:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until the disk holds a file or a folder (fsync)."""
+    """Flush a file or a folder to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -153,19 +152,19 @@ def flush_to_disk(path: Path) -> None:
 
 
 def check_can_be_folder(path: Path, name: str) -> None:
-    """Raise ValueError where a file stands in the way of a folder; ``name`` is the recipe's key for it."""
+    """Raise ValueError if a file is in the way of a folder; ``name`` is the recipe's key for it."""
     in_the_way = next((place for place in (path, *path.parents) if place.is_file()), None)
     if in_the_way is not None:
         raise ValueError(f"{name} is {path}, but {in_the_way} is a file: give another folder")
 
 
 def check_links(folder: Path) -> None:
-    """Raise ValueError for a link in a folder that leads out of it: the file behind it would pass for the folder's own.
+    """Raise ValueError for a link that leads out of a folder: its file would seem to belong there.
 
-    In the Hub's cache a snapshot's links lead to the blobs of its repository, and pass.
+    Links from a snapshot in the Hub's cache to blobs of the same repository are allowed.
     """
     root = folder.resolve()
     within = root.parents[1] if root.parent.name == "snapshots" else root
     for path in sorted(folder.rglob("*")):
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(within):  # resolve fails for a circle
-            raise ValueError(f"{path} is a link out of its folder: put the file itself there, or remove the link")
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(within):  # resolve fails on a loop
+            raise ValueError(f"{path} links out of its folder: replace it by the file, or remove it")

@@ -1,4 +1,4 @@
-"""Locks: one run at a time writes a folder or a file."""
+"""Locks that let one run at a time write a folder or a file."""
 
 import json
 import os
@@ -13,16 +13,15 @@ from filelock import BaseFileLock, FileLock, Timeout
 from decoding.errors import UserError
 
 LOCK_NAME = "run.lock"
-_PATIENCE = 1.0  # seconds, after which a person wonders
+_PATIENCE = 1.0  # seconds before a wait is reported
 
 
 @contextmanager
 def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Keep other runs out of ``folder`` while this context lasts; a missing folder is made.
+    """Lock ``folder`` against other runs while this context lasts; create it if missing.
 
-    A killed process holds nothing any more. A process may hold a folder more than once. ValueError, naming the process
-    and the host, where another run holds the folder. With ``on_wait`` this waits for the end of that run instead, and
-    calls ``on_wait`` with a sentence after a second.
+    A process may lock a folder repeatedly; a kill releases its locks. If another run has the lock, raises ValueError
+    naming its process and host. With ``on_wait`` it waits, and after a second passes a sentence to it.
     """
     made = not folder.exists()
     try:
@@ -40,7 +39,7 @@ def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator
 
 @contextmanager
 def hold_file(path: Path, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Keep other runs away from the file ``path``, by a lock beside it; waits, or raises ValueError, as `hold` does."""
+    """Lock the file ``path`` against other runs, by a lock file next to it; wait or raise ValueError as `hold` does."""
     with _acquired(FileLock(path.with_name(f"{path.name}.lock")), path, on_wait):
         yield
 
@@ -54,8 +53,8 @@ def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | N
         except Timeout:
             if on_wait is None:
                 message = f"{held} is being written by {_holder(path)}"
-                raise UserError(message, "wait for its end, or give another output") from None
-            on_wait(f"waiting for {_holder(path)}, which writes {held}")
+                raise UserError(message, "wait until it ends, or give another output") from None
+            on_wait(f"waiting for {_holder(path)} to finish writing {held}")
             lock.acquire()
         path.write_text(json.dumps(_self_description()))
     except OSError as error:
@@ -65,7 +64,9 @@ def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | N
         yield
     finally:
         if lock.lock_counter == 1:
-            path.unlink(missing_ok=True)  # while held: a process that opened the file meanwhile notices, and opens anew
+            path.unlink(
+                missing_ok=True
+            )  # before the release: a process that has opened this file notices and opens it again
         lock.release()
 
 
@@ -79,7 +80,6 @@ def _self_description() -> dict[str, str | int]:
 
 
 def _holder(path: Path) -> str:
-    """Name the process that holds a lock, from the lock's file."""
     try:
         content = json.loads(path.read_text())
         return f"process {content['process']} on {content['host']} (since {content['since']})"

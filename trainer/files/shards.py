@@ -1,8 +1,7 @@
-"""Shards of a store on disk: their examples, and the seals that tell whole files from halves.
+"""Shards of a store on disk: their layout, and seals that mark complete files.
 
-Beside every file lies its seal, a line of checksums as `sha256sum -c` reads it; the file itself names what it was made
-from. The file is on the disk under its name before its seal is, so a file that a kill left behind has no seal and is
-written anew. Processes that write different shards need not wait for one another.
+A seal is a file with a checksum line (`sha256sum -c`), written once its shard is on disk. A killed run leaves a shard
+without a seal; it is written again. Processes writing different shards do not wait for each other.
 """
 
 import hashlib
@@ -26,18 +25,18 @@ _MADE_FROM = "made_from"
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The rows of examples in shards: whole examples, in the order of the data, up to ``shard_rows`` rows a shard.
+    """Assignment of examples to shards: whole examples, in data order, up to ``shard_rows`` rows per shard.
 
-    An example of more rows has a shard of its own.
+    An example with more rows is alone in its shard.
     """
 
     lengths: tuple[int, ...]
-    """Rows of each example; an example may have none."""
+    """Rows of each example, possibly 0."""
     shard_rows: int
 
     @cached_property
     def _starts(self) -> list[int]:
-        """The rows before each example, and all rows."""
+        """The number of rows before each example, then of all rows."""
         return list(accumulate(self.lengths, initial=0))
 
     @cached_property
@@ -71,9 +70,9 @@ def digest_of(content: object) -> str:
 
 
 def digest_of_each(items: Iterable[Sequence[bytes]]) -> str:
-    """Return the SHA-256 of items of one or more parts, item by item: the data need not be held twice.
+    """Return the SHA-256 of a sequence of items, each of one or more parts.
 
-    The length of each part is digested with it, so no two lists of items with as many parts give the same bytes.
+    Includes the parts' lengths: different items with equally many parts never hash the same bytes.
     """
     digest = hashlib.sha256()
     for item in items:
@@ -84,12 +83,12 @@ def digest_of_each(items: Iterable[Sequence[bytes]]) -> str:
 
 
 def write_sealed(path: Path, tensors: dict[str, Tensor], made_from: str) -> None:
-    """Write a safetensors file that names what it was made from, and then its seal; OSError if the disk is full."""
+    """Write a safetensors file with its origin, then its seal; raise OSError if the disk is full."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         save_file(tensors, partial, {_MADE_FROM: made_from})
     except SafetensorError as error:
-        raise OSError(f"{path} could not be written ({error}): make room and start again to go on") from error
+        raise OSError(f"{path} could not be written ({error}): make room and start again to resume") from error
     seal = checksum_line(path.name, sha256_of(partial))
     _settle(partial, path)
     write_text(_seal_of(path), seal)
@@ -109,10 +108,10 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def is_whole(path: Path, made_from: str, verify: bool) -> bool:
-    """Return True for a file with a seal, of its full size and made from this; ``verify`` also reads all of it."""
+    """Return True for a sealed file of full size with this origin; ``verify`` also checks its checksum."""
     try:
         digest = read_checksums(_seal_of(path))[path.name]
-        with safe_open(path, framework="pt") as file:  # which refuses a file that is shorter or longer than it says
+        with safe_open(path, framework="pt") as file:  # rejects a file of wrong size
             if (file.metadata() or {}).get(_MADE_FROM) != made_from:
                 return False
         return not verify or digest == sha256_of(path)
@@ -121,7 +120,7 @@ def is_whole(path: Path, made_from: str, verify: bool) -> bool:
 
 
 def is_begun(path: Path) -> bool:
-    """Return True if the file or its seal exists, whole or not."""
+    """Return True if the file or its seal exists, complete or not."""
     return path.exists() or _seal_of(path).exists()
 
 
@@ -130,7 +129,6 @@ def _seal_of(path: Path) -> Path:
 
 
 def _settle(partial: Path, path: Path) -> None:
-    """Flush a written file to the disk and give it its name."""
     flush_to_disk(partial)
     partial.rename(path)
     flush_to_disk(path.parent)

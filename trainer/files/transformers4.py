@@ -1,8 +1,8 @@
-"""Model folders that transformers 4 reads as the same model as transformers 5.
+"""Model folders that transformers 4 and 5 read as the same model.
 
-transformers 5 writes rotary embeddings as ``rope_parameters`` alone. Version 4, and servers that read configs its way,
-look for ``rope_theta`` and ``rope_scaling``, find neither, and take 10000 and no scaling in silence. A folder written
-here has the keys of both versions. The names are those of transformers 4.57.
+transformers 5 writes only ``rope_parameters``. Version 4, and servers that read configs like it, look for
+``rope_theta`` and ``rope_scaling``, and silently use 10000 and no scaling. Folders written here have the keys of both
+versions, named as in transformers 4.57.
 """
 
 import json
@@ -21,13 +21,13 @@ from decoding.model.stored import SHARD_BYTES, read_object
 _REMEDY = "write the model again"
 _LOGGER = logging.getLogger(__name__)
 _RENAMED = {"torch_dtype": "dtype", "num_experts": "num_local_experts"}
-"""Keys of transformers 4 -> those of transformers 5."""
+"""Keys of transformers 4 -> keys of transformers 5."""
 _NAMES = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
-"""Model type -> its own names for rope_theta and partial_rotary_factor."""
+"""Model type -> its names for rope_theta and partial_rotary_factor."""
 _LOCAL = ("gemma3_text", "gemma3n_text")
-"""The model types whose sliding layers have a ``rope_local_base_freq``."""
+"""Model types whose sliding layers have a ``rope_local_base_freq``."""
 _TYPE_ALONE = {"phi3": ("short_factor", "long_factor"), "olmo2": ("factor",)}
-"""The model types whose ``rope_scaling`` holds these and ``type``, and is refused with anything else."""
+"""Model types whose ``rope_scaling`` may contain only ``type`` and these keys."""
 
 
 def write_model(
@@ -36,11 +36,11 @@ def write_model(
     folder: Path,
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write a model and its tokenizer as a plain transformers folder; ``state_dict`` replaces the model's own weights.
+    """Write a model and its tokenizer as a transformers folder; ``state_dict`` replaces the model's weights.
 
-    Versions 4 and 5 read the same model from it, or a warning names the reason why not.
+    Warns if transformers 4 would read another model than version 5.
     """
-    disable_progress_bar()  # the weights are written before a bar would be drawn
+    disable_progress_bar()  # writing is too fast for one
     model.save_pretrained(folder, state_dict=state_dict, max_shard_size=SHARD_BYTES)
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"
@@ -55,14 +55,14 @@ def write_model(
 
 
 def config_for_both(kind: type[PreTrainedConfig], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json of transformers 5 with the keys that transformers 4 reads beside its own.
+    """Add transformers 4's keys to a config.json of transformers 5 and return it.
 
-    ValueError where version 4 has no key for a setting, or version 5 would read another config from both.
+    Raises ValueError if version 4 lacks a key for a setting, or if the new keys change what version 5 reads.
     """
     both = _with_older_keys(stored)
     before, after = _as_read(kind, stored), _as_read(kind, both)
     if differing := [key for key, value in before.items() if after.get(key) != value]:
-        raise ValueError(f"beside their keys transformers 5 reads {differing[0]} as {after.get(differing[0])!r}")
+        raise ValueError(f"with their keys added, transformers 5 reads {differing[0]} as {after.get(differing[0])!r}")
     return both
 
 
@@ -74,17 +74,17 @@ def _with_older_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of transformers 4 for a config's ``rope_parameters``; none for a config without."""
+    """Return transformers 4's keys for a config's ``rope_parameters``, if it has any."""
     rope, family = config.get("rope_parameters"), config.get("model_type")
     if not isinstance(rope, dict) or not rope:
         return {}
     keys: dict[str, Any] = {}
-    if all(isinstance(value, dict | None) for value in rope.values()):  # one for each type of layer
+    if all(isinstance(value, dict | None) for value in rope.values()):  # one per type of layer
         if family not in _LOCAL:
-            raise ValueError(f"they know one rotary embedding for all layers of a {family}, and it has several")
+            raise ValueError(f"they support one rotary embedding for all layers of a {family}, but it has several")
         local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or {}
         if local.get("rope_type", "default") != "default":
-            raise ValueError(f"they know no rope_type {local['rope_type']!r} for sliding layers")
+            raise ValueError(f"they do not support the rope_type {local['rope_type']!r} in sliding layers")
         keys["rope_local_base_freq"] = local.get("rope_theta")
     theta, share = _NAMES.get(str(family), ("rope_theta", "partial_rotary_factor"))
     keys[theta] = rope.get("rope_theta")
@@ -95,7 +95,7 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(rope: Mapping[str, Any], family: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_scaling``, and for longrope the pretraining context under the key that transformers 4 reads."""
+    """Return ``rope_scaling``, and for longrope the pretraining context under transformers 4's key."""
     if family in _TYPE_ALONE:
         scaling = {"type": rope["rope_type"], **{key: rope.get(key) for key in _TYPE_ALONE[family]}}
     else:
@@ -107,7 +107,7 @@ def _scaling(rope: Mapping[str, Any], family: str, config: Mapping[str, Any]) ->
 
 
 def _as_read(kind: type[PreTrainedConfig], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config as transformers 5 reads it, without the older name of ``rope_type``."""
+    """Return a config as transformers 5 reads it, without ``type``, the old name of ``rope_type``."""
     read: dict[str, Any] = kind.from_dict(json.loads(json.dumps(stored))).to_dict()
     if isinstance(rope := read.get("rope_parameters"), dict):
         read["rope_parameters"] = {key: value for key, value in rope.items() if key != "type"}
@@ -115,7 +115,7 @@ def _as_read(kind: type[PreTrainedConfig], stored: Mapping[str, Any]) -> dict[st
 
 
 def _write_tokenizer_class(path: Path) -> None:
-    """Write the class name that both versions know, and further special tokens under version 4's key."""
+    """Rewrite the tokenizer class and extra special tokens in a form that both versions read."""
     if not path.is_file():
         return
     stored = read_object(path, _REMEDY)

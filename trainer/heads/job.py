@@ -1,4 +1,4 @@
-"""Heads: from a recipe to heads to be trained on a target that runs, or on its features."""
+"""The job of heads: from a recipe to an objective on the target or its stored features."""
 
 from typing import Any
 
@@ -18,13 +18,10 @@ from trainer.target.loading import StoredTarget, load_target
 
 
 def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process) -> Job:
-    """Load and check everything that the recipe names, and write the features that are missing.
-
-    Every process calls this.
-    """
+    """Load and check everything that the recipe names, and write missing features. Every process calls this."""
     target = load_target(recipe, device)
     dataset, heldout = load_splits(recipe.data, target.tokenizer)
-    torch.manual_seed(recipe.training.seed)  # for heads that start at random
+    torch.manual_seed(recipe.training.seed)  # for random initial weights
     kept: StoredTarget = target
     objective: MedusaObjective | Medusa2Objective
     steps, features = recipe.training.steps, recipe.features
@@ -37,14 +34,15 @@ def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process)
     else:
         objective = MedusaObjective(OnlineTarget(target.model), recipe.heads, steps, target.dtype)
     identity: dict[str, Any] = shared_identity(recipe, target, dataset, heldout)
-    identity["features"] = {"states": features.states if features else "target"}  # all that makes another run
+    identity["features"] = {
+        "states": features.states if features else "target"
+    }  # the only setting of features that changes the run
     return Job(recipe, target.tokenizer, dataset, heldout, kept, objective, identity)
 
 
 def _objective_from(
     recipe: MedusaRecipe, target: StoredTarget, store: FeatureStore, device: torch.device
 ) -> MedusaObjective:
-    """Make the objective on stored features, for which the target need not be loaded."""
     config = AutoConfig.from_pretrained(
         str(local_folder(target.name, weights=False)), trust_remote_code=recipe.trust_remote_code
     )

@@ -1,7 +1,7 @@
-"""The Medusa-1 objective: heads on the hidden states of a frozen target (2401.10774, section 2.2.1).
+"""The Medusa-1 objective: heads on a frozen target's hidden states (2401.10774, section 2.2.1).
 
-Also heads with a bias by the token before (`decoding.model.markov`), which are given the true one; and the same with
-soft targets: the distribution of the target itself at the position that predicts a head's token.
+Heads may have a bias given the previous token (`decoding.model.markov`); in training that is the text's. With soft
+targets a head learns the target's distribution for the token that it predicts.
 """
 
 import copy
@@ -33,27 +33,27 @@ from trainer.target.hidden import HiddenStates, LogitTransform
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """Inputs of the heads' step: a batch, the target's states on it, and the target's parts that heads share."""
+    """Inputs of the heads' step: a batch, the target's states on it, and its lm_head if needed."""
 
     batch: Batch
     hidden: Float[Tensor, "batch positions hidden"]
     places: tuple[Int[Tensor, " labels"], ...]
-    """Places of each head's labels, as by `head_places`."""
+    """Places of each head's labels: see `head_places`."""
     lm_head: Float[Tensor, "vocab hidden"] | None = None
     """The target's lm_head, for heads that share it and for soft targets."""
     transform: LogitTransform | None = None
 
 
 class HeadsAhead(NamedTuple):
-    """Parts of `HeadInputs` that are ready before the target runs."""
+    """Parts of `HeadInputs` that do not need the target to run."""
 
     places: tuple[Int[Tensor, " labels"], ...]
     stored: Float[Tensor, "batch positions hidden"] | None
-    """The target's states, read from a disk."""
+    """The target's states from disk, if stored."""
 
 
 class MedusaTraining(nn.Module):
-    """The heads with their loss: a sum per head, at the tokens the answer is made of."""
+    """The heads with their loss: a sum per head over the answers' tokens."""
 
     def __init__(self, heads: MedusaHeads, section: HeadsSection) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class MedusaTraining(nn.Module):
         markov = self.heads.markov
         if markov is None:
             return self._sums(inputs)
-        # Inside its forward: only there is its weight whole when it is sharded.
+        # Inside the layer's forward: a sharded weight is whole only there.
         sums: TermSums = markov.output(markov.embedding(inputs.batch.tokens), read=partial(self._sums, inputs))
         return sums
 
@@ -79,16 +79,16 @@ class MedusaTraining(nn.Module):
         embedded: Float[Tensor, "batch positions rank"] | None = None,
         weight: Float[Tensor, "vocab rank"] | None = None,
     ) -> TermSums:
-        """Return the sums of every head; ``embedded`` and ``weight`` are the bias's, for heads with one."""
+        """Return the sums of every head; ``embedded`` and ``weight`` belong to the bias, if heads have one."""
         bias = None if embedded is None or weight is None else Bias(embedded, weight)
         sums = [self._head(k, inputs, bias) for k in range(len(self.heads.heads))]
         hits = [found.accepted.sum() if self.hit_name == "acceptance" else found.correct for found in sums]
         return TermSums(torch.stack([found.loss for found in sums]), torch.stack(hits))
 
     def _head(self, k: int, inputs: HeadInputs, bias: Bias | None) -> FusedLoss:
-        """Return the sums of head k, which at position t predicts token t+2+k.
+        """Return the sums of head k (from 0). From the state at position t it predicts token t + k + 2.
 
-        A label stands in its state's row: in the flattened batch too, it is ``k + 2`` places behind its state.
+        State and label are in the same row, so the offset is ``k + 2`` in the flattened batch too.
         """
         head: MedusaHead = self.heads.heads[k]  # type: ignore[assignment]  # ModuleList's items
         places = inputs.places[k]
@@ -101,16 +101,16 @@ class MedusaTraining(nn.Module):
             teacher=_teacher(inputs, places + k + 1) if self._loss.soft else None,
             bias=None if bias is None else Bias(flat_rows(bias.hidden, places + k + 1), bias.weight),
         )
-        if head.lm_head is not None:  # inside its forward, for the same reason as the bias
+        if head.lm_head is not None:  # inside its forward, like the bias
             sums: FusedLoss = head.lm_head(x, read=loss)
             return sums
-        assert inputs.lm_head is not None, "heads without an lm_head are given the target's"
+        assert inputs.lm_head is not None, "heads without an lm_head need the target's"
         return loss(x, inputs.lm_head)
 
 
 def _teacher(inputs: HeadInputs, places: Int[Tensor, " labels"]) -> Teacher:
-    """Return the target's own distribution at these places, which predict what the head predicts."""
-    assert inputs.lm_head is not None, "soft targets want the target's lm_head"
+    """Return the target's distribution at these places: they predict the same tokens as the head."""
+    assert inputs.lm_head is not None, "soft targets need the target's lm_head"
     return HiddenTeacher(flat_rows(inputs.hidden, places).detach(), inputs.lm_head, inputs.transform)
 
 
@@ -122,7 +122,7 @@ def head_weights(section: HeadsSection, step: int, steps: int) -> tuple[float, .
 
 
 def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection) -> MedusaHeads:
-    """Return heads in fp32 where ``lm_head`` is: those of ``heads.init``, else new ones that start as it."""
+    """Return fp32 heads on ``lm_head``'s device: from ``heads.init``, or new ones that predict like ``lm_head``."""
     config = MedusaConfig(
         hidden_size=lm_head.shape[1],
         vocab_size=lm_head.shape[0],
@@ -139,17 +139,17 @@ def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection)
     if wanted != found:
         differing = next(name for name in vars(wanted) if getattr(wanted, name) != getattr(found, name))
         raise ValueError(
-            f"heads.init is {section.init}, whose {differing} is {getattr(found, differing)} and not "
-            f"{getattr(wanted, differing)}: set the recipe's heads section to fit, or start from other heads"
+            f"the heads in heads.init, {section.init}, have {differing} {getattr(found, differing)} and not "
+            f"{getattr(wanted, differing)}: change the recipe's heads section, or start from other heads"
         )
     return heads
 
 
 class MedusaObjective:
-    """Heads, the hidden states of their frozen target, and the loss Σ weight of head k * loss of head k."""
+    """Heads on the hidden states of a frozen target, with the loss Σ weight_k * loss_k over the heads."""
 
     def __init__(self, states: HiddenStates, section: HeadsSection, steps: int, dtype: torch.dtype) -> None:
-        """``dtype`` is what the finished heads are stored and decoded in: the target's."""
+        """``dtype`` is the target's; finished heads are stored and decoded in it."""
         self._states = states
         self._section = section
         self._steps = steps
@@ -180,7 +180,7 @@ class MedusaObjective:
         return (HeadInputs(batch, hidden, places, lm_head, states.transform),)
 
     def _lm_head_on(self, device: torch.device) -> Float[Tensor, "vocab hidden"]:
-        """Return the target's lm_head on the heads' device; a target spread over several may hold it on another."""
+        """Return the target's lm_head on the heads' device; a target spread over devices may keep it elsewhere."""
         if self._lm_head is None or self._lm_head.device != device:
             self._lm_head = self._states.lm_head.to(device)
         return self._lm_head
@@ -189,7 +189,7 @@ class MedusaObjective:
         return named_drafter("heads", heads_for_decoding(self.module.heads, self._dtype))
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
-        """Fit the tree to the heads: the paths that are right most often on the target's own greedy texts."""
+        """Fit the tree to the heads: the paths most often right on greedy texts of the target."""
         fit_tree(self.module.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
@@ -207,13 +207,13 @@ def head_places(batch: Batch, num_heads: int) -> tuple[Int[Tensor, " labels"], .
 
 
 def heads_for_decoding(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
-    """Return a copy that decoding may keep while training goes on, cast as it is copied: fp32 is never held twice."""
+    """Return a copy in ``dtype`` for decoding while training continues, without a second copy in fp32."""
     cast = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in heads.parameters()}
-    return copy.deepcopy(heads, cast).eval()  # which takes for a copy what it finds there
+    return copy.deepcopy(heads, cast).eval()  # deepcopy uses what its memo already contains
 
 
 def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]], tree_nodes: int) -> None:
-    """Give the heads the best tree of ``tree_nodes`` drafted nodes by their accuracies on these texts."""
+    """Give the heads the best tree of ``tree_nodes`` drafted nodes, by their accuracies on these texts."""
     accuracies = rank_accuracies(target, heads_for_decoding(heads, target.dtype), texts)
     heads.config = replace(heads.config, tree=best_tree(accuracies, tree_nodes))
 
@@ -222,9 +222,9 @@ def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequenc
 def rank_accuracies(
     target: CausalLM, heads: MedusaHeads, texts: Sequence[tuple[Sequence[int], int]]
 ) -> list[list[float]]:
-    """Return at ``[k][r]`` the share of labels that are head k's rank-r token (both from 0).
+    """Return the share of labels that are head k's rank-r token, at ``[k][r]`` (both from 0).
 
-    A head with a bias is given the text's own token before that one.
+    The bias, if any, gets the text's previous token.
     """
     return rank_shares(_new_tokens(target, heads, texts), heads.config.num_heads)
 
@@ -232,14 +232,14 @@ def rank_accuracies(
 def _new_tokens(
     target: CausalLM, heads: MedusaHeads, texts: Sequence[tuple[Sequence[int], int]]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each head (from 0) with its labels among the new tokens of a text, and its logits there."""
+    """Yield each head (from 0), its labels among a text's new tokens, and its logits there."""
     lm_head = target.model.get_output_embeddings()
     device = next(heads.parameters()).device
     for tokens, prompt_length in texts:
         ids = torch.tensor([list(tokens)], device=target.device)
         hidden, text = lm_head_input(target.model, {"input_ids": ids})[0].to(device), ids[0].to(device)
         for k in range(heads.config.num_heads):
-            first = max(prompt_length - 1, 0)  # the position whose lm_head wrote the first new token
+            first = max(prompt_length - 1, 0)  # the position that predicts the first new token
             labels = text[first + k + 2 :]
             if len(labels):
                 before = None if heads.markov is None else text[first + k + 1 : -1]

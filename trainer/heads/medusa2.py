@@ -36,15 +36,15 @@ from trainer.learning.spans import span
 from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.target.hidden import check_logits, logit_scale, logit_transform
 
-if TYPE_CHECKING:  # slow to import, and of use to this objective alone
+if TYPE_CHECKING:  # slow to import, and only this objective needs it
     from peft import PeftModel
 
 TARGET_FOLDER = "target"
-"""The subfolder that `Medusa2Objective.save` writes the heads' target to."""
+"""Subfolder to which `Medusa2Objective.save` writes the adapted target."""
 
 
 class JointTraining(nn.Module):
-    """The target under its adapters, and heads on it. The last term of the loss is the target's own next token."""
+    """The target with adapters, and heads on it. The last loss term is the target's next token."""
 
     def __init__(self, model: "PeftModel", heads: MedusaTraining) -> None:
         super().__init__()
@@ -56,32 +56,31 @@ class JointTraining(nn.Module):
     def forward(
         self, batch: Batch, joint: bool, places: Sequence[Int[Tensor, " labels"]], remembers: bool = False
     ) -> TermSums:
-        """Return losses (heads + 1,). Without ``joint`` the target stands still.
+        """Return losses and hits, (heads + 1,) each. Without ``joint`` the target is not trained.
 
-        ``places`` are those of each term's labels, in the flattened batch. With ``remembers`` the target's own loss is
-        the divergence from the target without adapters; else the cross entropy on the data.
+        ``places`` index each term's labels in the flattened batch. With ``remembers`` the target's loss is its KL from
+        the target without adapters; else the cross entropy on the data.
         """
         teacher = self._as_it_was(batch) if remembers else None
         with nullcontext() if joint else span("target"), torch.set_grad_enabled(joint):
             hidden = lm_head_input(self._target, batch.model_inputs())
         losses, hits = run_in_lm_head(self._target, hidden, partial(self._losses, batch, places, teacher))
-        if not joint:  # data parallelism waits for the gradient of everything that is trained
+        if not joint:  # data parallelism waits for a gradient of every trained parameter
             still = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
             losses = losses + 0 * sum((p.sum() for p in still), torch.zeros((), device=losses.device))
         return TermSums(losses, hits)
 
     @torch.no_grad()
     def _as_it_was(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
-        """Return the hidden states of the target with its adapters switched off.
+        """Return the hidden states of the target without adapters.
 
-        A part of `forward`: outside of it FSDP2 leaves the target's weights sharded.
+        Call it inside `forward`: elsewhere FSDP2 leaves the weights sharded.
         """
         with span("target"), self.model.disable_adapter():
             return lm_head_input(self._target, batch.model_inputs())
 
     @property
     def _target(self) -> nn.Module:
-        """The target itself: peft replaced layers inside it."""
         return base_of(self.model)
 
     def _losses(
@@ -95,13 +94,13 @@ class JointTraining(nn.Module):
         labels = batch.tokens.flatten()[at + 1]
         own = fused_loss(flat_rows(hidden, at) * self._scale, lm_head, labels, mix, was)
         own_hits = own.correct
-        if self.heads.hit_name == "acceptance":  # of the target by itself there is none
+        if self.heads.hit_name == "acceptance":  # needs a teacher
             own_hits = torch.full_like(own.loss, torch.nan) if was is None else own.accepted.sum()
         return TermSums(torch.cat([losses, own.loss[None]]), torch.cat([hits, own_hits[None]]))
 
 
 class Medusa2Objective:
-    """Heads and adapters on one target: weight of head k * its loss, and the target's own loss beside them."""
+    """Heads and adapters on one target, with the loss Σ weight_k * loss_k plus the target's own."""
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class Medusa2Objective:
         training = MedusaTraining(initial_heads(target.model.get_output_embeddings().weight, heads), heads)
         self.hit_name = training.hit_name
         if adapters.gradient_checkpointing:
-            # The name in transformers from 5.23 on, and the one before it.
+            # The method's name from transformers 5.23 on, and before.
             model, names = target.model, ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             next(getattr(model, name) for name in names if hasattr(model, name))({"use_reentrant": False})
         self.module: JointTraining = JointTraining(with_adapters(target.model, adapters), training)
@@ -161,7 +160,7 @@ class Medusa2Objective:
         fit_tree(self.module.heads.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
-        """Write the heads, and in ``target/`` the target that they belong to, with the adapters merged into it."""
+        """Write the heads, and to ``target/`` their target with the adapters merged in."""
         heads_for_decoding(self.module.heads.heads, self._dtype).save_pretrained(folder)
         merged = merged_weights(self.module.model)
         write_model(base_of(self.module.model), self._tokenizer, folder / TARGET_FOLDER, merged)
@@ -171,13 +170,13 @@ def _refuse_unfit(target: CausalLM) -> None:
     model = target.model
     if is_spread(model):
         raise ValueError(
-            "adapters train the target itself, which is spread over several devices here: launch a process on each GPU "
-            "and shard the training, or train heads alone (a recipe without adapters)"
+            "adapters cannot train a target spread over several devices: launch one process per GPU to shard the "
+            "training, or train heads alone (a recipe without adapters)"
         )
     if cap := getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
         raise ValueError(
-            f"the target caps its logits softly at {cap}, through which its own loss is not trained here: "
-            "train heads alone (a recipe without adapters)"
+            f"adapters cannot train a target that caps its logits (softly, at {cap}): train heads alone (a recipe "
+            "without adapters)"
         )
     check_logits(model)
 
@@ -186,7 +185,7 @@ def _refuse_unfit(target: CausalLM) -> None:
 
 
 def with_adapters(model: PreTrainedModel, section: AdaptersSection) -> "PeftModel":
-    """Put untrained adapters, which change no output yet, into the model and freeze all its other parameters."""
+    """Add new adapters, which do not change outputs yet, and freeze all other parameters."""
     from peft import LoraConfig, get_peft_model
 
     model.requires_grad_(False)
@@ -199,8 +198,8 @@ def with_adapters(model: PreTrainedModel, section: AdaptersSection) -> "PeftMode
     )
     kind = model.config.model_type
     unfit = (
-        f"{kind} takes no adapters (its experts are one tensor, or code reads a layer's weights or outputs directly): "
-        "train heads alone (a recipe without adapters)"
+        f"{kind} does not support adapters (fused experts, or code that reads layers directly): train heads alone (a "
+        "recipe without adapters)"
     )
     try:
         adapted: PeftModel = get_peft_model(model, config)
@@ -212,21 +211,21 @@ def with_adapters(model: PreTrainedModel, section: AdaptersSection) -> "PeftMode
 
 
 def base_of(model: "PeftModel") -> PreTrainedModel:
-    """Return the model that the adapters are in."""
+    """Return the model that contains the adapters."""
     base: PreTrainedModel = model.get_base_model()  # type: ignore[assignment]  # of whatever peft was given
     return base
 
 
 def wake(model: "PeftModel") -> None:
-    """Switch on the adapters' dropout and activation checkpointing; the model's own dropout stays off."""
+    """Turn on the adapters' dropout and activation checkpointing, but not the model's dropout."""
     for name, module in model.named_modules():
         module.training |= "lora_dropout" in name or isinstance(module, GradientCheckpointingLayer)
 
 
 def merged_weights(model: "PeftModel") -> dict[str, Tensor]:
-    """Return the model's weights on the host with the adapters merged in, under the model's own names.
+    """Return the model's weights on the host with the adapters merged in, under the model's original names.
 
-    Weights are merged one by one, so that no second model takes memory on the device; tied weights stay tied.
+    Merges one weight at a time, to avoid a second model on the device. Tied weights stay tied.
     """
     base, merged, copies = base_of(model), {}, {}
     for name, tensor in base.state_dict().items():

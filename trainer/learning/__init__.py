@@ -1,1 +1,1 @@
-"""Objective protocol, losses and teachers."""
+"""The objective protocol, losses with their teachers, the Muon optimizer and step timing."""

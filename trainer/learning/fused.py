@@ -1,7 +1,7 @@
-"""A linear layer and its loss in one, a chunk of tokens at a time: no (tokens, vocabulary) tensor is ever held.
+"""A linear layer fused with its loss, chunk by chunk, without a (tokens, vocabulary) tensor.
 
-Losses are sums, not means: the loop divides them by the count over the whole batch of all processes and accumulation
-steps, which makes accumulation and data parallelism exact.
+Losses are sums. The loop divides them by counts over all processes and micro batches, to make accumulation and data
+parallelism exact.
 """
 
 from collections.abc import Callable
@@ -17,20 +17,20 @@ from trainer.learning.products import Product, blocks, chunks, product_dtype, sc
 
 
 class Bias(NamedTuple):
-    """A product that is added to the logits: ``hidden @ weight.T``, such as a `decoding.model.markov.MarkovBias`."""
+    """A second product added to the logits, ``hidden @ weight.T``: see `decoding.model.markov.MarkovBias`."""
 
     hidden: Float[Tensor, "tokens rank"]
     weight: Float[Tensor, "outputs rank"]
 
 
 class FusedLoss(NamedTuple):
-    """Sums over the tokens, and what is known of each."""
+    """Loss and hits summed over the tokens, and each token's acceptance."""
 
     loss: Float[Tensor, ""]
     correct: Int[Tensor, ""]
     """Tokens whose argmax is the label."""
     accepted: Float[Tensor, " tokens"]
-    """Each token's Σ min(p, q) at the mix's temperature, which token rejection would accept; 0 without a teacher. No
+    """Each token's Σ min(p, q) at the mix's temperature: its acceptance by token rejection. 0 without a teacher. No
     gradient."""
 
 
@@ -46,26 +46,24 @@ def fused_loss(
     soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> FusedLoss:
-    """Return the sum over tokens of ``mix``'s weighted terms for the logits ``hidden @ weight.T``, with its hits.
+    """Return ``mix``'s weighted terms for the logits ``hidden @ weight.T``, summed over tokens, with hits.
 
-    ``bias`` adds a second product to the logits.
+    ``bias`` adds a second product to the logits. With ``soft_cap`` c they are c tanh(logits / c), as in Gemma-2.
 
-    ``cross_entropy`` is taken at ``labels``; the other terms are `losses.divergence` between ``teacher`` and the
-    logits. The teacher and frozen weights get no gradient.
+    ``cross_entropy`` is taken at ``labels``; the other terms are `TokenDivergences` between ``teacher`` and the logits.
+    The teacher and frozen weights get no gradient.
 
-    ``tokens[i]`` is the target's token that row i of ``weight`` writes; without it, row i writes token i. Labels are
-    the target's tokens too: a label that no row writes adds nothing to the cross entropy. With ``soft_cap`` c the
-    logits are c tanh(hidden @ weight.T / c), as in Gemma-2.
+    Row i of ``weight`` writes the target's token ``tokens[i]``, by default token i. Labels are target tokens too; a
+    label that no row writes adds nothing to the cross entropy.
 
-    The gradient of a chunk overwrites its logits: at most ``chunk`` rows of logits are held, and as many of the
-    teacher's, and nothing is computed twice. Products run in autocast's dtype, the softmax in fp32. Raises ValueError
-    for a divergence without a teacher, and for a teacher that does not fit. After Liger Kernel (2410.10989, section
-    3.2).
+    At most ``chunk`` rows of logits exist at a time, and as many of the teacher's: a chunk's gradient overwrites its
+    logits. Nothing is computed twice. Products run in autocast's dtype, the softmax in fp32. Raises ValueError for a
+    divergence without a fitting teacher. After Liger Kernel (2410.10989, section 3.2).
     """
     if teacher is None and mix.soft:
-        raise ValueError(f"the loss is mixed of {', '.join(mix.weights)}, which needs a teacher: give one")
+        raise ValueError(f"the loss has {', '.join(mix.weights)} but no teacher to compare with: give a teacher")
     layer = _Outputs(len(weight), tokens, soft_cap)
-    if not torch.is_grad_enabled():  # which `apply` hides from the function
+    if not torch.is_grad_enabled():  # inside `apply` this always reads False
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else Bias(bias.hidden.detach(), bias.weight.detach())
     pairs = (hidden, weight, *(bias or (None, None)))
@@ -110,7 +108,7 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        # In place, for a copy of a weight's gradient costs as much as a product: a graph is good for one backward.
+        # In place, so backward works once: copying a weight's gradient would cost as much as a product.
         scaled = [None if saved is None else scale(saved, loss_gradient) for saved in ctx.saved_tensors]
         return *scaled, *(None,) * (9 - len(scaled))
 
@@ -122,7 +120,7 @@ def _turn_into_gradient(
     target: KnownLogits | None,
     layer: "_Outputs",
 ) -> FusedLoss:
-    """Overwrite a linear layer's products with the loss's gradient with respect to these products; return the loss."""
+    """Overwrite a linear layer's products with the loss's gradient in them; return the loss."""
     loss = torch.zeros((), dtype=wide_dtype(logits.dtype), device=logits.device)
     accepted = torch.zeros(len(logits), dtype=loss.dtype, device=logits.device)
     correct = torch.zeros((), dtype=torch.long, device=logits.device)
@@ -145,7 +143,7 @@ def _mixed(
     target: KnownLogits | None,
     layer: "_Outputs",
 ) -> tuple[Float[Tensor, ""], Float[Tensor, " rows"], Float[Tensor, "rows outputs"]]:
-    """Return the loss of wide logits, each row's Σ min(p, q), and the loss's gradient with respect to the logits."""
+    """Return the loss of fp32 or fp64 logits, each row's Σ min(p, q), and the gradient in the logits."""
     accepted, gradient, log_q, q = scores.new_zeros(len(scores)), None, None, None
     losses = scores.new_zeros(len(scores))
     if target is not None:
@@ -175,7 +173,7 @@ def _mixed(
 def _softmaxed(
     scores: Float[Tensor, "rows outputs"], label: Int[Tensor, "rows 1"]
 ) -> tuple[Float[Tensor, "rows 1"], Float[Tensor, "rows outputs"]]:
-    """Return the label's log probability and the softmax, by one exponential of each logit (a log softmax adds one)."""
+    """Return the label's log probability and the softmax, with one exponential per logit (log_softmax needs two)."""
     best = scores.amax(-1, keepdim=True)
     q = (scores - best).exp_()
     total = q.sum(-1, keepdim=True)
@@ -183,7 +181,7 @@ def _softmaxed(
 
 
 def _hits(scores: Float[Tensor, "rows outputs"], right: Int[Tensor, " rows"]) -> Int[Tensor, ""]:
-    """Count the rows whose argmax is ``right``; on a CPU an argmax is slow, and only rows that may hit are asked."""
+    """Count the rows whose argmax is ``right``. On a CPU argmax is slow and runs only on rows that may hit."""
     if scores.device.type == "cpu":
         likely = scores.gather(1, right.clamp(min=0)[:, None])[:, 0] == scores.amax(-1)
         scores, right = scores[likely], right[likely]
@@ -193,7 +191,7 @@ def _hits(scores: Float[Tensor, "rows outputs"], right: Int[Tensor, " rows"]) ->
 def _divergences(
     sides: TokenDivergences, mix: LossMix
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows outcomes"]]:
-    """Return the weighted sums of the divergences in ``mix``, and of their pulls (see `losses.Pulled`)."""
+    """Return the weighted sums of ``mix``'s divergences and of their pulls (see `losses.Pulled`)."""
     losses, pull = torch.zeros_like(sides.overlap), None
     for kind, factor in mix.weights.items():
         if kind != "cross_entropy":
@@ -206,7 +204,7 @@ def _divergences(
 
 
 class _Outputs:
-    """The outputs of an lm_head: the target's tokens that they write, and the soft cap behind the products."""
+    """An lm_head's outputs: the target token that each writes, and the soft cap on its products."""
 
     def __init__(self, count: int, tokens: Int[Tensor, " outputs"] | None, soft_cap: float | None) -> None:
         assert tokens is None or len(tokens) == count, "one token for each row of the weight"
@@ -221,11 +219,10 @@ class _Outputs:
     def through_cap(
         self, gradient: Float[Tensor, "rows outputs"], scores: Float[Tensor, "rows outputs"]
     ) -> Float[Tensor, "rows outputs"]:
-        """Turn the gradient with respect to the logits into the one with respect to the products."""
         return gradient if self.soft_cap is None else gradient.mul_(1 - (scores / self.soft_cap).square_())
 
     def outputs_of(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Return the output that writes each of the target's tokens; -1 where none does."""
+        """Return the output that writes each target token, or -1."""
         if self._sorted is None:
             return tokens.where(tokens < self._count, -1)
         known, order = self._sorted
@@ -239,7 +236,7 @@ class _Outputs:
         q: Float[Tensor, "rows outputs"],
         temperature: float,
     ) -> tuple[TokenDivergences, Callable[[Tensor], Tensor]]:
-        """Return both sides of the known outcomes, and the function from their pulls to the gradient of all logits."""
+        """Return p and q on the known outcomes, and a function from pulls to the gradient in all logits."""
         log_p = target.log_p(temperature, q.dtype)
         if target.tokens is None:
             whole = self._tokens is None and self._count == log_p.shape[1]
@@ -252,22 +249,21 @@ class _Outputs:
         return sides, partial(_of_sample, q, rows)
 
     def _columns(self, log_p: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows outputs"]:
-        """Select the columns of the tokens that the draft writes."""
         if self._tokens is not None:
             return log_p[:, self._tokens]
         if self._count > log_p.shape[1]:
             raise ValueError(
-                f"the draft writes {self._count} tokens but the target knows {log_p.shape[1]}: "
+                f"the draft writes {self._count} tokens but the target has {log_p.shape[1]}: "
                 f"give the first {log_p.shape[1]} rows of the draft's lm_head"
             )
         return log_p[:, : self._count]
 
 
 def _of_all(q: Tensor, pull: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows outputs"]:
-    """Return the gradient where every output is an outcome."""
+    """Return the gradient if every output is an outcome."""
     return (q * pull.sum(-1, keepdim=True)).sub_(pull)
 
 
 def _of_sample(q: Tensor, rows: Tensor, pull: Float[Tensor, "rows outcomes"]) -> Float[Tensor, "rows outputs"]:
-    """Return the gradient where the outcomes are some of the outputs, possibly repeated."""
+    """Return the gradient if the outcomes are some of the outputs, possibly repeated."""
     return (q * pull.sum(-1, keepdim=True)).scatter_add_(1, rows, -pull)

@@ -1,15 +1,14 @@
-"""The terms of a draft's or a head's loss, in closed form with their gradients.
+"""Loss terms of drafts and heads in closed form, with gradients; and teachers.
 
-`TokenDivergences` computes each term per token, and each outcome's part of the gradient with it, which is all the
-mathematics that `trainer.learning.fused` needs. The tests compare it with readable formulas.
+The tests compare `TokenDivergences` with readable formulas.
 
 - ``forward_kl``: KL(p‖q) of the target's p and the draft's q.
 - ``acceptance``: -log Σ min(p, q) (LK losses, 2602.23881).
 - ``total_variation``: 1 - Σ min(p, q), half of DSpark's L1 distance (2607.05147).
 
-Terms are not scaled by temperature squared. If the draft writes only a set S of the tokens, p is not renormalised and
-sums go over S: ``forward_kl`` is p(S) KL(p_S‖q) with p_S the target's distribution on S, and the other terms count
-the rest of p as lost.
+Terms are not scaled by temperature squared. If the draft can write only a set S of tokens, sums run over S and p is not
+renormalised: ``forward_kl`` is p(S) KL(p_S‖q), with p_S the target's distribution on S. The other terms count the rest
+of p as lost.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ from trainer.recipe.common import Divergence, LossSection, Term
 
 @dataclass(frozen=True)
 class LossMix:
-    """Weights of a loss's terms on the logits, and the settings of these terms, which the recipe has checked."""
+    """Weights and temperature of a loss's terms on the logits, already checked by the recipe."""
 
     weights: Mapping[Term, float]
     temperature: float = 1.0
@@ -44,10 +43,9 @@ class LossMix:
 
 
 class Pulled(NamedTuple):
-    """A term of each token with its gradient in the form of pulls.
+    """A term of each token, with its pulls: -q ∂term/∂q at each outcome.
 
-    ``pull`` is -q ∂term/∂q at each outcome. With respect to the logits whose softmax is q, the gradient is
-    q Σ pull - pull.
+    The gradient in the logits of q is q Σ pull - pull.
     """
 
     value: Float[Tensor, " rows"]
@@ -55,12 +53,11 @@ class Pulled(NamedTuple):
 
 
 class TokenDivergences:
-    """The terms of some tokens, from both sides' probabilities of the outcomes; shared parts are computed once.
+    """Loss terms of some tokens, from p and q on the outcomes. Shared parts are computed once.
 
-    Without ``weights`` the outcomes are all tokens that the draft writes. With ``weights`` they are a sample of these
-    tokens, repeats included, whose weighted sums are unbiased estimates of the sums over all tokens. Unbiased are then
-    ``forward_kl`` (but for the constant in p(S)) and its gradient. ``acceptance``, a function of such a sum, comes
-    close as the sample grows.
+    Without ``weights`` the outcomes are all tokens that the draft can write. With ``weights`` they are a sample with
+    repeats, whose weighted sums estimate sums over all tokens without bias. Then ``forward_kl`` (up to a constant in
+    p(S)) and its gradient are unbiased; ``acceptance``, a function of such a sum, converges as the sample grows.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class TokenDivergences:
         weights: Float[Tensor, "rows outcomes"] | None = None,
         whole: bool = True,
     ) -> None:
-        """Compare p with q; ``whole``: the draft writes every token, so that p sums to 1."""
+        """Compare p with q; ``whole`` if the draft can write every token and p sums to 1."""
         self.log_p, self.log_q, self.p, self.q = log_p, log_q, log_p.exp(), q
         self.weights, self.whole = weights, whole
 
@@ -104,17 +101,17 @@ class TokenDivergences:
         return Pulled(value, pull)
 
     def _acceptance(self) -> Pulled:
-        smaller = torch.minimum(self.log_p, self.log_q)  # in logs, where no overlap underflows
+        smaller = torch.minimum(self.log_p, self.log_q)  # in logs, to avoid underflow
         if self.weights is not None:
             smaller = smaller + self.weights.log()
         log_overlap = smaller.logsumexp(-1, keepdim=True)
-        # A sample without a token that the draft writes tells nothing of the overlap.
+        # A sample without any token that the draft can write carries no information on the overlap.
         log_overlap.masked_fill_(log_overlap.isneginf(), 0.0)
         return Pulled(-log_overlap[:, 0], (smaller - log_overlap).exp_().mul_(self._lacking))
 
     @property
     def _lacking(self) -> Float[Tensor, "rows outcomes"]:
-        """The slope of min(p, q) in q: 1 for q < p, 0 for q > p, 1/2 for equal ones. Booleans are slower on a CPU."""
+        """The slope of min(p, q) in q: 1 for q < p, 0 for q > p, 1/2 if equal. Booleans are slower on a CPU."""
         return self._difference.sign().add_(1).div_(2)
 
 
@@ -122,16 +119,16 @@ class TokenDivergences:
 
 
 class KnownLogits(NamedTuple):
-    """The known logits of the target at some positions: all of them, or those of some tokens with their log total."""
+    """Target logits at some positions: of the whole vocabulary, or of some tokens with the log total."""
 
     logits: Float[Tensor, "rows known"]
     tokens: Int[Tensor, "rows known"] | None = None
-    """Tokens of the logits; None: the logits are those of the whole vocabulary, in its order."""
+    """Tokens of the logits; None: the whole vocabulary, in order."""
     log_total: Float[Tensor, " rows"] | None = None
     """Logsumexp over the whole vocabulary, given with ``tokens``."""
     drawn: int = 0
-    """The last ``drawn`` of ``tokens`` are a sample of all but the others of ``tokens``, drawn with replacement with
-    the target's probabilities."""
+    """The last ``drawn`` of ``tokens`` are a sample: drawn with replacement, by the target's probabilities, from all
+    tokens except the others in ``tokens``."""
 
     def block(self, rows: slice) -> "KnownLogits":
         """Return some of these rows."""
@@ -151,10 +148,10 @@ class KnownLogits(NamedTuple):
         )
 
     def log_p(self, temperature: float, dtype: torch.dtype) -> Float[Tensor, "rows outcomes"]:
-        """Return log probabilities of the outcomes: every token, or ``tokens`` in their order.
+        """Return log probabilities of the outcomes: every token, or ``tokens`` in order.
 
-        Logits with a total are at the loss's temperature already. The log of a probability of 0 is the smallest finite
-        number, so that its product with a probability of 0 is 0.
+        Logits with a total are already at the loss's temperature. The log of 0 is the lowest finite number, because 0
+        times that is 0.
         """
         lowest = torch.finfo(dtype).min
         if self.log_total is None:
@@ -173,24 +170,24 @@ class KnownLogits(NamedTuple):
 
 
 class Teacher(Protocol):
-    """Gives the target's distribution for the divergences of `fused_loss`, a chunk of tokens at a time."""
+    """Source of the target's distribution for `fused_loss`, a chunk of tokens at a time."""
 
     @property
     def width(self) -> int:
-        """Logits that the teacher gives for a token."""
+        """Number of logits per token."""
 
     def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
         """Return the logits at tokens ``start`` to ``stop``; the loss will divide them by ``temperature``."""
 
     def rows(self, index: Int[Tensor, " chosen"]) -> "Teacher":
-        """Return the teacher of some of these tokens, in the order of ``index``."""
+        """Return a teacher of the tokens at ``index``, in that order."""
 
 
 class HiddenTeacher(NamedTuple):
-    """The target's hidden states and lm_head: soft targets without a [tokens, vocab] tensor.
+    """The target's hidden states and lm_head: soft targets without a (tokens, vocab) tensor.
 
-    A chunk's logits are ``transform(hidden @ weight.T)`` in the weight's dtype and on its device; ``transform`` is the
-    model's own step behind its lm_head (a scale, a soft cap).
+    A chunk's logits are ``transform(hidden @ weight.T)`` in the weight's dtype and on its device. ``transform`` is what
+    the model applies after its lm_head (a scale, a soft cap).
     """
 
     hidden: Float[Tensor, "tokens hidden"]
@@ -211,17 +208,16 @@ class HiddenTeacher(NamedTuple):
 
 
 class SampledTailTeacher(NamedTuple):
-    """The target's best logits, and a sample of the rest that leaves losses and gradients unbiased.
+    """The target's k best logits, and a sample of the rest to keep losses and gradients unbiased.
 
-    The k best tokens are exact. From the others, the tail, n tokens were drawn with replacement with the target's
-    probabilities. A drawn token of probability p stands for P / (n p) tokens, where P is the tail's whole probability.
-    So every sum over the vocabulary is estimated without bias: ``forward_kl`` and its gradient, which is q - p' with
-    Σ p' = 1. ``acceptance`` is a function of such a sum, and comes close as P falls or n grows; so does the value of
-    ``forward_kl``, though not its gradient, if the draft writes only some of the tokens. The bias of top-k alone, and
-    this remedy, are in Sparse Logit Sampling, 2503.16870.
+    The k best tokens are exact. From the others, the tail, n tokens were drawn with replacement by the target's
+    probabilities. A drawn token of probability p has weight P / (n p), with P the tail's total probability. Sums over
+    the vocabulary are then unbiased: ``forward_kl`` and its gradient q - p', with Σ p' = 1. ``acceptance``, a function
+    of such a sum, converges as P falls or n grows. So does the value of ``forward_kl``, but not its gradient, if the
+    draft can write only some tokens. Sparse Logit Sampling (2503.16870) explains the bias of top-k alone.
 
-    Logits are divided by ``temperature`` already, which must equal the loss's; ``log_total`` is the logsumexp over all
-    of them. Only a k of the whole vocabulary needs no sample.
+    Logits are already divided by ``temperature``, which must equal the loss's; ``log_total`` is the logsumexp over all
+    of them.
     """
 
     tokens: Int[Tensor, "tokens k"]
@@ -236,11 +232,11 @@ class SampledTailTeacher(NamedTuple):
         return self.tokens.shape[1] + self.tail_tokens.shape[1]
 
     def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
-        """Return the best and the sample of these tokens; ValueError at another temperature than theirs."""
+        """Return the best and sampled logits of these tokens; raise ValueError for a temperature other than stored."""
         if temperature != self.temperature:
             raise ValueError(
                 f"the loss has temperature {temperature:g} but the target's logits were stored at "
-                f"{self.temperature:g}: set the temperature to {self.temperature:g}, or store them anew"
+                f"{self.temperature:g}: set the temperature to {self.temperature:g}, or store them again"
             )
         rows = slice(start, stop)
         return KnownLogits(

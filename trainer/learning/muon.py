@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024), which steps matrices along their momentum made orthogonal."""
+"""The Muon optimizer (Jordan et al. 2024): steps matrices along their orthogonalised momentum."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,16 +12,16 @@ from decoding.dtypes import parse_dtype
 
 _MOMENTUM = 0.95
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of a step of the Newton-Schulz iteration: small singular values grow fastest, and all end between 0.5 and 1.5."""
+"""Of a Newton-Schulz step: small singular values grow fastest, and all end between 0.5 and 1.5."""
 _ITERATIONS = 5
 _LEAST_NORM = 1e-7
 
 
 class Muon(Optimizer):
-    """Steps two-dimensional parameters as `torch.optim.Muon` does with ``adjust_lr_fn="match_rms_adamw"``.
+    """`torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"`` and a choice of dtype, for 2-D parameters.
 
-    `torch.optim.Muon` orthogonalises in bf16 wherever it runs, which took 15 times the rest of a training step on a
-    processor that does not multiply bf16. This one does it in ``dtype``; None is the fast one of the device.
+    `torch.optim.Muon` always orthogonalises in bf16. On a processor without bf16 products that took 15 times as long as
+    the rest of a training step. ``dtype`` None is the device's fast one.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Muon(Optimizer):
 
 
 def orthogonal(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
-    """Return the matrix with its singular values brought near 1 by Newton-Schulz iterations, in its dtype."""
+    """Bring the singular values of a matrix near 1 by Newton-Schulz iterations, in its dtype."""
     a, b, c = _COEFFICIENTS
     tall = matrix.size(0) > matrix.size(1)
     wide = matrix.T if tall else matrix

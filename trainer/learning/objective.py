@@ -1,4 +1,4 @@
-"""The objective protocol of the training loop: sums of losses from a batch, a drafter to evaluate, weights to save."""
+"""The protocol of training objectives: loss sums of a batch, a drafter to evaluate, weights to save."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,13 +14,13 @@ from decoding.rules.best_tree import FITTED_RANKS
 from trainer.data.batch import Batch
 
 GreedyTexts = Callable[[], Sequence[tuple[Sequence[int], int]]]
-"""Gives the target's own greedy answers to prompts of the training data, as (tokens, prompt length) pairs."""
+"""Returns the target's greedy answers to training prompts, as (tokens, prompt length) pairs."""
 
 
 def rank_shares(
     found: Iterable[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]], depths: int
 ) -> list[list[float]]:
-    """Return at ``[d][r]`` the share of labels at depth d whose logits rank them r-th (both from 0)."""
+    """Return the share of labels at depth d that the logits rank r-th, at ``[d][r]`` (both from 0)."""
     counts, totals = torch.zeros(depths, FITTED_RANKS), torch.zeros(depths, 1)
     for depth, labels, logits in found:
         best = logits.topk(min(FITTED_RANKS, logits.shape[-1])).indices
@@ -36,14 +36,11 @@ class TermSums(NamedTuple):
     losses: Float[Tensor, " terms"]
     """Differentiable."""
     hits: Float[Tensor, " terms"]
-    """Labels that were hit: correct argmaxes, or the overlap Σ min(p, q); NaN for a term without hits."""
+    """Correct argmaxes, or the overlap Σ min(p, q); NaN for a term without hits."""
 
 
 class Objective(Protocol):
-    """A loss of one or more terms over a trained module.
-
-    The loss is Σ weight * sum / count over the terms, where count runs over the whole batch of all processes.
-    """
+    """A trained module and its loss: Σ weight * sum / count over its terms, with counts over all processes."""
 
     terms: tuple[str, ...]
     hit_name: str
@@ -56,7 +53,7 @@ class Objective(Protocol):
         """Return the weight of each term at a step (from 0)."""
 
     def rates(self, step: int) -> Mapping[str, float]:
-        """Return learning-rate factors at a step, by the beginning of the parameters' names; ``""`` is for all others.
+        """Return learning-rate factors at a step by parameter-name prefix; ``""`` covers all others.
 
         Every step has the same keys: they are the optimizer's groups.
         """
@@ -65,26 +62,26 @@ class Objective(Protocol):
         """Return the number of labels that each term has in this batch at a step (from 0)."""
 
     def ahead(self, batch: Batch, step: int) -> Any:
-        """Return what `inputs` needs beside a batch on the host and needs no model for, such as rows from a disk.
+        """Prepare what `inputs` needs and no model computes, such as rows from disk, for a batch on the host.
 
-        Called in a thread, while another micro batch trains. Tensors in tuples and mappings are moved to the device.
+        Runs in a thread while another micro batch trains. Tensors in tuples and mappings are moved to the device.
         """
 
     def inputs(self, batch: Batch, step: int, ahead: Any = None) -> tuple[Any, ...]:
         """Run the frozen models without gradients; return the arguments for the module.
 
-        ``ahead`` is `ahead`'s result for the same batch, moved to the batch's device; None: it is made here.
+        ``ahead`` is the result of `ahead` for the same batch, on its device; None: call it here.
         """
 
     def drafter(self) -> Drafter | None:
-        """Return a drafter with the module's present weights; None where there is no target to speed up."""
+        """Return a drafter with the module's present weights; None if there is no target to speed up."""
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
-        """Fit the tree of finished heads, or of a finished draft, to the target's own texts, if it has one."""
+        """Fit the tree of finished heads or a finished draft, if any, to texts by the target."""
 
     def save(self, folder: Path) -> None:
         """Write the trained weights in the format that decoding loads."""
 
 
 EVERYWHERE_THE_SAME: Mapping[str, float] = {"": 1.0}
-"""The `Objective.rates` of one learning rate for all."""
+"""The `Objective.rates` with one learning rate for all parameters."""

@@ -1,4 +1,4 @@
-"""The products of a fused loss: chunks of logits, sized by the device, and the sums of their gradients."""
+"""Matrix products of the fused loss: chunks of logits sized for the device, and their gradients."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,16 +7,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 CHUNK_BYTES = 128 * 2**20
-"""Logits of a chunk on a CPU: fewer slow down the products with the weight, more take memory and gain no speed."""
+"""Size of a chunk's logits on a CPU: smaller ones slow down products, larger ones only take memory."""
 _GPU_CHUNK_BYTES = 2**30
 _GPU_ROWS, _GPU_COMPARED_ROWS = 4096, 1024
-"""Rows of a chunk that keep a GPU busy: of logits alone, and of logits beside a teacher's."""
+"""Rows per chunk that keep a GPU busy: without and with a teacher's logits."""
 _BLOCK_BYTES, _GPU_BLOCK_BYTES = 2 * 2**20, 256 * 2**20
-"""fp32 rows that are softmaxed together: they stay in a CPU's cache, and bound the memory on a GPU."""
+"""Size of rows softmaxed together: small enough for a CPU's cache, and for a GPU's memory."""
 
 
 def chunk_rows(width: int, itemsize: int, device: torch.device, compared: bool) -> int:
-    """Return the rows of ``width`` logits that a loss holds at a time; ``compared``: with as many of a teacher's."""
+    """Return how many rows of ``width`` logits fit in a chunk; ``compared`` if a teacher has as many."""
     if device.type != "cuda":
         return _rows_within(CHUNK_BYTES, width, itemsize)
     rows = _GPU_COMPARED_ROWS if compared else _GPU_ROWS
@@ -24,7 +24,7 @@ def chunk_rows(width: int, itemsize: int, device: torch.device, compared: bool) 
 
 
 def block_rows(width: int, itemsize: int, device: torch.device) -> int:
-    """Return the rows of ``width`` logits that are softmaxed together, in numbers of ``itemsize`` bytes."""
+    """Return how many rows of ``width`` logits of ``itemsize`` bytes to softmax together."""
     return _rows_within(_BLOCK_BYTES if device.type == "cpu" else _GPU_BLOCK_BYTES, width, itemsize)
 
 
@@ -33,7 +33,7 @@ def _rows_within(size: int, width: int, itemsize: int) -> int:
 
 
 class Product:
-    """Inputs and weight of one of the products that make the logits, and their gradients as they are summed."""
+    """One product of the logits: its input and weight, and their accumulated gradients."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype, learns_hidden: bool, learns: bool) -> None:
         self.hidden, self.weight = hidden.to(dtype), weight.to(dtype)
@@ -44,14 +44,14 @@ class Product:
             self._of_weight.zero_()
 
     def take(self, rows: slice, gradient: Float[Tensor, "rows outputs"]) -> None:
-        """Add what a chunk's gradient with respect to the logits gives; the first chunk starts the sums."""
+        """Accumulate from a chunk's gradient in the logits; the first chunk starts the sums."""
         if self._of_hidden is not None:
             self._of_hidden[rows] = gradient @ self.weight
         if self._of_weight is not None:
             add_product(self._of_weight, gradient.T, self.hidden[rows], onto=rows.start > 0)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the inputs and of the weight, each in its tensor's dtype."""
+        """Return the gradients of input and weight, each in its tensor's dtype."""
         return self._of_hidden, None if self._of_weight is None else self._of_weight.to(self._dtype)
 
 
@@ -63,27 +63,27 @@ def add_product(
 ) -> None:
     """Add ``left @ right`` to fp32 or fp64 sums, or overwrite them unless ``onto``.
 
-    A product of half precision is summed in fp32; a device that adds it as it is computed never rounds it.
+    Half-precision products are summed in fp32, without rounding them first if the device supports it.
     """
     if left.dtype == sums.dtype:
         torch.addmm(sums, left, right, beta=int(onto), out=sums)
     elif _sums_products(sums.device):
         torch.addmm(sums, left, right, out_dtype=sums.dtype, beta=int(onto), out=sums)
-    else:  # in one product: in parts of its rows it takes a sixth longer
+    else:  # split by rows, this product takes a sixth longer
         product = left @ right
         _ = sums.add_(product) if onto else sums.copy_(product)
 
 
 def _sums_products(device: torch.device) -> bool:
-    """Return True where a product of half precision can be added to fp32 sums as it is computed (sm80 and later)."""
+    """Return True if the device adds half-precision products directly to fp32 sums (sm80 and later)."""
     on_nvidia = device.type == "cuda" and torch.version.cuda is not None
     return on_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def scale(gradient: Tensor, factor: Float[Tensor, ""]) -> Tensor:
-    """Multiply a gradient in place by a factor in fp32 or fp64; returns it.
+    """Multiply a gradient in place by a factor in fp32 or fp64 and return it.
 
-    The factor is not rounded to the gradient's dtype: in bf16 all of a term's gradient would be off by up to 0.4%.
+    The factor keeps its dtype: rounding it to bf16 would put a whole term's gradient off by up to 0.4%.
     """
     if gradient.dtype == factor.dtype:
         return gradient.mul_(factor)
@@ -104,9 +104,9 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def chunks(
     pairs: Sequence[Product], width: int, chunk: int | None
 ) -> Iterator[tuple[slice, Float[Tensor, "rows outputs"]]]:
-    """Yield the summed products of ``chunk`` tokens at a time, always in the same memory.
+    """Yield the logits of ``chunk`` tokens at a time, always in the same memory.
 
-    ``width`` is the number of the teacher's logits for a token, which share the memory of a chunk.
+    ``width`` is the teacher's number of logits per token; they count towards a chunk's memory.
     """
     hidden, weight = pairs[0].hidden, pairs[0].weight
     chunk = chunk or chunk_rows(max(len(weight), width), weight.itemsize, hidden.device, compared=width > 0)
@@ -120,6 +120,6 @@ def chunks(
 
 
 def blocks(logits: Float[Tensor, "rows outputs"], width: int) -> Iterator[slice]:
-    """Yield the rows that are softmaxed together."""
+    """Yield the rows to softmax together."""
     size = block_rows(max(logits.shape[1], width), wide_dtype(logits.dtype).itemsize, logits.device)
     return (slice(start, start + size) for start in range(0, len(logits), size))

@@ -1,4 +1,4 @@
-"""Seconds of a training step, and of its parts that wait for something else than what is trained."""
+"""Timing of training steps, and of their waits for data and for the target."""
 
 import time
 from collections import Counter
@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 Name = Literal["data", "target"]
-"""Parts of a step: the wait for the next micro batch, and the frozen target's forward."""
+"""Parts of a step: the wait for the next micro batch, and the frozen target's forward pass."""
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a step by the clock, and of each name's spans."""
+    """Wall-clock seconds of a step, and of its spans by name."""
 
     seconds: float
     spans: dict[Name, float]
@@ -26,7 +26,7 @@ class StepTimes(NamedTuple):
 
 @contextmanager
 def span(name: Name) -> Iterator[None]:
-    """Mark work as a part of the step, for a `Stopwatch` if there is one."""
+    """Time the block as a part of the step, if a `Stopwatch` is running."""
     watch = _watch.get()
     start = None if watch is None else watch.now()
     yield
@@ -35,15 +35,15 @@ def span(name: Name) -> Iterator[None]:
 
 
 class Stopwatch:
-    """Takes the time of every `span` of this thread while it is entered.
+    """Timer of this thread's `span` blocks while entered.
 
-    On a CPU by its clock. On a GPU by events in its queue, which are read once the GPU has passed them: nothing waits.
+    A GPU is timed by events in its queue, read once it has passed them, so nothing waits.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self.timed: list[tuple[Name, Any, Any]] = []
-        """Names, starts and ends of the spans that `step` has not counted yet."""
+        """Name, start and end of each span that `step` has not counted yet."""
         self._began: float | None = None
         self._token: Token[Stopwatch | None] | None = None
 
@@ -58,7 +58,7 @@ class Stopwatch:
     def step(self) -> StepTimes | None:
         """Return the times since the last call; None at the first call, and after `restart`.
 
-        A span that the GPU has not passed yet is one of the next step's.
+        A span that the GPU has not passed yet counts for the next step.
         """
         now, began = time.perf_counter(), self._began
         self._began = now
@@ -73,11 +73,11 @@ class Stopwatch:
         return None if began is None else StepTimes(now - began, dict(spans))
 
     def restart(self) -> None:
-        """Leave out the time until the next `step`, in which something else than steps was done."""
+        """Leave out the time until the next `step`: it was not spent training."""
         self._began = None
 
     def now(self) -> Any:
-        """Return this moment on the device."""
+        """Return the present time on the device."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

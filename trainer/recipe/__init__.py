@@ -1,1 +1,1 @@
-"""Typed recipes: one file per kind, and their reading from YAML."""
+"""Typed recipes, one file per kind, and their reading from YAML."""

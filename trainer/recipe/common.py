@@ -1,7 +1,4 @@
-"""The sections that recipes share: data, training, evaluation, checkpoint, and the loss.
-
-A recipe is read without torch: the formulas of the losses are in `trainer.learning.losses`.
-"""
+"""Recipe sections shared by all kinds: data, training, evaluation, checkpoint and loss. Imports no torch."""
 
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -9,7 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 
 class Section(BaseModel):
-    """Part of a recipe; pydantic raises ValidationError for an unknown key or a value out of its range."""
+    """Part of a recipe; an unknown key or a value out of range is a ValidationError."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -17,8 +14,8 @@ class Section(BaseModel):
 class DataSection(Section):
     """Rows to train on and rows to evaluate on.
 
-    Each source is a .jsonl or .parquet file, a folder of such files, or a data set on the hub, ORG/NAME or
-    ORG/NAME:CONFIG, with @REVISION behind its NAME where it is not of the branch ``main``.
+    Each source is a .jsonl or .parquet file, a folder of such files, or a hub data set: ORG/NAME, optionally with
+    @REVISION and :CONFIG, as in ORG/NAME@REVISION:CONFIG.
     """
 
     train: str
@@ -29,29 +26,28 @@ class DataSection(Section):
     format: Literal["auto", "text", "messages", "sharegpt", "prompt_answer"] = "auto"
     text_field: str = "text"
     prompt_field: str | None = None
-    """None: the first field of a row that is in `decoding.fields.PROMPT_FIELDS`."""
+    """None: a row's first field from `decoding.fields.PROMPT_FIELDS`."""
     answer_field: str | None = None
-    """None: the first field of a row that is in `decoding.fields.ANSWER_FIELDS`."""
+    """None: a row's first field from `decoding.fields.ANSWER_FIELDS`."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template."""
     chat_template_kwargs: dict[str, bool | int | float | str | None] = {}
-    """Variables of the chat template, such as ``enable_thinking``; those that a server gets in its requests."""
+    """Variables of the chat template, such as ``enable_thinking``. Use the ones that your server will get."""
     max_length: Annotated[int, Field(ge=8)] = 512
-    """Longest sequence in tokens; longer texts are cut into several, longer chats are cut off (and counted)."""
+    """Longest sequence in tokens. Longer texts are split; longer chats are cut off and counted."""
     max_rows: Annotated[int, Field(ge=1)] | None = None
     packing: bool = False
-    """Put several short examples into one sequence; none attends to another."""
+    """Put several short examples into one sequence. They do not attend to each other."""
     bad_rows: Literal["stop", "skip"] = "stop"
-    """Stop the run at a row that cannot be used, or skip the row; skipped rows are named and counted."""
+    """At an unusable row, stop the run, or report, count and skip the row."""
     num_proc: Annotated[int, Field(ge=1)] = 1
-    """Processes that tokenize, once on each machine, at most one for each core; any number gives the same sequences."""
+    """Tokenizing processes on each machine, at most one per core. Any number gives the same sequences."""
     streaming: bool = False
-    """Read data sets on the hub over the network, without a copy of their files: only their tokens are kept. Files are
-    read where they lie in any case."""
+    """Read hub data sets over the network and store only their tokens. Local files are never copied."""
     source: str | None = None
-    """Where the rows of files come from, for the model card: a hub data set's ORG/NAME, or a few words."""
+    """Origin of the rows in files, for the model card: a hub data set's ORG/NAME, or a few words."""
     license: str | None = None
-    """Licence of the rows, for the model card, such as ``mit``; nothing else reads it."""
+    """Licence of the rows, for the model card only, such as ``mit``."""
 
 
 def _fast_dtype() -> str:
@@ -61,22 +57,22 @@ def _fast_dtype() -> str:
 
 
 class TrainingSection(Section):
-    """The training loop. ``batch_size`` counts sequences per optimizer step over all processes together."""
+    """The training loop. ``batch_size`` counts sequences per optimizer step over all processes."""
 
     steps: Annotated[int, Field(ge=1)]
     batch_size: Annotated[int, Field(ge=1)] = 16
     micro_batch_size: Annotated[int, Field(ge=1)] = 16
-    """Sequences per process per forward pass; gradients accumulate until the batch is complete."""
+    """Sequences per forward pass of a process; gradients accumulate until the batch is complete."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """``muon`` steps the network's matrices and AdamW the rest: trains much faster where a model is young."""
+    """``muon``: Muon for inner matrices, AdamW for the rest. Much faster for models trained from scratch."""
     adam_beta2: Annotated[float, Field(gt=0, lt=1)] = 0.95
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     mixed_precision: Annotated[Literal["fast", "no", "bf16"], Field(validate_default=True)] = "fast"
-    """``bf16``: products in bf16 on fp32 weights. ``no``: all in fp32 without TF32, slow on a GPU. ``fast`` is read as
-    ``bf16`` where the device multiplies it, else as ``no``."""
+    """``bf16``: bf16 products of fp32 weights. ``no``: fp32 without TF32, slow on a GPU. ``fast``: ``bf16`` if the
+    device multiplies it natively, else ``no``."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
     @field_validator("mixed_precision", mode="before")
@@ -92,30 +88,29 @@ class TrainingSection(Section):
 
 
 class EvaluationSection(Section):
-    """The real decoding loop on held-out prompts, during training and at its end."""
+    """Evaluations by the real decoding loop on held-out prompts, during training and at its end."""
 
     every: Annotated[int, Field(ge=1)] = 200
     prompts: Annotated[int, Field(ge=0)] = 8
     """0 disables evaluation; heads then keep a plain chain."""
     prompt_tokens: Annotated[int, Field(ge=1)] = 64
-    """Length of the prompt taken from a plain text, which has no prompt of its own."""
+    """Tokens at the start of a plain text that serve as its prompt."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
     batch_size: Annotated[int, Field(ge=1)] = 4
-    """Most prompts decoded at a time. Whole batches are dealt over the processes, so that each prompt has the same
-    others beside it, and the figures are the same, at any number of processes."""
+    """Most prompts decoded together. Processes share out whole batches, so their number does not change the figures."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     keep: Literal["last", "best"] = "last"
-    """Weights of the finished run: those of the last step, or those with the most tokens per target pass."""
+    """Weights of the finished run: from the last step, or with the most tokens per target pass."""
 
     @model_validator(mode="after")
     def _there_is_something_to_go_by(self) -> "EvaluationSection":
         if not self.prompts and self.keep == "best":
-            raise ValueError("evaluation.keep=best goes by evaluations: give evaluation.prompts")
+            raise ValueError("evaluation.keep=best needs evaluations: set evaluation.prompts above 0")
         return self
 
 
 class CheckpointSection(Section):
-    """Checkpoints: steps between two of them, and how many stay on disk."""
+    """Checkpoints: the steps from one to the next, and how many stay on disk."""
 
     every: Annotated[int, Field(ge=1)] = 200
     keep: Annotated[int, Field(ge=1)] = 2
@@ -132,8 +127,7 @@ Weight = Annotated[float, Field(ge=0)]
 class LossSection(Section):
     """Weights of the loss's terms. p is the target's distribution, q the draft's or the head's.
 
-    A term that is not named weighs 0. A section that names no term takes its kind's default: cross_entropy 1 for heads,
-    forward_kl 1 for drafts.
+    Terms default to 0. Without any term, heads train on cross_entropy 1 and drafts on forward_kl 1.
     """
 
     forward_kl: Weight = 0.0
@@ -160,7 +154,7 @@ class LossSection(Section):
     @model_validator(mode="after")
     def _a_term_has_a_weight(self) -> "LossSection":
         if not self.mix:
-            raise ValueError("the loss weighs every term 0: give one of them a weight, such as forward_kl=1")
+            raise ValueError("every term of the loss has weight 0: give one a weight, such as forward_kl=1")
         return self
 
 
@@ -168,9 +162,9 @@ LOGIT_TERMS: tuple[Term, ...] = get_args(Term)
 
 
 def default_term(term: Term) -> BeforeValidator:
-    """Return the annotation of a `LossSection` field: a section that names no term gets weight 1 for ``term``.
+    """Return the annotation of a `LossSection` field that gives ``term`` weight 1 if no term is set.
 
-    The default is written into the section, so that a card says what was trained.
+    The section itself then records the default, for model cards.
     """
 
     def with_default(given: Any) -> Any:
@@ -192,18 +186,17 @@ class CommonRecipe(Section):
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     tracking: tuple[Literal["wandb", "tensorboard", "trackio", "mlflow"], ...] | None = None
-    """One tracker or a list of them; ``none`` for none. None: wandb only if WANDB_API_KEY is set. ``wandb`` without a
-    key runs offline, silently; metrics.jsonl is written in any case."""
+    """A tracker, a list of trackers, or ``none``. None: wandb if WANDB_API_KEY is set. ``wandb`` without a key runs
+    offline. metrics.jsonl is always written."""
 
     @field_validator("tracking", mode="before")
     @classmethod
     def _one_is_a_list(cls, value: Any) -> Any:
-        """Turn a single tracker into a list, and ``none`` into an empty one."""
         return value if not isinstance(value, str) else () if value == "none" else (value,)
 
     @property
     def target_name(self) -> str | None:
-        """The recipe's name for the target; None where a model is trained from nothing."""
+        """The recipe's name for the target; None if a model is trained from scratch."""
         return None
 
     @property
@@ -213,7 +206,7 @@ class CommonRecipe(Section):
 
     @property
     def store(self) -> tuple[str, str] | None:
-        """The folder that is written ahead of the training, behind the key that names it; None: nothing is stored."""
+        """Key and value of the folder for stored features or logits; None: nothing is stored."""
         return None
 
     def without_store(self) -> Self:
@@ -226,7 +219,7 @@ class CommonRecipe(Section):
         if training.batch_size % training.micro_batch_size:
             raise ValueError(
                 f"training.batch_size ({training.batch_size}) is not a multiple of training.micro_batch_size "
-                f"({training.micro_batch_size})"
+                f"({training.micro_batch_size}): change either"
             )
         return self
 
@@ -237,7 +230,7 @@ class TargetRecipe(CommonRecipe):
     target: str
     """Hub id or folder of the target; ``quickstart`` is the embedded default."""
     dtype: Annotated[Literal["fast", "bf16", "fp16", "fp32"], Field(validate_default=True)] = "fast"
-    """The target's dtype; ``fast`` is read as ``bf16`` where the device multiplies it, else as ``fp32``."""
+    """The target's dtype; ``fast`` means ``bf16`` if the device multiplies it natively, else ``fp32``."""
     trust_remote_code: bool = False
 
     @field_validator("dtype")

@@ -11,26 +11,26 @@ LoopTrains = Literal["rejected", "all"]
 
 
 class FromTargetSection(Section):
-    """A draft made of the target: some of its layers and its embeddings."""
+    """A draft made from the target's embeddings and some of its layers."""
 
     layers: Annotated[int, Field(ge=1)] | tuple[int, ...] = 1
-    """Number of layers, evenly spaced; or their indices from 0, negative ones counted from the last."""
+    """How many layers, evenly spaced; or a list of indices from 0, negative ones counted from the end."""
 
 
 class InitSection(Section):
-    """Initial weights of a draft, by one of three fields; without any, one layer of the target."""
+    """Initial weights of a draft: set one of three fields. By default, one layer of the target."""
 
     from_target: FromTargetSection | None = None
     from_model: str | None = None
     """Hub id or folder of a small model with the target's tokenizer."""
     from_config: dict[str, Any] | None = None
-    """Random weights in the target's architecture: keys that differ from its config, such as num_hidden_layers."""
+    """Random weights in the target's architecture. Give the config keys that differ, such as num_hidden_layers."""
 
     @model_validator(mode="after")
     def _one_is_given(self) -> "InitSection":
         given = [name for name in ("from_target", "from_model", "from_config") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"draft.init gives {' and '.join(given)}: give one of them, and null for the others")
+            raise ValueError(f"draft.init sets {' and '.join(given)}: keep one and set the others to null")
         return self
 
     @model_validator(mode="before")
@@ -43,29 +43,29 @@ class InitSection(Section):
 
 
 class PolicySection(Section):
-    """Shares of the three sources of a step's sequences, divided by their sum. Prompts always come from the data.
+    """Relative shares of the three sources of answers in each step. Prompts always come from the data.
 
-    ``offline``: the data's own answers · ``target``: the target answers now · ``loop``: target and draft answer
-    together by the speculative loop, and ``loop_trains`` chooses the tokens that are trained (Draft-OPD, 2605.29343).
+    ``offline``: answers in the data · ``target``: new answers by the target · ``loop``: new answers by target and draft
+    in the speculative loop; ``loop_trains`` selects their trained tokens (Draft-OPD, 2605.29343).
     """
 
     offline: Weight = 0.0
     target: Weight = 0.0
     loop: Weight = 0.0
     loop_trains: LoopTrains = "rejected"
-    """``rejected``: the places at which the target replaced a drafted token · ``all``: the whole answer, which suits a
-    DSpark draft, because its block predicts trained tokens in a row."""
+    """``rejected``: only the tokens that replaced a drafted token · ``all``: the whole answer, required for DSpark
+    drafts, which train on runs of tokens."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature of the generated texts."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 128
     every: Annotated[int, Field(ge=1)] = 1
-    """Steps whose texts are generated together, by the draft before the first of these steps."""
+    """Generate the texts of this many steps at once, with the draft as it is before the first."""
     batch_size: Annotated[int, Field(ge=1)] = 64
-    """Texts that each process decodes together."""
+    """Texts that a process decodes together."""
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each source's share, together 1."""
+        """Each source's share; the sum is 1."""
         given = {name: float(getattr(self, name)) for name in _SOURCES}
         return {name: share / sum(given.values()) for name, share in given.items()}
 
@@ -78,7 +78,7 @@ class PolicySection(Section):
 
     @property
     def generates(self) -> bool:
-        """True if texts are generated during the training."""
+        """True if texts are generated during training."""
         return any((self.target, self.loop))
 
 
@@ -86,7 +86,7 @@ _SOURCES = ("offline", "target", "loop")
 
 
 class TeacherSection(Section):
-    """The target's logits on disk, written once: the best, and a sample of the others that keeps gradients unbiased."""
+    """Target logits, written to disk once: the best, and a sample of the rest to keep gradients unbiased."""
 
     folder: str
     top_k: Annotated[int, Field(ge=1)] = 48
@@ -96,35 +96,37 @@ class TeacherSection(Section):
 
 
 class DSparkSection(Section):
-    """A DSpark draft (2607.05147): K tokens in one forward, from the target's states behind several of its layers.
+    """A DSpark draft (2607.05147): K tokens per forward, from the target's states after several layers.
 
-    It uses the target's embedding and lm_head, and its widths where none are given. ``draft.init.from_model`` goes on
-    training another one.
+    It uses the target's embedding and lm_head, and by default its widths. ``draft.init.from_model`` names an existing
+    draft to train further.
     """
 
     layers: Annotated[int, Field(ge=1)] = 2
     block_size: Annotated[int, Field(ge=1)] = 6
-    """K, the tokens drafted in one forward, as config.json has it: of evaluations, of the loop, of a chain."""
+    """K, the tokens drafted in one forward."""
     taps: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Layers of the target (from 0) whose states are read; None: three, of large targets five, evenly spaced."""
+    """Target layers (from 0) whose output the draft reads. None: three evenly spaced ones, five from 24 layers on."""
     intermediate_size: Annotated[int, Field(ge=1)] | None = None
     """Width of the feed-forward layers; None: the target's."""
     markov_rank: Annotated[int, Field(ge=0)] = 256
-    """Rank of a bias on the logits by the token before, which makes the K distributions conditional; 0: DFlash."""
+    """Rank of a logit bias given the previous token: makes each token depend on the one before. 0: DFlash."""
     confidence: bool | None = None
-    """Train a head that predicts each token's acceptance; it does not change what is drafted. None: with a bias only;
-    servers take no such head of a DFlash draft."""
+    """Train a head that predicts each token's acceptance. It does not affect drafting. None: only with a bias, because
+    servers reject such a head in a DFlash draft."""
     sample_from_anchor: bool = True
-    """The newest token's slot predicts the next token; false: masks predict their own places, in one slot more."""
+    """True: the newest token's slot predicts the next token. False: mask slots predict their own tokens, which takes
+    one more slot."""
     mask_token: str | None = None
-    """A token that no text holds; None: the padding token, or another that the tokenizer leaves unused."""
+    """A token that never occurs in texts. None: the padding token, or another unused one. YAML reads ~ as null: quote
+    it, as in mask_token='"~"' on a command line."""
     anchors: Annotated[int, Field(ge=1)] = 24
-    """Positions in the answers of a sequence, drawn anew at every step, behind which blocks are trained."""
+    """Positions in each sequence after which blocks are trained; drawn again at every step."""
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Weight of each token's loss relative to that of the token before; the paper's is exp(-1/4) = 0.78."""
+    """Weight of each token's loss relative to the previous token's. The paper has exp(-1/4) = 0.78."""
     tree_nodes: Annotated[int, Field(ge=0)] = 16
-    """Drafted nodes of the tree that is fitted to the finished draft, on the target's own greedy texts; 0 keeps a chain
-    of ``block_size``. Evaluations on the way draft a chain. Servers draft chains."""
+    """Drafted nodes of the tree fitted to the finished draft on greedy texts of the target; 0: a chain. Servers, and
+    evaluations during training, draft chains."""
 
 
 class DraftSection(Section):
@@ -132,33 +134,33 @@ class DraftSection(Section):
 
     init: InitSection = InitSection()
     vocabulary: Annotated[int, Field(ge=2)] | None = None
-    """Size of the draft's output vocabulary: the most frequent tokens of the training answers. The draft reads every
-    token. None: it writes every token too."""
+    """Number of tokens that the draft can write: the most frequent in training answers. None: all. It reads all tokens
+    in any case."""
     window: Annotated[int, Field(ge=2)] | None = None
-    """Tokens that each token attends to in every layer of the draft, its own included, in training and decoding; None:
-    those of the architecture. The time and memory of a step then do not grow with the text, which may be longer than
-    the draft's context. A Llama becomes a Mistral with the same weights, which servers read with its window."""
+    """Sliding attention window in tokens, in every layer, in training and decoding. None: the architecture's. With a
+    window a step's time and memory do not grow with the text, and texts may exceed the draft's context. A Llama becomes
+    a Mistral with the same weights, because servers support its window."""
     loss: Annotated[LossSection, default_term("forward_kl")] = LossSection(forward_kl=1.0)
     policy: PolicySection = PolicySection()
     teacher: TeacherSection | None = None
     """None: the target runs at every step."""
     dspark: DSparkSection | None = None
-    """None: an ordinary draft, which takes one forward for each token."""
+    """None: an ordinary draft, with one forward per token."""
     num_draft_tokens: Annotated[int, Field(ge=1)] = 4
-    """Draft length of the evaluations and of the ``loop`` policy; a DSpark draft's is its ``block_size``."""
+    """Draft length in evaluations and in the ``loop`` policy. DSpark drafts use ``block_size``."""
     check_costs: bool = True
-    """Refuse a draft whose measured cost is too high to gain at any acceptance rate."""
+    """Reject a draft that is too slow here to gain at any acceptance."""
 
     @model_validator(mode="after")
     def _the_cache_suffices(self) -> "DraftSection":
         if self.teacher is not None and self.policy.generates:
             raise ValueError(
-                "draft.teacher holds the target's logits on the data's own answers, but draft.policy writes others: "
-                "set draft.teacher=null, or the shares of target and loop to 0"
+                "draft.teacher stores the target's logits on the answers in the data, but draft.policy generates new "
+                "ones: set draft.teacher=null, or the shares of target and loop to 0"
             )
         if self.teacher is not None and set(self.loss.mix) == {"cross_entropy"}:
             raise ValueError(
-                "draft.loss learns the data's tokens alone, for which no teacher is asked: set draft.teacher=null"
+                "draft.loss has only cross_entropy, so draft.teacher would be unused: set draft.teacher=null"
             )
         return self
 
@@ -168,18 +170,18 @@ class DraftSection(Section):
             return self
         if self.dspark.markov_rank == 0 and self.dspark.sample_from_anchor:
             raise ValueError(
-                "draft.dspark.markov_rank=0 makes a DFlash draft, whose masks predict their own places: set "
+                "draft.dspark.markov_rank=0 makes a DFlash draft, in which masks predict their own tokens: set "
                 "draft.dspark.sample_from_anchor=false"
             )
         if self.dspark.markov_rank == 0 and self.dspark.confidence:
             raise ValueError(
-                "draft.dspark.markov_rank=0 makes a DFlash draft, of which no server takes a confidence head: set "
+                "draft.dspark.markov_rank=0 makes a DFlash draft, and servers reject its confidence head: set "
                 "draft.dspark.confidence=false"
             )
         if self.policy.loop and self.policy.loop_trains == "rejected":
             raise ValueError(
-                "draft.policy.loop_trains=rejected trains single tokens of the loop's answers, and the blocks of a "
-                "DSpark draft are of trained tokens in a row: set draft.policy.loop_trains=all"
+                "draft.policy.loop_trains=rejected trains single tokens, but a DSpark draft needs runs of trained "
+                "tokens: set draft.policy.loop_trains=all"
             )
         others: dict[str, Any] = {"teacher": self.teacher, "vocabulary": self.vocabulary, "window": self.window}
         others["init.from_config"] = self.init.from_config
@@ -187,7 +189,7 @@ class DraftSection(Section):
             others["init.from_target"] = self.init.from_target
         if given := [name for name, value in others.items() if value is not None]:
             raise ValueError(
-                f"draft.{given[0]} is for an ordinary draft: set it to null, and give sizes in draft.dspark"
+                f"draft.{given[0]} does not apply to a DSpark draft: set it to null, and give sizes in draft.dspark"
             )
         return self
 
@@ -198,7 +200,7 @@ class DraftRecipe(TargetRecipe):
     kind: Literal["draft"]
     draft: DraftSection = DraftSection()
     features: FeaturesSection | None = None
-    """Train a DSpark draft from its target's states on disk; only the target's last layer is run at every step."""
+    """Train a DSpark draft from the target's states on disk. Only the target's last layer runs at every step."""
 
     @property
     def store(self) -> tuple[str, str] | None:
@@ -217,18 +219,18 @@ class DraftRecipe(TargetRecipe):
             return self
         if self.draft.dspark is None:
             raise ValueError(
-                "features hold states of the target, which only a DSpark draft reads: set features=null, and give "
-                "draft.teacher for an ordinary draft"
+                "features are for a DSpark draft, and this draft is an ordinary one: set features=null, and store "
+                "logits with draft.teacher instead"
             )
         if self.draft.policy.generates:
             raise ValueError(
-                "features hold the states at the data's own answers, but draft.policy writes others: set "
+                "features store states of the answers in the data, but draft.policy generates new ones: set "
                 "features=null, or the shares of target and loop to 0"
             )
         if not self.features.keep_target:
             raise ValueError(
-                "features.keep_target=false is for heads, and a DSpark draft uses parts of its target at every step: "
-                "set it to true"
+                "features.keep_target=false works for heads only, because a DSpark draft uses parts of its target at "
+                "every step: set it to true"
             )
         return self
 
@@ -236,7 +238,7 @@ class DraftRecipe(TargetRecipe):
     def _what_is_written_stands_alone(self) -> "DraftRecipe":
         if self.data.packing and self.draft.policy.generates:
             raise ValueError(
-                "data.packing puts several examples in one sequence, but draft.policy answers prompts one by one: "
-                "set data.packing=false, or the shares of target and loop to 0"
+                "data.packing joins examples, but draft.policy answers prompts one by one: set data.packing=false, or "
+                "the shares of target and loop to 0"
             )
         return self

@@ -12,41 +12,40 @@ class HeadsSection(Section):
 
     num_heads: Annotated[int, Field(ge=1)] = 4
     num_layers: Annotated[int, Field(ge=1)] = 1
-    """Residual blocks per head, each with weights of its own."""
+    """Residual blocks per head."""
     markov_rank: Annotated[int, Field(ge=0)] = 0
-    """Rank of a bias on every head's logits by the token before the head's own, such as 256; 0: none."""
+    """Rank of a bias on each head's logits given the previous token, such as 256; 0: none."""
     shared_lm_head: bool = False
-    """Heads are residual blocks alone, which write through the target's own lm_head: far smaller."""
+    """Heads consist of residual blocks and share the target's lm_head: far smaller."""
     init: str | None = None
     """Folder or hub id of heads to start from, such as a Medusa-1 run's final/."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Head k weighs ``decay ** k``."""
+    """Head k has weight ``decay ** k``."""
     schedule: Literal["constant", "sine"] = "constant"
     """``sine``: the heads' weights rise as sin(step / steps · π/2)."""
     loss: Annotated[LossSection, default_term("cross_entropy")] = LossSection(cross_entropy=1.0)
     tree_nodes: Annotated[int, Field(ge=1, le=4096)] = 16
-    """Drafted nodes of the tree chosen at the end from the heads' measured accuracies; 4096 is the most that a heads
-    file may hold."""
+    """Drafted nodes of the tree, chosen at the end by the heads' measured accuracies. At most 4096."""
 
 
 class AdaptersSection(Section):
-    """Medusa-2 (2401.10774, section 2.2.2): LoRA adapters (2106.09685) on the target, learnt with the heads.
+    """Medusa-2 (2401.10774, section 2.2.2): LoRA adapters (2106.09685) on the target, trained with the heads.
 
-    Every linear layer but the lm_head gets one.
+    Every linear layer except the lm_head gets one.
     """
 
     rank: Annotated[int, Field(ge=1)] = 32
     alpha: Annotated[float, Field(gt=0)] = 16.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
     heads_first_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps in which the heads alone are trained, before the adapters join."""
+    """First steps that train the heads alone, before the adapters join."""
     base_loss: Literal["cross_entropy", "forward_kl"] = "cross_entropy"
-    """Loss of the target's own next token: on the data, or towards the target with its adapters switched off."""
+    """Loss of the target's next token: on the data, or KL from the target without adapters."""
     base_weight: Annotated[float, Field(ge=0)] = 1.0
     heads_weight: Annotated[float, Field(gt=0)] = 0.2
     """Factor on every head's weight once the adapters have joined."""
     heads_rate: Annotated[float, Field(gt=0)] = 4.0
-    """Learning rate of the heads, their biases included, over the adapters'."""
+    """Learning rate of the heads and their biases, as a multiple of the adapters'."""
     gradient_checkpointing: bool = True
 
 
@@ -54,16 +53,15 @@ StatesDtype = Literal["target", "bf16", "int8"]
 
 
 class FeaturesSection(Section):
-    """Train from the target's hidden states, written to disk once, instead of running the target at every step."""
+    """The target's hidden states, written to disk once and read instead of running the target at every step."""
 
     folder: str
     states: StatesDtype = "target"
-    """Hidden states in the target's dtype, in bf16, or rounded to int8 with a scale for each token and layer: half the
-    disk of bf16."""
+    """Dtype of the states: the target's, bf16, or int8 with a scale per token and layer (half the size of bf16)."""
     shard_tokens: Annotated[int, Field(ge=1024)] = 262_144
     keep_target: bool = True
-    """Keep the target beside the heads for the evaluations in between. False: the target is loaded at the start to
-    write the features or to check that they are its own, let go, and loaded again at the end."""
+    """Keep the target in memory for evaluations during training. False: release it once the features are written or
+    checked, and reload it at the end."""
 
 
 class MedusaRecipe(TargetRecipe):
@@ -85,11 +83,10 @@ class MedusaRecipe(TargetRecipe):
     def _features_are_of_a_frozen_target(self) -> "MedusaRecipe":
         if self.adapters is not None and self.features is not None:
             raise ValueError(
-                "features are the hidden states of a target that stays as it is: give adapters or features"
+                "adapters change the target, so stored features would be out of date: give only one of the two"
             )
         if self.evaluation.keep == "best" and self.features is not None and not self.features.keep_target:
             raise ValueError(
-                "evaluation.keep=best goes by evaluations during the training, for which the target has to stay: set "
-                "features.keep_target=true"
+                "evaluation.keep=best needs the target for evaluations during training: set features.keep_target=true"
             )
         return self

@@ -8,7 +8,7 @@ from trainer.recipe.common import CommonRecipe, Section
 
 
 class PretrainSection(Section):
-    """A small Llama with random weights, on the tokenizer in a folder."""
+    """A small Llama with random weights. ``tokenizer`` is the folder of its tokenizer."""
 
     tokenizer: str
     hidden_size: int = 256
@@ -19,7 +19,7 @@ class PretrainSection(Section):
 
 
 class PretrainRecipe(CommonRecipe):
-    """A language model trained from scratch: how the embedded default target is made."""
+    """A language model trained from scratch, such as the quickstart target."""
 
     kind: Literal["pretrain"]
     model: PretrainSection
@@ -31,5 +31,5 @@ class PretrainRecipe(CommonRecipe):
     @model_validator(mode="after")
     def _nothing_goes_by_evaluations(self) -> "PretrainRecipe":
         if self.evaluation.keep == "best":
-            raise ValueError("evaluation.keep=best goes by what a target gains, and here is none: leave it out")
+            raise ValueError("evaluation.keep=best needs a target, and pretraining has none: leave it out")
         return self

@@ -1,4 +1,4 @@
-"""Recipes from YAML, overridden by ``a.b=c``. Unknown keys are errors, and every mistake is one sentence."""
+"""Reading of recipes from YAML, with ``a.b=c`` overrides. Every mistake is reported in one sentence."""
 
 import difflib
 import re
@@ -19,7 +19,7 @@ from trainer.recipe.pretrain import PretrainRecipe
 
 AnyRecipe = MedusaRecipe | DraftRecipe | PretrainRecipe
 Recipe = Annotated[AnyRecipe, Field(discriminator="kind")]
-"""`AnyRecipe` with the mark that tells pydantic how to choose."""
+"""`AnyRecipe`, discriminated by ``kind`` for pydantic."""
 _ADAPTER: TypeAdapter[AnyRecipe] = TypeAdapter(Recipe)
 _KINDS: dict[str, type[AnyRecipe]] = {
     get_args(recipe.model_fields["kind"].annotation)[0]: recipe for recipe in get_args(AnyRecipe)
@@ -28,7 +28,7 @@ _KINDS: dict[str, type[AnyRecipe]] = {
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Read a recipe and apply ``section.key=value`` overrides; every mistake is one sentence in a ValueError."""
+    """Read a recipe and apply ``section.key=value`` overrides; a mistake is a ValueError of one sentence."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no recipe {path}: give a YAML file, such as recipes/quickstart/medusa1.yaml")
@@ -39,19 +39,19 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
         left_open = sorted(open_keys(content))
     except ValueError as error:
         raise _unreadable(path, error) from error
-    recipe = parse_recipe(content, str(path))  # first, so that a misspelt override is named as one
+    recipe = parse_recipe(content, str(path))  # first, to report a misspelt override as such
     if left_open:
-        raise ValueError(f"{path} leaves {', '.join(left_open)} to you: give {left_open[0]}=... behind the recipe")
+        raise ValueError(f"{path} needs values for {', '.join(left_open)}: add {left_open[0]}=... after the recipe")
     return recipe
 
 
 def overridden(content: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return plain values of a recipe with ``section.key=value`` overrides laid over them."""
+    """Return a recipe's plain values with ``section.key=value`` overrides applied."""
     return reduce(laid_over, [content, *(nested(key, read_yaml(value)) for key, value in _parsed(overrides))])
 
 
 def _parsed(overrides: Sequence[str]) -> list[tuple[str, str]]:
-    """Split overrides into keys and values; ValueError for one without a value, and for a key that is given twice."""
+    """Split overrides into keys and values; raise ValueError for one without '=', and for a repeated key."""
     if wrong := [override for override in overrides if "=" not in override]:
         raise ValueError(f"override {wrong[0]!r} has no '=': write section.key=value")
     given = [override.partition("=") for override in overrides]
@@ -60,9 +60,9 @@ def _parsed(overrides: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]]:
-    """Return the contents of a file and of its bases, the lowest first; ``base`` is a path from the file's folder."""
+    """Return the contents of a file and of its bases, lowest first; ``base`` is relative to the file's folder."""
     if path.resolve() in above:
-        raise ValueError(f"{path} is its own base, by way of {len(above)} recipes: name another")
+        raise ValueError(f"{path} is its own base, through {len(above)} recipes: give another base")
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError is one
@@ -70,12 +70,12 @@ def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]
     if content is None or isinstance(content, str):  # an empty file, or a word: no keys
         content = {}
     if not isinstance(content, dict):
-        raise _unreadable(path, "it is a list or a number, not sections with keys")
+        raise _unreadable(path, "it contains a list or a number, not sections with keys")
     base = content.pop("base", None)
     if base is None:
         return [content]
     if not (path.parent / str(base)).is_file():
-        raise ValueError(f"{path}: its base {base!r} is not there: give the path of a recipe from {path.parent}")
+        raise ValueError(f"{path}: its base {base!r} does not exist: give the path of a recipe from {path.parent}")
     return [*_with_bases(path.parent / str(base), (*above, path.resolve())), content]
 
 
@@ -84,7 +84,7 @@ def _unreadable(path: Path, reason: object) -> ValueError:
 
 
 def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:
-    """Return the recipe of plain values; ValueError names the first mistake, and ``source`` as its place."""
+    """Return the recipe for plain values; a ValueError names the first mistake and ``source``."""
     try:
         return _ADAPTER.validate_python(content)
     except ValidationError as error:
@@ -92,15 +92,14 @@ def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:
 
 
 def _explain(error: ValidationError) -> str:
-    """Return the first mistake as a sentence, with the value and the nearest valid name."""
-    # A misspelt key may leave its right name missing too: the misspelling is what to say.
+    # A misspelt key may also leave the right one missing: report the misspelling.
     first = next((each for each in error.errors() if each["type"] == "extra_forbidden"), error.errors()[0])
     location = [str(part) for part in first["loc"][1:]]  # the first part is the recipe's kind
     name = ".".join(location)
     if first["type"] == "extra_forbidden":
         if others := [other for other, recipe in _KINDS.items() if not location[1:] and name in recipe.model_fields]:
             kind = first["loc"][0]
-            return f"{name!r} is for recipes of kind {' or '.join(others)}, and this recipe's is {kind}: leave it out"
+            return f"{name!r} is for recipes of kind {' or '.join(others)}, but this is a {kind} recipe: leave it out"
         valid = _valid_keys(str(first["loc"][0]), location[:-1])
         nearest = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.4)
         remedy = f"did you mean {nearest[0]!r}?" if nearest else f"valid keys are {', '.join(valid)}"
@@ -124,23 +123,23 @@ def _valid_keys(kind: str, sections: Sequence[str]) -> list[str]:
     return sorted(model.model_fields)
 
 
-# --- YAML: read, laid over one another  ------------------------------------------
+# --- YAML -------------------------------------------------------------------------------------------------------------
 
 OPEN = "???"
-"""Value of a key that the recipe leaves to its user."""
+"""Value of a key that the user must set."""
 _MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML without dates, with 1e-3 as a number as in YAML 1.2, and without keys that stand twice.
+    """YAML reader without dates, with 1e-3 as a number (YAML 1.2), that rejects repeated keys.
 
-    A key beside ``<<: *anchor`` replaces the same key of the mapping that is merged in.
+    A key next to ``<<: *anchor`` replaces the same key of the anchor's mapping.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != _MERGE]
         if twice := [key for place, key in enumerate(keys) if key in keys[:place]]:
-            raise ConstructorError(None, None, f"the key {twice[0]!r} stands twice", node.start_mark)
+            raise ConstructorError(None, None, f"the key {twice[0]!r} occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -153,7 +152,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.012
 
 
 def read_yaml(text: str) -> Any:
-    """Return the value of a YAML text; ValueError where it is none."""
+    """Return the value of a YAML text; raise ValueError if it is not YAML."""
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number without digits, such as 0b_
@@ -161,23 +160,23 @@ def read_yaml(text: str) -> Any:
 
 
 def laid_over(base: Any, above: Any, name: str = "") -> Any:
-    """Return ``above`` over ``base``: mappings are merged key by key, anything else replaces what was there."""
+    """Return ``base`` updated by ``above``: mappings are merged key by key, anything else is replaced."""
     if isinstance(base, dict) and isinstance(above, dict):
         merged = {key: laid_over(base[key], above[key], f"{name}{key}.") for key in base.keys() & above.keys()}
         return {**base, **above, **merged}
     if isinstance(base, list) and isinstance(above, dict):
-        raise ValueError(f"{name.removesuffix('.')} is a list, which is given as a whole: write [first,second]")
+        raise ValueError(f"{name.removesuffix('.')} is a list: give the whole list, as in [first,second]")
     return above
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
-    """Return ``value`` under the dotted ``key`` as mappings in mappings."""
+    """Return nested mappings with ``value`` at the dotted ``key``."""
     first, dot, rest = key.partition(".")
     return {first: nested(rest, value) if dot else value}
 
 
 def open_keys(value: Any, name: str = "") -> Iterator[str]:
-    """Yield the dotted keys of the values that are left open."""
+    """Yield the dotted keys whose value is `OPEN`."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from open_keys(inner, f"{name}.{key}" if name else str(key))

@@ -1,1 +1,1 @@
-"""One training run: loop, launchers, state, checkpoints, evaluation, log."""
+"""A training run: loop, launchers, state, checkpoints, evaluation, log."""

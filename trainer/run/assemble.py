@@ -1,4 +1,4 @@
-"""THE dispatch from a recipe to its kind. No other code asks for the class of a recipe or an objective."""
+"""THE dispatch from a recipe to its job. No other code checks the class of a recipe or an objective."""
 
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from trainer.recipe.reading import AnyRecipe
 
 
 def assemble(recipe: AnyRecipe, device: torch.device, process: Process, check_costs: bool = False) -> Job:
-    """Load and check everything that the recipe names, and write what is missing of its `store`.
+    """Load and check everything that the recipe names, and write the missing part of its `store`.
 
-    Every process calls this. With ``check_costs``, ValueError for a draft that by the costs measured here could not
-    pay, unless the recipe asks for no such check.
+    Every process calls this. With ``check_costs``, raises ValueError for a draft too slow here to ever pay, unless the
+    recipe switches that check off.
     """
     if isinstance(recipe, MedusaRecipe):
         return assemble_heads(recipe, device, process)
@@ -29,7 +29,7 @@ def assemble(recipe: AnyRecipe, device: torch.device, process: Process, check_co
 
 
 def check_folders(recipe: AnyRecipe) -> None:
-    """Raise ValueError if a file stands where the recipe writes a folder."""
+    """Raise ValueError if a file is in the place of a folder that the recipe writes."""
     output = Path(recipe.output)
     for key, folder in (("output", output), ("the folder of the finished run", output / "final")):
         check_can_be_folder(folder, key)

@@ -1,4 +1,4 @@
-"""Runners of the training loop, one class each: one process, DDP and FSDP2; DeepSpeed's ZeRO. And its optimizers."""
+"""Runners of a training step (plain, DDP and FSDP2; DeepSpeed's ZeRO), and optimizers."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,37 +16,36 @@ from trainer.recipe.common import TrainingSection
 
 
 class Runner(Protocol):
-    """A module and its optimizers in the hands of a launcher."""
+    """A module and its optimizers, wrapped for a launcher."""
 
     module: nn.Module
-    """The wrapped module, called with the inputs; its gradients are averaged over the processes."""
+    """The wrapped module. Its gradients are averaged over the processes."""
     engine: Any
     """DeepSpeed's engine, or None."""
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a micro batch's forward and backward pass; the last one shares its gradients."""
+        """Return the context of a micro batch's forward and backward pass; gradients are shared only in the last."""
 
     def backward(self, loss: Tensor) -> None:
         """Add to the gradients."""
 
     def clip(self) -> Tensor | None:
-        """Clip the gradients; returns their norm before, on its device; None where that is known after `step` alone."""
+        """Clip the gradients and return their norm before, on its device; None if only `step` knows it."""
 
     def step(self) -> list[float]:
-        """Step the optimizers, and begin gradients anew; returns the gradients' norm where `clip` did not."""
+        """Step the optimizers and zero the gradients; return their norm if `clip` did not."""
 
 
 def prepare(
     accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
 ) -> Runner:
-    """Hand a whole module with its weights to the launcher."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return _Zero(accelerator, module, optimizers, section)
     return _Plain(accelerator, module, optimizers, section)
 
 
 class _Plain:
-    """One process, DDP or FSDP2, all of which leave gradients and steps to plain PyTorch."""
+    """Runner for one process, DDP and FSDP2: gradients and steps are plain PyTorch."""
 
     engine = None
 
@@ -55,7 +54,7 @@ class _Plain:
     ) -> None:
         self._accelerator = accelerator
         self._max_norm = section.max_grad_norm
-        accelerator.gradient_accumulation_steps = 1  # the recipe's micro batches are summed, not averaged by accelerate
+        accelerator.gradient_accumulation_steps = 1  # keeps accelerate from averaging micro batches: we sum them
         self.module, *self._optimizers = accelerator.prepare(module, *optimizers)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
@@ -78,15 +77,15 @@ class _Plain:
 
 
 class _Zero:
-    """DeepSpeed's engine. It clips and steps by itself, in one go, at the last micro batch of a step."""
+    """Runner for DeepSpeed, whose engine clips and steps together at the last micro batch."""
 
     def __init__(
         self, accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
     ) -> None:
         if len(optimizers) > 1:
             raise ValueError(
-                f"training.optimizer is {section.optimizer!r}, which steps with {len(optimizers)} optimizers, and "
-                "DeepSpeed has room for one: set training.optimizer=adamw, or launch without DeepSpeed"
+                f"training.optimizer={section.optimizer} needs {len(optimizers)} optimizers, but DeepSpeed takes one: "
+                "set training.optimizer=adamw, or launch without DeepSpeed"
             )
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         share = section.micro_batch_size * accelerator.num_processes
@@ -94,7 +93,7 @@ class _Zero:
         config["gradient_accumulation_steps"] = section.batch_size // share
         config["gradient_clipping"] = section.max_grad_norm
         if section.mixed_precision == "bf16":
-            # As everywhere else: weights and gradients in fp32, products in bf16.
+            # As in other launches: weights and gradients in fp32, products in bf16.
             config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
         accelerator.gradient_accumulation_steps = config["gradient_accumulation_steps"]
         self.engine, _ = accelerator.prepare(module, *optimizers)
@@ -103,7 +102,7 @@ class _Zero:
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         if self._begun:
-            self.engine.step()  # only counts the micro batch before this one
+            self.engine.step()  # only counts the previous micro batch
         self._begun = True
         return nullcontext()
 
@@ -121,10 +120,9 @@ class _Zero:
 
 @contextmanager
 def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[None]:
-    """Make every parameter of ``module`` whole on every process, so that one process alone may run and copy it.
+    """Make every parameter of ``module`` whole on every process, for one process alone to run or copy it.
 
-    To be entered on all processes. Changes made inside are lost to the training. ``module`` is the objective's own,
-    not the wrapper.
+    All processes must enter this. Changes made inside are lost. ``module`` is the objective's, not the wrapper.
     """
     if zero_stage(accelerator) == 3:
         import deepspeed
@@ -154,9 +152,9 @@ def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[No
 
 @contextmanager
 def _kept_whole_by_state_dicts(module: nn.Module) -> Iterator[None]:
-    """Take away FSDP2's hooks that shard a whole module where the ``state_dict`` of any part of it is asked for.
+    """Remove FSDP2's hooks that shard the whole module again when ``state_dict`` is called on any part.
 
-    Copies of its parts, made in here, lack them too: saving a copy would shard the original.
+    Copies made inside lack the hooks too; otherwise saving a copy would shard the original.
     """
     taken = []
     for part in module.modules():
@@ -171,7 +169,7 @@ def _kept_whole_by_state_dicts(module: nn.Module) -> Iterator[None]:
 
 
 def _remove_hooks(offload: Any) -> None:
-    """Remove ZeRO-3's hooks, which gather a submodule's parameters for its forward pass with all processes' help."""
+    """Remove ZeRO-3's hooks: they gather a submodule's parameters from all processes at every forward."""
     for parameter in offload.module.parameters():
         parameter.ds_active_sub_modules.clear()
     for hooks in (offload.forward_hooks, offload.backward_hooks):
@@ -186,19 +184,18 @@ _OVER_VOCABULARY = {
     *("embed_tokens", "embed_in", "embed_out", "embedding", "word_embeddings", "wte", "wpe", "lm_head"),
     *("markov", "confidence"),
 }
-"""Names of embeddings and output layers in the families of transformers, and of what drafts have of their own: the bias
-by the token before, and the confidence, whose only row has no directions to make orthogonal."""
+"""Names of embeddings and output layers in transformers, and of a draft's Markov bias and confidence. The confidence
+has a single row: nothing to orthogonalise."""
 
 PREFIX = "prefix"
-"""The key of a parameter group that holds the common beginning of its parameters' names."""
+"""Key of a parameter group for the prefix that its parameters' names share."""
 
 
 def build_optimizers(module: nn.Module, section: TrainingSection, prefixes: Collection[str] = ("",)) -> list[Optimizer]:
-    """Build AdamW for everything, or Muon for the network's inner matrices and AdamW for the rest.
+    """Build AdamW for all trained parameters, or Muon for inner matrices and AdamW for the rest.
 
-    A parameter belongs to the group of the longest of ``prefixes`` that its name begins with; frozen ones to none.
-    Muon's step is scaled to AdamW's size, so one learning rate serves both. Embeddings and output layers, whose rows
-    are tokens, stay with AdamW.
+    AdamW keeps embeddings and output layers, whose rows are tokens. Muon's step is scaled to AdamW's, so both share one
+    learning rate. A parameter joins the group of the longest of ``prefixes`` that its name starts with.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if section.optimizer == "adamw":
@@ -211,7 +208,7 @@ def build_optimizers(module: nn.Module, section: TrainingSection, prefixes: Coll
 
 
 def set_learning_rates(optimizers: Iterable[Optimizer], learning_rate: float, rates: Mapping[str, float]) -> None:
-    """Give each group the learning rate times its own factor."""
+    """Set each group's learning rate: ``learning_rate`` times the group's factor."""
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = learning_rate * rates[group[PREFIX]]
 
@@ -220,7 +217,7 @@ def _groups(parameters: Mapping[str, Tensor], prefixes: Collection[str]) -> list
     chosen: dict[str, list[Tensor]] = {prefix: [] for prefix in prefixes}
     for name, parameter in parameters.items():
         fitting = [prefix for prefix in prefixes if name.startswith(prefix)]
-        assert fitting, f"no learning rate for {name}: the objective's rates need an entry for all others"
+        assert fitting, f"no learning rate for {name}: the objective's rates lack an entry ''"
         chosen[max(fitting, key=len)].append(parameter)
     return [{"params": members, PREFIX: prefix} for prefix, members in chosen.items() if members]
 

@@ -1,4 +1,4 @@
-"""The micro batches of the training loop: each is prepared in a thread while the one before it trains."""
+"""Micro batches of the training loop, each prepared in a thread while the previous one trains."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,16 +19,16 @@ Tensors = TypeVar("Tensors")
 
 
 class MicroBatch(NamedTuple):
-    """A micro batch of a step, and what `Objective.ahead` made for it."""
+    """A micro batch of a step, and the result of `Objective.ahead` for it."""
 
     batch: Batch
     ahead: Any
     last: bool
-    """True for the last of its step."""
+    """True for the last micro batch of its step."""
 
 
 class StepShare(NamedTuple):
-    """This process's share of a step: labels of each term, then the texts' trained tokens; and the micro batches."""
+    """This process's share of a step: ``counts`` are each term's labels, then the trained tokens."""
 
     counts: Float[Tensor, " terms+1"]
     micro_batches: Iterator[MicroBatch]
@@ -42,11 +42,10 @@ class _Prepared(NamedTuple):
 
 
 class Feed:
-    """This process's share of the batches, one micro batch ahead of the training, over the ends of steps too.
+    """This process's micro batches, prepared one ahead of training, also across steps. A context manager.
 
-    A micro batch is a function of its step and its index in it alone, so nothing depends on what was prepared before.
-    An error in the thread is raised where the micro batch is taken. A step before which the source writes is not begun
-    ahead. To be entered; on leaving, the thread has ended.
+    A micro batch depends only on its step and its index in the step. Taking it raises any error from the thread.
+    Nothing is prepared ahead of a step at which the source writes.
     """
 
     def __init__(
@@ -57,13 +56,13 @@ class Feed:
         positions: Sequence[int],
         device: torch.device,
     ) -> None:
-        """``positions``: this process's positions in a step's batch."""
+        """``positions`` are this process's positions in a step's batch."""
         self._objective, self._source, self._section = objective, source, section
         self._positions, self._device = positions, device
         self._per_step = len(positions) // section.micro_batch_size
         self._thread = ThreadPoolExecutor(1, "micro batches")
         self._next: tuple[tuple[int, int], Future[_Prepared]] | None = None
-        # Touched by the thread alone: a step, its batches, and the labels in all of them.
+        # Only the thread uses this: a step, its batches, and its `StepShare.counts`.
         self._collated: tuple[int, list[Batch], Float[Tensor, " terms+1"]] | None = None
 
     def __enter__(self) -> "Feed":
@@ -73,7 +72,7 @@ class Feed:
         self._thread.shutdown(cancel_futures=True)
 
     def begin(self, step: int) -> None:
-        """Prepare a run's first micro batch, and raise what is wrong with it; do nothing if the source writes first."""
+        """Prepare a run's first micro batch, to raise its errors early; do nothing if the source writes first."""
         if step < self._section.steps and not self._source.writes_at(step):
             self._begin(step, 0).result()
 
@@ -89,12 +88,11 @@ class Feed:
         return StepShare(send(first.counts, self._device), micro_batches())
 
     def settle(self) -> None:
-        """Wait until the thread rests."""
+        """Wait until the thread is idle."""
         if self._next is not None:
             wait([self._next[1]])
 
     def _take(self, step: int, index: int) -> _Prepared:
-        """Return a micro batch, and begin the one after it."""
         begun = self._next is not None and self._next[0] == (step, index)
         future = self._next[1] if self._next is not None and begun else self._begin(step, index)
         with span("data"):
@@ -112,7 +110,7 @@ class Feed:
         return future
 
     def _prepare(self, step: int, index: int) -> _Prepared:
-        """Collate a step on the host at once, for the loss of the first batch depends on the labels of all."""
+        """Prepare a micro batch; its whole step is collated at once, because the loss needs the step's counts."""
         if self._collated is None or self._collated[0] != step:
             examples, size = self._source.examples_at(step, self._positions), self._section.micro_batch_size
             shares = [examples[start : start + size] for start in range(0, len(examples), size)]
@@ -128,12 +126,12 @@ class Feed:
 
 
 def send(values: Tensors, device: torch.device) -> Tensors:
-    """Move the tensors among some values to a device, for which nothing waits if they are `pinned`, or few."""
+    """Copy the tensors among some values to a device, without waiting for a GPU."""
     return _each_tensor(lambda value: value.to(device, non_blocking=True), pinned(values, device))
 
 
 def pinned(values: Tensors, device: torch.device) -> Tensors:
-    """Copy the tensors among some values to memory from which a device reads by itself, if it is a GPU."""
+    """Pin the memory of the tensors among some values if the device is a GPU."""
     return _each_tensor(lambda value: value.pin_memory(), values) if device.type == "cuda" else values
 
 

@@ -1,7 +1,7 @@
-"""The end of a run: its finished artefact with its provenance; and the artefact of a checkpoint.
+"""Artefacts with provenance: of a finished run, or of a checkpoint.
 
-A checkpoint holds whole tensors by name, whichever launcher sharded them (see `state`), so one process without a
-launcher makes its artefact, as the run itself would have if that step had been its last.
+A checkpoint's tensors are whole under any launcher (see `state`), so a single process can write its artefact, just as
+the run would have if that step had been its last.
 """
 
 import json
@@ -34,15 +34,15 @@ from trainer.terminal.console import standard_error
 
 FILE_NAME = "provenance.json"
 _STORED = ("features", "draft.teacher")
-"""Keys of a job's identity on what was stored ahead, which finished weights no longer need."""
+"""Keys of a job's identity about stored features or logits: finished weights no longer need them."""
 
 
 def choose_tree(job: Job, evaluator: Evaluator | None) -> None:
-    """Fit the tree of finished heads by other texts than are evaluated; a chain stays where there is no evaluator.
+    """Fit the tree of finished heads on training prompts; without an evaluator keep a chain.
 
-    Every process must call this, and gets the same tree.
+    Every process must call this and gets the same tree.
     """
-    job.objective.module.eval()  # the target may be part of it
+    job.objective.module.eval()  # which may contain the target
     if evaluator is not None:
         job.objective.choose_tree(evaluator.target, lambda: evaluator.greedy_texts(job.dataset))
 
@@ -56,8 +56,8 @@ def finish(
 ) -> None:
     """Write the artefact with its provenance, whole or not at all.
 
-    ``origin``: further entries of the provenance, such as the launch. ValueError if a weight
-    is not finite in the dtype that is written.
+    ``origin`` adds entries to the provenance, such as the launch. Raises ValueError if a weight is not finite in the
+    dtype written.
     """
     stretches = [stretch for stretch in stretches if stretch["first_step"] < progress.step]
     made_from = provenance(
@@ -82,21 +82,21 @@ def _check_weights(folder: Path) -> None:
         with safe_open(path, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118  # not a mapping
                 remedy = "lower training.learning_rate, or set dtype to one with a wider range, such as bf16"
-                check_finite({name: stored.get_tensor(name)}, f"what was to be written as {path.name}", remedy)
+                check_finite({name: stored.get_tensor(name)}, f"the new {path.name}", remedy)
 
 
 def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> AnyRecipe:
-    """Return the recipe with the settings of its last stretch of steps; they may have been changed after that."""
+    """Return the recipe with the settings of its last trained stretch: they may have changed since."""
     names = type(recipe.training).model_fields
     last = {name: value for name, value in stretches[-1].items() if name in names} if stretches else {}
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=last)})
 
 
 def consolidate(checkpoint: Path, destination: Path, console: Console | None = None) -> str:
-    """Write the artefact of a checkpoint with its provenance; return a sentence on the step that it is of.
+    """Write the artefact of a checkpoint with its provenance; return a sentence naming its step.
 
-    The recipe's target and data are read again. ValueError for a checkpoint that is damaged or holds no recipe, and for
-    a target or data that have changed since.
+    Reads the recipe's target and data again. Raises ValueError if they have changed since, or if the checkpoint is
+    damaged or lacks its recipe.
     """
     state, saved = read_apart(checkpoint)
     recipe = parse_recipe(state["recipe"], f"{checkpoint.name}/state.json")
@@ -105,15 +105,15 @@ def consolidate(checkpoint: Path, destination: Path, console: Console | None = N
     refused = compare(state["identity"], json.loads(json.dumps(dict(job.identity)))).refused
     if changed := [str(each) for each in refused if not each.name.startswith(_STORED)]:
         raise ValueError(
-            f"{checkpoint} was made with another {', '.join(changed)} than its recipe names now: put back what it was "
-            "trained on"
+            f"{checkpoint} was made with another {', '.join(changed)} than its recipe now refers to: restore the "
+            "original"
         )
     load_weights(job.objective.module, saved.weights)
     choose_tree(job, evaluator_at_end(job, device))
     origin = {**state["launch"], "checkpoint": checkpoint.name}
     finish(replace(job, recipe=recipe), destination, saved.progress, state["stretches"], origin)
     done, steps = saved.progress.step, recipe.training.steps
-    return f"made of the checkpoint {checkpoint}: the weights after step {done} of {steps}, not the run's finished ones"
+    return f"made from the checkpoint {checkpoint}: the weights after step {done} of {steps}, not the finished ones"
 
 
 def provenance(
@@ -124,16 +124,16 @@ def provenance(
     tokens: int,
     launch: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the provenance as plain JSON values, none of them secret: a recipe holds no keys.
+    """Return the provenance as plain JSON values. It contains no secrets, because a recipe has none.
 
-    ``target`` is the `stored_fingerprint` of its weights, ``launch`` what `trainer.run.distributed.describe` says.
+    ``target`` is the `stored_fingerprint` of its weights; ``launch`` is from `trainer.processes.describe`.
     """
     content = recipe.model_dump(mode="json")
     name = content.get("target")
     if name is not None and Path(name).is_dir():
-        name = str(Path(name).resolve())  # never to be taken for a hub id
+        name = str(Path(name).resolve())  # cannot be mistaken for a hub id
     elif name is not None and (named := hub_name(name)) is not None:
-        name = named.repo_id  # its commit stands under the revisions
+        name = named.repo_id  # the revisions have its commit
     known: dict[str, Any] = {"name": name, "fingerprint": target}
     if target and (method := quantisation(local_folder(resolve(str(recipe.target_name)), weights=False))) is not None:
         known["quantisation"] = method
@@ -152,9 +152,9 @@ def provenance(
 
 
 def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
-    """Describe a data set: its digest, rows and commit, and the source and licence that are known, else null.
+    """Describe a data set: digest, rows and commit; source and licence if known, else null.
 
-    A data set of the hub is its own source, by its id without revision and configuration.
+    The source of a hub data set is its id, without revision and configuration.
     """
     hub_id = None if Path(dataset.path).exists() else hub_repository(dataset.path)
     return {
@@ -167,7 +167,7 @@ def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
 
 
 def _names(recipe: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the names of all models that a recipe reads, by their keys in it."""
+    """Return the names of all models that a recipe reads, by key."""
     heads, draft = recipe.get("heads") or {}, (recipe.get("draft") or {}).get("init") or {}
     return {
         "target": resolve(recipe["target"]),

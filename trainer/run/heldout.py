@@ -1,4 +1,4 @@
-"""The held-out evaluations of a run, and the decisions made by them."""
+"""Held-out evaluations of a run, and the choice of its best weights."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,9 +34,9 @@ CRITERION = "tokens_per_pass"
 class Evaluator:
     """The real decoding loop on the same prompts, with the same seeds and in the same batches, every time.
 
-    The batches are dealt over the processes of the accelerator (None: one process), all of which must call each method
-    together and get the same from it: every prompt has a seed of its own, and in bf16, where a near-tie may fall
-    otherwise beside other texts, the same texts beside it at any number of processes.
+    Batches are dealt over the accelerator's processes (None: one process). All processes must call each method together
+    and get the same result, whatever their number: each prompt keeps its seed and its batch, which in bf16 can decide
+    near-ties.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Evaluator:
         return Evaluation(figures, drafter.label)
 
     def greedy_texts(self, dataset: Dataset) -> list[tuple[Sequence[int], int]]:
-        """Return the target's own answers to prompts of another set, as (tokens, prompt length)."""
+        """Return the target's greedy answers to the prompts of ``dataset``, as (tokens, prompt length)."""
         config = replace(self.config, sampling=SamplingConfig())
         prompts, target = self._prompts_of(dataset), self.target.at_its_fastest()
 
@@ -98,10 +98,10 @@ class Evaluator:
     def _dealt(
         self, prompts: Sequence[object], work: Callable[[Sequence[int]], Iterable[Row]], width: int
     ) -> list[Row]:
-        """Do the work of each batch of the prompts' indices on one process; return all rows on every process.
+        """Run ``work`` on each batch of prompt indices, on one process each; return all rows on every process.
 
-        Batches have about equal sizes, which no number of processes changes. A row is ``width`` integers, the first of
-        them at least 0; the rows of one batch keep their order. An error of one process becomes an error on all.
+        A row is ``width`` integers, the first at least 0. The rows of one batch keep their order. The number of
+        processes does not change the batches. An error on one process becomes an error on all.
         """
         accelerator, parts = self._accelerator, -(-len(prompts) // self._section.batch_size)
         batches = [range(part, len(prompts), parts) for part in range(parts)]
@@ -115,12 +115,12 @@ class Evaluator:
 
 
 def evaluator_of(job: Job, accelerator: Accelerator) -> Evaluator | None:
-    """Return the evaluator of a run under way; None if no target is loaded or the recipe asks for no prompts."""
+    """Return the evaluator during training; None if no target is loaded or evaluation.prompts is 0."""
     return _evaluator(job, job.target, accelerator)
 
 
 def evaluator_at_end(job: Job, device: torch.device, accelerator: Accelerator | None = None) -> Evaluator | None:
-    """Return the evaluator of finished weights, for which a target that was let go is loaded again on ``device``."""
+    """Return the evaluator of finished weights; reload a released target on ``device``."""
     return _evaluator(job, job.target_again(device), accelerator) if job.recipe.evaluation.prompts else None
 
 
@@ -131,9 +131,9 @@ def _evaluator(job: Job, target: StoredTarget | None, accelerator: Accelerator |
 
 
 class Watch:
-    """The evaluations during a run, which choose the weights to finish if the recipe asks for the best.
+    """Evaluations during a run. If the recipe keeps the best weights, they choose the ones to finish.
 
-    Every process takes part where parameters are whole, and finds and decides the same; the main process alone writes.
+    Every process takes part, with whole parameters, and gets the same result; only the main process writes.
     """
 
     def __init__(self, job: Job, log: Log, checkpoints: Checkpoints, accelerator: Accelerator) -> None:
@@ -153,11 +153,10 @@ class Watch:
             self._judge(progress, evaluation.figures[CRITERION])
 
     def _judge(self, progress: Progress, figure: float) -> None:
-        """Keep the weights if they are the best so far, which a tie is not."""
         if math.isnan(figure):
             raise ValueError(
-                "every held-out answer ended with its first token, so that nothing says how good the draft is: give "
-                "data.heldout prompts to be answered, or set evaluation.keep=last"
+                "every held-out answer ended with its first token, so no draft token was compared: give data.heldout "
+                "prompts with longer answers, or set evaluation.keep=last"
             )
         best = self._checkpoints.best
         if best is None or figure > best.figure:
@@ -166,7 +165,7 @@ class Watch:
             self._checkpoints.best = Best(progress, figure, weights)
 
     def choose_weights(self, progress: Progress) -> Progress:
-        """Load the weights to finish into the module at the end of training; returns their progress.
+        """Load the weights to finish into the module at the end of training; return their progress.
 
         Every process must call this, with whole parameters.
         """
@@ -175,6 +174,6 @@ class Watch:
         if self._evaluated_at != progress.step:
             self.evaluate(progress)
         best = self._checkpoints.best
-        assert best is not None, "a recipe whose evaluations choose keeps a target for them"
+        assert best is not None, "a recipe with evaluation.keep=best keeps its target loaded"
         load_weights(self._objective.module, best.weights)
         return best.progress

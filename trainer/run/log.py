@@ -1,7 +1,6 @@
-"""Output of a run while it trains: metrics.jsonl, the trackers, and a progress bar.
+"""Log of a training run: metrics.jsonl, trackers and a progress bar.
 
-metrics.jsonl has each step once. Where a run goes on from a checkpoint, the lines of the steps that it repeats move to
-metrics.superseded.jsonl.
+metrics.jsonl has each step once. When a run resumes, the lines of repeated steps move to metrics.superseded.jsonl.
 """
 
 import json
@@ -22,7 +21,7 @@ from trainer.terminal.console import say
 from trainer.terminal.progress import ProgressBar
 
 METRICS = "metrics.jsonl"
-"""File of a run's figures, in its output folder."""
+"""Name of the file with a run's figures, in its output folder."""
 
 
 class Evaluation(NamedTuple):
@@ -33,7 +32,7 @@ class Evaluation(NamedTuple):
 
 
 class Log:
-    """metrics.jsonl, the trackers, and a progress bar (lines, where there is no terminal). Main process only."""
+    """Writer of metrics.jsonl, the trackers and a progress bar (lines without a terminal). Main process only."""
 
     def __init__(self, recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
         self._recipe = recipe
@@ -59,7 +58,7 @@ class Log:
         self._bar.__exit__(*exception)
 
     def begun(self, progress: Progress, checkpoints: Checkpoints) -> None:
-        """Say where the run goes on, under which settings if they changed, and without which checkpoints.
+        """Print the step at which the run resumes, changed settings and skipped checkpoints.
 
         Main process only; prints nothing at a run's first step.
         """
@@ -70,18 +69,17 @@ class Log:
         self._bar.begin(progress.step)
         steps = self._recipe.training.steps
         passed_over = checkpoints.unreadable.items()
-        lines = [f"{folder} ({reason}) cannot be used: passed over, and kept" for folder, reason in passed_over]
+        lines = [f"{folder} ({reason}) cannot be used: skipped, not deleted" for folder, reason in passed_over]
         lines.append(f"{self._recipe.name}: resuming from step {progress.step} of {steps}")
         lines += [f"changed from here on: {change}" for change in checkpoints.changes]
         say(self._console, *lines)
 
     def note(self, line: str) -> None:
-        """Say a line."""
         if self._active:
             say(self._console, line)
 
     def _supersede(self, progress: Progress) -> None:
-        """Move the lines of steps, and of an evaluation, that will be done again out of metrics.jsonl."""
+        """Move the lines of steps and evaluations about to be repeated out of metrics.jsonl."""
         if not self._file.exists():
             return
         at_end = progress.step == self._recipe.training.steps
@@ -94,10 +92,9 @@ class Log:
             write_text(self._file, "".join(f"{line}\n" for line in lines if line not in superseded))
 
     def step(self, progress: Progress, figures: dict[str, float], times: StepTimes | None) -> None:
-        """Note a step's figures, and where its time is known its speed and the share of the target's forward.
+        """Log a step's figures; if its time is known, also its speed and the target's share of the time.
 
-        Tokens are those of the step's texts that are trained, whatever is learnt at each: by heads a few tokens ahead,
-        by a DSpark draft blocks behind some of them.
+        Tokens per second count the trained tokens of the texts, whatever heads or a DSpark draft predict at each.
         """
         tokens, self._tokens = progress.tokens - self._tokens, progress.tokens
         note = f"loss {figures['loss']:.3f}"
@@ -109,7 +106,7 @@ class Log:
         self._bar.update(progress.step, note=note)
 
     def evaluation(self, progress: Progress, evaluation: Evaluation, step: int | None = None) -> None:
-        """Note the held-out figures, and say them; ``step`` is that of the weights, where it is not the last."""
+        """Log and print the held-out figures; ``step`` is the step of the weights if it is not the last."""
         kept = "the best weights, of " if step is not None and self._recipe.evaluation.keep == "best" else ""
         step, temperature = progress.step if step is None else step, self._recipe.evaluation.temperature
         figures = {f"heldout/{name}": value for name, value in evaluation.figures.items()}
@@ -124,7 +121,6 @@ class Log:
         )
 
     def _write(self, progress: Progress, figures: dict[str, float]) -> None:
-        """Note figures by the trackers and in metrics.jsonl."""
         self._accelerator.log(figures, step=progress.step)
         if self._active:
             with self._file.open("a") as lines:
@@ -132,7 +128,7 @@ class Log:
 
 
 def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
-    """Return True for a line that a run writes again when it goes on from ``step``, and for a line without figures."""
+    """Return True for a line that a run resumed at ``step`` writes again, and for a line without figures."""
     try:
         row = json.loads(line)
         evaluation = any(name.startswith("heldout/") for name in row)
@@ -145,7 +141,7 @@ def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
 
 
 def _flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a recipe under dotted names; what is neither number nor text as text, for TensorBoard."""
+    """Yield a recipe's values under dotted names; TensorBoard needs all but numbers as text."""
     for name, value in section.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}.")
@@ -154,14 +150,14 @@ def _flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, A
 
 
 def installed_trackers() -> list[str]:
-    """Return the trackers that accelerate finds here."""
+    """Return the trackers that accelerate finds installed."""
     return [str(each) for each in get_available_trackers()]
 
 
 def trackers_of(tracking: Sequence[str] | None) -> list[str]:
-    """Return the trackers asked for that are installed; None asks for wandb if ``WANDB_API_KEY`` is set.
+    """Return the requested trackers that are installed; None requests wandb if ``WANDB_API_KEY`` is set.
 
-    Without a key, in the environment or from ``wandb login``, wandb then runs offline.
+    wandb runs offline without a key, in the environment or from ``wandb login``.
     """
     has_key, installed = bool(os.environ.get("WANDB_API_KEY")), installed_trackers()
     wanted = tracking if tracking is not None else ["wandb"] if has_key else []
@@ -173,7 +169,7 @@ def trackers_of(tracking: Sequence[str] | None) -> list[str]:
 
 
 def _is_logged_in() -> bool:
-    """Return True if wandb has a key of its own: in ~/.netrc or its settings. Asks neither the user nor the network."""
+    """Return True if wandb has stored a key, in ~/.netrc or its settings. Asks neither the user nor the network."""
     import wandb
 
     try:
@@ -181,11 +177,11 @@ def _is_logged_in() -> bool:
     except wandb.Error as error:
         raise ValueError(f"wandb cannot use its login ({error}): run 'wandb login', or set tracking=none") from error
     finally:
-        wandb.teardown()  # or the run would go on by the settings of now
+        wandb.teardown()  # else the run would keep these settings
 
 
 def wandb_page(accelerator: Accelerator) -> str | None:
-    """Return the page of the run that wandb sends figures to; None where it sends none."""
+    """Return the URL of the run's wandb page; None if wandb is not used or is offline."""
     if not any(tracker.name == "wandb" for tracker in accelerator.trackers):
         return None
     url: str | None = accelerator.get_tracker("wandb", unwrap=True).url

@@ -28,24 +28,24 @@ from trainer.terminal.exit_codes import ExitCode, Stopped
 
 
 class Interrupted(Stopped):
-    """A SIGTERM or SIGINT arrived; the state is saved."""
+    """A SIGTERM or SIGINT stopped the run; its state is saved."""
 
 
 class Hooks(NamedTuple):
     """Callbacks around the steps, each called with the progress so far."""
 
     on_step: Callable[[Progress, dict[str, float]], None]
-    """On every process, after each optimizer step, with its figures. Its error ends the run on all, its state saved."""
+    """Called on every process after each optimizer step. Its error saves the state and ends the run on all."""
     evaluate: Callable[[Progress], None]
-    """On every process, with whole parameters, and once more where a run resumes at that step.
+    """Called on every process with whole parameters, and again if the run resumes at that step.
 
-    An error must be one on all processes: see `agreed`."""
+    It must raise an error on all processes or none: see `agreed`."""
     on_begin: Callable[[Progress], None] = lambda progress: None
-    """On the main process, before the first step, with the progress of the checkpoint that the run resumes."""
+    """Called on the main process before the first step, with the progress resumed from."""
 
 
 def learning_rate_at(step: int, section: TrainingSection) -> float:
-    """Return the learning rate of a step (from 0): a linear warm-up, then a cosine down to zero."""
+    """Return the learning rate of a step (from 0): linear warm-up, then cosine to zero."""
     warmup = round(section.warmup_fraction * section.steps)
     if step < warmup:
         return section.learning_rate * (step + 1) / warmup
@@ -63,10 +63,10 @@ def train(
     evaluate_every: int,
     hooks: Hooks,
 ) -> Progress:
-    """Train to the end of the recipe, from the last checkpoint if there is one.
+    """Train to the end of the recipe, resuming from the last checkpoint if there is one.
 
-    Raises `Interrupted` after a SIGTERM (the state is saved first), and ValueError at a loss, a gradient, or weights
-    to be saved that are not finite (the last good checkpoint stays).
+    Raises `Interrupted` after a SIGTERM or SIGINT, once the state is saved. Raises ValueError for a loss, gradient or
+    weights that are not finite; the last good checkpoint stays.
     """
     optimizers = build_optimizers(objective.module, section, objective.rates(0).keys())
     saved = _saved_by_all(checkpoints)
@@ -95,9 +95,9 @@ def train(
             try:
                 hooks.on_step(progress, done.figures)
             except (ValueError, OSError) as error:
-                failed = failed or error  # the others hear of it with the figures of the next step
+                failed = failed or error  # reaches the other processes with the next step's figures
             last = progress.step == section.steps
-            # One process looks anew; several have to agree, and have sent word along with the figures.
+            # A single process checks once more; several have agreed on stopping with the step's figures.
             stop = done.stop if accelerator.num_processes > 1 else bool(stop_requested() or failed)
             if stop or last or progress.step % checkpoint_every == 0:
                 _save(accelerator, checkpoints, objective, optimizers, runner, progress)
@@ -115,7 +115,7 @@ def _raise(error: Exception | None) -> None:
 
 
 class _Done(NamedTuple):
-    """A step's figures of all processes together, its texts' trained tokens, and True if a process is to stop."""
+    """A step's figures and trained tokens over all processes; ``stop`` if any process must stop."""
 
     figures: dict[str, float]
     tokens: int
@@ -133,10 +133,10 @@ def _step(
     progress: Progress,
     notes: Mapping[str, float],
 ) -> _Done:
-    """Do one step over the whole batch: the loss is Σ weight * sum / count with counts over all processes.
+    """Do one step over the whole batch: the loss is Σ weight * sum / count, with counts over all processes.
 
-    ``notes`` are figures to be summed over the processes. All figures come to the host at once, before the optimizers'
-    step: a loss or a gradient that is not finite changes neither weights nor moments.
+    ``notes`` are figures to sum over the processes. All figures reach the host before the optimizers step, so a loss or
+    gradient that is not finite changes neither weights nor moments.
     """
     step = progress.step
     _seed_step(section.seed, step, accelerator.process_index)
@@ -177,7 +177,7 @@ def _accumulate(
         with runner.accumulating(last):
             inputs = objective.inputs(batch, step, ahead)
             losses, hits = runner.module(*inputs)
-            # Data parallelism averages gradients over processes; the counts are of all, so the sum is wanted.
+            # Data parallelism averages gradients over processes; counts over all processes require their sum.
             runner.backward((losses * scale).sum() * accelerator.num_processes)
         sums += torch.stack([losses.detach(), hits.detach()])
     return sums
@@ -189,7 +189,7 @@ def _summed(accelerator: Accelerator, values: Tensor) -> Tensor:
 
 
 def _on_host(*values: Tensor) -> list[list[float]]:
-    """Copy tensors to the host as flat lists of numbers, in one transfer: the only one of a step."""
+    """Copy tensors to the host as flat lists of numbers, in a step's only transfer."""
     wide, device = _widest(values[0].device), values[0].device
     flat = torch.cat([value.detach().flatten().to(device, wide) for value in values])
     numbers = iter(flat.tolist())
@@ -197,7 +197,7 @@ def _on_host(*values: Tensor) -> list[list[float]]:
 
 
 def _by_term(objective: Objective, means: Sequence[float]) -> dict[str, float]:
-    """Return the figures of each term, by the means of all losses and then of all hits."""
+    """Name each term's figures; ``means`` are the means of all losses, then of all hits."""
     figures = {}
     for term, loss, hit in zip(objective.terms, means, means[len(objective.terms) :], strict=False):
         figures[f"loss/{term}"] = loss
@@ -207,18 +207,18 @@ def _by_term(objective: Objective, means: Sequence[float]) -> dict[str, float]:
 
 
 def _widest(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums over a batch: fp64, except on Apple's GPUs, which lack it."""
+    """Return the dtype of sums over a batch: fp64, or fp32 on Apple's GPUs."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-_STOP = "stop"  # the note of a process that was asked to stop
-_REMEDY = "lower training.learning_rate, or set training.mixed_precision=no, and start again to resume"
+_STOP = "stop"  # the note of a process that must stop
+_REMEDY = "To resume, lower training.learning_rate or set training.mixed_precision=no"
 
 
 def _check_finite(name: str, values: Iterable[float], progress: Progress, checkpoints: Checkpoints) -> None:
     for value in values:
         if not math.isfinite(value):
-            raise ValueError(f"the {name} is {value} at step {progress.step + 1}; {checkpoints.last_good()}: {_REMEDY}")
+            raise ValueError(f"the {name} is {value} at step {progress.step + 1}; {checkpoints.last_good()}. {_REMEDY}")
 
 
 def check_batch_divides(section: TrainingSection, processes: int) -> None:
@@ -226,12 +226,12 @@ def check_batch_divides(section: TrainingSection, processes: int) -> None:
     if section.batch_size % (section.micro_batch_size * processes):
         raise ValueError(
             f"training.batch_size ({section.batch_size}) is not a multiple of training.micro_batch_size "
-            f"({section.micro_batch_size}) times {processes} processes"
+            f"({section.micro_batch_size}) times {processes} processes: change either size"
         )
 
 
 def _my_positions(section: TrainingSection, accelerator: Accelerator) -> range:
-    """Return this process's share of a batch, dealt out in turn so that every process count trains the same batch."""
+    """Return this process's positions in a batch, dealt in turn: any number of processes trains the same batch."""
     check_batch_divides(section, accelerator.num_processes)
     return range(accelerator.process_index, section.batch_size, accelerator.num_processes)
 
@@ -239,7 +239,7 @@ def _my_positions(section: TrainingSection, accelerator: Accelerator) -> range:
 def _write(
     source: BatchSource, objective: Objective, section: TrainingSection, accelerator: Accelerator, step: int
 ) -> Mapping[str, float]:
-    """Let the source write where a step needs it; return the figures of this process."""
+    """Have the source write texts if the step needs any; return this process's figures."""
     if not source.writes_at(step):
         return {}
     with whole_parameters(accelerator, objective.module):
@@ -247,7 +247,7 @@ def _write(
 
 
 def _seed_step(seed: int, step: int, process: int) -> None:
-    """Seed dropout and the like by nothing but these, so that a resumed run repeats them."""
+    """Seed dropout and the like by seed, step and process alone: a resumed run repeats them."""
     torch.manual_seed((seed * 1_000_003 + step) * 4_099 + process)
 
 
@@ -259,7 +259,7 @@ def _save(
     runner: Runner,
     progress: Progress,
 ) -> None:
-    """Gather the state by all processes and write it by the first; ValueError on all for values that are not finite."""
+    """Gather the state from all processes and write it on the first; raise ValueError on all if it is not finite."""
     main = accelerator.is_main_process
     weights = gather_weights(objective.module, runner.engine, keep=main)
     moments = gather_moments(objective.module, optimizers, runner.engine, keep=main)
@@ -268,14 +268,14 @@ def _save(
     if any_process(bool(broken)):
         named = f" ({broken[0]}{f' and {len(broken) - 1} more tensors' if broken[1:] else ''})" if broken else ""
         raise ValueError(
-            f"step {progress.step} left weights or moments that are not finite{named}, which are not saved; "
-            f"{checkpoints.last_good()}: {_REMEDY}"
+            f"step {progress.step} left weights or moments that are not finite{named}; they are not saved, and "
+            f"{checkpoints.last_good()}. {_REMEDY}"
         )
     on_first(lambda: checkpoints.save(saved))
 
 
 def _saved_by_all(checkpoints: Checkpoints) -> Saved | None:
-    """Return the state to go on from: the first process chooses and verifies it, all others read the same."""
+    """Return the state to resume: the first process chooses and verifies it, all others read the same."""
     chosen: list[Saved | None] = []
     on_first(lambda: chosen.append(checkpoints.latest()))
     step = from_first(lambda: chosen[0].progress.step if chosen[0] else 0)
@@ -285,8 +285,8 @@ def _saved_by_all(checkpoints: Checkpoints) -> Saved | None:
             return chosen[0] if chosen else None
         if step not in checkpoints.steps():
             raise ValueError(
-                f"the checkpoint of step {step}, from which the first process goes on, is not in the output folder "
-                "here: the recipe's output must be a folder that all machines share"
+                f"the first process resumes from the checkpoint of step {step}, but the output folder here lacks it: "
+                "give an output folder that all machines share"
             )
         return checkpoints.read(step)
 
@@ -295,13 +295,13 @@ def _saved_by_all(checkpoints: Checkpoints) -> Saved | None:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[Callable[[], int]]:
-    """Yield a function of the first SIGTERM or SIGINT that has come, 0 before it; a second signal acts as usual.
+    """Yield a function that returns the first SIGTERM or SIGINT received, else 0; a second signal acts as usual.
 
-    A launcher's death counts as a SIGTERM: ``accelerate launch`` does not pass one on to its only process, and nobody
-    else would restart or stop what a killed ``torchrun`` leaves.
+    The launcher's death counts as a SIGTERM: ``accelerate launch`` does not forward one to a single process, and nobody
+    else stops the processes of a killed ``torchrun``.
     """
     received: list[int] = []
-    launched = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()  # which the launchers set
+    launched = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()  # set by launchers
     parent = os.getppid() if launched else None
     previous: dict[int, Any] = {}
 

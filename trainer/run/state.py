@@ -1,12 +1,11 @@
-"""The state of a run as whole tensors by the parameters' names, under any launcher, however it shards them.
+"""A run's state as whole tensors by parameter name, under any launcher.
 
-The state holds trained parameters, the module's buffers and the optimizers' moments, not a frozen target inside the
-module. A parameter's state is found by its name, not by its place in an optimizer or on a device, so a run may resume
-under another number of processes or another launcher.
+It consists of trained parameters, the module's buffers and the optimizers' moments, without a frozen target. Names, not
+positions or devices, identify tensors, so a run may resume under another launcher or number of processes.
 
-`torch.distributed.checkpoint.state_dict` does not fit. It stores tied weights twice. Whole tensors reach the first
-process alone. It can gather on all processes only, where an evaluation inside `whole_parameters` gathers on one. And
-its setter refuses a state that lacks a parameter, or gives that parameter a state of one step.
+`torch.distributed.checkpoint.state_dict` does not fit: it stores tied weights twice, returns whole tensors on the first
+process alone, and cannot gather on one process, as an evaluation inside `whole_parameters` does. Its setter rejects a
+state that lacks a parameter, or invents a state of one step for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,15 +21,14 @@ Tensors = dict[str, Tensor]
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by name, tied ones once, under the first of their names."""
+    """Return the trained parameters by name, tied ones once, under their first name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def gather_weights(module: nn.Module, engine: Any = None, keep: bool = True) -> Tensors:
     """Return trained parameters and buffers, whole, on the host. Every process must call this.
 
-    ``engine`` is DeepSpeed's, if DeepSpeed trains. Without ``keep`` a process only takes part in the gathering and
-    returns nothing.
+    ``engine`` is DeepSpeed's, if it trains. Without ``keep`` a process only takes part and returns nothing.
     """
     read = _whole if engine is None else _zero_weight
     weights = {name: partial(read, parameter) for name, parameter in trained_parameters(module).items()}
@@ -55,17 +53,17 @@ def gather_moments(
 
 
 def _gathered(reads: Mapping[str, Callable[[], Tensor]], keep: bool) -> Tensors:
-    """Call the functions one after the other, in the same order on every process; each makes one tensor whole."""
+    """Gather one tensor after the other, in the same order on every process."""
     gathered = {}
     for name, read in reads.items():
         whole = read()
         if keep:
-            gathered[name] = whole.detach().to("cpu", copy=True).contiguous()  # a copy, which later steps do not change
+            gathered[name] = whole.detach().to("cpu", copy=True).contiguous()  # later steps must not change it
     return gathered
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy gathered weights into a module that is not sharded yet; ValueError for weights of another module."""
+    """Copy gathered weights into a module not sharded yet; raise ValueError if their names differ."""
     places = {**trained_parameters(module), **_buffers(module)}
     _check_same(set(places), set(weights))
     with torch.no_grad():
@@ -76,7 +74,7 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def load_moments(
     module: nn.Module, optimizers: Sequence[Optimizer], moments: Mapping[str, Tensor], engine: Any = None
 ) -> None:
-    """Give the optimizers the gathered state, after the launcher has taken the module; they begin anew without any."""
+    """Load gathered moments into the optimizers of a module already wrapped; do nothing without any."""
     if not moments:
         return
     by_parameter: dict[str, Tensors] = {}
@@ -89,12 +87,12 @@ def load_moments(
     names: dict[Tensor, str] = {parameter: name for name, parameter in trained_parameters(module).items()}
     for optimizer in optimizers:
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            state = by_parameter.get(names[parameter], {})  # one without a gradient so far has none
+            state = by_parameter.get(names[parameter], {})  # empty if it never had a gradient
             optimizer.state[parameter] = {what: _placed(tensor, parameter) for what, tensor in state.items()}
 
 
 def _buffers(module: nn.Module) -> Tensors:
-    """Return the persistent buffers. ``state_dict`` is no way to them: FSDP's hooks would reshard whole parameters."""
+    """Return the persistent buffers, without ``state_dict``: its FSDP hooks would shard whole parameters again."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, part in module.named_modules(remove_duplicate=False)
@@ -107,19 +105,19 @@ def _check_same(here: set[str], saved: set[str]) -> None:
     if here != saved:
         differing = sorted(here ^ saved)
         raise ValueError(
-            f"the checkpoint is of another module: {len(differing)} tensors are in one of them alone, such as "
-            f"{differing[0]}; give the recipe another output folder, or delete this one to start over"
+            f"the checkpoint belongs to another model: {len(differing)} tensors differ, such as {differing[0]}. "
+            "Give the recipe another output folder, or delete this one to start over"
         )
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor of a DTensor, of which each process holds a part; FSDP's tensors are such."""
+    """Gather a DTensor, as FSDP shards them; return any other tensor as it is."""
     whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole
 
 
 def _placed(tensor: Tensor, like: Tensor) -> Tensor:
-    """Place a moment on its parameter's device, sharded alike. Step counts stay on the host, as in optimizers."""
+    """Place a moment like its parameter, on its device and sharded alike. Step counts stay on the host."""
     if tensor.ndim == 0:
         return tensor
     if isinstance(like, DTensor):
@@ -127,9 +125,8 @@ def _placed(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.to(like.device)
 
 
-# DeepSpeed's ZeRO keeps the parameters of a group end to end in one flat fp32 tensor; each process holds and steps a
-# part of it. DeepSpeed's own functions read and write it by parameter. The step count belongs to the flat tensor, so
-# all parameters of a group share it.
+# DeepSpeed's ZeRO joins the parameters of a group into one flat fp32 tensor; each process steps a part of it. DeepSpeed
+# has functions to read and write it by parameter. All parameters of a group share one step count.
 
 
 def _zero_weight(parameter: nn.Parameter) -> Tensor:
@@ -140,7 +137,7 @@ def _zero_weight(parameter: nn.Parameter) -> Tensor:
 
 
 def _flat_parts(engine: Any) -> list[Tensor]:
-    """Return this process's parts of the flat tensors; DeepSpeed's inner optimizer keeps its state for these."""
+    """Return this process's parts of the flat tensors, for which DeepSpeed's inner optimizer keeps state."""
     zero = engine.optimizer
     parts = (
         "fp32_partitioned_groups_flat" if engine.zero_optimization_stage() == 3 else "single_partition_of_fp32_groups"
@@ -152,7 +149,7 @@ def _flat_parts(engine: Any) -> list[Tensor]:
 def _link_moments(engine: Any) -> None:
     """Link ZeRO-1's and ZeRO-2's parameters to their moments.
 
-    DeepSpeed links them after the first group's step, and so misses the groups that it steps later.
+    DeepSpeed does so after the first group's step and misses all later groups.
     """
     if engine.zero_optimization_stage() < 3:
         engine.optimizer._hp_optimizer_states_linked = False
@@ -194,9 +191,9 @@ def _load_zero_moments(module: nn.Module, engine: Any, moments: Mapping[str, Ten
 
 
 def _own_part(value: Tensor, parameter: Any) -> Tensor:
-    """Return this process's part of a tensor as ZeRO-3 cuts it, padded where the parts are uneven.
+    """Return this process's part of a tensor as ZeRO-3 cuts it, padded if the parts are uneven.
 
-    DeepSpeed's own setter of whole tensors reads beyond the end of an uneven tensor.
+    DeepSpeed's setter of whole tensors reads past the end of an uneven one.
     """
     size = parameter.ds_tensor.numel()
     start = torch.distributed.get_rank() * size

@@ -36,13 +36,13 @@ from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error
 
 CHECKPOINTS, FINAL = "checkpoints", "final"
-_TEMPERATURE = 1.0  # of the embedded target's answers: greedy ones repeat themselves, and would teach little else
+_TEMPERATURE = 1.0  # of the quickstart answers: greedy ones repeat themselves and teach little
 
 
 def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
-    """Train a recipe to its end, resuming if it was stopped before; returns the folder of the finished artefact.
+    """Train a recipe to its end, resuming if it was stopped before; return the folder of the finished artefact.
 
-    The embedded target is trained first, and writes its answers, if the recipe asks for them.
+    First builds the quickstart target and its answers if the recipe uses them.
     """
     console = console or standard_error()
     ensure_built(recipe.target_name)
@@ -59,7 +59,7 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
 
 def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
     folder = Path(recipe.output) / CHECKPOINTS
-    # A run that was begun may go on, however busy the machine is now.
+    # Measure costs only for a new run: a busy machine must not stop one that resumes.
     begun = from_first(lambda: any(folder.glob("step-*")))
     job = agreed(lambda: assemble(recipe, accelerator.device, process, check_costs=not begun))
     _check_one_job(job)
@@ -82,12 +82,12 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
 
 
 def _check_one_job(job: Job) -> None:
-    """Check that all processes read the same rows and weights: each has opened its own files, or asked the hub."""
+    """Check that all processes have read the same rows and weights, each from its own disk or the hub."""
     mine = bound(job.identity)
     if any_process(from_first(lambda: mine) != mine):
         raise ValueError(
-            "the processes do not read the same recipe, rows and target: give all machines the same files, and name "
-            "a data set or a model of the hub with its commit, ORG/NAME@COMMIT"
+            "the processes have read different recipes, rows or targets: give all machines the same files, and write "
+            "hub names with a commit, ORG/NAME@COMMIT"
         )
 
 
@@ -99,7 +99,6 @@ def _train(
     checkpoints: Checkpoints,
     process: Process,
 ) -> Progress:
-    """Run the loop with a clock next to it."""
     recipe = job.recipe
     with Stopwatch(accelerator.device) as stopwatch:
 
@@ -113,7 +112,7 @@ def _train(
 
         def evaluate(progress: Progress) -> None:
             watch.evaluate(progress)
-            stopwatch.restart()  # the time of the next step would include the evaluation
+            stopwatch.restart()  # keeps the evaluation out of the next step's time
 
         hooks = Hooks(on_step, evaluate, on_begin)
         every, source = recipe.checkpoint.every, agreed(lambda: job.source(process))
@@ -125,7 +124,7 @@ def _train(
 def _finish(
     job: Job, accelerator: Accelerator, log: Log, checkpoints: Checkpoints, progress: Progress, finished: Progress
 ) -> None:
-    """Write the artefact of the weights of step ``finished``, then evaluate it; every process takes part."""
+    """Write the artefact of the weights of step ``finished``, then evaluate them; every process takes part."""
     evaluator = agreed(lambda: evaluator_at_end(job, accelerator.device, accelerator))
     agreed(lambda: choose_tree(job, evaluator))
     destination, origin = Path(job.recipe.output) / FINAL, describe(accelerator)
@@ -136,24 +135,24 @@ def _finish(
 
 
 def _settings(recipe: AnyRecipe, num_processes: int) -> dict[str, Any]:
-    """Return the settings that may change where a run goes on, and that change the figures of its steps."""
+    """Return the settings that affect a step's figures but may change when a run resumes."""
     names = ("learning_rate", "mixed_precision", "micro_batch_size")
     return {**{name: getattr(recipe.training, name) for name in names}, "num_processes": num_processes}
 
 
 def prepare_target(name: str) -> str:
-    """Return the folder or hub id of a target; ``quickstart``, the embedded one, is trained first if it is not there.
+    """Return the folder or hub id of a target; ``quickstart`` is trained first if it does not exist.
 
-    A name such as ``quickstart/heldout.jsonl`` gives the file of its data.
+    ``quickstart/heldout.jsonl`` and the like name files of its data.
     """
     ensure_built(name)
     return quickstart.resolve(name)
 
 
 def ensure_built(name: str | None) -> None:
-    """Train the embedded default target if ``name`` is its own or that of its answers, and let it write these.
+    """Build what ``name`` refers to and is missing: the quickstart target, or the target and its answers.
 
-    What is there is not made again. ValueError with several processes, which would all make it.
+    Raises ValueError with several processes: each would build it.
     """
     if name is None or name not in (quickstart.ANSWERS, quickstart.NAME):
         return
@@ -167,15 +166,15 @@ def _make_once(what: str, is_made: Callable[[], bool], make: Callable[[], None],
     if is_made():
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(f"the quickstart {what}: not made yet; train once with one process, which makes it first")
+        raise ValueError(f"the quickstart {what} does not exist yet: train once with one process to build it")
     with hold(quickstart.folder().parent, lambda line: say(console, line)):
-        if not is_made():  # by the run that was waited for
+        if not is_made():  # another run may have built it meanwhile
             make()
 
 
 def _train_target(console: Console) -> None:
     run_recipe(quickstart.recipe(), console)
-    AcceleratorState._reset_state(True)  # what comes next in this process may want another precision
+    AcceleratorState._reset_state(True)  # the next run in this process may use another precision
 
 
 def _write_answers(console: Console) -> None:
@@ -197,7 +196,7 @@ def _announce(process: Process, job: Job) -> None:
     recipe = job.recipe
     for name in recipe.tracking or ():
         if name not in installed_trackers():
-            process.say(f"{name} is not installed, so no figures go there: pip install {name}")
+            process.say(f"{name} is not installed and gets no figures: pip install {name}")
     if job.heldout.sha256 == job.dataset.sha256:
         process.say(not_held_out("data.heldout", "data.train"))
     aim = f" for {recipe.target_name}" if recipe.target_name is not None else ""

@@ -72,6 +72,8 @@ class EndpointBackend:
         check_once("the endpoint", (connection.host for connection in self._connections))
         self._config = config
         self._unreached: set[Connection] = set()
+        self._first: tuple[str, str] | None = None
+        """The model and the host of the first answer."""
 
     @property
     def encoder(self) -> None:
@@ -159,6 +161,7 @@ class EndpointBackend:
                     unreached += 1
             else:
                 self._unreached.discard(connection)
+                self._check_model(completion.model, connection.host)
                 return _read(completion)
         if unreached == len(in_turn):
             raise UserError(
@@ -166,6 +169,16 @@ class EndpointBackend:
                 "see to the endpoint, then start the same command again to resume",
             ) from None
         raise _NoAnswer("failed", "; ".join(problems))
+
+    def _check_model(self, model: str | None, host: str) -> None:
+        """Raise UserError for an answer by another model than the first: the rows would be of two."""
+        if model is not None:
+            first, there = self._first = self._first or (model, host)
+            if model != first:
+                raise UserError(
+                    f"{host} answered as {model!r}, but {there} as {first!r} before; what was answered is kept",
+                    "give endpoints that serve one model",
+                )
 
     def _request(self, conversation: OpenConversation, answers: Sequence[Message]) -> dict[str, Any]:
         """Return a request; its seed follows from the conversation and the turn, not from the endpoint."""

@@ -1,1 +1,1 @@
-"""The frozen target: its hidden states and logits, online or stored."""
+"""The frozen target: loading it, and its states and logits, online or on disk."""

@@ -1,9 +1,8 @@
-"""Features, the target's hidden states on disk, read in place of running the target: see `trainer.target.store`.
+"""Features: the target's hidden states on disk, replacing runs of the target. See `trainer.target.store`.
 
-A row is a token. For heads it holds what the target's lm_head reads, and the lm_head's weight is stored beside the
-rows. For a DSpark draft it holds the states behind the layers that the draft reads, and behind the last layer but one:
-from it the last layer, run at every step, gives what the lm_head reads. Whole sequences are stored, so any number of
-heads or drafts can be trained from the same features.
+A row is a token. For heads it is the input of the lm_head, whose weight is stored too. For a DSpark draft it has the
+states after the layers that the draft reads, and after the last layer but one: from it the last layer computes the
+lm_head's input at every step. Any number of heads or drafts can use the same features.
 """
 
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ class FeatureIdentity(Identity):
     hidden_size: int
     states: StatesDtype = "target"
     layers: str = ""
-    """The layers (from 0) behind which states are stored, such as ``1, 3, 6``; empty: what the lm_head reads is."""
+    """The layers (from 0) whose outputs are stored, such as ``1, 3, 6``; empty: the lm_head's input is."""
 
     @staticmethod
     def of(
@@ -51,7 +50,6 @@ class FeatureIdentity(Identity):
         section: FeaturesSection,
         layers: Sequence[int] = (),
     ) -> "FeatureIdentity":
-        """Return the identity of these examples' features."""
         return FeatureIdentity(
             **Identity.of_target(target, fingerprint, tokenizer),
             data=digest_of_each(example.text() for example in examples),
@@ -65,7 +63,7 @@ class FeatureIdentity(Identity):
         return tuple(map(int, self.layers.split(", "))) if self.layers else ()
 
     def columns(self) -> dict[str, Column]:
-        """Return the state, or that of each layer, and scales if in int8."""
+        """Return a column of states, per layer if several, and one of scales for int8."""
         each = (len(self.taps),) if self.layers else ()
         if self.states == "int8":
             return {"hidden": Column(torch.int8, (*each, self.hidden_size)), "scale": Column(torch.float32, each)}
@@ -78,13 +76,13 @@ class FeatureIdentity(Identity):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the lm_head, which a draft reads from its target."""
+        """Bytes of the lm_head; 0 for a draft, because its target stays loaded."""
         return 0 if self.layers else self.vocab_size * self.hidden_size * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True)
 class FeatureWriter:
-    """Computes features by running the target, without its logits."""
+    """Computes features: runs the target without its logits."""
 
     target: CausalLM
     identity: FeatureIdentity
@@ -97,7 +95,7 @@ class FeatureWriter:
         """Return the lm_head's weight; ValueError for an lm_head with a bias."""
         lm_head = self.target.model.get_output_embeddings()
         if getattr(lm_head, "bias", None) is not None:
-            raise ValueError("the target's lm_head has a bias, which heads have no place for")
+            raise ValueError("the target's lm_head has a bias, and heads do not support one: give another target")
         return {"lm_head": lm_head.weight.detach().cpu().contiguous()}
 
     @torch.inference_mode()
@@ -120,9 +118,9 @@ class FeatureWriter:
 def quantised(
     states: Float[Tensor, "*tokens hidden"],
 ) -> tuple[Int8[Tensor, "*tokens hidden"], Float[Tensor, "*tokens"]]:
-    """Round each state's numbers to -127 to 127 times a scale of its own, the largest magnitude over 127, in fp32.
+    """Round each state to int8 with an fp32 scale: its largest magnitude over 127.
 
-    A number read back as ``rounded * scale`` is off by half a scale at most.
+    ``rounded * scale`` is off by at most half a scale.
     """
     wide = states.float()
     scale = wide.abs().amax(-1) / 127
@@ -130,7 +128,7 @@ def quantised(
 
 
 class FeatureStore(Store[FeatureIdentity]):
-    """Features to read, memory-mapped: only the rows of a batch are copied."""
+    """Features on disk, memory-mapped: only the rows of a batch are copied."""
 
     @cached_property
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
@@ -154,10 +152,10 @@ class FeatureStore(Store[FeatureIdentity]):
 
 
 class StoredFeatures:
-    """`trainer.target.hidden.HiddenStates` from disk: the target need not be loaded."""
+    """`trainer.target.hidden.HiddenStates` from disk, without a loaded target."""
 
     def __init__(self, store: FeatureStore, config: PreTrainedConfig, device: torch.device) -> None:
-        """Read from ``store``, on ``device``; ``config`` is the target's."""
+        """Read ``store`` for training on ``device``; ``config`` is the target's."""
         self._store = store
         self._device = device
         self.transform = logit_transform(config.get_text_config(decoder=True))
@@ -170,14 +168,14 @@ class StoredFeatures:
         return self._store.hidden(batch)
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
-        raise AssertionError("stored features are read, and no target is run")
+        raise AssertionError("stored features replace runs of the target")
 
 
 class StoredTaps(OnlineTarget):
-    """The states behind a target's layers from disk; only its last layer is run, for what its lm_head reads."""
+    """States of a target's layers from disk; only the last layer runs, for the lm_head's input."""
 
     def __init__(self, target: CausalLM, store: FeatureStore) -> None:
-        """Raise ValueError for a target whose last layer reads more than the states before it."""
+        """Raise ValueError for a target whose last layer reads more than the previous layer's states."""
         super().__init__(target)
         self._store, self._last = store, target.num_layers - 2
         batch = collate([Example((0, 1), (True, True), 0)]).to(target.device)
@@ -189,13 +187,13 @@ class StoredTaps(OnlineTarget):
         found = self._behind(batch, state)
         if not torch.allclose(found.float(), wanted.float(), rtol=0.05, atol=0.05 * float(wanted.abs().max())):
             raise ValueError(
-                f"the last layer of the target ({target.model.config.model_type}) reads more than the states before "
-                "it, which features do not hold: set features=null"
+                f"the last layer of the target ({target.model.config.model_type}) reads more than the stored states: "
+                "set features=null"
             )
 
     @torch.no_grad()
     def _behind(self, batch: Batch, state: Tensor) -> Float[Tensor, "batch positions hidden"]:
-        """Return what the lm_head reads behind a state of the last layer but one."""
+        """Return the lm_head's input, from a state of the last layer but one."""
         with begun_behind(self._model, self._layers, self._last, state, self._in_tuple):
             return super().tapped(batch, ())[0]
 
@@ -215,9 +213,9 @@ def ensure_features(
     process: Process,
     taps: Sequence[int] = (),
 ) -> FeatureStore:
-    """Write the missing features of these examples; return all of them. ``taps``: the layers that a draft reads.
+    """Write the missing features of these examples and return them all; ``taps`` are the layers that a draft reads.
 
-    Every process calls this, and waits for the others at the end.
+    Every process calls this and waits for the others.
     """
     layers = sorted({*taps, target.model.num_layers - 2}) if taps else ()
     identity = FeatureIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section, layers)

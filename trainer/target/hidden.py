@@ -1,7 +1,6 @@
-"""The target's hidden states, for heads that are trained on a frozen target: here from the target itself.
+"""Hidden states from a running frozen target, and its step from lm_head products to logits.
 
-`trainer.target.features` has them from disk. From an lm_head's products to logits: the scales and caps of the
-families that the trainer knows.
+`trainer.target.features` reads the states from disk.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,24 +21,24 @@ LogitTransform = Callable[[Tensor], Tensor]
 
 
 class HiddenStates(Protocol):
-    """Tensors of a frozen target for heads that are trained on it."""
+    """A frozen target's states and lm_head, for training heads."""
 
     transform: LogitTransform | None
-    """From the lm_head's products to the target's logits; None where a family's logits are the products."""
+    """From the lm_head's products to logits; None if they are equal."""
 
     @property
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
         """The weight of the target's lm_head."""
 
     def read(self, batch: Batch) -> Float[Tensor, "batch positions hidden"] | None:
-        """Return the states that are on a disk for a batch, on its device; None: the target is to be run."""
+        """Return a batch's states from disk, on its device; None if the target must run."""
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
-        """Return what the lm_head reads, on the batch's device, by a run of the target."""
+        """Run the target; return the lm_head's input, on the batch's device."""
 
 
 class OnlineTarget:
-    """The target itself, run without gradients on every batch."""
+    """The target, run on every batch without gradients."""
 
     def __init__(self, target: CausalLM) -> None:
         check_logits(target.model)
@@ -52,7 +51,7 @@ class OnlineTarget:
         return weight
 
     def read(self, batch: Batch) -> Tensor | None:
-        """Return None: nothing is on a disk."""
+        """Return None: nothing is stored."""
         return None
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
@@ -60,14 +59,14 @@ class OnlineTarget:
 
     @torch.no_grad()
     def tapped(self, batch: Batch, taps: Sequence[int], stored: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return what the lm_head reads, and the states behind the layers ``taps``, by one run of the target.
+        """Return the lm_head's input and the states after the layers ``taps``, from one run of the target.
 
-        (batch, positions, hidden) and (batch, positions, taps) on the batch's device; the latter empty without taps.
-        ``stored`` is what `read` gave, on the batch's device.
+        Shapes (batch, positions, hidden) and (batch, positions, taps), on the batch's device; the second is empty
+        without taps. ``stored`` is the result of `read` on that device.
         """
         with span("target"), capture_taps(self._model, self._layers, taps) as tapped:
             hidden = lm_head_input(self._model, batch.model_inputs())
-        device = batch.tokens.device  # a target spread over devices ends on another
+        device = batch.tokens.device  # a target spread over devices may end on another
         return hidden.to(device), (tapped[0] if tapped else hidden[..., :0]).to(device)
 
 
@@ -75,13 +74,13 @@ class OnlineTarget:
 
 
 def logit_scale(config: PreTrainedConfig) -> float:
-    """Return the factor between the lm_head's products and the logits: Granite divides by one, Cohere multiplies."""
+    """Return the factor from the lm_head's products to logits: Cohere multiplies, Granite divides."""
     factor, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
     return float(factor or 1.0) / float(divisor or 1.0)
 
 
 def logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
-    """Return the function from products to logits, `logit_scale` and Gemma-2's soft cap; None where they are equal."""
+    """Return the function from products to logits (`logit_scale`, Gemma-2's soft cap); None if they are equal."""
     scale, cap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
     if cap:
         return lambda logits: torch.tanh(logits * scale / cap) * cap
@@ -92,10 +91,10 @@ def logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
 def check_logits(model: PreTrainedModel, role: str = "target") -> None:
     """Raise ValueError for a model whose logits are not `logit_transform` of its lm_head's products.
 
-    Losses are computed from these products, so another distribution than the model's own would be trained.
+    Losses are computed from these products and would train a wrong distribution.
     """
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise ValueError(f"the {role}'s lm_head has a bias, which losses here have no place for: give another {role}")
+        raise ValueError(f"the {role}'s lm_head has a bias, and training does not support one: give another {role}")
     tokens = torch.tensor([[0, 1]], device=model.device)
     with capture_lm_head_input(model) as captured:
         logits = model(input_ids=tokens, use_cache=False).logits
@@ -105,6 +104,6 @@ def check_logits(model: PreTrainedModel, role: str = "target") -> None:
     expected = (products.mT if transform is None else transform(products.mT)).to(logits.device)
     if not torch.allclose(logits[0].float(), expected.float(), rtol=0.05, atol=0.05 * float(expected.abs().max())):
         raise ValueError(
-            f"the {role} ({model.config.model_type}) does more to its lm_head's products than this trainer knows of: "
+            f"training does not support how the {role} ({model.config.model_type}) turns lm_head products into logits: "
             f"give another {role}"
         )

@@ -1,4 +1,4 @@
-"""Answers by the target in this process, decoded in groups of conversations that are the same in every run."""
+"""Answers by the target in this process, in groups of conversations that every run repeats."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -18,18 +18,17 @@ from trainer.data.conversations import AnswerKey, Message, OpenConversation, ans
 from trainer.recipe.common import DataSection
 
 GROUP = 4
-"""Batches in a group: more keep the rows of a batch full, fewer lose less to a kill."""
+"""Batches in a group: larger groups keep batches full, smaller ones lose less when killed."""
 TURN = 2**32
-"""Distance between the seeds of one turn and of the next: larger than any file's number of rows."""
+"""Distance between the seeds of successive turns: more than any file has rows."""
 
 
 class TargetBackend:
     """The target in this process, speculating if it has a drafter.
 
-    Conversations are decoded in groups that are the same in every run of the same command, so that a run that was
-    killed and started again writes the same answers, bit for bit: in bf16 the texts beside a text in its batch can
-    decide between two tokens that are equally good. The texts of a group whose first conversation has the
-    index i are decoded with the seeds seed + i, seed + i + 1, ...; later turns with seeds of their own.
+    Every run of a command decodes the same groups of conversations, so a killed and restarted run writes the same
+    answers, bit for bit: in bf16 the other texts of a batch can decide near-ties. A group whose first conversation has
+    index i uses the seeds seed + i, seed + i + 1, …, and others in later turns.
     """
 
     def __init__(
@@ -47,14 +46,14 @@ class TargetBackend:
     def outcomes(
         self, conversations: Iterable[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """Yield the outcomes of one group at a time, without the groups that are done."""
+        """Yield the outcomes of one group at a time, skipping groups that are done."""
         waiting = iter(conversations)
         while group := list(islice(waiting, GROUP * self._batch_size)):
             if any(conversation.key not in done for conversation in group):
                 yield self._answer(group, on_tokens)
 
     def _answer(self, group: Sequence[OpenConversation], on_tokens: Callable[[int], None]) -> list[Outcome]:
-        """Answer a group turn by turn, each turn for all conversations that have one left."""
+        """Answer a group turn by turn, each turn for all open conversations."""
         texts = [_Text(conversation) for conversation in group]
         for turn in range(max(len(conversation.turns) for conversation in group)):
             ready = [(text, prompt) for text in texts if text.is_open and (prompt := self._prompt(text))]
@@ -74,7 +73,7 @@ class TargetBackend:
         return [text.outcome() for text in texts]
 
     def _prompt(self, text: "_Text") -> tuple[int, ...] | None:
-        """Return the prompt of the text's next answer; None, with the problem noted, for one that cannot be decoded."""
+        """Return the prompt of the next answer; if it cannot be decoded, record the problem and return None."""
         conversation = text.conversation
         try:
             messages, tools = conversation.open_after(text.answers), conversation.tools
@@ -87,8 +86,6 @@ class TargetBackend:
 
 
 class _Text:
-    """A conversation under way."""
-
     def __init__(self, conversation: OpenConversation) -> None:
         self.conversation = conversation
         self.answers: list[Message] = []
@@ -98,7 +95,7 @@ class _Text:
 
     @property
     def is_open(self) -> bool:
-        """True while turns are left to answer; an answer that was cut off or is empty ends the conversation."""
+        """True while turns remain; an empty or cut-off answer ends the conversation."""
         broken_off = self.problem is not None or self.truncated or any(map(is_empty, self.answers))
         return not broken_off and len(self.answers) < len(self.conversation.turns)
 

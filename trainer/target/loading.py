@@ -1,4 +1,4 @@
-"""A recipe's target: loaded, or on disk once it was let go."""
+"""A recipe's target, loaded or only on disk."""
 
 import os
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from trainer.recipe.heads import MedusaRecipe
 
 @dataclass(frozen=True)
 class StoredTarget:
-    """A target by its place on the disk, without its model; a `Target` has it too."""
+    """A target without its model in memory."""
 
     name: str
     """Hub id or folder to load it from."""
     dtype: torch.dtype
-    """The dtype that it is loaded in."""
+    """The dtype to load it in."""
     fingerprint: str
     """`decoding.model.fingerprint.stored_fingerprint` of its weights."""
     tokenizer: PreTrainedTokenizerBase
@@ -47,31 +47,28 @@ class Target(StoredTarget):
 
 
 def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> Target:
-    """Load the recipe's target on a device, with its tokenizer, and check that it fits the data.
-
-    Every process calls this.
-    """
+    """Load the recipe's target with its tokenizer and check that it fits the data. Every process calls this."""
     name, trusted = resolve(recipe.target), recipe.trust_remote_code
-    model = agreed(lambda: load_target_model(recipe, device), patient=True)  # one machine may have to fetch it
+    model = agreed(lambda: load_target_model(recipe, device), patient=True)  # one machine may have to download it
     fingerprint = from_first(lambda: stored_fingerprint(name, trusted))
     tokenizer = load_tokenizer(name, trusted)
     return Target(name, parse_dtype(recipe.dtype), fingerprint, tokenizer, model)
 
 
 def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> CausalLM:
-    """Load the model alone, which one process may do by itself. ValueError where it does not fit the recipe's data."""
+    """Load the model alone, on any number of processes; raise ValueError if it does not fit the recipe's data."""
     dtype = parse_dtype(recipe.dtype)
-    one_process = int(os.environ.get("WORLD_SIZE", "1")) == 1  # then the model may take all GPUs
+    one_process = int(os.environ.get("WORLD_SIZE", "1")) == 1  # which may use all GPUs
     place = None if device.type == "cuda" and one_process else device
     model = CausalLM(load_model(resolve(recipe.target), dtype, place, recipe.trust_remote_code))
     if model.max_positions is not None and recipe.data.max_length > model.max_positions:
         raise ValueError(
-            f"data.max_length is {recipe.data.max_length} but the target's context holds {model.max_positions} tokens: "
-            f"give data.max_length={model.max_positions} or less"
+            f"data.max_length is {recipe.data.max_length}, but the target's context has {model.max_positions} tokens: "
+            f"set data.max_length={model.max_positions} or less"
         )
     reason = why_no_chains(model.model)
     if reason is not None and recipe.evaluation.prompts:
-        raise ValueError(f"{reason}, so that no evaluation can verify drafts: set evaluation.prompts=0 to train on it")
+        raise ValueError(f"{reason}, so evaluations cannot verify drafts: set evaluation.prompts=0 to train on it")
     if recipe.data.packing:
         check_documents_are_apart(model.model)
     return model

@@ -1,8 +1,8 @@
-"""Tensors that a target computes for the tokens of a data set, on disk: written once, read at every step.
+"""Store on disk of what a target computes for a data set: written once, read at every step.
 
-A folder holds shards of rows (see `trainer.files.shards`), ``weights.safetensors`` for tensors that belong to no
-example, and ``manifest.json``, which names the target and the data that the folder was made from, and the rows of each
-example. An `Identity` defines the row and its tensors; a `Writer` computes them.
+A folder contains shards of rows (see `trainer.files.shards`), ``weights.safetensors`` for tensors shared by all
+examples, and ``manifest.json`` with the origin and the rows of each example. An `Identity` defines the row and its
+tensors; a `Writer` computes them.
 """
 
 import json
@@ -32,8 +32,8 @@ from trainer.terminal.progress import ProgressBar
 
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 BATCH_TOKENS = 8192  # of a forward pass, padding included; one example may be longer
-_LOGITS = 1 << 28  # of a forward pass that computes them for every token
-_SPARE_BYTES = 1 << 28  # left free on the disk, with a twentieth of the bytes to write
+_LOGITS = 1 << 28  # most logits of a forward pass
+_SPARE_BYTES = 1 << 28  # left free on the disk, besides a twentieth of the bytes to write
 
 
 class Column(NamedTuple):
@@ -49,14 +49,14 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity(ABC):
-    """The origin of a folder: a run with another identity must not use it. Digests are SHA-256 in hexadecimal."""
+    """The origin of a folder: runs with another identity must not use it. Digests are SHA-256 in hexadecimal."""
 
     noun: ClassVar[str]
-    """Name of the folder's content in messages."""
+    """The content's name in messages."""
     row: ClassVar[str]
-    """Name of one row in messages."""
+    """A row's name in messages."""
     setting: ClassVar[str]
-    """Key of the recipe that names the folder."""
+    """The recipe's key for the folder."""
 
     target: str
     """`decoding.model.fingerprint.stored_fingerprint` of the target."""
@@ -68,7 +68,7 @@ class Identity(ABC):
 
     @staticmethod
     def of_target(target: CausalLM, fingerprint: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Return the fields that a target and its tokenizer decide."""
+        """Return the fields that depend on the target and its tokenizer."""
         return {
             "target": fingerprint,
             "tokenizer": digest_of(tokenizer.get_vocab()),
@@ -83,7 +83,7 @@ class Identity(ABC):
 
     @abstractmethod
     def columns(self) -> dict[str, Column]:
-        """The tensors of a shard, by name."""
+        """Return the tensors of a shard, by name."""
 
     @abstractmethod
     def num_rows(self, example: Example) -> int:
@@ -95,12 +95,12 @@ class Identity(ABC):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the tensors that belong to no example; 0: the folder has no file of them."""
+        """Bytes of the tensors shared by all examples; 0: there are none."""
         return 0
 
 
 class Writer(Protocol):
-    """Computes a folder's tensors by running a target."""
+    """Runner of a target that computes a folder's tensors."""
 
     @property
     def identity(self) -> Identity: ...
@@ -110,19 +110,19 @@ class Writer(Protocol):
         """Tokens of a forward pass, padding included; one example may be longer."""
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors that belong to no example, on the CPU."""
+        """Return the tensors shared by all examples, on the CPU."""
 
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
-        """Run the target on a batch; return the columns of its rows, one example after the other, on any device."""
+        """Run the target on a batch; return the columns of its rows, example by example, on any device."""
 
 
 def tokens_of_a_forward(vocab_size: int) -> int:
-    """Return the tokens of a forward pass that computes logits for each of them."""
+    """Return how many tokens fit in a forward pass with logits for each."""
     return min(BATCH_TOKENS, _LOGITS // vocab_size)
 
 
 def estimate_bytes(examples: Sequence[Example], identity: Identity) -> int:
-    """Return the bytes of a folder for these examples, but for a few hundred bytes a file."""
+    """Return the size of a folder for these examples, except a few hundred bytes per file."""
     return sum(map(identity.num_rows, examples)) * identity.row_bytes + identity.weight_bytes
 
 
@@ -132,9 +132,9 @@ MadeFrom = TypeVar("MadeFrom", bound=Identity)
 
 
 class Store(Generic[MadeFrom]):
-    """A whole folder to read, memory-mapped: only the rows of a batch are copied. ``layout``: by `ensure_store`.
+    """A complete folder, memory-mapped: only the rows of a batch are copied. ``layout`` is from `ensure_store`.
 
-    UserError for a folder that the machines of a run do not share.
+    Raises UserError if this machine lacks files: all must share the folder.
     """
 
     def __init__(self, folder: Path, identity: MadeFrom, layout: ShardLayout) -> None:
@@ -146,18 +146,16 @@ class Store(Generic[MadeFrom]):
         for name in _files(identity, layout):
             if not is_whole(folder / name, stamp, verify=False):
                 raise UserError(
-                    f"{folder} has no {name} here, which another process wrote",
-                    f"name a folder that all machines share in {identity.setting}",
+                    f"another process has written {name}, but {folder} here lacks it",
+                    f"set {identity.setting} to a folder that all machines share",
                 )
 
     def _weight(self, name: str) -> Tensor:
-        """Return a tensor that belongs to no example."""
         tensor: Tensor = self._open(WEIGHTS).get_tensor(name)
         return tensor
 
     def _column(self, name: str, batch: Batch) -> list[Tensor]:
-        """Return a column of each example's rows."""
-        assert len(batch.examples) == len(batch.tokens), "a batch says which examples it is made of"
+        assert len(batch.examples) == len(batch.tokens), "the batch lists its examples"
         assert min(batch.examples) >= 0, "only examples of the data set are stored"
         found = []
         for index in batch.examples:
@@ -183,7 +181,7 @@ def _stamp(identity: Identity, layout: ShardLayout) -> str:
 def _read_manifest(folder: Path, identity: Identity) -> ShardLayout | None:
     """Return the layout of a folder; None without a manifest.
 
-    UserError for a manifest of another identity, and for one that cannot be read: nothing else names its shards' data.
+    Raises UserError for a manifest that is unreadable or has another identity.
     """
     path = folder / MANIFEST
     try:
@@ -193,14 +191,13 @@ def _read_manifest(folder: Path, identity: Identity) -> ShardLayout | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path} cannot be read ({error or type(error).__name__}), and nothing was changed",
-            "start again if the disk failed for a moment, else remove the file, and the shards that are whole and of "
-            "this data are used again",
+            f"{path} cannot be read ({error or type(error).__name__})",
+            "start again if the disk failed for a moment, else remove this file; intact shards of this data are reused",
         ) from error
     names = [field.name for field in fields(identity)]
     remedy = f"give {identity.setting} another folder"
     if found.keys() != set(names):
-        raise UserError(f"{folder} holds something else than {identity.noun}", remedy)
+        raise UserError(f"{folder} does not contain {identity.noun}", remedy)
     if other := [name for name in names if found[name] != getattr(identity, name)]:
         differing = ", ".join(
             f"other {name}"
@@ -209,7 +206,8 @@ def _read_manifest(folder: Path, identity: Identity) -> ShardLayout | None:
             for name in other
         )
         raise UserError(
-            f"{folder} holds {identity.noun} made with {differing}", f"{remedy}, or delete this one to write it anew"
+            f"{folder} contains {identity.noun} made with {differing}",
+            f"{remedy}, or delete this one to write it again",
         )
     return layout
 
@@ -220,11 +218,11 @@ def _read_manifest(folder: Path, identity: Identity) -> ShardLayout | None:
 def ensure_store(
     writer: Writer, examples: Sequence[Example], folder: Path, shard_rows: int, process: Process = ALONE
 ) -> ShardLayout:
-    """Write the missing and the damaged files of a folder for these examples; return the layout of the whole folder.
+    """Write the missing and damaged files of a folder for these examples; return its layout.
 
-    Whole files stay untouched. May be killed at any time and called again. Every process calls this and writes its own
-    shards; each waits for the others, and for another run that writes the same folder. UserError for a folder of
-    another identity, and for a disk that is too small. A whole folder may be on a disk that takes no lock.
+    Intact files stay untouched, so this may be killed and called again. Every process calls it, writes a share of the
+    shards, and waits for the others and for other runs writing the same folder. A complete folder may be on a disk
+    without locks. Raises UserError for a folder of another identity, and for too small a disk.
     """
     with ExitStack() as held:
 
@@ -250,7 +248,7 @@ def _is_whole(identity: Identity, folder: Path, layout: ShardLayout) -> bool:
 def _begin(
     identity: Identity, examples: Sequence[Example], folder: Path, shard_rows: int, process: Process
 ) -> ShardLayout:
-    """Return the layout of a folder, for which there is room on its disk; write the manifest of a new one."""
+    """Return the layout of a folder, after checking its disk; write the manifest of a new one."""
     lengths = tuple(identity.num_rows(example) for example in examples)
     found = _read_manifest(folder, identity)
     begun = found is not None and found.lengths == lengths
@@ -277,22 +275,21 @@ def _check_space(folder: Path, identity: Identity, layout: ShardLayout) -> None:
     free = shutil.disk_usage(folder).free
     if needed and needed * 1.05 + _SPARE_BYTES > free:
         raise UserError(
-            f"the {identity.noun} would take {needed / 1e9:.2f} GB more but the disk of {folder} has "
-            f"{free / 1e9:.2f} GB free, {_SPARE_BYTES / 1e9:.2f} GB and a twentieth of which are kept",
-            f"give {identity.setting} a larger disk, or fewer data by data.max_rows",
+            f"the {identity.noun} would take {needed / 1e9:.2f} GB more, but {folder} has {free / 1e9:.2f} GB free "
+            f"(5% and {_SPARE_BYTES / 1e9:.2f} GB are kept in reserve)",
+            f"set {identity.setting} to a larger disk, or lower data.max_rows",
         )
 
 
 def _write_missing(
     writer: Writer, examples: Sequence[Example], folder: Path, layout: ShardLayout, process: Process
 ) -> None:
-    """Write this process's share of the files that are missing or damaged."""
     identity, noun, row = writer.identity, writer.identity.noun, writer.identity.row
     stamp = _stamp(identity, layout)
     own = _files(identity, layout)[process.rank :: process.world]
     missing = {name for name in own if not is_whole(folder / name, stamp, verify=True)}
     for name in sorted(name for name in missing if is_begun(folder / name)):
-        say(process.console, f"{noun}: {name} was damaged or half written, and is written again")
+        say(process.console, f"{noun}: {name} was damaged or incomplete and is written again")
     if WEIGHTS in missing:
         write_sealed(folder / WEIGHTS, writer.weights(), stamp)
     shards = [shard for shard in range(len(layout.shards)) if shard_name(shard) in missing]
@@ -315,9 +312,9 @@ def _write_missing(
 def _batches(
     shard: Sequence[int], examples: Sequence[Example], layout: ShardLayout, batch_tokens: int
 ) -> Iterator[list[int]]:
-    """Yield a shard's examples that have rows in batches of similar length, the longest first.
+    """Yield a shard's examples with rows in batches of similar length, the longest first.
 
-    The batches do not depend on the files written before, nor on the process that writes.
+    Batches depend neither on files already written nor on the process.
     """
     order = sorted((i for i in shard if layout.lengths[i]), key=lambda index: -len(examples[index].tokens))
     while order:
@@ -327,7 +324,6 @@ def _batches(
 
 
 def _fill(tensors: dict[str, Tensor], layout: ShardLayout, batch: Batch, found: dict[str, Tensor]) -> None:
-    """Copy each example's rows to their positions in its shard."""
     counts = [layout.lengths[index] for index in batch.examples]
     for name, tensor in tensors.items():
         for index, rows in zip(batch.examples, found[name].cpu().split(counts), strict=True):

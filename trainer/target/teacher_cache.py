@@ -1,13 +1,12 @@
-"""The teacher cache: the target's logits on disk, its best and a sample of the others, to train drafts without it.
+"""The teacher cache: the target's best logits and a sample of the rest on disk, to train drafts without the target.
 
-A row is a position whose next token is trained (`Batch.labelled`): prompts take no room. A row holds the ids and logits
-of the ``top_k`` best tokens, those of ``tail`` tokens drawn with replacement from the target's distribution over all
-others, and the logsumexp over all tokens. The sample keeps losses and gradients unbiased (see
-`trainer.learning.losses.SampledTailTeacher`; Sparse Logit Sampling, 2503.16870).
+A row is a position whose next token is trained (`Batch.labelled`); prompts have no rows. It contains ids and logits of
+the ``top_k`` best tokens and of ``tail`` others drawn with replacement by the target's probabilities, and the logsumexp
+over all tokens. See `trainer.learning.losses.SampledTailTeacher` and Sparse Logit Sampling (2503.16870).
 
-Logits are stored as the model computes them, in its dtype, and divided by the temperature when they are read: a
-quotient in bf16 would be rounded once more. The total and the sample are at the temperature. Ids take two bytes, or
-three in a vocabulary of more than 65,536 tokens: a row of 60 tokens in bf16 is 244 or 304 bytes.
+Logits keep the model's dtype and are divided by the temperature on reading, because a quotient in bf16 would be rounded
+again. The logsumexp and the sample are at the temperature. An id takes two bytes, or three if the vocabulary exceeds
+65,536 tokens: a row of 60 tokens in bf16 has 244 or 304 bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +45,7 @@ class TeacherIdentity(Identity):
     top_k: int
     tail: int
     temperature: float
-    """Divides the logits of the distribution that is sampled and compared."""
+    """Temperature of the distribution that is sampled and compared."""
 
     @staticmethod
     def of(
@@ -57,11 +56,11 @@ class TeacherIdentity(Identity):
         section: TeacherSection,
         temperature: float,
     ) -> "TeacherIdentity":
-        """Return the identity of these examples' cache; ValueError for a top_k of the whole vocabulary or more."""
+        """Return the identity of these examples' cache; raise ValueError if top_k leaves nothing to sample."""
         if section.top_k >= target.vocab_size:
             raise ValueError(
-                f"draft.teacher.top_k is {section.top_k} but the target knows {target.vocab_size} tokens: "
-                "give fewer, so that there is a rest to draw from"
+                f"draft.teacher.top_k is {section.top_k}, but the target has {target.vocab_size} tokens: lower it to "
+                "leave some to sample"
             )
         return TeacherIdentity(
             **Identity.of_target(target, fingerprint, tokenizer),
@@ -72,7 +71,7 @@ class TeacherIdentity(Identity):
         )
 
     def columns(self) -> dict[str, Column]:
-        """Return the columns: ids (low and high parts) and logits of the best tokens and the sample; the log total."""
+        """Return the columns: low and high parts of ids, logits, and the log total."""
         kept = (self.top_k + self.tail,)
         columns = {"ids": Column(torch.uint16, kept), "logits": Column(self.torch_dtype, kept)}
         if self.vocab_size > _TWO_BYTES:
@@ -80,16 +79,15 @@ class TeacherIdentity(Identity):
         return columns | {"log_total": Column(torch.float32)}
 
     def num_rows(self, example: Example) -> int:
-        """Return the number of its trained tokens without those that begin a document."""
+        """Return the number of its trained tokens, except the first of each document."""
         return len(example.predicted())
 
 
 @dataclass(frozen=True)
 class TeacherWriter:
-    """Computes a teacher cache by running the target.
+    """Computes a teacher cache: runs the target.
 
-    The sample of an example depends on its index in the data set and on its logits alone, not on the examples beside
-    it, nor on the process that writes it.
+    An example's sample depends only on its index in the data set and its logits.
     """
 
     target: CausalLM
@@ -105,7 +103,7 @@ class TeacherWriter:
 
     @torch.inference_mode()
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the rows of the labelled positions; no other position's logits are computed."""
+        """Return the rows of the labelled positions; other positions' logits are not computed."""
         identity, labelled, model = self.identity, batch.labelled(1), self.target.model
         of_labels = capture_lm_head_input(model, lambda hidden: hidden[labelled.to(hidden.device)][None])
         with of_labels:
@@ -118,8 +116,7 @@ class TeacherWriter:
         return {name: torch.cat([part[name] for part in parts]) for name in identity.columns()}
 
     def _kept(self, logits: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, "rows tail"]) -> dict[str, Tensor]:
-        """Return the columns of some rows."""
-        logits = logits.to(self.identity.torch_dtype)  # first, so that the total is that of the stored logits
+        logits = logits.to(self.identity.torch_dtype)  # first: the total must be that of stored logits
         scores = logits.float() / self.identity.temperature
         best = logits.topk(self.identity.top_k).indices
         tokens = torch.cat((best, sample_tail(scores, best, uniforms.to(logits.device))), 1)
@@ -132,7 +129,6 @@ class TeacherWriter:
 
 
 def _uniforms(index: int, rows: int, tail: int) -> Float[Tensor, "rows tail"]:
-    """Return the uniform numbers of an example's sample, in fp64."""
     generator = torch.Generator().manual_seed(_SEED * 1_000_003 + index)
     return torch.rand(rows, tail, generator=generator, dtype=torch.float64)
 
@@ -142,33 +138,30 @@ def sample_tail(
 ) -> Int[Tensor, "rows tail"]:
     """Draw tokens with replacement from the softmax of ``scores`` without ``best``, by inverse cumulative sums.
 
-    Where no other token has a probability above 0, any others are returned. ``uniforms`` are fp64 in [0, 1 - 2⁻⁵³].
+    If all others have probability 0, return any of them. ``uniforms`` are fp64 in [0, 1 - 2⁻⁵³].
     """
     lowest = torch.finfo(scores.dtype).min
     rest = scores.clamp(min=lowest).scatter_(1, best, -torch.inf).softmax(-1)
     sums = rest.cumsum(-1, dtype=torch.float64)  # in fp32 the rare tokens of a large vocabulary add nothing
     drawn = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)  # the product is below the last sum
-    # A GPU adds in an order of its own, so its sums may rise a little at a token of probability 0.
+    # A GPU adds in another order: sums may rise slightly at a token of probability 0.
     return torch.where(rest.gather(1, drawn) > 0, drawn, rest.argmax(-1, keepdim=True))
 
 
 class TeacherStore(Store[TeacherIdentity]):
-    """A teacher cache to read, memory-mapped."""
+    """A teacher cache on disk, memory-mapped."""
 
     def read(self, batch: Batch) -> dict[str, Tensor]:
         """Return the columns of the labelled positions, ordered as ``x[batch.labelled(1)]``, on the host."""
         columns = {name: self._column(name, batch) for name in self.identity.columns()}
         counts = [len(rows) for rows in columns["log_total"]]
-        assert counts == batch.labelled(1).sum(1).tolist(), "the batch trains what the cache was written for"
+        assert counts == batch.labelled(1).sum(1).tolist(), "batch and cache have the same labels"
         return {name: torch.cat(rows) for name, rows in columns.items()}
 
     def for_batch(
         self, batch: Batch, places: Tensor | None = None, stored: Mapping[str, Tensor] | None = None
     ) -> SampledTailTeacher:
-        """Return the teacher of the labelled positions, on the device of ``stored``.
-
-        Its logits are fp32, divided by the temperature of the cache.
-        """
+        """Return the teacher of the labelled positions, on the device of ``stored``: fp32 logits over temperature."""
         identity, whole = self.identity, self.read(batch) if stored is None else stored
         tokens = whole["ids"].long()
         if "high_ids" in whole:
@@ -184,9 +177,9 @@ class TeacherStore(Store[TeacherIdentity]):
 def ensure_teacher_cache(
     target: Target, examples: Sequence[Example], section: TeacherSection, temperature: float, process: Process
 ) -> TeacherStore:
-    """Write the missing rows of these examples' cache at the loss's temperature; return the whole cache.
+    """Write the missing rows of these examples' cache, at the loss's temperature; return the whole cache.
 
-    Every process calls this, and waits for the others at the end.
+    Every process calls this and waits for the others.
     """
     identity = TeacherIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section, temperature)
     folder = Path(section.folder)

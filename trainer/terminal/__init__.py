@@ -1,1 +1,1 @@
-"""Text on the terminal: consoles, progress bars, and the silencing of other libraries."""
+"""Output on the terminal: consoles, progress bars, streamed texts and exit codes."""

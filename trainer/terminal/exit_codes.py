@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """An exit code: its number, its meaning in two or three words, and the whole of it in a sentence."""
+    """An exit code: its number, a short meaning, and a full sentence."""
 
     short: str
     meaning: str
@@ -31,8 +31,8 @@ def exit_code_line() -> str:
     return ", ".join(f"{code.value} {code.short}" for code in ExitCode)
 
 
-class Stopped(Exception):  # not an error: the work was asked to stop, and can go on
-    """Work ended by a signal, its state saved; ``code`` is the exit code of the signal."""
+class Stopped(Exception):  # not an error: the work can be resumed
+    """Work ended by a signal, with its state saved; ``code`` is the signal's exit code."""
 
     def __init__(self, message: str, code: ExitCode = ExitCode.TERMINATED) -> None:
         super().__init__(message)

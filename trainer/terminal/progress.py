@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal; anywhere else a line every 15 seconds."""
+"""Progress of long work: a bar on a terminal, elsewhere a line every 15 seconds."""
 
 import time
 from collections.abc import Callable
@@ -9,15 +9,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from trainer.terminal.console import say
 
 LINE_SECONDS = 15.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between lines without a terminal."""
 
 
 class ProgressBar:
-    """One task's progress, shown between ``with`` and its end.
+    """One task's progress, as a bar or lines such as "answering: 120/1,792, 310 tokens/s, about 12 min left".
 
-    ``description`` names the work; ``completed`` of ``total`` (None: not known yet) were done before it began; ``note``
-    stands behind both. Without a terminal a line reads "answering: 120/1,792, 310 tokens/s, about 12 min left". Nothing
-    is shown unless ``active``, which is true on one of several processes. ``clock`` returns seconds.
+    ``completed`` of ``total`` items (None: not known yet) were done before. Only an ``active`` bar shows anything: one
+    of several processes. ``clock`` returns seconds.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class ProgressBar:
         return self._clock() - self._began
 
     def begin(self, completed: int) -> None:
-        """Start the clock, with ``completed`` items done before: the pace counts from here."""
+        """Start the clock with ``completed`` items already done; they do not count for the pace."""
         self.completed = self._before = completed
         self._began = self._last_line = self._clock()
         self._bar.reset(self._task, completed=completed, total=self._total)
@@ -70,7 +69,7 @@ class ProgressBar:
         self.update(self.completed + count)
 
     def update(self, completed: int | None = None, *, total: int | None = None, note: str | None = None) -> None:
-        """Set the items done, their total and the note; None keeps the value before."""
+        """Set the items done, their total and the note; None keeps a value."""
         self.completed = self.completed if completed is None else completed
         self._total = self._total if total is None else total
         self._note = self._note if note is None else note
@@ -85,7 +84,7 @@ class ProgressBar:
         return ", ".join(part for part in parts if part)
 
     def _left(self) -> str:
-        """Estimate the time left from the pace since the beginning; empty where it cannot be told."""
+        """Estimate the time left from the pace so far; empty if unknown."""
         done = self.completed - self._before
         if self._total is None or done <= 0 or self.completed >= self._total:
             return ""

@@ -1,7 +1,4 @@
-"""A text as it is decoded: plain in a pipe, coloured by origin on a terminal; and its figures.
-
-`CtrlC` ends the text, not the program.
-"""
+"""Printing of a text while it is decoded, its figures, and Ctrl-C that ends only the text."""
 
 import signal
 import threading
@@ -19,27 +16,26 @@ from decoding.stream import Tally, stream_pieces
 from decoding.text import TextDecoder
 
 DRAFTED, OWN = Style.parse("green"), Style.parse("bold")
-"""Styles of accepted draft tokens and of the target's own; weight tells them apart if there are no colours."""
+"""Styles of accepted draft tokens and of the target's own; bold differs even without colours."""
 
 
 def shows_styles(console: Console) -> bool:
-    """Return True if tokens are coloured by origin: on a terminal that is not dumb, without NO_COLOR."""
+    """Return True if tokens are coloured by origin: on a capable terminal, without NO_COLOR."""
     is_terminal = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
     return is_terminal and console.color_system is not None
 
 
 def legend() -> Text:
-    """Return a line that says which style is which."""
+    """Return a line that explains the styles."""
     return Text.assemble(("green", DRAFTED), ": accepted draft tokens; ", ("bold", OWN), ": the target's own tokens")
 
 
 def show_steps(
     console: Console, steps: Iterable[Step], tokenizer: TextDecoder, hidden: Container[int] = (), coloured: bool = True
 ) -> None:
-    """Write the text of one text's steps, each as soon as it is done, and end its last line.
+    """Write a text step by step, and end its last line; leave out the tokens in ``hidden``.
 
-    In a pipe it is the text as the model wrote it, on a terminal it has no control characters. Tokens in ``hidden``
-    have no text.
+    A pipe gets the text as the model wrote it, a terminal without control characters.
     """
     styled, last = coloured and shows_styles(console), "\n"
     try:
@@ -56,9 +52,9 @@ def show_steps(
 
 
 def summary(tally: Tally, name: str) -> str:
-    """Return one line: tokens per target pass and tokens/s; ``name`` is that of the drafter with its label."""
+    """Return one line with tokens per target pass and tokens/s; ``name`` is the drafter's, with its label."""
     if not tally.passes:
-        return f"{name}: no token behind the prefill"
+        return f"{name}: no token after the prefill"
     return (
         f"{name}: {tally.tokens_per_pass:.2f} tokens per target pass "
         f"({tally.accepted} of {tally.tokens} tokens drafted), {tally.tokens_per_second:.0f} tokens/s"
@@ -71,10 +67,10 @@ Item = TypeVar("Item")
 
 
 class CtrlC:
-    """Handler of Ctrl-C between ``with`` and its end; ``asked`` is True once it was pressed.
+    """Handler of Ctrl-C while entered; ``asked`` is True once it was pressed.
 
-    The first Ctrl-C ends `until_asked` after the running item. A second one ends the block at once. Threads other than
-    the main one leave the handler alone, and so does a process that ignores Ctrl-C, as one that a script began with &.
+    The first Ctrl-C ends `until_asked` after the current item, a second one ends the block at once. It does nothing
+    outside the main thread, or if the process ignores Ctrl-C, as in a script's background job.
     """
 
     def __init__(self) -> None:
@@ -100,7 +96,7 @@ class CtrlC:
         self.asked = True
 
     def until_asked(self, items: Iterable[Item]) -> Generator[Item, None, None]:
-        """Yield the items until Ctrl-C, none behind one; a generator among ``items`` is closed at the end."""
+        """Yield items until Ctrl-C; close ``items`` at the end if it is a generator."""
         source = iter(items)
         try:
             if self.asked:

@@ -1,11 +1,11 @@
-"""A cascade: a cheaper drafter speculates for the draft model, so that a chain takes fewer passes of the draft model.
+"""A cascade: a cheaper drafter speculates for the draft model, which saves passes of the draft model.
 
 Staged speculation (Spector and Re 2308.04623; Chen et al. 2312.11462): a lookup proposes a tree to the draft model,
-which verifies it in one pass. This repeats after the kept tokens until the chain has its length.
+which verifies it in one pass. This repeats after the kept tokens until the chain is complete.
 
-Each token of the chain is drawn from the draft's own q in its context, whether the lookup guessed it or not: this is
-the sampled-verify rule with the draft in the target's place. So the chain's distribution and the recorded q are those
-of the draft alone. Each token takes one draw, so with the same seed the chain is the same as well.
+Each token of the chain is drawn from the draft's own q in its context, whether the lookup guessed it or not: the
+sampled-verify rule with the draft as target. The chain's distribution and the recorded q are therefore the same as
+without the lookup. Each token takes one draw, so with the same seed the chain itself is the same.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ from decoding.rules.verify import Verdict, sampled_verify
 class CascadeDrafter(TextDrafter):
     """Drafter of a chain of ``tokens`` by a model with the target's tokenizer, sped up by ``lookup``.
 
-    Every text has its own draft cache, and the texts of a batch are drafted one after the other. The chain ends where
-    processors forbid every token that the draft knows.
+    Every text has its own draft cache, and the texts of a batch are drafted in turn. The chain ends early if processors
+    forbid every token that the draft knows.
     """
 
     name = "cascade"
@@ -59,15 +59,11 @@ class CascadeDrafter(TextDrafter):
 
 
 class CascadeSession(TextSession):
-    """A session on one text."""
-
     def __init__(self, drafter: CascadeDrafter, state: DraftState, start: TextStart) -> None:
         self._drafter, self._state, self._start = drafter, state, start
         self._lookup = self._new_lookup()
-        self._text: list[int] = []
-        """Tokens of the last request and, after them, the chain drafted then."""
-        self._cached = 0
-        """Number of its leading tokens whose keys the draft's cache holds."""
+        self._text: list[int] = []  # tokens of the last request, followed by the chain drafted for it
+        self._cached = 0  # number of its leading tokens with keys in the draft's cache
 
     def _new_lookup(self) -> TextSession:
         sampling, length = self._state.rows.sampling, 0
@@ -81,7 +77,7 @@ class CascadeSession(TextSession):
             return Proposal.root_only(request.tokens[-1], device)
         length, q_rows = len(request.tokens), list[Tensor]()
         common = common_length(request.tokens, self._text)
-        if common < len(self._text):  # refused tokens; a lookup reads texts that only grow
+        if common < len(self._text):  # rejected tokens; a lookup reads texts that only grow
             self._lookup = self._new_lookup()
         self._text = list(request.tokens)
         self._cached = min(self._cached, common, length - 1)
@@ -109,7 +105,7 @@ class CascadeSession(TextSession):
         """Run the text's tokens that the cache lacks, then the tree; return the logits at its nodes."""
         draft, last = self._drafter.draft, self._drafter.draft.vocab_size - 1
         if lacking := self._text[self._cached : -1]:
-            # A token that only the target knows is read as the draft's last token, as in `DraftState`.
+            # A token unknown to the draft is read as the draft's last token, as in `DraftState`.
             draft.append([[min(token, last) for token in lacking]], self._state.cache)
             self._cached = len(self._text) - 1
         known = TokenTree.of_list([min(token, last) for token in tree.token_list], tree.shape, draft.device)
@@ -118,9 +114,9 @@ class CascadeSession(TextSession):
     def _judge(
         self, tokens: Sequence[int], chain: Sequence[int], guess: Proposal, logits: Float[Tensor, "nodes vocab"]
     ) -> tuple[Verdict, list[Float[Tensor, "emitted vocab"]]]:
-        """Return the guesses that the draft itself writes, with its own next token, and the q of each of these tokens.
+        """Return the guesses that the draft confirms, with its own next token, and the q of each of these tokens.
 
-        The next token is ``vocab``, which is no id, if processors forbid every token that the draft knows.
+        The next token is ``vocab``, which is not an id, if processors forbid every token that the draft knows.
         """
         rows = self._state.rows
         history = None
@@ -133,7 +129,7 @@ class CascadeSession(TextSession):
             best: list[int] = adjusted_logits(logits, rows.sampling, history).argmax(-1).tolist()
             return Verdict(*guess.tree.descend(best)), []
         q = probabilities(logits, rows.sampling, history)
-        # A last token stands for none: it has all the mass where no token is allowed.
+        # An extra last token means none: it has all the mass if no token is allowed.
         massless = q.isnan().any(-1, keepdim=True)
         verdict = sampled_verify(guess, torch.cat([q.masked_fill(massless, 0), massless.to(q)], -1), self._start.source)
         return verdict, [q[[0, *verdict.path]]]

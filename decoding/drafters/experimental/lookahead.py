@@ -1,19 +1,19 @@
-"""Lookahead decoding (Fu et al. 2402.02057): the target itself guesses ahead, in the positions a pass leaves idle.
+"""Lookahead decoding (Fu et al. 2402.02057): the target guesses ahead in idle positions of its own passes.
 
 A window of guessed tokens is kept from step to step: ``window`` columns of ``ngram - 1`` levels each. The token at
-level l of column i stands l + i positions after the text's last token, which is level 0 of column 0. The tokens of
-level 0 form a chain, the trunk. A token of a higher level is the child of the token one level below it in its column.
-So the window is a tree, and a tree's mask does the work of lookahead's own attention mask.
+level l of column i is l + i positions after the text's last token, which is level 0 of column 0. The tokens of level 0
+form a chain, the trunk. A token of a higher level is the child of the token one level below it in its column. So the
+window is a tree, and a tree's mask replaces lookahead's own attention mask.
 
-Each target pass also predicts the token after every column's last level. That completes one n-gram per column, which
-goes into the pool. The levels then move down by one, and the predicted tokens become the last level (a Jacobi step for
-all positions at once). The pool's n-grams that begin with the text's last token are the tree's other branches, the
-guesses to be accepted.
+Each target pass also predicts the token after every column's last level. That completes one n-gram per column for the
+pool. The levels then move down by one, and the predicted tokens become the last level (a Jacobi step for all positions
+at once). The pool's n-grams that begin with the text's last token are the tree's other branches, the guesses to be
+accepted.
 
-The tree depends on the text and on the logits of earlier passes, never on random numbers of this step's verification.
-So it is deterministic, and a rule for deterministic proposals is lossless at any temperature: given all earlier steps
-the tree is fixed, and each token is drawn from the target's distribution in its context. The guesses are the target's
-argmax without sampling controls; that changes only how often they are accepted.
+The tree depends on the text and on the logits of earlier passes, never on this step's random numbers. So it is
+deterministic, and a rule for deterministic proposals is lossless at any temperature: given all earlier steps the tree
+is fixed, and each token is drawn from the target's distribution in its context. The guesses are the target's argmax
+without sampling controls; that changes only how often they are accepted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,10 +31,10 @@ from decoding.rules.tree import TokenTrie
 
 
 class LookaheadDrafter(TextDrafter):
-    """Drafter without a model besides the target: W = ``window``, N = ``ngram`` and G = ``guesses`` of the paper.
+    """Drafter without a second model: W = ``window``, N = ``ngram`` and G = ``guesses`` of the paper.
 
-    ``guesses`` bounds the n-grams kept for each first token, and so the branches tried in a step. The n-grams of the
-    prompt and the output are in the pool too. In a step without room for the whole window, only guesses run.
+    ``guesses`` limits the n-grams kept for each first token, and thereby the branches tried in a step. The n-grams of
+    the prompt and the output are in the pool too. A step without room for the whole window runs only guesses.
     """
 
     name = "lookahead"
@@ -43,12 +43,11 @@ class LookaheadDrafter(TextDrafter):
         if window < 1 or guesses < 1:
             raise ValueError(f"window is {window} and guesses {guesses}: give at least 1 of each")
         if ngram < 2:
-            raise ValueError(f"ngram is {ngram}: give at least 2, the text's last token and one guess")
+            raise ValueError(f"ngram is {ngram}: give at least 2 (the text's last token and one guess)")
         self.window = window
         self.ngram = ngram
         self.guesses = guesses
         self.window_size = Budget(window + ngram - 3, window * (ngram - 1))
-        """The window alone, the root included."""
         depth, nodes = self.window_size
         self.budgets = (Budget(max(ngram - 1, depth), nodes + guesses * (ngram - 1)),)
 
@@ -65,17 +64,15 @@ class LookaheadSession:
         self._drafter = drafter
         self._device = target.device
         self._prompt_length = prompt_length
-        self._columns: list[list[int]] = []
-        """Tokens of each column, from level 0 up."""
+        self._columns: list[list[int]] = []  # tokens of each column, from level 0 up
         self._pool: dict[int, dict[tuple[int, ...], None]] = {}
-        """The rests of the latest n-grams by their first token, the latest last."""
+        """First token -> the rests of its latest n-grams, the latest last."""
         self._read = 0
-        self._last_nodes: list[int] = []
-        """Node of the last proposal at the end of each column; empty if no column ran."""
+        self._last_nodes: list[int] = []  # node of the last proposal at the end of each column; empty if no column ran
 
     def propose(self, request: DraftRequest) -> Proposal:
         tokens, drafter = request.tokens, self._drafter
-        if not self._columns:  # any tokens would do, and those of the prompt occur in the text
+        if not self._columns:  # any tokens would do; prompt tokens are likely to recur
             prompt = tokens[: self._prompt_length]
             self._columns = [
                 [prompt[(level + column) % len(prompt)] for level in range(drafter.ngram - 1)]
@@ -95,7 +92,7 @@ class LookaheadSession:
 
     @torch.inference_mode()
     def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """Complete an n-gram in every column, and move the levels down by one, if the window ran."""
+        """If the window ran, complete an n-gram in every column and move the levels down by one."""
         if not self._last_nodes:
             return
         predicted: list[int] = logits[self._last_nodes].argmax(-1).tolist()
@@ -113,7 +110,7 @@ class LookaheadSession:
             yield [*trunk, *column[1:]]
 
     def _keep(self, ngram: Sequence[int]) -> None:
-        """Put an n-gram into the pool; drop the oldest of its first token if they are too many."""
+        """Put an n-gram into the pool; drop the oldest with the same first token if there are too many."""
         rests = self._pool.setdefault(ngram[0], {})
         rest = tuple(ngram[1:])
         rests.pop(rest, None)

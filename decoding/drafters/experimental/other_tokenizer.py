@@ -1,8 +1,8 @@
 """A draft model with another tokenizer than the target's: the two exchange text.
 
 Follows `transformers`' universal assisted generation (``assistant_tokenizer``). At every step the draft's tokenizer
-encodes the text anew, and the target's tokenizer encodes the draft's continuation: slower than a draft with the same
-tokenizer.
+encodes the text anew, and the target's tokenizer encodes the draft's continuation. This is slower than a draft with the
+same tokenizer.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,12 @@ from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, common_length
 
-_LOOKBEHIND = 10
-"""Number of tokens before the new ones that are encoded with them, so that the split is that of the whole text."""
-_HALF = "\ufffd"
-"""Replacement character, which a decoder writes for the bytes of an incomplete character."""
+_LOOKBEHIND = 10  # number of earlier tokens that are encoded with the new ones, to split them as in the whole text
+_HALF = "\ufffd"  # replacement character, which a decoder writes for the bytes of an incomplete character
 
 
 class OtherTokenizerDrafter(TextDrafter):
-    """Drafter of a chain: the draft's greedy continuation of the text, ``tokens`` of its own tokens long.
+    """Drafter of a chain: the draft's greedy continuation of the text, ``tokens`` of the draft's tokens long.
 
     The chain is a function of the text, so it is deterministic at any temperature.
     """
@@ -45,8 +43,7 @@ class OtherTokenizerDrafter(TextDrafter):
         largest = max(draft_tokenizer.get_vocab().values())
         if largest >= draft.vocab_size:
             raise ValueError(
-                f"the draft's tokenizer writes tokens up to {largest} but the draft knows 0 to {draft.vocab_size - 1}: "
-                "give the tokenizer that belongs to the draft"
+                f"the draft's tokenizer has token {largest}, the draft only {draft.vocab_size}: give its own tokenizer"
             )
         self.draft = draft.with_static(None)  # a static model has one cache
         self.draft_tokenizer = draft_tokenizer
@@ -55,7 +52,7 @@ class OtherTokenizerDrafter(TextDrafter):
         self.budgets = chain_budgets(tokens)
         self.label_with_size = f"{self.name}, {tokens} tokens"
         self.special_tokens = frozenset(draft_tokenizer.all_special_ids)
-        """Special tokens of the draft; its tokens after one of them are no continuation."""
+        """Special tokens of the draft; tokens after one of them do not continue the text."""
         self.prefix = _prefix(draft_tokenizer)
         """Tokens that the draft's tokenizer puts before any text, such as a BOS token."""
         known = draft_tokenizer.get_vocab()
@@ -70,7 +67,7 @@ class OtherTokenizerDrafter(TextDrafter):
 
 
 class OtherTokenizerSession(TextSession):
-    """A session on one text. The draft's cache holds the keys of ``_held``, tokens of the draft's own vocabulary."""
+    """A session on one text. The draft's cache contains the keys of ``_held``, tokens of the draft's vocabulary."""
 
     def __init__(self, drafter: OtherTokenizerDrafter, target: CausalLM, max_length: int) -> None:
         self._drafter = drafter
@@ -93,7 +90,7 @@ class OtherTokenizerSession(TextSession):
         )
 
     def _own_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """Encode the text by the draft's tokenizer; empty if the text ends inside a character."""
+        """Encode the text with the draft's tokenizer; empty if the text ends inside a character."""
         bos = self._drafter.target_tokenizer.bos_token_id
         readable = [token for token in tokens[tokens[0] == bos :] if token not in self._drafter.unreadable]
         text = _decode(self._drafter.target_tokenizer, readable)
@@ -102,7 +99,7 @@ class OtherTokenizerSession(TextSession):
         return [*self._drafter.prefix, *_encode(self._drafter.draft_tokenizer, text)]
 
     def _continue(self, own: list[int]) -> list[int]:
-        """Continue greedily, up to a special token; tokens whose keys are cached do not run again."""
+        """Continue greedily, up to a special token; tokens with cached keys do not run again."""
         common = common_length(self._held, own[:-1])
         self._cache.truncate(0, common)
         columns = [self._best(self._draft.append([own[common:]], self._cache).logits)]
@@ -118,7 +115,7 @@ class OtherTokenizerSession(TextSession):
         return best if self._draft.output_tokens is None else self._draft.output_tokens[best]
 
     def _translate(self, tokens: Sequence[int], own: Sequence[int], written: Sequence[int]) -> list[int]:
-        """Encode ``written``, the draft's continuation of the text, by the target's tokenizer."""
+        """Encode ``written``, the draft's continuation of the text, with the target's tokenizer."""
         before = _decode(self._drafter.draft_tokenizer, own[-_LOOKBEHIND:])
         after = _decode(self._drafter.draft_tokenizer, [*own[-_LOOKBEHIND:], *written])
         if not after.startswith(before):
@@ -129,7 +126,7 @@ class OtherTokenizerSession(TextSession):
         tokenizer = self._drafter.target_tokenizer
         known = _decode(tokenizer, tokens[-_LOOKBEHIND:])
         whole = _encode(tokenizer, known + new)
-        # The index at which the known text's tokens end in the whole; None if a token reaches across that end.
+        # Index of the first new token in the whole; None if a token reaches across the known text's end.
         behind = (end for end in range(1, len(whole)) if _decode(tokenizer, whole[:end]) == known)
         end = next(behind, None)
         translated = whole[end:] if end is not None else _encode(tokenizer, new)

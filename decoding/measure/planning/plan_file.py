@@ -31,7 +31,7 @@ def plan_fingerprints(target: str, specs: Sequence[DrafterSpec], trusted: bool =
 
 
 def write_plan(content: Mapping[str, Any], path: Path) -> None:
-    """Write a plan as JSON. ``content`` holds the figures of `Planner.run`, ``dtype``, ``fingerprints`` and more."""
+    """Write a plan as JSON. ``content`` holds a planner's figures, ``dtype``, ``fingerprints`` and more."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"format": FORMAT, **content}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -43,6 +43,10 @@ def read_plan(path: Path) -> "Plan":
     content = read_object(path, _REMEDY)
     if content.get("format") != FORMAT:
         raise ValueError(f"{path} is not a plan of this version (its format is {content.get('format')!r}): {_REMEDY}")
+    if "prospects" in content:
+        raise ValueError(
+            f"{path} chooses no drafter, as it was made before any training: make one with `headstart plan --drafter`"
+        )
     if missing := sorted(_KEYS - content.keys()):
         raise ValueError(f"{path} is a plan without {', '.join(missing)}: {_REMEDY}")
     return Plan(str(path), content)

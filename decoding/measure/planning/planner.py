@@ -1,56 +1,27 @@
 """The plan: measure acceptance and costs, choose at every batch size, and say what to expect."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
 from typing import Any
 
 from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
-from decoding.generate import DecodingConfig
-from decoding.measure.planning.forms import DEEPEST_CHAIN, Family, Load, RankCounts, family_of
+from decoding.measure.planning.forms import Family, Load, RankCounts, family_of
 from decoding.measure.planning.step_costs import (
     Candidate,
     Prediction,
     StepCosts,
     best,
     depth_by_batch_size,
-    survey_steps,
 )
+from decoding.measure.planning.survey import CostSurvey, PlanConfig
 from decoding.metrics import StepCount, tokens_per_pass
 from decoding.model.causal_lm import CausalLM
-from decoding.model.cost_curve import measure_costs
 from decoding.policies import Budget
 from decoding.rules.best_tree import Paths, best_tree, expected_accepted
-from decoding.rules.sampling import SamplingConfig
 
-SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""New tokens of the measured passes; the sizes of the trees that are tried, the root included, but for the first."""
 _LEAST_TO_SPLIT = 8
 """Prompts from which on trees are chosen on one half of them and judged on the other."""
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """Settings of a plan. ``seconds`` bounds each measurement of costs: one for every drafter and batch size."""
-
-    batch_sizes: tuple[int, ...] = (1, 8)
-    temperature: float = 0.0
-    max_new_tokens: int = 96
-    most_nodes: int = 64
-    eos_token_ids: tuple[int, ...] = ()
-    seconds: float = 2.0
-    sizes: tuple[int, ...] = SIZES
-
-    @property
-    def deepest(self) -> int:
-        """Depth of the longest chain that is tried of a draft model: a text has room for two of them."""
-        return max(1, min(DEEPEST_CHAIN, self.max_new_tokens // 2))
-
-    @property
-    def decoding(self) -> DecodingConfig:
-        sampling = SamplingConfig(temperature=self.temperature)
-        return DecodingConfig(self.max_new_tokens, sampling, eos_token_ids=self.eos_token_ids)
 
 
 @dataclass
@@ -66,11 +37,8 @@ class MeasuredFamily:
         return [candidate for candidate in self.candidates if candidate.is_chain]
 
 
-class Planner:
-    """The measurements of one plan. ``advance`` is called after each of `steps` pieces of work, for a progress bar.
-
-    Prompts that the target or a drafter cannot hold with their new tokens are left out.
-    """
+class Planner(CostSurvey):
+    """The measurements of one plan. ``advance`` is called after each of `steps` pieces of work, for a progress bar."""
 
     def __init__(
         self,
@@ -81,20 +49,11 @@ class Planner:
         config: PlanConfig,
     ) -> None:
         """ValueError, before anything is measured, if no prompt fits."""
-        self.target, self.load, self.config = target, load, config
-        self.advance: Callable[[], Any] = lambda: None
+        self.load = load
         self.families = [family_of(spec, load, config.most_nodes, config.deepest) for spec in specs]
-        limits = [target.max_positions, *(family.drafter.max_positions for family in self.families)]
-        longest = min((limit for limit in limits if limit is not None), default=None)
-        self.prompts = [each for each in prompts if longest is None or len(each) + config.max_new_tokens <= longest]
-        if not self.prompts:
-            raise ValueError(
-                f"no prompt fits with {config.max_new_tokens} new tokens into the {longest} that target and "
-                "drafters can hold: give shorter prompts, or lower --max-new-tokens"
-            )
+        super().__init__(target, [family.drafter for family in self.families], prompts, config)
         split = len(self.prompts) >= _LEAST_TO_SPLIT
         self._halves = (self.prompts[::2], self.prompts[1::2]) if split else (self.prompts, self.prompts)
-        self._text_tokens = round(fmean(map(len, self.prompts)) + config.max_new_tokens / 2)
         self._tokens: dict[str, float] = {}
 
     @property
@@ -110,23 +69,15 @@ class Planner:
             self.advance()
         curves, choices = [], []
         for rows in self.config.batch_sizes:
-            curve = self.curve(rows)
-            curves.append({"batch_size": rows, "seconds": {str(size): value for size, value in curve.items()}})
-            self.advance()
-            for each in measured:
-                config, seconds = self.config.decoding, self.config.seconds
-                steps = survey_steps(self.target, each.family.drafter, self.prompts, config, rows, seconds=seconds)
-                each.costs[rows] = StepCosts(steps, curve)
-                self.advance()
+            curve, costs = self.costs_at(rows)
+            curves.append(curve)
+            for each, found in zip(measured, costs, strict=True):
+                each.costs[rows] = found
             choices.append({"batch_size": rows, "choices": [self._choice(each, rows) for each in measured]})
             self.advance()
         return {
-            "temperature": self.config.temperature,
-            "max_new_tokens": self.config.max_new_tokens,
-            "prompts": len(self.prompts),
+            **self.about(),
             "halves": [len(half) for half in self._halves],
-            "seconds": self.config.seconds,
-            "text_tokens": self._text_tokens,
             "curves": curves,
             "drafters": [_described(each) for each in measured],
             "cells": choices,
@@ -193,14 +144,6 @@ class Planner:
         return replace(found, candidate=replace(found.candidate, tokens=self._tokens[str(spec)]))
 
     # --- costs and choice ---------------------------------------------------------------------------------------------
-
-    def curve(self, rows: int) -> dict[int, float]:
-        """Measure the seconds of a target pass by its tokens, up to the largest draft of any family."""
-        largest = max(family.drafter.max_nodes for family in self.families)
-        sizes = self.config.sizes[: 1 + sum(size < largest for size in self.config.sizes)]
-        seconds = self.config.seconds
-        costs = measure_costs(self.target, sizes, prefix=self._text_tokens, rows=rows, repeats=9, seconds=seconds)
-        return dict(costs.target_pass)
 
     def _choice(self, measured: MeasuredFamily, rows: int) -> dict[str, Any]:
         costs = measured.costs[rows]

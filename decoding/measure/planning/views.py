@@ -1,4 +1,4 @@
-"""A plan as a table and sentences for the terminal."""
+"""A plan as tables and sentences for the terminal."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,9 +21,8 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
     columns = ("batch", "drafter", "best size", "tokens/pass", "step cost", "speed-up", "best chain")
     table = Table(
         *columns,
-        title=Text("What to draft here", style="bold"),
-        caption=Text(_NOTES, style="table.caption"),
-        caption_justify="left",
+        title=_heading("What to draft here"),
+        **_caption(_NOTES),
     )
     for cell in plan["cells"]:
         fastest = max(choice["best"]["speedup"] for choice in cell["choices"])
@@ -61,3 +60,68 @@ def basis(plan: Mapping[str, Any]) -> str:
         f"measured: acceptance on {plan['prompts']} prompts, up to {plan['max_new_tokens']} new tokens each{trees}; "
         f"costs for about {plan['seconds']:g} s with each drafter and batch size"
     )
+
+
+# --- before any training ----------------------------------------------------------------------------------------------
+
+NAMES = {"heads": "heads", "dspark": "DSpark draft", "draft": "small draft"}
+"""Kinds of untrained drafts, as readers know them."""
+_PAYS = (
+    "A chain of so many tokens pays if each is accepted at least this often, given those before it; – never pays. "
+    "Measured with random weights: heads that share the lm_head, a DSpark draft of the recipes' size, one layer of the "
+    "target as a small draft."
+)
+_REACHED = "Acceptance depends on target, texts and training: take published figures as a guide, not a promise."
+
+
+def break_even_table(plan: Mapping[str, Any]) -> Table:
+    """Return a table with a row for each batch size and kind of draft, and a column for each length of a chain."""
+    depths = map(str, range(1, 1 + len(plan["prospects"][0]["drafts"][0]["cost"])))
+    heading = _heading("Acceptance that pays here, by tokens drafted at a time")
+    table = Table("batch", "draft", "size", *depths, title=heading, **_caption(_PAYS))
+    for cell in plan["prospects"]:
+        for each in cell["drafts"]:
+            share = plan["parameters"][each["draft"]] / plan["target_parameters"]
+            rates = (NONE if rate is None else f"{rate:.2f}" for rate in each["break_even"])
+            table.add_row(str(cell["batch_size"]), NAMES[each["draft"]], f"{share:.1%}", *rates)
+        table.add_section()
+    return table
+
+
+def published_table(plan: Mapping[str, Any]) -> Table:
+    """Return a table with a row for each published draft, and its speed-up here at each batch size."""
+    cells = plan["prospects"]
+    sizes = [f"batch {cell['batch_size']}" for cell in cells]
+    heading = _heading("What published acceptance would gain here")
+    table = Table("published draft", "accepted", *sizes, "source", title=heading, **_caption(_REACHED))
+    for row in zip(*(cell["published"] for cell in cells), strict=True):
+        rates, gains = row[0]["rates"], [f"{each['speedup']:.2f}×, chain of {each['depth']}" for each in row]
+        accepted = f"{rates[0]:.2f} each" if len(set(rates)) == 1 else " ".join(f"{rate:.2f}" for rate in rates)
+        table.add_row(f"{NAMES[row[0]['draft']]}: {row[0]['name']}", accepted, *gains, row[0]["source"])
+    return table
+
+
+def verdicts(plan: Mapping[str, Any]) -> list[str]:
+    """Say for each batch size which kinds of draft are worth training by published acceptance, and which are not."""
+    found = []
+    for cell in plan["prospects"]:
+        kinds: dict[str, list[str]] = {verdict: [] for verdict in _VERDICTS}
+        for kind in dict.fromkeys(each["draft"] for each in cell["published"]):
+            gains = sorted(each["speedup"] for each in cell["published"] if each["draft"] == kind)
+            shown = " to ".join(dict.fromkeys(f"{gain:.2f}×" for gain in (gains[0], gains[-1])))
+            pays = (gains[0] >= LEAST_GAIN) + (gains[-1] >= LEAST_GAIN)
+            kinds[_VERDICTS[2 - pays]].append(f"{NAMES[kind]} ({shown})")
+        named = (f"{verdict}: {', '.join(names)}" for verdict, names in kinds.items() if names)
+        found.append(f"batch {cell['batch_size']}: {'; '.join(named)}")
+    return found
+
+
+_VERDICTS = ("worth training", "depends on the texts", "not worth it")
+
+
+def _heading(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def _caption(text: str) -> dict[str, Any]:
+    return {"caption": Text(text, style="table.caption"), "caption_justify": "left"}

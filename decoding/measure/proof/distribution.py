@@ -1,4 +1,4 @@
-"""Tests of sampled texts: mean log-probability of their tokens, counts of next tokens."""
+"""Tests of sampled texts: mean log-probability of tokens, and counts of next tokens."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from decoding.measure.proof.reference import EngineText, Reference
 from decoding.measure.proof.statistics import Cells, CountTest, LogProbability
 
 DEPTH = 3
-"""Tokens of a short continuation: the first comes from the prefill, the next from speculation."""
+"""Tokens of a short continuation: the first from the prefill, the rest from speculation."""
 _CONTEXT = 25.0
-"""Draws that are expected after a beginning whose next tokens are counted."""
+"""Expected draws after a beginning from which its next tokens are counted."""
 TESTS = 1 + DEPTH
-"""Tests with a p-value: log-probability, and the next token at each position, which together are continuations."""
+"""Tests with a p-value: log-probability, and the next token at each position of a continuation."""
 
 
 def log_probability(reference: Reference, texts: Sequence[EngineText], alpha: float) -> Finding:
@@ -31,12 +31,12 @@ def log_probability(reference: Reference, texts: Sequence[EngineText], alpha: fl
     p_value, least = total.p_value, total.least_found(alpha)
     seen = (
         f"{total.tokens:,} tokens, mean log-probability {total.shift:+.3f} nats from its expectation "
-        f"(standard error {total.standard_error:.3f}, z = {total.z:+.1f}; a shift of {least:.2f} would be found)"
+        f"(standard error {total.standard_error:.3f}, z = {total.z:+.1f}; a shift of {least:.2f} would be detected)"
     )
     if total.impossible:
         seen += f"; {total.impossible} tokens have probability 0 under the target's controls"
     if loose:
-        seen += f"; {loose} at the border of top-k, top-p or min-p are left out"
+        seen += f"; {loose} at the border of top-k, top-p or min-p are excluded"
     return judged(
         "mean log-probability",
         p_value >= alpha,
@@ -53,14 +53,14 @@ def log_probability(reference: Reference, texts: Sequence[EngineText], alpha: fl
 
 
 def written_p(value: float) -> str:
-    """Write a p-value with its sign: ``= 0.031``, ``< 1.0e-09``."""
+    """Format a p-value with its relation: ``= 0.031``, ``< 1.0e-09``."""
     return "= 0" if value == 0 else "= 1" if value == 1 else f"< {value:.1e}" if value < 1e-3 else f"= {value:.3f}"
 
 
 def likely_beginnings(reference: Reference, prompt: Sequence[int], draws: int) -> dict[tuple[int, ...], Tensor]:
     """Return p, (vocab,) in fp64, after each beginning of fewer than `DEPTH` tokens expected ``_CONTEXT`` times.
 
-    The target alone chooses the beginnings; () is the prompt itself.
+    The target alone determines the beginnings; () is the prompt.
     """
     p_after: dict[tuple[int, ...], Tensor] = {}
     level: dict[tuple[int, ...], float] = {(): float(draws)}
@@ -77,15 +77,15 @@ def likely_beginnings(reference: Reference, prompt: Sequence[int], draws: int) -
 
 
 def counts_after(path: tuple[int, ...], p: Tensor, texts: Sequence[tuple[int, ...]]) -> Cells:
-    """Return the counts of the tokens that follow a beginning in the texts."""
+    """Count the tokens that follow a beginning in the texts."""
     follow = [text[len(path)] for text in texts if text[: len(path)] == path and len(text) > len(path)]
     return Cells.pooled(torch.bincount(torch.tensor(follow, dtype=torch.long), minlength=len(p)), p)
 
 
 def open_beginnings(reference: Reference, texts: Sequence[EngineText], count: int) -> list[tuple[int, ...]]:
-    """Return the beginnings of ``count`` texts, cut where the next `DEPTH` tokens have about one nat of entropy each.
+    """Return the beginnings of ``count`` texts, cut before `DEPTH` tokens of about one nat of entropy each.
 
-    There a few continuations share most of the draws: where all were likely, or one alone, counts would show little.
+    There a few continuations share most draws; with very many or a single likely one, counts would show little.
     """
     found = []
     texts = [text for text in texts if text.tokens]
@@ -101,7 +101,7 @@ def open_beginnings(reference: Reference, texts: Sequence[EngineText], count: in
 def next_tokens(
     reference: Reference, drawn: dict[tuple[int, ...], list[tuple[int, ...]]], alpha: float
 ) -> list[Finding]:
-    """Compare texts drawn many times after the same prompts, by prompt, with the target: a finding for each test."""
+    """Compare texts drawn many times after each prompt with the target; return a finding per position."""
     ends = reference.eos_token_ids
     folded = {
         prompt: [tuple(ends[0] if token in ends else token for token in text) for text in texts]

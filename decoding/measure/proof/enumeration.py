@@ -1,9 +1,9 @@
-"""Exact proofs of acceptance rules: every outcome of a random program, each with its probability.
+"""Exact proofs of acceptance rules, by enumerating every outcome of a random program.
 
-`prove_rule` proves a rule of your own, as the tests prove those of `decoding.rules.verify`.
+`prove_rule` proves your own rule; the tests use it for `decoding.rules.verify`.
 
-A program takes a `RandomSource`. It is run once per path of choices: the source replays a script, takes the first
-option of each choice after the script's end, and notes the options not taken as new scripts.
+A program takes a `RandomSource` and runs once per path of choices. The source replays a script, then takes the first
+option of each choice and records the others as new scripts.
 """
 
 from collections import defaultdict
@@ -27,16 +27,16 @@ Result = TypeVar("Result")
 Outcome = TypeVar("Outcome", bound=Hashable)
 Draft = Callable[[RandomSource], Proposal]
 Context = tuple[int, ...]
-"""The tokens from below the root to a node: the root itself is the same in every context and left out."""
+"""The tokens on the path to a node, without the root, which is always the same."""
 
 ROOT_TOKEN = 0
 
 LOSSLESS = 1e-12
-"""Greatest distance of a lossless rule from the target: float64 rounding."""
+"""Largest distance of a lossless rule from the target, from float64 rounding."""
 
 
 class EnumeratingSource:
-    """A random source that replays a script of choices, then takes first options; it keeps the path's probability."""
+    """A random source that replays a script, then takes first options, and computes the path's probability."""
 
     def __init__(self, script: tuple[int, ...] = ()) -> None:
         self._script = script
@@ -45,7 +45,7 @@ class EnumeratingSource:
         self.unexplored: list[tuple[int, ...]] = []
 
     def accept(self, probability: float) -> bool:
-        assert probability == probability, "accept was asked with NaN"
+        assert probability == probability, "accept got NaN"
         chance = min(1.0, max(0.0, probability))
         return self._choose([1.0 - chance, chance]) == 1
 
@@ -67,7 +67,7 @@ class EnumeratingSource:
 
 
 def outcomes(program: Callable[[RandomSource], Result]) -> Iterator[tuple[Result, float]]:
-    """Yield the result and the probability of every path of choices of the program; the probabilities sum to 1."""
+    """Yield the result and probability of every path of choices; the probabilities sum to 1."""
     scripts: list[tuple[int, ...]] = [()]
     while scripts:
         source = EnumeratingSource(scripts.pop())
@@ -88,7 +88,7 @@ RowKind = Literal["dense", "zeros", "one-hot", "mixed"]
 
 
 class ContextModel:
-    """A language model as a table: float64 probabilities of the next token in every context of up to ``depth``."""
+    """A language model as a table of float64 next-token probabilities, for every context of up to ``depth``."""
 
     def __init__(self, rows: dict[Context, Tensor]) -> None:
         self._rows = rows
@@ -96,7 +96,7 @@ class ContextModel:
 
     @staticmethod
     def random(vocab: int, depth: int, kind: RowKind, generator: torch.Generator) -> "ContextModel":
-        """Draw a row for each context, so that a rule that confuses contexts fails."""
+        """Draw a different row for each context, to catch rules that confuse contexts."""
         rows: dict[Context, Tensor] = {}
         level: list[Context] = [()]
         for _ in range(depth + 1):
@@ -109,7 +109,7 @@ class ContextModel:
         return self._rows[context]
 
     def after(self, begin: Context) -> "ContextModel":
-        """Return the model of the texts that begin with these tokens."""
+        """Return the model of texts after these first tokens."""
         known = len(begin)
         return ContextModel({context[known:]: row for context, row in self._rows.items() if context[:known] == begin})
 
@@ -125,7 +125,7 @@ class ContextModel:
         return level
 
     def completed(self, emitted: dict[Context, float], length: int) -> dict[Context, float]:
-        """Return the joint distribution of ``length`` tokens: those of ``emitted``, then draws from this model."""
+        """Return the joint distribution of ``length`` tokens: ``emitted``, completed by this model."""
         total: dict[Context, float] = defaultdict(float)
         unfinished = list(emitted.items())
         while unfinished:
@@ -161,12 +161,12 @@ def contexts(tree: TokenTree) -> list[Context]:
 
 
 def target_rows(tree: TokenTree, p: ContextModel) -> Tensor:
-    """Return p at every node, (nodes, vocab), in place of a target pass."""
+    """Return p at every node, (nodes, vocab), like a target pass."""
     return torch.stack([p(context) for context in contexts(tree)])
 
 
 def sampled_draft(shape: TreeShape, q: ContextModel, kind: ProposalKind) -> Draft:
-    """Make a draft that draws a tree of this shape from q, node by node, and no child once q is exhausted."""
+    """Make a draft that draws a tree of this shape from q, node by node, until q is exhausted."""
 
     def draft(source: RandomSource) -> Proposal:
         context_of: dict[int, Context] = {0: ()}
@@ -184,7 +184,7 @@ def sampled_draft(shape: TreeShape, q: ContextModel, kind: ProposalKind) -> Draf
         kept = sorted(context_of)
         kept_shape = shape.keep(kept)
         tokens = torch.tensor([ROOT_TOKEN, *(context_of[node][-1] for node in kept[1:])])
-        # The row of a node without children is never to be read: NaN would show. Those after the last parent are cut.
+        # Rules must not read the row of a node without children, so it is NaN. Rows after the last parent are cut.
         unread = torch.full((q.vocab,), torch.nan, dtype=torch.float64)
         read = max(kept_shape.parents[1:], default=0) + 1
         rows = [
@@ -197,7 +197,7 @@ def sampled_draft(shape: TreeShape, q: ContextModel, kind: ProposalKind) -> Draf
 
 
 def deterministic_draft(shape: TreeShape, children_of: Callable[[Context, int], Sequence[int]]) -> Draft:
-    """Make a draft of a tree whose children are ``children_of(context, count)``: a function of the context alone."""
+    """Make a draft of a tree with the children ``children_of(context, count)``."""
     context_of: dict[int, Context] = {0: ()}
     for node, children in enumerate(shape.children):
         for child, token in zip(children, children_of(context_of[node], len(children)), strict=True):
@@ -208,7 +208,7 @@ def deterministic_draft(shape: TreeShape, children_of: Callable[[Context, int], 
 
 
 def mixed_draft(shape: TreeShape, q: ContextModel, looked_up: Callable[[Context, int], Sequence[int]]) -> Draft:
-    """Make a draft of first children drawn from q and others ``looked_up(context, count)``, which may repeat them."""
+    """Make a draft with first children drawn from q and others ``looked_up(context, count)``, repeats possible."""
 
     def draft(source: RandomSource) -> Proposal:
         context_of: dict[int, Context] = {0: ()}
@@ -224,7 +224,7 @@ def mixed_draft(shape: TreeShape, q: ContextModel, looked_up: Callable[[Context,
 
 
 def grafted_draft(drawn: Draft, looked_up: Sequence[int]) -> Draft:
-    """Make a draft of drawn tokens with a looked-up chain grafted on, as the hybrid drafter does."""
+    """Make a draft of drawn tokens with a looked-up chain grafted on, like the hybrid drafter."""
     chain = Proposal(TokenTree.chain([ROOT_TOKEN, *looked_up]), ProposalKind.DETERMINISTIC)
     return lambda source: graft(drawn(source), chain).proposal
 
@@ -243,7 +243,7 @@ def draft_of(kind: ProposalKind, shape: TreeShape, q: ContextModel) -> Draft:
 
 @contextmanager
 def shapes_unchecked() -> Iterator[None]:
-    """Switch the shape checks off: in thousands of outcomes they take twenty times as long as the rule."""
+    """Switch off shape checks, which would take twenty times as long as the rule itself."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
@@ -253,7 +253,7 @@ def shapes_unchecked() -> Iterator[None]:
 
 
 def verdicts(draft: Draft, decide: Decide, p: ContextModel) -> list[tuple[Proposal, Verdict, float]]:
-    """Return every outcome of drafting and verifying, with its probability. Only the first checks tensor shapes."""
+    """Return every outcome of drafting and verifying with its probability; check tensor shapes in the first only."""
     first = draft(EnumeratingSource())
     decide(first, target_rows(first.tree, p), EnumeratingSource())
     found: list[tuple[Proposal, Verdict, float]] = []
@@ -266,10 +266,10 @@ def verdicts(draft: Draft, decide: Decide, p: ContextModel) -> list[tuple[Propos
 
 
 class Enumerated(NamedTuple):
-    """Two figures over all outcomes of one turn of drafting and verifying.
+    """Figures over all outcomes of one turn of drafting and verifying.
 
-    ``distance``: the largest difference of any sequence's probability from the target's own.
-    ``accepted_length``: the expected number of drafted tokens accepted.
+    ``distance``: the largest difference between a sequence's probability and the target's.
+    ``accepted_length``: the expected number of accepted draft tokens.
     """
 
     distance: float
@@ -277,7 +277,7 @@ class Enumerated(NamedTuple):
 
 
 def enumerate_turn(draft: Draft, decide: Decide, p: ContextModel, length: int) -> Enumerated:
-    """Enumerate one turn; its texts are completed by p to ``length`` tokens, and then compared with p's own."""
+    """Enumerate one turn, complete its texts by p to ``length`` tokens, and compare their probabilities with p's."""
     emitted: dict[Context, float] = defaultdict(float)
     accepted = 0.0
     for proposal, verdict, probability in verdicts(draft, decide, p):
@@ -289,7 +289,7 @@ def enumerate_turn(draft: Draft, decide: Decide, p: ContextModel, length: int) -
 
 
 def distance_from_target(draft: Draft, decide: Decide, p: ContextModel, length: int) -> float:
-    """Return the largest difference of any sequence's probability from p's own, over sequences of ``length`` tokens."""
+    """Return the largest difference from p's probability over sequences of ``length`` tokens."""
     return enumerate_turn(draft, decide, p, length).distance
 
 
@@ -306,7 +306,7 @@ ALL_MODELS = [*MODELS, "p = q"]
 
 
 def model_pair(name: str, vocab: int, depth: int, seed: int) -> tuple[ContextModel, ContextModel]:
-    """Make p and q, each a function of the context."""
+    """Make p and q by the name of their kinds."""
     generator = torch.Generator().manual_seed(seed)
     if name == "p = q":
         p = ContextModel.random(vocab, depth, "mixed", generator)
@@ -323,7 +323,7 @@ def top_tokens(q: ContextModel) -> Callable[[tuple[int, ...], int], list[int]]:
 
 
 CHAINS = {"chain of 2": (-1, 0, 1), "chain of 3": (-1, 0, 1, 2)}
-# Parents of each node. The second numbers its nodes depth first, so that siblings do not stand together.
+# Parents of each node. "depth first" separates siblings.
 TREES = {
     "two children": (-1, 0, 0),
     "depth first": (-1, 0, 1, 0, 3),
@@ -334,7 +334,7 @@ SHAPES = {name: TreeShape(parents) for name, parents in (CHAINS | TREES).items()
 
 
 class RuleProof(NamedTuple):
-    """Result of `prove_rule`: the largest distance from the target over all ``turns`` enumerated, and its turn."""
+    """Result of `prove_rule`: the largest distance from the target over ``turns``, and the turn it occurred in."""
 
     distance: float
     turns: int
@@ -342,16 +342,16 @@ class RuleProof(NamedTuple):
 
     @property
     def lossless(self) -> bool:
-        """True if no text's probability differs from the target's own by more than rounding, `LOSSLESS`."""
+        """True if probabilities differ from the target's by rounding alone (`LOSSLESS`)."""
         return self.distance < LOSSLESS
 
 
 def prove_rule(rule: Rule, seeds: Sequence[int] = (0, 1)) -> RuleProof:
-    """Enumerate every outcome of drafting and verifying by a rule for sampled texts, and compare with the target.
+    """Enumerate every outcome of drafting and verifying by a sampling rule, and compare with the target.
 
-    Drafts are of every kind that the rule takes, chains of 2 and 3 tokens and, unless it takes chains only, trees;
-    target and draft are tables over 3 tokens: dense, with zeros, one-hot, mixed, and equal to each other, for each
-    seed. A rule that is wrong for longer drafts or more tokens alone is not found.
+    Covers every proposal kind of the rule, on chains of 2 and 3 tokens and, unless it takes only chains, on trees.
+    Target and draft are random tables over 3 tokens: dense, with zeros, one-hot, mixed, and identical. Errors that need
+    longer drafts or more tokens are not detected.
     """
     shapes = CHAINS if rule.chains_only else SHAPES
     found: dict[str, float] = {}

@@ -1,18 +1,18 @@
-"""A finding: the outcome of one check, of a proof, a server, a machine or a model. Imports no PyTorch."""
+"""`Finding`: the outcome of one check of a proof, server, machine or model. Imports no PyTorch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Status = Literal["ok", "note", "open", "problem"]
-"""``note``: works, but may cost speed. ``open``: could not be decided. ``problem``: fails, or drafts in vain."""
+"""``note``: works, but may cost speed. ``open``: undecided. ``problem``: fails, or drafts uselessly."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check: a sentence with its values, a remedy if there is one, and the values for JSON.
+    """The outcome of one check: a sentence, a remedy if any, and figures for JSON.
 
-    A test that draws samples has its p-value in ``figures["p_value"]``.
+    Tests that draw samples have ``figures["p_value"]``.
     """
 
     check: str
@@ -23,7 +23,7 @@ class Finding:
 
     @property
     def passed(self) -> bool:
-        """False for a problem alone."""
+        """False only for a problem."""
         return self.status != "problem"
 
     def as_json(self) -> dict[str, Any]:
@@ -36,27 +36,27 @@ def judged(check: str, passed: bool, found: str, **figures: Any) -> Finding:
 
 
 def ok(check: str, found: str, **figures: Any) -> Finding:
-    """Return the finding of a check that found nothing wrong."""
+    """Return the finding of a check without complaints."""
     return Finding(check, "ok", found, figures=figures)
 
 
 def note(check: str, found: str, remedy: str, **figures: Any) -> Finding:
-    """Return the finding of something that works, but could cost speed or surprise later."""
+    """Return the finding of something that works but may cost speed or surprise later."""
     return Finding(check, "note", found, remedy, figures)
 
 
 def undecided(check: str, reason: str) -> Finding:
-    """Return the finding of a check that could not be made, or that had too few samples."""
+    """Return the finding of a check that was impossible or had too few samples."""
     return Finding(check, "open", reason)
 
 
 def problem(check: str, found: str, remedy: str, **figures: Any) -> Finding:
-    """Return the finding of something that will fail, or draft in vain."""
+    """Return the finding of something that fails or drafts uselessly."""
     return Finding(check, "problem", found, remedy, figures)
 
 
 def all_pass(findings: Iterable[Finding]) -> bool:
-    """Return True if none is a problem; at least one check must have run."""
+    """Return True if no finding is a problem; at least one check must have run."""
     every = list(findings)
     assert every, "nothing was tested"
     return all(finding.passed for finding in every)

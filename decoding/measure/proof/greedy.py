@@ -1,4 +1,4 @@
-"""Greedy texts compared with the target: every token is its best, or tied with it; and texts end where they should."""
+"""Tests of greedy texts: every token is the target's best or a near-tie, and texts end correctly."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,11 +19,11 @@ def near_tie(dtype: torch.dtype) -> float:
 
 
 def margin_of(target: CausalLM, prompt: Sequence[int], mine: Sequence[int], plain: Sequence[int]) -> Margin:
-    """Measure how far apart the target's logits of the two tokens are at which two greedy texts first differ.
+    """Return the gap between the target's logits of the first two tokens at which two greedy texts differ.
 
     In fp32 on a CPU all texts must be equal. In bf16 a pass over n tokens rounds differently from n passes over one, so
-    near-ties may fall either way: a small margin shows one. "ended": one text ended where the other went on, which no
-    near-tie explains. None: the texts are equal.
+    near-ties may fall either way: the gap is small. "ended": one text is a prefix of the other, which no near-tie
+    explains. None: the texts are equal.
     """
     if tuple(mine) == tuple(plain):
         return None
@@ -36,15 +36,14 @@ def margin_of(target: CausalLM, prompt: Sequence[int], mine: Sequence[int], plai
 
 
 def is_near_tie(margin: Margin, dtype: torch.dtype) -> bool:
-    """Return True for equal texts, and for texts that part where rounding may choose either token."""
+    """Return True for equal texts, and for texts that first differ in a near-tie."""
     return margin is None or (isinstance(margin, float) and margin <= near_tie(dtype))
 
 
 def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Finding:
-    """Compare each token of greedy texts with the target's argmax after the very tokens before it.
+    """Compare each token of greedy texts with the target's argmax after the preceding tokens.
 
-    If all are the argmax, the texts are those of plain greedy decoding. After a near-tie that fell the other way the
-    rest of the text is still compared, with the best continuation of what was written.
+    If all agree, the texts equal plain greedy decoding. After a near-tie, comparison continues on the text as written.
     """
     near = near_tie(reference.target.dtype)
     misses: list[dict[str, Any]] = [
@@ -67,8 +66,8 @@ def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Findin
         found += f"; {len(ties)} near-ties fell the other way, the widest {max(ties):.3g} apart"
     if faults:
         found += (
-            "; {n} tokens are faults, the first in text {text}, token {position}: {token} was written and {best} is "
-            "the target's best, {margin:.3g} above it in logits"
+            "; {n} tokens are wrong, the first in text {text}, token {position}: {token} was written, but the target's "
+            "best is {best}, with a logit {margin:.3g} higher"
         ).format(n=len(faults), **faults[0])
     return judged(
         "greedy identity",
@@ -87,13 +86,13 @@ def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Findin
 
 
 def end_of(text: EngineText, eos: Sequence[int], max_new_tokens: int) -> int:
-    """Return the length that a text should have: up to its first EOS, at most ``max_new_tokens``."""
+    """Return the correct length of a text: up to its first EOS, at most ``max_new_tokens``."""
     ends = (index for index, token in enumerate(text.tokens, start=1) if token in eos)
     return min(next(ends, max_new_tokens), max_new_tokens)
 
 
 def ends(reference: Reference, texts: Sequence[EngineText], max_new_tokens: int) -> Finding:
-    """Check that each text stops at its first EOS or at its greatest length, neither behind nor before them."""
+    """Check that each text stops exactly at its first EOS or at ``max_new_tokens``."""
     eos = reference.eos_token_ids
     lengths = [(len(text.tokens), end_of(text, eos, max_new_tokens)) for text in texts]
     behind, early = sum(length > end for length, end in lengths), sum(length < end for length, end in lengths)
@@ -101,12 +100,12 @@ def ends(reference: Reference, texts: Sequence[EngineText], max_new_tokens: int)
     found = f"{ended} of {len(texts)} texts end with an EOS, the others at {max_new_tokens} tokens"
     if behind or early:
         first = next(number for number, (length, end) in enumerate(lengths, start=1) if length != end)
-        found = f"{behind} texts go on behind their end and {early} end early, the first is text {first}"
+        found = f"{behind} texts continue after their end and {early} end early; the first is text {first}"
     figures = {"texts": len(texts), "ended": ended, "behind_their_end": behind, "early": early}
     return judged("ends of texts", not behind and not early, found, **figures)
 
 
 def cut_at_ends(reference: Reference, texts: Sequence[EngineText], max_new_tokens: int) -> list[EngineText]:
-    """Return the texts without tokens behind their end, which `ends` has reported: no distribution is theirs."""
+    """Cut tokens after the texts' ends, which `ends` reports: they have no distribution to compare with."""
     eos = reference.eos_token_ids
     return [EngineText(text.prompt, text.tokens[: end_of(text, eos, max_new_tokens)]) for text in texts]

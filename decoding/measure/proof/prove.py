@@ -1,4 +1,4 @@
-"""The proof: every test of an engine's texts, with its verdict."""
+"""The proof: all tests of an engine's texts, greedy and sampled."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,23 +12,23 @@ from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
 from decoding.measure.proof.reference import EngineText, Reference
 
 _DRAWN = 8
-"""Tokens of a text whose first `DEPTH` are counted: room for a draft of usual depth."""
+"""Length of a text whose first `DEPTH` tokens are counted, to leave room for a draft of usual depth."""
 
 
 class EngineUnderTest(Protocol):
-    """An engine in this process or on a server, which writes texts to be tested."""
+    """An engine, in this process or on a server, that writes the texts to test."""
 
     def write(
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
     ) -> list[EngineText]:
-        """Return each prompt's text, the seeds being ``seed``, ``seed + 1``, …; ``prompt`` as the engine read it."""
+        """Return a text per prompt, with the prompt as the engine read it; seeds are ``seed``, ``seed + 1``, …"""
 
 
 @dataclass(frozen=True, eq=False)
 class EngineWriter:
-    """An engine of this process that writes texts to be tested; ``config`` is that of T > 0.
+    """An engine in this process that writes the texts to test; ``config`` is for temperatures above 0.
 
-    ``on_answer`` is called for each text that it begins, for a progress bar.
+    It calls ``on_answer`` when it begins a text, for a progress bar.
     """
 
     engine: Engine
@@ -39,7 +39,6 @@ class EngineWriter:
     def write(
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
     ) -> list[EngineText]:
-        """Decode the prompts, each with a seed of its own."""
         config = replace(self.config, max_new_tokens=max_new_tokens, seed=seed)
         if greedy:
             config = replace(config, sampling=replace(config.sampling, temperature=0.0), rule=None)
@@ -53,7 +52,7 @@ class EngineWriter:
 
 @dataclass(frozen=True)
 class Effort:
-    """Samples of a proof, and ``alpha``, the greatest probability that any of its tests fails a right engine."""
+    """Sample sizes of a proof, and ``alpha``, a bound on the probability that it fails a correct engine."""
 
     max_new_tokens: int = 64
     draws: int = 500
@@ -61,22 +60,22 @@ class Effort:
     alpha: float = 1e-6
     seed: int = 0
     rounds: int = 1
-    """Number of sampled texts after each prompt."""
+    """Number of sampled texts per prompt."""
     engines: int = 1
-    """Number of engines that are tested, which share ``alpha``."""
+    """Number of tested engines; they share ``alpha``."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "draws", "draw_prompts", "rounds", "engines"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
         if self.max_new_tokens < DEPTH:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give at least {DEPTH}, which are counted")
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give at least {DEPTH}, the tokens counted")
         if not 0 < self.alpha < 1:
             raise ValueError(f"alpha is {self.alpha}: give a probability between 0 and 1, such as 1e-6")
 
     @property
     def alpha_of_a_test(self) -> float:
-        """Bonferroni's share of each test with a p-value."""
+        """The Bonferroni share of ``alpha`` for each test with a p-value."""
         return self.alpha / (TESTS * self.engines)
 
 
@@ -87,7 +86,7 @@ def prove(
     effort: Effort,
     on_texts: Callable[[str, int], None] = lambda what, texts: None,
 ) -> Iterator[Finding]:
-    """Let the engine write and yield each test's finding. ``on_texts`` is told before each batch of texts."""
+    """Have the engine write texts; yield each test's finding. ``on_texts`` is called before each batch of texts."""
     on_texts("greedy", len(prompts))
     greedy = writer.write(prompts, effort.max_new_tokens, True, effort.seed)
     yield ends(reference, greedy, effort.max_new_tokens)
@@ -101,7 +100,7 @@ def prove(
     alpha = effort.alpha_of_a_test
     yield log_probability(reference, cut_at_ends(reference, sampled, effort.max_new_tokens), alpha)
     length = min(_DRAWN, effort.max_new_tokens)
-    # A draw may not be longer than the texts before it, which the target's context is known to hold.
+    # A draw must not exceed the texts before it: those are known to fit the target's context.
     latest = effort.max_new_tokens - length + DEPTH
     contexts = open_beginnings(reference, cut_at_ends(reference, greedy, latest), effort.draw_prompts)
     asked = [context for context in contexts for _ in range(effort.draws)]

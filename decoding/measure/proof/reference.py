@@ -1,6 +1,6 @@
-"""The target's own distribution at every token of a text, by plain forwards of `transformers`.
+"""The target's distribution at every token of a text, from plain forwards of `transformers`.
 
-No cache, no tree, no batch of this project is used: a proof must not lean on the code that it tests.
+Uses none of this project's caches, trees or batches: a proof must not rely on the code that it tests.
 """
 
 import inspect
@@ -17,12 +17,12 @@ from decoding.rules.sampling import History, HistoryRows, SamplingConfig, adjust
 from decoding.rules.tree import TokenTree
 
 _TOKENS = 4096
-"""Tokens of a forward, padding included."""
+"""Tokens per forward, padding included."""
 
 
 @dataclass(frozen=True)
 class EngineText:
-    """A text that an engine wrote: the prompt it read, and its new tokens with the EOS that ended it, if any."""
+    """An engine's text: the prompt, and the new tokens including the EOS if any."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -30,9 +30,9 @@ class EngineText:
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """A target with the controls and the ends that its texts should have. ``sampling`` is that of T > 0.
+    """A target with the sampling controls (for temperatures above 0) and the EOS ids of its texts.
 
-    Several EOS ids count as one token, the first: servers do not tell which of them ended a text.
+    Several EOS ids count as one token, the first, because servers do not report which one ended a text.
     """
 
     target: CausalLM
@@ -46,7 +46,7 @@ class Reference:
             yield self._folded(p, 0.0, lambda ends: ends.sum(1)), self._tokens(text)
 
     def possible(self, texts: Sequence[EngineText]) -> Iterator[Tensor]:
-        """Yield, for each text, True at tokens that controls a little looser allow: rounding moves their border."""
+        """Yield, for each text, True at tokens that slightly looser controls allow: rounding moves the border."""
         loose = 1e-4 if self.target.dtype == torch.float32 else 1e-2
         sampling = replace(
             self.sampling,
@@ -59,7 +59,7 @@ class Reference:
             yield p.gather(1, tokens[:, None]).squeeze(1) > 0
 
     def margins(self, texts: Sequence[EngineText]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for each token of a text, how far its logit is below the best, and the best token: (tokens,) each."""
+        """Yield, for each text, how far each token's logit is below the best, and the best token: (tokens,) each."""
         greedy = replace(self.sampling, temperature=0.0)
         for text, logits in zip(texts, self._logits(texts), strict=True):
             scores = adjusted_logits(logits, greedy, self._history(text, greedy)).float()
@@ -68,7 +68,7 @@ class Reference:
             yield scores.amax(1) - own, scores.argmax(1)
 
     def after(self, texts: Sequence[tuple[int, ...]], prompt_length: int) -> Float[Tensor, "texts vocab"]:
-        """Return the distribution of the token after each text, of which ``prompt_length`` tokens are the prompt."""
+        """Return the next-token distribution after each text; its first ``prompt_length`` tokens are the prompt."""
         one = [EngineText(text[:prompt_length], (*text[prompt_length:], 0)) for text in texts]
         return torch.stack([p[-1] for p, _ in self.probabilities(one)])
 
@@ -80,7 +80,7 @@ class Reference:
     def _folded(
         self, values: Float[Tensor, "tokens vocab"], nothing: float, together: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "tokens vocab"]:
-        """Give the first EOS id the values of all, ``together``, and the others ``nothing``; ``values`` stay whole."""
+        """Return values with those of all EOS ids combined at the first by ``together``; the others get ``nothing``."""
         if len(self.eos_token_ids) < 2:
             return values
         ends = torch.tensor(self.eos_token_ids, device=values.device)
@@ -97,14 +97,14 @@ class Reference:
 
     @torch.inference_mode()
     def _logits(self, texts: Sequence[EngineText]) -> Iterator[Tensor]:
-        """Yield the logits from which each token of each text should have been chosen, (tokens, vocab)."""
+        """Yield, for each text, the logits that predict its tokens: (tokens, vocab)."""
         model: Any = self.target.model
         can_cut = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         for group in _groups(texts):
             rows = [[*text.prompt, *text.tokens[:-1]] for text in group]
             longest = max(map(len, rows))
             first = min(len(text.prompt) for text in group) - 1
-            # Padding on the right: under causal attention no token of a text sees it.
+            # Padding on the right is invisible under causal attention.
             ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self.target.device)
             cut = {"logits_to_keep": longest - first} if can_cut else {}
             logits = model(input_ids=ids, use_cache=False, **cut).logits[:, -(longest - first) :]
@@ -114,7 +114,7 @@ class Reference:
 
 
 def _groups(texts: Sequence[EngineText]) -> Iterator[list[EngineText]]:
-    """Yield consecutive texts that fit into one forward together."""
+    """Yield groups of consecutive texts that fit in one forward."""
     group: list[EngineText] = []
     longest = 0
     for text in texts:

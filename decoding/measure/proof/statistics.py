@@ -1,8 +1,8 @@
-"""Tests of sampled tokens against a known distribution, with false-alarm rates that hold exactly, at any sample size.
+"""Tests of sampled tokens against a known distribution, with exact bounds on false alarms at any sample size.
 
 Each test computes evidence e >= 0 whose mean is at most 1 if the tokens come from the distribution. By Markov's
-inequality e reaches 1/alpha with probability at most alpha, so that 1/e is a p-value. No normal or chi-square
-approximation is made, whose error at 1e-7 is a matter of luck.
+inequality e reaches 1/alpha with probability at most alpha, so 1/e is a p-value. Normal or chi-square approximations
+would be unreliable at 1e-7.
 """
 
 import math
@@ -17,17 +17,17 @@ _TILTS = tuple(sign * size for size in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8) fo
 _CONCENTRATIONS = (0.1, 0.3, 1.0, 3.0, 10.0)
 _POWER = 0.8416  # the 80% point of the normal distribution
 _LEAST_EXPECTED = 5.0
-_MOST = 690.0  # a p-value of 1e-300: 0 is kept for what cannot be
+_MOST = 690.0  # a p-value of 1e-300: 0 is reserved for impossible tokens
 
 
 # --- mean log-probability ---------------------------------------------------------------------------------------------
 
 
 class LogProbability(NamedTuple):
-    """Sums over tokens, each conditional on the text before it; add those of several texts with `plus`.
+    """Sums over tokens, each given the preceding text; `plus` adds those of several texts.
 
-    ``excess``: log p(x) minus its mean under p. ``variance``: of log p under p. ``log_evidence``: one sum for each
-    tilt t, of t (log p(x) - mean) - log E exp(t (log p - mean)), whose exponential has mean 1.
+    ``excess``: log p(x) minus its mean under p. ``variance``: of log p under p. ``log_evidence``: for each tilt t, the
+    sum of t (log p(x) - mean) - log E exp(t (log p - mean)); its exponential has mean 1.
     """
 
     tokens: int
@@ -35,7 +35,7 @@ class LogProbability(NamedTuple):
     variance: float
     log_evidence: Float[Tensor, " tilts"]
     impossible: int
-    """Tokens of probability 0; they are in no other sum."""
+    """Tokens of probability 0, excluded from all other sums."""
 
     @staticmethod
     def none() -> "LogProbability":
@@ -43,7 +43,7 @@ class LogProbability(NamedTuple):
 
     @staticmethod
     def of(p: Float[Tensor, "positions vocab"], tokens: Int[Tensor, " positions"]) -> "LogProbability":
-        """Compare the token written at each position with the distribution there."""
+        """Compare each token with the distribution at its position."""
         log_p = p.double().log()
         written = log_p.gather(1, tokens[:, None]).squeeze(1)
         possible = written > -math.inf
@@ -75,7 +75,7 @@ class LogProbability(NamedTuple):
 
     @property
     def shift(self) -> float:
-        """The mean log-probability of the tokens minus its expectation, in nats."""
+        """Mean log-probability of the tokens minus its expectation, in nats."""
         return self.excess / self.tokens if self.tokens else 0.0
 
     @property
@@ -84,7 +84,7 @@ class LogProbability(NamedTuple):
         return math.sqrt(self.variance) / self.tokens if self.tokens else math.inf
 
     def least_found(self, alpha: float) -> float:
-        """Return the shift, in nats, that a test at level ``alpha`` finds with 80% probability in so many tokens."""
+        """Return the shift, in nats, that these tokens detect with 80% probability at level ``alpha``."""
         return (math.sqrt(2 * math.log(len(_TILTS) / alpha)) + _POWER) * self.standard_error
 
     @property
@@ -93,7 +93,6 @@ class LogProbability(NamedTuple):
 
 
 def _p_value(log_evidence: Float[Tensor, " alternatives"]) -> float:
-    """Return 1 over the mean evidence, at most 1."""
     mean = float(log_evidence.logsumexp(0)) - math.log(len(log_evidence))
     return math.exp(-min(max(0.0, mean), _MOST))
 
@@ -102,17 +101,14 @@ def _p_value(log_evidence: Float[Tensor, " alternatives"]) -> float:
 
 
 class Cells(NamedTuple):
-    """Counts of draws from one distribution over a few cells, in a context of their own."""
+    """Counts of draws from one distribution over a few cells, in one context."""
 
     counts: Float[Tensor, " cells"]
     p: Float[Tensor, " cells"]
 
     @staticmethod
     def pooled(counts: Float[Tensor, " outcomes"], p: Float[Tensor, " outcomes"]) -> "Cells":
-        """Keep the outcomes expected at least five times, and count all others together.
-
-        The number of draws and p decide what is kept, never the counts.
-        """
+        """Keep outcomes expected at least five times and pool the others; only p and the number of draws decide."""
         counts, p = counts.double(), p.double()
         kept = p * counts.sum() >= _LEAST_EXPECTED
         rest = (p[~kept].sum() if bool((~kept).any()) else p.new_zeros(())).clamp(min=0)
@@ -122,7 +118,7 @@ class Cells(NamedTuple):
 
     @property
     def log_evidence(self) -> Float[Tensor, " concentrations"]:
-        """Log of the Bayes factor of Dirichlet-distributed probabilities around p against p, for each concentration."""
+        """Log Bayes factor of Dirichlet-distributed probabilities around p against p, per concentration."""
         counts, p = self.counts, self.p / self.p.sum()
         if bool(((p <= 0) & (counts > 0)).any()):
             return torch.full((len(_CONCENTRATIONS),), math.inf, dtype=torch.float64)
@@ -139,16 +135,16 @@ class Cells(NamedTuple):
 
 
 class CountTest(NamedTuple):
-    """The comparison of several contexts' cells together; ``p_value`` 0: an outcome of probability 0 was drawn."""
+    """Joint test of several contexts' cells; ``p_value`` is 0 if an outcome of probability 0 was drawn."""
 
     draws: int
     degrees: int
-    """Cells beyond one in each context; 0: nothing could be found."""
+    """Free cells: all but one per context. 0: nothing could be detected."""
     p_value: float
 
     @staticmethod
     def of(contexts: Iterable[Cells]) -> "CountTest":
-        """Compare; the contexts must have been fixed before their own draws, as the beginnings of texts are."""
+        """Compare; contexts must be fixed before their draws, like the beginnings of texts."""
         every = [cells for cells in contexts if float(cells.counts.sum()) > 0]
         if not every:
             return CountTest(0, 0, 1.0)

@@ -1,4 +1,4 @@
-"""Pictures with axes: speed-up over batch size and context, acceptance by position, and v(n)."""
+"""Plots of speed-up over batch size and context, acceptance by position, server load, and v(n)."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Legend(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """An SVG element, a heading over it and the legend under it; the page folds those away that are not ``main``."""
+    """An SVG element with heading and legend; the page hides it in a fold unless it is ``main``."""
 
     heading: str
     svg: str
@@ -34,9 +34,9 @@ class Picture(NamedTuple):
 
 @styled
 def speedup_curves(report: Report, axis: str) -> list[Picture]:
-    """Draw the speed-up over ``axis`` ("batch_size" or "context"): a picture for each setting and each other place.
+    """Draw the speed-up over ``axis`` ("batch_size" or "context"), a picture per setting and value of the other axis.
 
-    Pictures are drawn if two places or more were measured, all to one scale.
+    Needs at least two measured points; all pictures share one scale.
     """
     other = "context" if axis == "batch_size" else "batch_size"
     pictures = []
@@ -54,7 +54,7 @@ def speedup_curves(report: Report, axis: str) -> list[Picture]:
 
 
 def _draw_speedups(axes: Axes, report: Report, setting: str, axis: str, fixed: int | None) -> list[str]:
-    """Draw a line for each method that was timed at two places of ``axis``; return their names."""
+    """Draw a line for each method timed at two or more points of ``axis``; return their names."""
     other = "context" if axis == "batch_size" else "batch_size"
     rows = {row["method"]: row for row in named(cells(report), setting) if row.get(other) == fixed}
     lines = {name: curve(report, rows[name], axis) for name in methods(report) if name in rows}
@@ -101,7 +101,7 @@ _LOADED = {
 
 
 def _at(row: Report, place: Sequence[str]) -> float | None:
-    """Return the figure at a place of a row; None if it was not measured."""
+    """Return the figure at a path of keys in a row; None if it was not measured."""
     found: Any = row
     for name in place:
         found = (found or {}).get(name)
@@ -109,7 +109,7 @@ def _at(row: Report, place: Sequence[str]) -> float | None:
 
 
 def over_sizes(axes: Axes, sizes: Sequence[int], label: str) -> None:
-    """Make the x axis one of sizes in powers of two."""
+    """Set a log-2 x axis with these sizes as ticks."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.minorticks_off()
@@ -124,7 +124,7 @@ def _legend(report: Report, names: Sequence[str]) -> list[Legend]:
 
 @styled
 def crossover_figure(report: Report) -> Figure:
-    """Draw the speed-up over the batch size for a page of text, a panel for each setting and context."""
+    """Draw the speed-up over the batch size, with a panel per setting and context, for the docs."""
     contexts = list(dict.fromkeys(row.get("context") for row in cells(report)))
     places = [(setting, context) for setting in settings(report) for context in contexts]
     figure = Figure(figsize=(1.2 + 2.9 * len(places), 3.9), layout="constrained")

@@ -1,4 +1,4 @@
-"""The report as one HTML page without external resources: answer and pictures first, tables and settings folded."""
+"""The report as a self-contained HTML page: answer and pictures first, tables and settings folded."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ from decoding.measure.report.tables import page_tables
 
 
 def write_html(report: Report, path: Path) -> None:
-    """Write the page: pictures, tables, settings and versions, in one file without external resources."""
+    """Write the page, in one file without external resources."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -34,8 +34,8 @@ def write_html(report: Report, path: Path) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # No-break spaces keep a figure together with its interval or its count.
-    broken = re.compile(r" (?=[\[(])|(?<=,) (?=\d+\.\d+\])|(?<=median) ")
+    # No-break spaces keep a figure next to its interval or count.
+    broken = re.compile(r" (?=[\[(])|(?<=,) (?=\d+\.\d+\])|(?<=median) | (?=/ )|(?<= /) ")
     environment.filters["whole"] = lambda cell: broken.sub("\N{NO-BREAK SPACE}", cell)
     lead, *others = answers(report)
     page = environment.get_template("report.html.j2").render(
@@ -60,7 +60,7 @@ def write_html(report: Report, path: Path) -> None:
 
 
 class Bar(NamedTuple):
-    """A speed-up; lengths are percentages of the track. A part that was not measured is None."""
+    """A speed-up's bar, in percent of its track; None for unmeasured parts."""
 
     name: str
     shown: str
@@ -72,7 +72,7 @@ class Bar(NamedTuple):
 
 
 class BarChart(NamedTuple):
-    """The bars of one setting, and the position of speed-up 1 in their tracks, in percent."""
+    """The bars of one setting, and the position of speed-up 1, in percent of the track."""
 
     setting: str
     one: float
@@ -80,7 +80,7 @@ class BarChart(NamedTuple):
 
 
 def bar_charts(report: Report) -> list[BarChart]:
-    """Return a chart for each setting, all to one scale."""
+    """Return a chart per setting, all with one scale."""
     rows = report["rows"]
     totals = [row.get("speedup_of_totals") or {} for row in rows]
     longest = max([1.0, *(each.get(end) or 0.0 for each in totals for end in ("value", "high")), *map(_speed, rows)])
@@ -119,7 +119,7 @@ def _samples(report: Report) -> list[Report]:
 
 
 def _about(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return (heading, its names with their values) of what the report says of its own making."""
+    """Return how the report was made: headings, each with names and values."""
     parts = [
         ("What was asked", report.get("asked")),
         ("Command", {"command": report["command"]} if report.get("command") else None),

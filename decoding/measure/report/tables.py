@@ -1,4 +1,4 @@
-"""Tables of a report: the main one in Markdown and in a terminal, and those that the page folds away."""
+"""Tables of a report: the main one for Markdown and terminal, and the page's folded ones."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ def markdown_table(report: Report) -> str:
 
 
 def table_rows(report: Report) -> list[tuple[str, ...]]:
-    """Return the report's figures as text, a tuple per method in the order of `COLUMNS`."""
+    """Return the report's figures as text: a tuple per method, ordered as `COLUMNS`."""
     return [
         (
             *_names(row),
@@ -75,7 +75,7 @@ def _names(row: Report) -> tuple[str, str]:
 
 
 def _promise(row: Report) -> str:
-    """Return the row's label, lossless or lossy; for greedy texts with the count identical to plain decoding's."""
+    """Return lossless or lossy; for greedy texts add how many are identical to plain decoding's."""
     same = row.get("identical_to_plain")
     return str(row["label"]) if not same or row["method"] == PLAIN else f"{row['label']}, {_same(same)} same"
 
@@ -90,7 +90,7 @@ def _tokens_per_second(row: Report) -> str:
 
 @dataclass(frozen=True)
 class TerminalReport:
-    """A report for rich's consoles: tables of at most 80 columns, and sentences under them."""
+    """A report for rich's consoles: a table of at most 80 columns, and sentences below it."""
 
     report: Report
 
@@ -104,7 +104,7 @@ class TerminalReport:
 
 
 def terminal_table(report: Report) -> Table:
-    """Make the table for 80 columns: a heading for each setting, and the figures that decide."""
+    """Make the main table for 80 columns, with a heading per setting."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("method", overflow="fold")
     for column in ("same", "tokens\n/pass", "tokens\n/s", "speed-up [95%]", "median"):
@@ -127,7 +127,7 @@ def terminal_table(report: Report) -> Table:
 
 
 def load_table(report: Report) -> Table:
-    """Make the table of servers under load: a row for each endpoint at each concurrency."""
+    """Make the table of servers under load: a row per endpoint and concurrency."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     for column in _LOAD:
         table.add_column(column.replace(" ms, ", " ms\n").replace(", ", "\n", 1), justify="right", no_wrap=True)
@@ -139,8 +139,8 @@ def load_table(report: Report) -> Table:
 
 
 _LOAD = (
-    *("setting", "endpoint", "at a time", "tokens/s", "of a request", "speed-up [95%]"),
-    *(f"{name} ms, p50 p90 p99" for name in ("TTFT", "TPOT", "ITL")),
+    *("setting", "endpoint", "at a time", "tokens/s, in all", "tokens/s, of a request", "speed-up [95%]"),
+    *(f"{name} ms, p50 / p90 / p99" for name in ("TTFT", "TPOT", "ITL")),
     "acceptance, length: by position",
 )
 
@@ -155,11 +155,15 @@ def _load_rows(report: Report, setting: str) -> list[tuple[str, ...]]:
             number(row["latency"]["tokens_per_second_of_a_request"]["value"], 1),
             NONE if row["method"] == PLAIN else estimate(row.get("speedup_of_totals"), "×"),
             *(
-                " ".join(number(row["latency"][name][each], 1) for each in ("p50", "p90", "p99"))
+                " / ".join(number(row["latency"][name][each], 1) for each in ("p50", "p90", "p99"))
                 for name in ("ttft_ms", "tpot_ms", "itl_ms")
             ),
-            f"{number(row.get('acceptance_length'))}: "
-            + (" ".join(number(each["value"]) for each in row.get("reached") or []) or NONE),
+            ": ".join(
+                [
+                    number(row.get("acceptance_length")),
+                    *filter(None, [" ".join(number(each["value"]) for each in row.get("reached") or [])]),
+                ]
+            ),
         )
         for row in rows
     ]
@@ -169,7 +173,7 @@ def _load_rows(report: Report, setting: str) -> list[tuple[str, ...]]:
 
 
 class PageTable(NamedTuple):
-    """A table for the page: its heading, its columns, those of them (from the left) that hold names, and its rows."""
+    """A table for the page; the first ``names`` columns contain names."""
 
     heading: str
     columns: tuple[str, ...]
@@ -178,7 +182,7 @@ class PageTable(NamedTuple):
 
 
 def page_tables(report: Report) -> list[PageTable]:
-    """Return every table that the page folds away and the report has rows for."""
+    """Return the page's folded tables that have rows."""
     rows, grid, tasks = report["rows"], report.get("grid") or [], report.get("tasks") or []
     drafted = [row for row in rows if row.get("conditional_acceptance")]
     acceptance = (
@@ -189,12 +193,12 @@ def page_tables(report: Report) -> list[PageTable]:
     parts = ("draft", "verify", "overhead")
     speed = ("setting", "method", "speed-up with the prefill", "as predicted from the cost curve", *parts)
     ends = ("prompts", "tokens per target pass", "tokens/s", "speed-up")
-    loads = (
-        [each for setting in settings(report) for each in _load_rows(report, setting)] if report.get("served") else []
-    )
+    loads = []
+    if report.get("served"):  # its table has every figure at every load
+        loads, grid = [each for setting in settings(report) for each in _load_rows(report, setting)], []
     found = [
         PageTable("Under load", _LOAD, 2, loads),
-        PageTable("All figures", COLUMNS, 3, table_rows(report)),
+        PageTable("All figures", COLUMNS, 3, [] if loads else table_rows(report)),
         PageTable("Acceptance, counted both ways", acceptance, 5, [_acceptance(row) for row in drafted]),
         PageTable(
             "Speed with the prefill, as predicted, and where the time goes",

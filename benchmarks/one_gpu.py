@@ -1,0 +1,114 @@
+"""An 8B target on one GPU: rows, hours and disk, computed and not measured; and what trainers store for each token.
+
+The recipes are those of recipes/any; the target is Qwen3-8B's shape without weights. `CARDS` and `ASSUMED` are inputs.
+
+    python benchmarks/one_gpu.py FILE.json && python scripts/publish_results.py FILE.json one_gpu
+"""
+
+# ruff: noqa: E402  # the path comes first
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+_HERE = Path(__file__).resolve().parent
+sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE), str(_HERE)]
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from decoding.measure.machine import commit
+from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSparkDraft
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from trainer.commands.dry_run import checkpoint_bytes
+from trainer.drafts.dspark import dspark_config
+from trainer.recipe.draft import DSparkSection, TeacherSection
+from trainer.recipe.reading import load_recipe
+from trainer.target.features import FeatureIdentity
+from trainer.target.teacher_cache import TeacherIdentity
+
+CARDS = {"RTX 4090": (24, 165, 1008), "L40S": (48, 362, 864), "H100": (80, 989, 3350)}
+"""GB, dense bf16 TFLOPS and GB/s of memory, as NVIDIA publishes them."""
+ASSUMED = {"prompt": 256, "answer": 768, "flops": 0.35, "bandwidth": 0.6, "spare_gb": 4, "texts": 256, "evening_h": 6}
+"""Tokens of a text; shares of a card's peaks; GB left for activations; most texts at a time; hours."""
+QWEN3_8B = AutoConfig.for_model(
+    "qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8
+)
+QWEN3_8B.update({"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False})
+LM_HEAD, KV = 4096 * 151936, 2 * 36 * 8 * 128 * 2
+"""Weights of the lm_head; bytes of keys and values for each token of a text that is being written."""
+_SPECULATORS = "https://github.com/vllm-project/speculators/blob/02c0fadc66a810673349f210dea2362d18f4865a/docs/user_guide/tutorials/train_eagle3_offline.md"
+_DEEPSPEC = (
+    "https://github.com/deepseek-ai/DeepSpec/blob/40c413ead7b70df49c9e734e4542dedef86badf1/scripts/data/README.md"
+)
+OTHERS = (
+    (f"[speculators]({_SPECULATORS}), EAGLE-3: four states", 4 * 4096 * 2),
+    (f"[DeepSpec]({_DEEPSPEC}), DSpark: six states", 6 * 4096 * 2 + 6),
+)
+"""By the formula on the first page, and by estimate_target_cache_size.py next to the second."""
+SET = ("name=x", "target=x", "output=x", "data.train=x", "data.heldout=x")
+
+
+def stored(kind: type[Any], **fields: Any) -> int:
+    """Return the bytes that a store of this identity keeps for each token."""
+    known = {"target": "", "tokenizer": "", "data": "", "vocab_size": 151936, "dtype": "bfloat16"}
+    row_bytes: int = kind(**known, **fields).row_bytes
+    return row_bytes
+
+
+def evening(name: str, target: int, heads: int, draft: DSparkDraft) -> dict[str, Any]:
+    """Return what an evening holds. A draft, if it fits beside the target, sees each row once and stores no states."""
+    (memory, tflops, bandwidth), text = CARDS[name], ASSUMED["prompt"] + ASSUMED["answer"]
+    all_of_it, layers = count(draft), count(draft.layers)
+    is_draft = 2 * target + 16 * all_of_it + ASSUMED["spare_gb"] * 1e9 <= memory * 1e9
+    recipe = load_recipe(_HERE.parent / "recipes" / "any" / f"{'dspark' if is_draft else 'markov'}.yaml", SET)
+    served = target * (2 if is_draft else 1)  # bytes: 8 bits on a small card
+    texts = min(ASSUMED["texts"], int((0.9 * memory * 1e9 - served) / (KV * text)))
+    write = ASSUMED["answer"] * (served / texts + KV * text) / (ASSUMED["bandwidth"] * bandwidth * 1e9)
+    blocks = 24 * 6 * (layers + LM_HEAD) + text * count(draft.fc)
+    products = blocks if is_draft else ASSUMED["answer"] * 4 * (4096 * 4096 + LM_HEAD)
+    read, train = (flops / (ASSUMED["flops"] * tflops * 1e12) for flops in (2 * target * text, 6 * products))
+    seen = recipe.training.steps * recipe.training.batch_size
+    most = int((ASSUMED["evening_h"] * 3600 - seen * train) / (write + read))
+    rows = seen if most >= seen else most // 1000 * 1000
+    states = 0 if is_draft else rows * text * stored(FeatureIdentity, hidden_size=4096, states="int8")
+    hours = {"write_h": rows * write / 3600, "read_h": rows * read / 3600, "train_h": seen * train / 3600}
+    disk = states + checkpoint_bytes(recipe, all_of_it if is_draft else heads)
+    method, serve = ("DSpark draft", "bf16") if is_draft else ("Markov heads", "8-bit weights")
+    found = {"card": name, "memory": memory, "method": method, "serve": serve, "texts": texts, "rows": rows, **hours}
+    return {**found, "hours": sum(hours.values()), "disk_gb": disk / 1e9}
+
+
+def count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def main() -> None:
+    """Compute, and write the JSON."""
+    with torch.device("meta"):
+        target = CausalLM(AutoModelForCausalLM.from_config(QWEN3_8B))
+        tokenizer: Any = SimpleNamespace(get_vocab=lambda: {"mask": 0})
+        config = dspark_config(target, tokenizer, DSparkSection(mask_token="mask"))
+        draft = DSparkDraft(config)
+        heads = MedusaHeads(MedusaConfig(4096, 151936, shared_lm_head=True, markov_rank=256))
+    taps, teacher = ", ".join(map(str, config.target_layer_ids)), TeacherSection(folder="")
+    of_heads, of_draft = (
+        [stored(FeatureIdentity, hidden_size=4096, states=states, layers=layers) for states in ("int8", "bf16")]
+        for layers in ("", taps)
+    )
+    logits = stored(TeacherIdentity, top_k=teacher.top_k, tail=teacher.tail, temperature=1.0)
+    ours = ("heads: one state, in int8 or bf16", *of_heads), ("DSpark: five states, in int8 or bf16", *of_draft)
+    report = {
+        "hardware": {"gpu": "computed"},
+        "commit": commit(),
+        "assumed": ASSUMED,
+        "stored": [*ours, ("draft: logits, of trained tokens only", logits), *OTHERS],
+        "cards": [evening(name, count(target.model), count(heads), draft) for name in CARDS],
+    }
+    Path(sys.argv[1]).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

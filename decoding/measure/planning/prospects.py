@@ -1,0 +1,92 @@
+"""What a draft would bring here before one is trained: its cost, the acceptance that pays, and published acceptance."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Any, NamedTuple
+
+from decoding.drafters.base import Drafter
+from decoding.drafters.spec import DrafterSpec
+from decoding.measure.planning.step_costs import Candidate, StepCosts, best
+from decoding.measure.planning.survey import CostSurvey, PlanConfig
+from decoding.metrics import break_even
+from decoding.model.causal_lm import CausalLM
+from decoding.policies import Budget
+
+DEEPEST = 8
+"""Tokens of the longest chain whose cost is measured."""
+
+
+class Published(NamedTuple):
+    """Acceptance of a published draft. ``rates``: of each drafted token if those before it were accepted."""
+
+    draft: str
+    """The kind of draft, as `Prospects` names it."""
+    name: str
+    rates: tuple[float, ...]
+    source: str
+
+
+def equal_rates(tokens: float, depth: int) -> tuple[float, ...]:
+    """Return the one rate, ``depth`` times, at which a chain of this depth brings so many tokens per pass."""
+    rate = break_even({depth: tokens})
+    assert rate is not None, "a chain brings no more tokens than it has, and the target's own"
+    return (rate,) * depth
+
+
+PUBLISHED = (
+    Published("heads", "Medusa, Vicuna-7B", (0.560, 0.316, 0.201, 0.147), "top-1 accuracies in Medusa's repository"),
+    Published("dspark", "DFlash, Qwen3-8B, chats", equal_rates(3.11, 7), "2607.05147, table 1, MT-Bench, T=1"),
+    Published("dspark", "DFlash, Qwen3-8B, maths", equal_rates(5.33, 7), "2607.05147, table 1, GSM8K, T=1"),
+    Published("draft", "115M, Llama-2-7B-Chat", (1 - 1 / 2.3,) * DEEPEST, "2403.00858, at most 2.3 tokens per pass"),
+)
+"""DFlash's five layers accept less than two layers of DSpark (2607.05147), which is the size that recipes train."""
+
+
+class Prospects(CostSurvey):
+    """The measurements of untrained drafters, by their kind: weights at random cost what trained ones do."""
+
+    def __init__(
+        self, target: CausalLM, drafters: Mapping[str, Drafter], prompts: Sequence[Sequence[int]], config: PlanConfig
+    ) -> None:
+        """ValueError if no prompt fits."""
+        super().__init__(target, list(drafters.values()), prompts, config)
+        self._kinds = list(drafters)
+
+    @property
+    def steps(self) -> int:
+        return len(self.config.batch_sizes) * (1 + len(self.drafters))
+
+    def run(self) -> dict[str, Any]:
+        """Measure; return the figures as JSON values."""
+        curves, cells = [], []
+        for rows in self.config.batch_sizes:
+            curve, costs = self.costs_at(rows)
+            curves.append(curve)
+            cells.append({"batch_size": rows, **outlook(dict(zip(self._kinds, costs, strict=True)))})
+        return {**self.about(), "curves": curves, "prospects": cells}
+
+
+def outlook(costs: Mapping[str, StepCosts], published: Sequence[Published] = PUBLISHED) -> dict[str, Any]:
+    """Return for each kind of draft what chains cost and must reach, and what published acceptance would gain.
+
+    Costs are of a whole step, in steps of plain decoding, of chains of 1 to `DEEPEST` tokens. A chain that would not
+    pay with every token accepted has no break-even.
+    """
+    drafts, reached = [], []
+    for kind, measured in costs.items():
+        steps = [measured.step(Budget(depth, depth + 1)).total / measured.plain for depth in range(1, DEEPEST + 1)]
+        least = [break_even({depth: cost}) for depth, cost in enumerate(steps, start=1)]
+        drafts.append({"draft": kind, "plain_seconds": measured.plain, "cost": steps, "break_even": least})
+    for each in published:
+        if each.draft in costs:
+            found = best(_chains(each), costs[each.draft])
+            depth, tokens = found.candidate.budget.depth, found.candidate.tokens
+            reached.append({**each._asdict(), "depth": depth, "tokens_per_pass": tokens, "speedup": found.speedup})
+    return {"drafts": drafts, "published": reached}
+
+
+def _chains(published: Published) -> list[Candidate]:
+    spec = DrafterSpec(published.draft, None, {})
+    sums = accumulate(accumulate(published.rates, mul), initial=1.0)
+    return [Candidate(spec, Budget(depth, depth + 1), tokens) for depth, tokens in enumerate(sums) if depth]
