@@ -30,14 +30,7 @@ from decoding.measure.questions import read_prompts
 from decoding.measure.redact import basename
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import read_dspark_config
-from decoding.model.loading import (
-    eos_token_ids,
-    load_draft,
-    load_dspark,
-    load_heads,
-    load_model,
-    load_tokenizer,
-)
+from decoding.model.loading import eos_token_ids, load_draft, load_dspark, load_heads, load_model, load_tokenizer
 from trainer.export.companions import chain_length
 from trainer.export.exporter import NO_PROMPTS, ExportSummary, export
 from trainer.export.task import artefact_folder

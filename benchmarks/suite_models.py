@@ -23,11 +23,7 @@ from trainer.drafts.dspark import initial_dspark
 from trainer.recipe.draft import DraftSection, DSparkSection
 
 # Hidden size, feed-forward size, layers, attention heads, key heads.
-SHAPES = {
-    "0.1B": (1024, 4096, 2, 16, 4),
-    "1B": (2048, 8192, 16, 32, 8),
-    "8B": (4096, 14336, 32, 32, 8),
-}
+SHAPES = {"0.1B": (1024, 4096, 2, 16, 4), "1B": (2048, 8192, 16, 32, 8), "8B": (4096, 14336, 32, 32, 8)}
 PRETENDED = {"0.1B": (32, 64, 1, 2, 1), "1B": (32, 64, 2, 2, 1), "8B": (64, 64, 3, 4, 2)}
 DRAFT_OF = {"1B": "0.1B", "8B": "1B"}
 DRAFTED = 4

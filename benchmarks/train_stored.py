@@ -59,10 +59,7 @@ def drafts(
     assert section.teacher is not None
     identity = TeacherIdentity.of(target, "benchmark", tokenizer, examples, section.teacher, 1.0)
     layout = ensure_store(TeacherWriter(target, identity), examples, folder, shard_rows=1 << 20)
-    ways: dict[str, TeacherSource] = {
-        "stored": TeacherStore(folder, identity, layout),
-        "online": OnlineTeacher(target),
-    }
+    ways: dict[str, TeacherSource] = {"stored": TeacherStore(folder, identity, layout), "online": OnlineTeacher(target)}
     found: dict[str, Objective] = {}
     for name, teacher in ways.items():
         torch.manual_seed(0)

@@ -25,11 +25,7 @@ class Conversation:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
-        config: DecodingConfig,
-        system: str | None = None,
+        self, engine: Engine, tokenizer: PreTrainedTokenizerBase, config: DecodingConfig, system: str | None = None
     ) -> None:
         """``system`` is the system message (None: no system message)."""
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
@@ -100,10 +96,7 @@ class Conversation:
         finally:
             if tokens:
                 answer = decode_text(tokens, self.tokenizer, hidden=self.config.eos_token_ids)
-                self.messages += [
-                    {"role": "user", "content": question},
-                    {"role": "assistant", "content": answer},
-                ]
+                self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def _end_turn(self) -> None:
         """End a turn that its caller left before the last step."""

@@ -229,10 +229,7 @@ class AdaptivePolicy:
             self._acceptance[budget].add(budget, step)
 
 
-_POLICIES: Mapping[str, Callable[[], Policy]] = {
-    "adaptive": AdaptivePolicy,
-    "fixed": FixedPolicy,
-}
+_POLICIES: Mapping[str, Callable[[], Policy]] = {"adaptive": AdaptivePolicy, "fixed": FixedPolicy}
 
 
 def default_policy(seed: int | None, greedy: bool) -> str:

@@ -48,10 +48,7 @@ def set_variables(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None
 
 
 def encode_prompt(
-    prompt: str | list[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    chat: bool,
-    tools: Tools | None = None,
+    prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, chat: bool, tools: Tools | None = None
 ) -> tuple[int, ...]:
     """Return the token ids that ask for an answer to a user's message or to a list of messages.
 

@@ -39,11 +39,7 @@ P = (0.5, 0.3, 0.2)
 Q = (0.25, 0.6, 0.15)
 """The draft's."""
 
-SAMPLED, WITHOUT, FIXED = (
-    ProposalKind.SAMPLED,
-    ProposalKind.SAMPLED_WITHOUT_REPLACEMENT,
-    ProposalKind.DETERMINISTIC,
-)
+SAMPLED, WITHOUT, FIXED = (ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT, ProposalKind.DETERMINISTIC)
 ONE, TWO, CHAIN, BRANCHES = (TreeShape(parents) for parents in ((-1, 0), (-1, 0, 0), (-1, 0, 1), (-1, 0, 0, 1, 2)))
 SHAPES = {"one token": ONE, "a chain of two": CHAIN, "two children": TWO, "two branches of two": BRANCHES}
 

@@ -242,13 +242,7 @@ def trees() -> str:
 
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
-    "speculation": {
-        "costs": costs,
-        "depths": depths,
-        "shares": shares,
-        "nodes": nodes,
-        "trees": trees,
-    },
+    "speculation": {"costs": costs, "depths": depths, "shares": shares, "nodes": nodes, "trees": trees},
     "exactness": {
         "rules": overview,
         "token": by_hand_token,

@@ -26,14 +26,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
 from decoding.model.heads import MedusaHeads
 from decoding.model.hub import local_folder
-from decoding.model.loading import (
-    dspark_folder,
-    is_heads_folder,
-    load_draft,
-    load_dspark,
-    load_heads,
-    load_tokenizer,
-)
+from decoding.model.loading import dspark_folder, is_heads_folder, load_draft, load_dspark, load_heads, load_tokenizer
 
 Weights = Literal["heads", "draft", "dspark draft", "heads or draft", "draft and tokenizer"]
 
@@ -185,10 +178,7 @@ class DrafterLoader:
     """Loader of drafters for one target; drafters with the same path share their weights."""
 
     def __init__(
-        self,
-        target: CausalLM,
-        tokenizer: PreTrainedTokenizerBase | str | None = None,
-        trust_remote_code: bool = False,
+        self, target: CausalLM, tokenizer: PreTrainedTokenizerBase | str | None = None, trust_remote_code: bool = False
     ) -> None:
         """``tokenizer``: the target's, or its folder or Hub id; a draft's must match it (None: not compared)."""
         self._target, self._tokenizer, self._trusted = target, tokenizer, trust_remote_code

@@ -206,10 +206,7 @@ class Measurement:
 
 
 def evaluate(
-    target: CausalLM,
-    methods: Sequence[Method],
-    prompts: Sequence[Sequence[int]],
-    config: EvaluationConfig,
+    target: CausalLM, methods: Sequence[Method], prompts: Sequence[Sequence[int]], config: EvaluationConfig
 ) -> dict[str, Any]:
     """Measure every method on every prompt; return the report (see `write_report` and `decoding.measure.report`).
 

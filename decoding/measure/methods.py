@@ -294,11 +294,7 @@ def transformers_generate(
     with _seeded(target, config), _bare_generation_configs(models, num_assistant_tokens):
         begin = time.perf_counter()
         output = generate(
-            input_ids,
-            attention_mask=attention_mask,
-            generation_config=generation_config,
-            streamer=clock,
-            **options,
+            input_ids, attention_mask=attention_mask, generation_config=generation_config, streamer=clock, **options
         )
         end = time.perf_counter()
     first, rest = (seconds / len(prompts) for seconds in (clock.first_at - begin, end - clock.first_at))

@@ -44,11 +44,7 @@ def figures_of(
 
 
 def _rows(
-    records: Records,
-    methods: Sequence[Method],
-    cell: GridCell,
-    costs: Costs | None = None,
-    ids: set[str] | None = None,
+    records: Records, methods: Sequence[Method], cell: GridCell, costs: Costs | None = None, ids: set[str] | None = None
 ) -> list[dict[str, Any]]:
     """Return a row for each method that has records in the cell, of the waves whose questions are in ``ids``."""
     by_method: dict[tuple[str, str], list[Record]] = {}

@@ -37,10 +37,7 @@ class CausalLM:
     """A causal language model, target or draft, ready to decode: rows of different lengths, a cache, tree attention."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        output_tokens: Int[Tensor, " outputs"] | None = None,
-        static: str | None = None,
+        self, model: PreTrainedModel, output_tokens: Int[Tensor, " outputs"] | None = None, static: str | None = None
     ) -> None:
         """The model's mode stays: a model in training mode is in eval mode only during each pass.
 
@@ -177,11 +174,7 @@ class CausalLM:
         return outputs[0] if len(outputs) == 1 else ModelOutput.cat(outputs)
 
     def _prefill_group(
-        self,
-        texts: Sequence[Sequence[int]],
-        cache: PreallocatedCache,
-        slots: Sequence[int],
-        taps: Sequence[int],
+        self, texts: Sequence[Sequence[int]], cache: PreallocatedCache, slots: Sequence[int], taps: Sequence[int]
     ) -> ModelOutput:
         lengths = [len(text) for text in texts]
         longest = max(lengths)

@@ -23,14 +23,7 @@ from decoding.model.stored import read_header, weight_files
 from decoding.model.vocabulary import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
 
 _DIGITS = 16
-_SAYS_NOTHING = (
-    "_name_or_path",
-    "transformers_version",
-    "architectures",
-    "dtype",
-    "auto_map",
-    "use_cache",
-)
+_SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "auto_map", "use_cache")
 """Keys of a config that record a model's origin and how it runs, but do not change its outputs."""
 _ADAPTERS_SAY_NOTHING = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

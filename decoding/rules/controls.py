@@ -50,9 +50,7 @@ _KNOWN = frozenset(_KNOWN_NAMES.split())
 
 
 def sampling_from_generation_config(
-    config: GenerationConfig,
-    processors: Sequence[Processor] = (),
-    device: torch.device | str = "cpu",
+    config: GenerationConfig, processors: Sequence[Processor] = (), device: torch.device | str = "cpu"
 ) -> SamplingConfig:
     """Return the controls that `generate` applies with this config and ``logits_processor=processors``, in its order.
 

@@ -46,10 +46,7 @@ class TeacherSource(Protocol):
         ...
 
     def for_batch(
-        self,
-        batch: Batch,
-        places: Int[Tensor, " labels"] | None = None,
-        stored: Mapping[str, Tensor] | None = None,
+        self, batch: Batch, places: Int[Tensor, " labels"] | None = None, stored: Mapping[str, Tensor] | None = None
     ) -> Teacher:
         """Return the target's distribution at the positions whose next token is trained, row by row.
 
@@ -78,10 +75,7 @@ class OnlineTeacher:
         """Return None: nothing is stored."""
 
     def for_batch(
-        self,
-        batch: Batch,
-        places: Int[Tensor, " labels"] | None = None,
-        stored: Mapping[str, Tensor] | None = None,
+        self, batch: Batch, places: Int[Tensor, " labels"] | None = None, stored: Mapping[str, Tensor] | None = None
     ) -> HiddenTeacher:
         """Return the target's hidden states at the labelled positions."""
         places = batch.label_places(1) if places is None else places

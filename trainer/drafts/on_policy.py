@@ -75,12 +75,7 @@ class TextWriter:
     """
 
     def __init__(
-        self,
-        target: CausalLM,
-        policy: PolicySection,
-        num_draft_tokens: int,
-        eos_token_ids: tuple[int, ...],
-        seed: int,
+        self, target: CausalLM, policy: PolicySection, num_draft_tokens: int, eos_token_ids: tuple[int, ...], seed: int
     ) -> None:
         self.target = target
         self._policy, self._num_draft_tokens, self._seed = policy, num_draft_tokens, seed

@@ -285,11 +285,7 @@ def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[
 
 
 def _most_frequent(
-    count: int,
-    known: int,
-    target: CausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[Example],
+    count: int, known: int, target: CausalLM, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
 ) -> tuple[int, ...]:
     """Return the most frequent trained tokens below ``known``, and all tokens that end a text."""
     if count > known:

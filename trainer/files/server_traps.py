@@ -32,8 +32,7 @@ def taken_over(path: str) -> list[Trap]:
         return []
     return [
         Trap(
-            f"vLLM chooses another method because the path of the served folder contains {part!r}",
-            "rename the folder",
+            f"vLLM chooses another method because the path of the served folder contains {part!r}", "rename the folder"
         )
     ]
 

@@ -48,11 +48,7 @@ def choose_tree(job: Job, evaluator: Evaluator | None) -> None:
 
 
 def finish(
-    job: Job,
-    destination: Path,
-    progress: Progress,
-    stretches: Sequence[Mapping[str, Any]],
-    origin: Mapping[str, Any],
+    job: Job, destination: Path, progress: Progress, stretches: Sequence[Mapping[str, Any]], origin: Mapping[str, Any]
 ) -> None:
     """Write the artefact with its provenance, whole or not at all.
 

@@ -92,12 +92,7 @@ def _check_one_job(job: Job) -> None:
 
 
 def _train(
-    job: Job,
-    accelerator: Accelerator,
-    log: Log,
-    watch: Watch,
-    checkpoints: Checkpoints,
-    process: Process,
+    job: Job, accelerator: Accelerator, log: Log, watch: Watch, checkpoints: Checkpoints, process: Process
 ) -> Progress:
     recipe = job.recipe
     with Stopwatch(accelerator.device) as stopwatch:

@@ -12,14 +12,7 @@ from typing import Any, TypeVar
 
 from openai import APIConnectionError, APIError, APITimeoutError
 
-from trainer.servers.answers import (
-    CONTROLS,
-    Completion,
-    CompletionRequest,
-    Prompt,
-    StreamedAnswer,
-    read_stream,
-)
+from trainer.servers.answers import CONTROLS, Completion, CompletionRequest, Prompt, StreamedAnswer, read_stream
 from trainer.servers.connection import REFUSED, RETRIES, Connection, Endpoint
 
 Item = TypeVar("Item")

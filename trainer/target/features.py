@@ -207,11 +207,7 @@ class StoredTaps(OnlineTarget):
 
 
 def ensure_features(
-    target: Target,
-    examples: Sequence[Example],
-    section: FeaturesSection,
-    process: Process,
-    taps: Sequence[int] = (),
+    target: Target, examples: Sequence[Example], section: FeaturesSection, process: Process, taps: Sequence[int] = ()
 ) -> FeatureStore:
     """Write the missing features of these examples and return them all; ``taps`` are the layers that a draft reads.
 

@@ -7,13 +7,7 @@ from typing import Any
 from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
 from decoding.measure.planning.forms import Family, Load, RankCounts, family_of
-from decoding.measure.planning.step_costs import (
-    Candidate,
-    Prediction,
-    StepCosts,
-    best,
-    depth_by_batch_size,
-)
+from decoding.measure.planning.step_costs import Candidate, Prediction, StepCosts, best, depth_by_batch_size
 from decoding.measure.planning.survey import CostSurvey, PlanConfig
 from decoding.metrics import StepCount, tokens_per_pass
 from decoding.model.causal_lm import CausalLM

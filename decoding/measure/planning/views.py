@@ -19,11 +19,7 @@ _NOTES = (
 def plan_table(plan: Mapping[str, Any]) -> Table:
     """Return a table with a row for each batch size and drafter; the best of a batch size is bold."""
     columns = ("batch", "drafter", "best size", "tokens/pass", "step cost", "speed-up", "best chain")
-    table = Table(
-        *columns,
-        title=_heading("What to draft here"),
-        **_caption(_NOTES),
-    )
+    table = Table(*columns, title=_heading("What to draft here"), **_caption(_NOTES))
     for cell in plan["cells"]:
         fastest = max(choice["best"]["speedup"] for choice in cell["choices"])
         for choice in cell["choices"]:

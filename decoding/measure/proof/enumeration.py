@@ -312,10 +312,7 @@ def model_pair(name: str, vocab: int, depth: int, seed: int) -> tuple[ContextMod
         p = ContextModel.random(vocab, depth, "mixed", generator)
         return p, p
     kind_p, kind_q = MODELS[name]
-    return (
-        ContextModel.random(vocab, depth, kind_p, generator),
-        ContextModel.random(vocab, depth, kind_q, generator),
-    )
+    return (ContextModel.random(vocab, depth, kind_p, generator), ContextModel.random(vocab, depth, kind_q, generator))
 
 
 def top_tokens(q: ContextModel) -> Callable[[tuple[int, ...], int], list[int]]:
