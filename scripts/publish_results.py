@@ -5,7 +5,6 @@ Usage: scripts/publish_results.py REPORT NAME, with a NAME of `PLACES`.
 
 import json
 import re
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -218,27 +217,6 @@ def _evidence(finding: Report) -> str:
     return f"p = {figures['p_value']:.2g}" if figures["p_value"] > 1e-300 else "p < 1e-300"
 
 
-def stored_table(report: Report) -> str:
-    """Return a row for each target and kind of `benchmarks/train_stored.py`."""
-    rows = (
-        (
-            f"{run['parameters'] / 1e6:.0f}M",
-            run["kind"],
-            number(run["tokens_per_second"]["online"], 0),
-            number(run["tokens_per_second"]["stored"], 0),
-            f"{number(run['speedup']['clock'])}×",
-        )
-        for run in report["runs"]
-    )
-    share = statistics.mean(run["trained_tokens_per_step"] / run["positions_per_step"] for run in report["runs"])
-    return table(("target", "what trains", "tokens/s, online", "tokens/s, from disk", "ratio"), rows, 3) + (
-        f"\n\nMedians over steps; {share:.0%} of the tokens that the target reads are trained; {machine_of(report)}"
-    )
-
-
-# --- computed, not measured -------------------------------------------------------------------------------------------
-
-
 EVENING = {
     "card": "{card}, {memory} GB",
     "method": "{method}",
@@ -342,7 +320,6 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "spec_bench_sampled": {RESULTS: (("spec_bench_sampled", tasks_table),)},
     "crossover": {RESULTS: (("crossover", cells_table),)},
     "speed": {RESULTS: (("drafters", drafters_table),)},
-    "train_stored": {RESULTS: (("train_stored", stored_table),)},
     "verified": {"docs/how-to/verify.md": (("verified", verified_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
     "one_gpu": {"docs/how-to/one-gpu.md": (("one_gpu", evening_table),), "README.md": (("bytes", stored_by_token),)},

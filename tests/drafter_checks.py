@@ -10,14 +10,12 @@ from tiny_models import naive_greedy
 from torch import Tensor
 
 from decoding.drafters import (
-    CascadeDrafter,
     Drafter,
     DraftModelDrafter,
     DraftSession,
     DraftTreeDrafter,
     DSparkDrafter,
     HybridDrafter,
-    LookaheadDrafter,
     MedusaDrafter,
     PromptLookupDrafter,
 )
@@ -67,11 +65,9 @@ DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
     "DSpark hybrid": lambda target, draft: HybridDrafter(
         DSparkDrafter(tiny_dspark(target, 3), tree=TREE), PromptLookupDrafter(4)
     ),
-    "lookahead": lambda target, draft: LookaheadDrafter(3, 3, 3),
-    "cascade": lambda target, draft: CascadeDrafter(draft, PromptLookupDrafter(3), 4),
 }
 """A drafter of each kind, by target and draft."""
-OF_A_DRAFT = ["chain", "likeliest chain", "draft tree", "cascade"]
+OF_A_DRAFT = ["chain", "likeliest chain", "draft tree"]
 
 
 def hidden_before(target: CausalLM, text: Sequence[int]) -> Tensor:

@@ -128,7 +128,7 @@ class OnlyLateTokens:
         return scores.index_fill(1, torch.arange(12), -torch.inf)
 
 
-@pytest.mark.parametrize("name", ["chain", "draft tree", "cascade"])
+@pytest.mark.parametrize("name", ["chain", "draft tree"])
 def test_a_draft_ends_at_the_node_after_which_it_knows_no_token_allowed(tiny_llama: CausalLM, name: str) -> None:
     drafter = DRAFTERS[name](tiny_llama, CausalLM(tiny_model("llama", vocab=12, seed=2)))
     nothing = SamplingConfig(1.0, processors=(OnlyLateTokens(range(5)),))

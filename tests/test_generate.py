@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scripted_drafters import HostileDrafter, ScriptedDrafter
 from tiny_models import naive_greedy, tiny_model
 
-from decoding.drafters import CascadeDrafter, DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter
+from decoding.drafters import DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Step
 from decoding.model.causal_lm import CausalLM
@@ -169,7 +169,7 @@ def test_a_rule_named_in_the_config_is_used_and_steps_without_a_draft_go_on(
         (PromptLookupDrafter(branches=2), BLOCK_VERIFICATION, "takes chains only: use traversal"),
         ("hybrid", TOKEN_REJECTION, "takes sampled proposals, not deterministic or grafted ones"),
         ("two drafts", TRAVERSAL_VERIFICATION, "takes deterministic or .* proposals, not mixed ones"),
-        ("cascade", TOP_K_CHILDREN, "takes deterministic proposals, not sampled ones"),
+        ("chain", TOP_K_CHILDREN, "takes deterministic proposals, not sampled ones"),
     ],
 )
 def test_a_rule_that_does_not_fit_the_drafter_is_refused_before_a_text_begins(
@@ -182,8 +182,8 @@ def test_a_rule_that_does_not_fit_the_drafter_is_refused_before_a_text_begins(
         drafter = HybridDrafter(DraftModelDrafter(tiny_draft), lookup)
     elif drafter == "two drafts":
         drafter = HybridDrafter(DraftModelDrafter(tiny_draft), DraftModelDrafter(tiny_draft))
-    elif drafter == "cascade":
-        drafter = CascadeDrafter(tiny_draft, lookup)
+    elif drafter == "chain":
+        drafter = DraftModelDrafter(tiny_draft)
     config = DecodingConfig(9, SamplingConfig(1.0), rule)
     with pytest.raises(ValueError, match=f"the {rule.name} rule {complaint}"):
         Engine(tiny_llama, drafter).steps([[1, 2]], config, batch_size=1)

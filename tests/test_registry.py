@@ -10,13 +10,11 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding import DecodingConfig, Engine
 from decoding.drafters import (
-    CascadeDrafter,
     Drafter,
     DraftModelDrafter,
     DraftTreeDrafter,
     DSparkDrafter,
     HybridDrafter,
-    LookaheadDrafter,
     MedusaDrafter,
     OtherTokenizerDrafter,
     PromptLookupDrafter,
@@ -44,8 +42,6 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
         {"tokens": 3, "ngram": 2, "branches": 2},
         "prompt lookup",
     ),
-    "lookahead:window=3,ngram=3,guesses=2": (LookaheadDrafter, {"window": 3, "ngram": 3, "guesses": 2}, "lookahead"),
-    "cascade:PATH/draft,tokens=3,lookup_ngram=2": (CascadeDrafter, {"tokens": 3}, "cascade, 3 tokens"),
     "hybrid:PATH/heads,lookup_tokens=3": (HybridDrafter, {"max_depth": 4}, "medusa, tree of 9, with prompt lookup"),
     "hybrid:PATH/draft,of=draft-tree,depth=2,nodes=5": (
         HybridDrafter,
@@ -99,7 +95,7 @@ def test_a_spec_makes_its_drafter_which_decodes_as_plain_decoding(models: Path, 
 
 
 def test_every_name_of_the_registry_is_tried_above() -> None:
-    assert {text.partition(":")[0] for text in SPECS} >= REGISTRY.keys() and len(REGISTRY) == 9
+    assert {text.partition(":")[0] for text in SPECS} >= REGISTRY.keys() and len(REGISTRY) == 7
 
 
 def test_a_path_may_hold_commas(tmp_path: Path) -> None:
@@ -110,7 +106,7 @@ def test_a_path_may_hold_commas(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "lokup": "no drafter is called 'lokup': choose one of heads, draft, draft-tree, dspark, lookup, lookahead",
+    "lokup": "no drafter is called 'lokup': choose one of heads, draft, draft-tree, dspark, lookup, hybrid",
     "distilgpt2": f"no drafter is called 'distilgpt2': choose one of {', '.join(REGISTRY)}, or draft:distilgpt2 for a",
     "lookup:ngrams=3": "the drafter lookup has no option 'ngrams': choose among tokens, ngram, min_ngram, branches",
     "lookup:ngram=0": "the drafter lookup is given ngram=0: give a whole number of at least 1",
@@ -133,9 +129,9 @@ def test_a_drafter_by_text_needs_the_targets_tokenizer(models: Path, target: Cau
 
 def test_weights_are_read_once_however_many_drafters_share_them(models: Path, target: CausalLM) -> None:
     loader = DrafterLoader(target, byte_tokenizer())
-    names = ("draft", "draft-tree", "cascade")
+    names = ("draft", "draft-tree")
     drafters: list[Any] = [loader.load(DrafterSpec(name, str(models / "draft"), {})) for name in names]
-    assert drafters[0].draft is drafters[1].draft and drafters[2].draft.model is drafters[0].draft.model
+    assert drafters[0].draft is drafters[1].draft
 
 
 def test_weights_in_memory_make_the_same_drafters(target: CausalLM) -> None:

@@ -15,8 +15,6 @@ from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.drafters.dspark import DSparkDrafter
-from decoding.drafters.experimental.cascade import CascadeDrafter
-from decoding.drafters.experimental.lookahead import LookaheadDrafter
 from decoding.drafters.experimental.other_tokenizer import OtherTokenizerDrafter
 from decoding.drafters.hybrid import HybridDrafter
 from decoding.drafters.medusa import MedusaDrafter
@@ -61,37 +59,25 @@ def _entry(summary: str, weights: Weights | None, kind: Callable[..., Drafter]) 
 _PREFIX = "lookup_"
 
 
-def _with_lookup(
-    summary: str,
-    weights: Weights,
-    own: Mapping[str, Option],
-    make: Callable[[Any, PromptLookupDrafter, dict[str, Any]], Drafter],
-) -> Entry:
-    """Make an entry with a lookup next to its weights. The lookup's options begin with `_PREFIX`."""
-
-    def make_both(loaded: Any, values: Mapping[str, Any]) -> Drafter:
-        others = {name: value for name, value in values.items() if name in own}
-        lookup = {name.removeprefix(_PREFIX): value for name, value in values.items() if name not in own}
-        return make(loaded, PromptLookupDrafter(**lookup), others)
-
-    of_lookup = {_PREFIX + name: option for name, option in options_of(PromptLookupDrafter).items()}
-    return Entry(summary, weights, {**own, **of_lookup}, make_both)
-
-
 def _hybrid(first: Entry | None = None) -> Entry:
-    """Make the entry of a lookup joined to ``first``; None gives the registry's entry, before ``of`` is known."""
-    joined = options_of(HybridDrafter, skipped=2)
+    """Make the entry of a lookup joined to ``first``; None gives the registry's entry, before ``of`` is known.
 
-    def make(weights: Any, lookup: PromptLookupDrafter, values: dict[str, Any]) -> Drafter:
+    The lookup's options begin with `_PREFIX`.
+    """
+    joined, of_lookup = options_of(HybridDrafter, skipped=2), options_of(PromptLookupDrafter)
+
+    def make(weights: Any, values: Mapping[str, Any]) -> Drafter:
         if first is None:
             raise ValueError(f"the hybrid lacks its other drafter: give of=NAME, one of {', '.join(_FIRSTS)}")
         own = {name: value for name, value in values.items() if name in first.options}
         rest = {name: value for name, value in values.items() if name in joined}
-        return HybridDrafter(first.make(weights, own), lookup, **rest)
+        lookup = {name.removeprefix(_PREFIX): value for name, value in values.items() if name.startswith(_PREFIX)}
+        return HybridDrafter(first.make(weights, own), PromptLookupDrafter(**lookup), **rest)
 
     options = {"of": one_of(*_FIRSTS), **joined, **(first.options if first else {})}
+    options |= {_PREFIX + name: option for name, option in of_lookup.items()}
     summary = "heads, draft, draft-tree or dspark (of=NAME, with its options) and a lookup in one tree"
-    return _with_lookup(summary, first.weights or "draft" if first else "heads or draft", options, make)
+    return Entry(summary, first.weights or "draft" if first else "heads or draft", options, make)
 
 
 def _other_tokenizer(weights: ForeignDraft, tokens: int = 5) -> Drafter:
@@ -107,13 +93,6 @@ _FIRSTS = {
 REGISTRY: Mapping[str, Entry] = {
     **_FIRSTS,
     "lookup": _entry("tokens that followed the text's last few tokens earlier", None, PromptLookupDrafter),
-    "lookahead": _entry("n-grams guessed by the target in idle positions of its passes", None, LookaheadDrafter),
-    "cascade": _with_lookup(
-        "a small model's chain, itself speculated by a lookup",
-        "draft",
-        options_of(CascadeDrafter, skipped=2),
-        lambda draft, lookup, values: CascadeDrafter(draft, lookup, **values),
-    ),
     "hybrid": _hybrid(),
     "other-tokenizer": _entry("a small model with another tokenizer", "draft and tokenizer", _other_tokenizer),
 }

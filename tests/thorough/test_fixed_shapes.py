@@ -9,7 +9,7 @@ import torch
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
-from decoding.drafters import CascadeDrafter, Drafter, DraftModelDrafter, HybridDrafter, PromptLookupDrafter
+from decoding.drafters import Drafter, DraftModelDrafter, HybridDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -68,7 +68,6 @@ def drafters(draft: CausalLM) -> dict[str, Drafter]:
         "chain": DraftModelDrafter(draft, 4),
         "draft tree": DraftTreeDrafter(draft, depth=3, width=2, nodes=7),
         "lookup beside a chain that seldom drafts": HybridDrafter(DraftModelDrafter(draft, 2), lookup, 9.0),
-        "cascade": CascadeDrafter(draft, lookup, 4),
     }
 
 

@@ -28,7 +28,7 @@ from trainer.target.hidden import OnlineTarget
 
 TOP_1 = "the draft's top-1"
 _DRAFT_TOKENS = 4
-_KINDS = {"heads": "heads", "draft": "draft", "draft-tree": "draft", "dspark": "dspark", "cascade": "draft"}
+_KINDS = {"heads": "heads", "draft": "draft", "draft-tree": "draft", "dspark": "dspark"}
 """Drafter's name -> kind of the weights that draft."""
 _LEAST = 0.98
 """Share of equal top-1 tokens below which weights are other weights: rounding to bf16 alone turns over fewer."""
