@@ -115,7 +115,7 @@ def test_a_quantised_checkpoint_is_made_on_its_device_or_its_missing_package_is_
     assert load_model(str(tmp_path), torch.float32, torch.device("cpu")) is model
     assert asked == [{"": torch.device("cpu")}]
     model.hf_quantizer = object()
-    with pytest.raises(ValueError, match=r"^the target's weights are quantised.*draft\.init\.from_model"):
+    with pytest.raises(ValueError, match=r"^the target is quantised.*draft\.init\.from_model"):
         distill(model)
 
 
