@@ -15,6 +15,10 @@ from typing import Any
 _HERE = Path(__file__).resolve().parent
 sys.path = [str(_HERE.parent), *(entry for entry in sys.path if Path(entry).resolve() != _HERE), str(_HERE)]
 
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -7,6 +7,7 @@ serves on port 8123, or prints its address as its first line.
         --server "llama.cpp" "DSpark, 6 tokens" "COMMAND" --server "vLLM 0.32" "plain" "COMMAND --port 8123"
 """
 
+# ruff: noqa: E402  # waiting of threads is set before torch is imported
 import argparse
 import json
 import shlex
@@ -19,6 +20,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from decoding.threads import spin_briefly
+
+spin_briefly()  # before torch is imported
 
 from decoding.measure.machine import commit, hardware
 from decoding.measure.redact import basename
