@@ -88,7 +88,7 @@ def test_static_steps_are_refused_if_each_step_would_ask_how_far_it_reaches(
 ) -> None:
     """At construction: a CUDA graph would fail while it is recorded, in the middle of a text."""
     model = tiny_model(family, rope_parameters=rope)
-    with pytest.raises(ValueError, match=rf"rotary embeddings are {named}.*: leave static out"):
+    with pytest.raises(ValueError, match=rf"rotary embeddings are {named}.*; leave static out"):
         CausalLM(model, static="graphs")
     assert not CausalLM(model).is_static
 
