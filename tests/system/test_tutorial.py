@@ -126,8 +126,7 @@ def test_the_served_draft_answers_and_is_verified_as_the_tutorial_says(desk: Pat
         asked = urllib.request.Request(curl[1].replace("http://localhost:8080", address), curl[3].encode())
         with urllib.request.urlopen(asked, timeout=60) as answer:
             assert json.load(answer)["tokens_predicted"] == json.loads(curl[3])["n_predict"]
-        output = run(shortened(verify.replace("http://localhost:8080", address)), desk)
-    assert "ok: greedy identity" in output
+        assert "ok: greedy identity" in run(shortened(verify.replace("http://localhost:8080", address)), desk)
 
 
 @contextmanager
