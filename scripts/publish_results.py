@@ -83,12 +83,6 @@ def tasks_table(report: Report) -> str:
     return _by_column(report, rows, lambda row: str(row["task"]))
 
 
-def cells_table(report: Report) -> str:
-    """Return for each setting a row per method and a column per context and batch size."""
-    rows = report["rows"] + report["grid"]
-    return _by_column(report, rows, lambda row: f"{row['context'] or 'own'} tokens, batch {row['batch_size']}")
-
-
 def _by_column(report: Report, rows: Iterable[Report], column: Callable[[Report], str]) -> str:
     rows = [row for row in rows if row["method"] != "plain" and _gain(row) != NONE]
     names = list(dict.fromkeys(column(row) for row in rows))
@@ -99,13 +93,17 @@ def _by_column(report: Report, rows: Iterable[Report], column: Callable[[Report]
         methods = dict.fromkeys(method for method, _ in found)
         cells = ([text(method), *(found.get((method, name), NONE) for name in names)] for method in methods)
         parts.append(table([text(setting), *map(text, names)], cells, len(names)))
+    parts.append(f"Speed-up over plain decoding, then tokens per target pass. {conditions(report)}")
+    return "\n\n".join(parts)
+
+
+def conditions(report: Report) -> str:
+    """Return target, prompts and machine of an evaluation."""
     cut = f" ({report['prompts_cut']} too long, cut)" if report.get("prompts_cut") else ""
-    parts.append(
-        "Speed-up over plain decoding, then tokens per target pass. "
+    return (
         f"{report['parameters'] / 1e6:.0f}M-parameter target in {report['dtype']}; {report['prompts']} prompts{cut}, "
         f"up to {report['max_new_tokens']} new tokens; {machine_of(report)}"
     )
-    return "\n\n".join(parts)
 
 
 def _gain(row: Report) -> str:
@@ -254,8 +252,8 @@ def headline(report: Report) -> str:
     place = machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}"
     return (
         f"**{estimate(gains[0], '×')} the speed of plain decoding** when greedy ({text(best['drafting'])}), and "
-        f"{estimate(gains[1], '×')} at temperature 1 ({text(drawn['drafting'])}): a {text(best['arm'])} draft on {prompts} "
-        f"prompts that no training saw ({text(target)}, {place})."
+        f"{estimate(gains[1], '×')} at temperature 1 ({text(drawn['drafting'])}): a {text(best['arm'])} draft on "
+        f"{prompts} prompts that no training saw ({text(target)}, {place})."
     )
 
 
@@ -306,7 +304,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "quickstart": {"README.md": (("table", short_table),)},
     "spec_bench": {RESULTS: (("spec_bench", tasks_table),)},
     "spec_bench_sampled": {RESULTS: (("spec_bench_sampled", tasks_table),)},
-    "crossover": {RESULTS: (("crossover", cells_table),)},
+    "crossover": {RESULTS: (("crossover", conditions),)},
     "speed": {RESULTS: (("drafters", drafters_table),)},
     "verified": {"docs/how-to/verify.md": (("verified", verified_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
