@@ -74,7 +74,7 @@ def test_a_template_that_marks_everything_is_refused_naming_the_line(tmp_path: P
 
 
 def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="line 1: the tokenizer has no chat template, which 'messages' rows need"):
+    with pytest.raises(ValueError, match="line 1: 'messages' rows need a chat template, and the tokenizer has none"):
         load(tmp_path, [chat("a", "b")])
 
 
@@ -108,13 +108,15 @@ def test_a_row_that_cannot_be_used_is_named_by_its_line(
     good = {"text": "a b c d e f g h", "prompt": "a", "answer": "b"}
     with pytest.raises(ValueError, match=message) as error:
         load(tmp_path, [{**good, "q": "a", "a": "b"}, row], **changes)
-    assert str(error.value).endswith("; data.bad_rows=skip leaves such rows out")
+    assert str(error.value).endswith("; set data.bad_rows=skip to skip such rows")
 
 
 def test_a_file_in_which_nothing_is_left_to_train_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rows\.jsonl holds nothing to train on"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl contains nothing to train on"):
         load(tmp_path, [{"prompt": "a b c d e f g h", "answer": "i"}], max_length=8)
-    with pytest.raises(ValueError, match=r"holds nothing to train on: .*; the first of 2 bad ones: .*line 1: the row"):
+    with pytest.raises(
+        ValueError, match=r"contains nothing to train on: .*; the first of 2 bad rows: .*line 1: the row"
+    ):
         load(tmp_path, [{"x": 1}, {"y": 1}], bad_rows="skip")
 
 
@@ -160,7 +162,7 @@ def test_a_heldout_prompt_is_what_stands_before_the_answer_or_the_first_tokens()
     ]
     assert heldout_prompts(examples, 3, prompt_tokens=3, longest=100) == [(1, 2), (5, 6, 7), (9,)]
     assert heldout_prompts(examples, 3, prompt_tokens=3, longest=2) == [(1, 2), (9,), (11, 12)]
-    with pytest.raises(ValueError, match="no held-out prompt has at most 0 tokens: give shorter prompts or fewer new"):
+    with pytest.raises(ValueError, match="no held-out prompt has at most 0 tokens: use shorter prompts or fewer new"):
         heldout_prompts(examples, 2, prompt_tokens=8, longest=0)
 
 

@@ -1,1 +1,1 @@
-"""Rows to conversations, to token ids with a loss mask, to batches."""
+"""Turns rows into conversations, token ids with a loss mask, and batches."""
