@@ -257,7 +257,7 @@ def _origin(folder: Path, target: Skeleton, trusted: bool, reads_target: bool) -
     found = stored_fingerprint(target.name, trusted)
     if found == wanted:
         return ok("origin", f"trained on this target ({found})")
-    difference = f"trained on target {wanted}, but this one is {found}"
+    difference = f"trained on another target ({wanted}; this one is {found})"
     if reads_target:
         adapted = folder / "target"
         remedy = f"give --target {adapted}" if adapted.is_dir() else "train them again on this target"

@@ -158,8 +158,8 @@ def check_pays(costs: Costs) -> str:
     step = "step" if at_once == 1 else f"forward for {at_once} tokens"
     if least is None:
         raise ValueError(
-            f"this draft is too slow to pay: a {step} takes {costs.draft_step:.2f} of a target pass here, so even if "
-            f"all tokens are accepted, decoding has {most:.2f} times its plain speed. Give it fewer layers (draft.init) or "
+            f"this draft is too slow to pay: a {step} takes {costs.draft_step:.2f} of a target pass here, so even full "
+            f"acceptance gives only {most:.2f} times the speed of plain decoding. Give it fewer layers (draft.init) or "
             "less width (draft.init.from_config), start again if the machine was busy, or set draft.check_costs=false"
         )
     return (

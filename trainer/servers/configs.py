@@ -70,7 +70,7 @@ def _other_target(target_folder: Path, trained: Path) -> list[Difference]:
     if wanted is None or (found := stored_fingerprint(target_folder)) == wanted:
         return []
     remedy = "pass the target that it was trained on, or train it again on this one"
-    return [(f"the speculator was trained on target {wanted}, but this one is {found}", remedy)]
+    return [(f"the speculator was trained on another target ({wanted}; this one is {found})", remedy)]
 
 
 def _other_settings(served: Path, trained: Path) -> list[Difference]:
