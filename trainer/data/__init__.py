@@ -1,1 +1,1 @@
-"""Turns rows into conversations, token ids with a loss mask, and batches."""
+"""The path from rows to conversations, to token ids with a loss mask, and to batches."""

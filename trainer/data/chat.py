@@ -1,4 +1,4 @@
-"""Encodes conversations as token ids and marks the assistant's tokens as trained."""
+"""Encoding of conversations as token ids, with the assistant's tokens marked as trained."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class Encoded(NamedTuple):
 
 
 class TranscriptEncoder:
-    """Encodes transcripts with a tokenizer according to a recipe's data section."""
+    """Encoder of transcripts with a tokenizer, according to a recipe's data section."""
 
     def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
         self._max_length = section.max_length
@@ -124,7 +124,7 @@ class TranscriptEncoder:
         return integers and self._vocabulary.issuperset(tokens)
 
     def _reads(self, tokens: Any, answer: dict[str, Any], truncated: bool) -> bool:
-        """Return True if ``tokens`` are token ids that spell the answer; with reasoning, a part of them may."""
+        """Return True if ``tokens`` are token ids that spell the answer; with reasoning, they may spell more."""
         if not isinstance(tokens, list) or not self._knows(tokens):
             return False
         text, content = read_answer(self._tokenizer, tokens, truncated).strip(), answer["content"].strip()

@@ -1,4 +1,4 @@
-"""Turns rows into conversations: with answers for training, or without, for a target to answer."""
+"""Conversations read from rows: with answers for training, or without, for a target to answer."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Encodes rows as sequences and counts them, with several processes for large sources."""
+"""Encoding of rows as sequences, with counts, in several processes for large sources."""
 
 import os
 from collections import Counter
@@ -83,7 +83,7 @@ class Account:
 
 
 class RowEncoder:
-    """Encodes rows as a recipe's data section says."""
+    """Encoder of rows according to a recipe's data section."""
 
     def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
         self._section = section

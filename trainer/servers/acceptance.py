@@ -1,4 +1,4 @@
-"""Compares the acceptance that a server counts with the real loop's."""
+"""Comparison of the acceptance that a server counts with the real loop's."""
 
 import math
 import statistics
@@ -17,7 +17,7 @@ _Z95 = 1.959964
 _SHORT = 0.9
 """Share of full drafts below which the server counts as cutting its drafts."""
 _MORE = "pass more prompts (--limit)"
-_BLIND = f"too few drafts: not even a server that accepts nothing would show; {_MORE}"
+_BLIND = f"too few drafts to detect even a server that accepts nothing; {_MORE}"
 _NEITHER = (
     "resolve the differences above first; then compare temperature, top-p and top-k of the requests and of the "
     "server's generation config, and run 'headstart verify' to test its sampling"
@@ -196,7 +196,7 @@ def compare_sampling(
     if is_other(argmax, server):
         return problem(SAMPLING, f"{told}: the server matches neither", _NEITHER, **figures)
     if from_best.blind:
-        found = f"{told}: the drafts are not sampled, and too few to distinguish argmax from a fault"
+        found = f"{told}: the drafts are not sampled, but too few to distinguish argmax drafts from a fault"
         return problem(SAMPLING, found, f"{_MORE}; {_NEITHER}", **figures)
     if argmax.length >= sampled.length:
         remedy = "no change needed: argmax drafts are accepted more often here"

@@ -57,7 +57,7 @@ class ServedModel:
         on_answer: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> list[StreamedAnswer]:
-        """Return streamed answers, timed by ``clock``, in the order of the requests; ``concurrency`` are in flight."""
+        """Return streamed answers in the order of the requests, timed by ``clock``, ``concurrency`` at a time."""
         return self._run(_at_a_time(concurrency, partial(self._streamed, clock=clock), bodies, on_answer))
 
     def takes(self, body: Mapping[str, Any], clock: Callable[[], float] = time.perf_counter) -> bool:

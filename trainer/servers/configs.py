@@ -1,4 +1,4 @@
-"""Compares the configs that a server reads with training's: rope, windows, positions, vocabularies."""
+"""Comparison of a server's configs with the training's: rope, windows, positions, vocabularies."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Backend that lets OpenAI-compatible servers answer many conversations at a time.
+"""Answers from OpenAI-compatible servers, for many conversations at a time.
 
 The server applies the chat template and samples with its own generator, by default with the model's generation config.
 It returns texts, and token ids if it has a field for them.
@@ -39,7 +39,7 @@ class _Reply(NamedTuple):
 
 
 class _NoAnswer(Exception):
-    """Raised for a reply without text to train on, and for an error instead of a reply."""
+    """A reply without text to train on, or an error instead of a reply."""
 
     def __init__(self, problem: Problem, reason: str) -> None:
         super().__init__(reason)
@@ -47,7 +47,7 @@ class _NoAnswer(Exception):
 
 
 class EndpointBackend:
-    """Requests answers from endpoints that serve one target: several conversations at once, each turn by turn.
+    """Source of answers from endpoints of one target: several conversations at once, each turn by turn.
 
     Conversations are dealt to the endpoints in turn. If an endpoint rejects a request, or still fails after the
     client's retries, the next endpoint gets it. An endpoint that could not be reached is asked last from then on. A

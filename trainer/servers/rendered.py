@@ -1,4 +1,4 @@
-"""Compares the prompt as the server reads it with the local chat template's token ids."""
+"""Comparison of the server's reading of a prompt with the local chat template's token ids."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,7 +62,7 @@ def compare_rendered(
             return problem(TEMPLATE, found, "compare chat template, system prompt and thinking mode with the server's")
         compared += server.length is not None
     if not compared:
-        return undecided(TEMPLATE, "the server reports neither token ids nor length of a prompt")
+        return undecided(TEMPLATE, "the server reports neither the token ids nor the length of prompts")
     by_ids = all(server.ids is not None for server in rendered)
     return ok(TEMPLATE, f"{compared} prompts have the same {'token ids' if by_ids else 'number of tokens'}")
 

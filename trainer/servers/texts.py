@@ -1,4 +1,4 @@
-"""Compares the server's greedy texts with the target: best token or near-tie, and the same end."""
+"""Comparison of the server's greedy texts with the target: best token or near-tie, and the same end."""
 
 from collections.abc import Sequence
 from dataclasses import replace

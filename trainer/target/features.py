@@ -83,7 +83,7 @@ class FeatureIdentity(Identity):
 
 @dataclass(frozen=True)
 class FeatureWriter:
-    """Computes features: runs the target without its logits."""
+    """Writer of features: runs the target without its logits."""
 
     target: CausalLM
     identity: FeatureIdentity

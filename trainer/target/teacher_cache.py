@@ -85,10 +85,7 @@ class TeacherIdentity(Identity):
 
 @dataclass(frozen=True)
 class TeacherWriter:
-    """Computes a teacher cache: runs the target.
-
-    An example's sample depends only on its index in the data set and its logits.
-    """
+    """Writer of a teacher cache: runs the target."""
 
     target: CausalLM
     identity: TeacherIdentity
