@@ -53,7 +53,7 @@ class TranscriptEncoder:
         return self._encoded(transcript, template)._replace(ignored=ignored)
 
     def ignored(self, messages: Messages, tools: Tools | None) -> tuple[str, ...]:
-        """Return the fields of the messages, and "tools", if the chat template ignores them."""
+        """Return the names of message fields, and "tools", that the chat template ignores."""
         if self._template is None:
             return ("tools",) if tools else ()
         return self._template.with_tools(tools).ignored(messages)
@@ -200,7 +200,7 @@ class ChatTemplate:
         return self if tools == self._tools else ChatTemplate(self._tokenizer, self._given, tools, self._variables)
 
     def ignored(self, messages: Messages) -> tuple[str, ...]:
-        """Return the fields of the messages, and "tools", if they do not change the text of a conversation."""
+        """Return the names of message fields, and "tools", that do not change the text of a conversation."""
         fields = [name for name in sorted(UNSPOKEN) if any(message.get(name) for message in messages)]
         without = {name: (self, [{**message, name: None} for message in messages]) for name in fields}
         if self._tools:

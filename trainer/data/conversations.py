@@ -185,12 +185,12 @@ def read_conversations(
 ) -> Iterator[OpenConversation]:
     """Yield ``samples`` conversations without answers for each of a file's first ``limit`` rows, as they are read.
 
-    ``stream`` replaces the rows of the file. ``on_bad`` is called for each row that is not a prompt, and the row is
+    ``stream`` replaces the rows of the file. ``on_bad`` is called for each row that is not a prompt; such rows are
     skipped.
 
-    The prompt's field is found as in `decoding.prompts.read_prompts`. A row of several turns becomes a conversation of
-    several turns, which requires ``chat``; so does a row of messages that contains answers. Raises ValueError for a
-    file without prompts, and for a row that is not a prompt unless ``on_bad`` is given.
+    The prompt's field is found as in `decoding.prompts.read_prompts`. A row with several turns, or with messages
+    separated by the assistant's, becomes a conversation of several turns. Such a conversation requires ``chat``. Raises
+    ValueError for a file without prompts, and for a row that is not a prompt unless ``on_bad`` is given.
     """
     count = 0
     for number, row in read_rows(path) if stream is None else enumerate(map(without_nulls, stream), start=1):

@@ -15,7 +15,7 @@ _Z = 3.29
 """Standard errors beyond which a difference is significant. A healthy server exceeds them at 1 of 1,000 positions."""
 _Z95 = 1.959964
 _SHORT = 0.9
-"""Share of full drafts below which the server counts as cutting its drafts."""
+"""If a server drafts less than this share of full drafts, it cuts its drafts."""
 _MORE = "pass more prompts (--limit)"
 _BLIND = f"too few drafts to detect even a server that accepts nothing; {_MORE}"
 _NEITHER = (
@@ -106,8 +106,8 @@ class Difference(NamedTuple):
 def difference(ours: LoopAcceptance, server: Counts) -> Difference | None:
     """Compare tokens per target pass; None if the server has counted none.
 
-    Without counts (SGLang), the server's figure is assumed to be as uncertain as ours. One draft per text may count any
-    number of tokens, as at the end of a text.
+    Without counts (SGLang), the server's figure is assumed to be as uncertain as ours. At the end of each text, one
+    draft may count any number of tokens.
     """
     if math.isnan(server.acceptance_length):
         return None

@@ -19,7 +19,7 @@ Prompt = str | tuple[int, ...] | tuple[Mapping[str, str], ...]
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request."""
+    """A request for a completion."""
 
     prompt: Prompt
     max_tokens: int

@@ -53,7 +53,7 @@ def compare_settings(target_folder: Path, served: Path, trained: Path, longest: 
     differences: list[Difference] = [*misread(read[0], read_object(target_folder / "config.json", _REMEDY))]
     if kind_of(trained) != "draft":
         differences += _other_target(target_folder, trained)
-    if kind == "draft":  # for other speculators the command names the method
+    if kind == "draft":  # for other speculators, the serving command names the method
         differences += taken_over(str(served))
     if kind != "heads":
         read.append("the draft's")

@@ -23,7 +23,7 @@ from trainer.servers.connection import Connection, Endpoint
 
 HOPELESS = 50
 """Consecutive failures that end the run: the endpoints only return errors, or every request is wrong."""
-_TURNS_APART = 1_000_003  # distance of the seeds of two turns; servers take 31-bit seeds
+_TURNS_APART = 1_000_003  # distance between the seeds of two turns; servers take 31-bit seeds
 
 
 class _Reply(NamedTuple):

@@ -60,8 +60,8 @@ def tokens_of(
 ) -> tuple[int, ...]:
     """Return an answer's tokens, including the EOS that ended it even if the server omits it.
 
-    If the answer is only text, use our tokens as far as they spell it, and tokenize only the rest. Tokenizing the whole
-    text could differ from our tokens before the texts differ.
+    If the answer is only text, use our tokens as far as they spell it, and tokenize only the rest: tokens of the whole
+    text could differ from ours before the texts do.
     """
     found = list(answer.token_ids or ())
     if answer.token_ids is None:
