@@ -270,7 +270,10 @@ class ChatTemplate:
         return Marked(tuple(encoded["input_ids"]), tuple(bool(mark) for mark in encoded["assistant_masks"]))
 
     def _without_end(self, messages: Messages, marked: Marked) -> Marked:
-        """Unmark what the template adds after the last answer: it changes when the answer or its reasoning grows."""
+        """Unmark the end that the template adds after the last answer.
+
+        It begins at the first character that changes if the answer, or its reasoning without content, grows.
+        """
         *before, last = messages
         text = self._render(messages)
         field = "content" if last["content"] or not last.get("reasoning_content") else "reasoning_content"
