@@ -69,7 +69,7 @@ def test_the_usual_fields_of_prompts_and_answers_are_found_by_their_names(
 
 def test_a_template_that_marks_everything_is_refused_naming_the_line(tmp_path: Path) -> None:
     everything = "{% for message in messages %}{% generation %}{{ message['content'] }} {% endgeneration %}{% endfor %}"
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: the chat template marks all of 3 tokens .*alone"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: the chat template marks all of 3 tokens .*only"):
         load(tmp_path, [chat("a b", "c")], everything)
 
 
@@ -90,11 +90,11 @@ def test_a_plain_text_is_trained_on_whole_and_cut_into_pieces(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("row", "changes", "message"),
     [
-        ({"body": "x", "id": 1}, {}, r"line 2: the row has the fields \['body', 'id'\] but training needs 'messages'"),
-        ({"prompt": "a"}, {}, r"line 2: the row has the fields \['prompt'\] but .* an answer \(answer, .*or 'text'"),
-        ({"question": "a", "answer": "b"}, {"prompt_field": "prompt"}, r"\['answer', 'question'\] but .* \(prompt\)"),
+        ({"body": "x", "id": 1}, {}, r"line 2: the row has the fields \['body', 'id'\], but training needs 'messages'"),
+        ({"prompt": "a"}, {}, r"line 2: the row has the fields \['prompt'\], but .* an answer \(answer, .*or 'text'"),
+        ({"question": "a", "answer": "b"}, {"prompt_field": "prompt"}, r"\['answer', 'question'\], but .* \(prompt\)"),
         ({"instruction": "a", "instances": []}, {}, "line 2: the instances are .*, not a list of inputs"),
-        ({"text": 5}, {}, "line 2: field 'text' holds int, not text"),
+        ({"text": 5}, {}, "line 2: field 'text' contains int, not text"),
         (
             {"q": "a", "a": None},
             {"prompt_field": "q", "answer_field": "a"},
@@ -132,7 +132,7 @@ def test_a_bad_row_stops_the_run_unless_it_is_to_be_skipped(tmp_path: Path, capl
     path = tmp_path / "rows.jsonl"
     good, bad = '{"text": "a b c d e f g h"}\n', '{"text": 1}\n{"text": \n'
     path.write_text(bad + good + bad + bad + good)
-    with pytest.raises(ValueError, match="line 1: field 'text' holds int"):
+    with pytest.raises(ValueError, match="line 1: field 'text' contains int"):
         load_dataset(str(path), section(), tiny_tokenizer())
     assert not caplog.messages
     dataset = load_dataset(str(path), section(bad_rows="skip"), tiny_tokenizer())

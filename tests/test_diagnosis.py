@@ -51,7 +51,7 @@ def test_equal_prompts_are_no_difference_and_untold_ones_are_not_compared() -> N
         (b"[user]hi", "lacks the generation prompt"),
         (b"hi", "lacks the chat template"),
         (b"[system]be kind[user]hi[a]", "adds 15 tokens to the prompt, 'system]be kind['"),
-        (b"[user]ho[a]", "behind 'er]h', token 7 is 111 ('o[a]'…), here 105 ('i[a]'…)"),
+        (b"[user]ho[a]", "after 'er]h', token 7 is 111 ('o[a]'…), but 105 ('i[a]'…) here"),
     ],
 )
 def test_a_prompt_that_differs_shows_its_first_token_and_its_cause(server: bytes, found: str) -> None:
@@ -183,7 +183,7 @@ def test_heads_of_another_target_are_named(tiny_llama: CausalLM, served_heads: P
     assert compare_vocabularies(tiny_llama, tokenizer, served_heads).status == "ok"
     rewrite(served_heads, vocab_size=32)
     finding = compare_vocabularies(tiny_llama, tokenizer, served_heads)
-    assert not finding.passed and "predict 32 tokens and the target knows 16" in finding.found
+    assert not finding.passed and "predict 32 tokens, but the target has 16" in finding.found
 
 
 def test_a_path_by_which_vllm_takes_another_method_is_named(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_sampled_drafts_are_told_from_argmax_drafts() -> None:
         not finding.passed
         and "2.40 with sampled drafts and 1.70 with argmax drafts: the server drafts by" in finding.found
     )
-    assert "for 1.41 times the tokens per pass" in finding.remedy
+    assert "for 1.41 times the tokens per target pass" in finding.remedy
     assert "accepted more often here" in compare_sampling(argmax, sampled, counted((0.8, 0.6)), 1.0).remedy
     neither = compare_sampling(sampled, argmax, counted((0.1, 0.0)), 1.0)
     assert not neither.passed and "matches neither" in neither.found and "headstart verify" in neither.remedy

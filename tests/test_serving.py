@@ -117,7 +117,7 @@ def test_a_chat_is_sent_as_messages() -> None:
         ((404, {"error": {"message": "no model"}}), "does not know the model 'tiny'"),
         ((500, {"error": {"message": f"out of memory, {KEY}"}}), "did not answer: HTTP 500"),
         ((200, "{half"), "not JSON"),
-        ((200, {"choices": []}), "no completion"),
+        ((200, {"choices": []}), "not a completion"),
     ],
 )
 def test_an_error_is_one_sentence_without_the_key(reply: Reply, sentence: str) -> None:
