@@ -52,7 +52,7 @@ def test_an_answer_that_was_cut_off_inside_a_character_is_trained_with_the_half_
     assert tokenizer.decode(half) == "a\N{REPLACEMENT CHARACTER}"
     row = {"prompt": "b", "answer": "a", "answer_tokens": [half], "truncated": True}
     assert trained(load(tmp_path, [row], tokenizer)) == [half]
-    with pytest.raises(ValueError, match="does not hold the tokens of each answer"):
+    with pytest.raises(ValueError, match="does not contain the tokens of each answer"):
         load(tmp_path, [{**row, "truncated": False}], tokenizer)
 
 

@@ -145,7 +145,7 @@ def unknown_end(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "check", "status", "says"),
     [
-        (pickled, "files", "problem", "we never read pickled weights"),
+        (pickled, "files", "problem", "pickled weights are never read"),
         (without_config, "files", "problem", "config.json is missing"),
         (another_config, "architecture", "problem", "but config.json says"),
         (own_code, "architecture", "problem", "--trust-remote-code"),
