@@ -87,9 +87,9 @@ def test_heads_are_served_by_our_proposer_at_one_depth(folder: Path) -> None:
     config = json.loads(found.argv[4])
     module, _, name = config["model"].rpartition(".")
     assert getattr(import_module(module), name) is HeadsProposer and config["method"] == "custom_class"
-    assert config["num_speculative_tokens"] == 2 and noted(found, "--max-num-seqs 8 keeps the server")
+    assert config["num_speculative_tokens"] == 2 and noted(found, "limit the server with --max-num-seqs 8")
     assert noted(found, "[[1,2,2],[3,8,1],[9,16,0]]")
-    assert noted(command(HEADS, folder), "3 tokens at a time: as many as it drafts at once")
+    assert noted(command(HEADS, folder), "3 tokens at a time: all that it drafts at once")
     assert found.argv[5] == "--additional-config" and json.loads(found.argv[6]) == {"headstart": {"heads": str(folder)}}
     assert noted(found, "0.32 and later") and warned(found, "drafts by argmax")
 
@@ -146,7 +146,7 @@ def test_a_dspark_draft_is_named_by_its_method_in_every_server(
     file = command(replace(artefact, format="gguf"), folder, "llama.cpp", plan=replace(PLAN, drawn=True))
     assert file.argv[5:7] == ("--spec-type", f"draft-{method}") and warned(file, "drafts by argmax")
     narrow = folder_of(tmp_path / "narrow", head_dim=32)
-    assert warned(command(artefact, narrow), "32 numbers, and vLLM's kernels on GPUs take 64 or 128")
+    assert warned(command(artefact, narrow), "head_dim is 32, but vLLM's GPU kernels support only 64 and 128")
 
 
 # --- the traps --------------------------------------------------------------------------------------------------------
