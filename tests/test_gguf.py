@@ -204,8 +204,12 @@ def test_slowed_rotary_embeddings_have_their_divisors(tmp_path: Path) -> None:
         ("gpt2", {}, "type is gpt2, but only llama, mistral, qwen2, qwen3 can be written as GGUF"),
         ("mistral", {"sliding_window": 5}, "attends to a window of 5 tokens, but llama.cpp would attend to all"),
         ("llama", {"hidden_act": "relu"}, "hidden_act is relu, but llama.cpp computes silu"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "scaled by dynamic"),
-        ("qwen2", {"rope_parameters": LLAMA3_ROPE}, "scaled by llama3 .* cannot write for qwen2"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "embeddings by dynamic",
+        ),
+        ("qwen2", {"rope_parameters": LLAMA3_ROPE}, "embeddings by llama3 .* cannot write for qwen2"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(

@@ -105,7 +105,7 @@ def test_a_branch_is_made_and_a_pull_request_leaves_main(hub: FakeHub, folder: P
     assert third.address == f"{hub.address}/{REPOSITORY}/discussions/1"
     sent = next(request for request in hub.requests if "/commit/v2%2Fwide" in request.path)
     assert json.loads(sent.body.splitlines()[0])["value"]["summary"] == "Wider heads"
-    with pytest.raises(ValueError, match="a pull request goes to main, but revision is 'v2': give one of the two"):
+    with pytest.raises(ValueError, match="a pull request goes to main, but revision is 'v2': give only one"):
         push(folder, REPOSITORY, pull_request=True, revision="v2")
 
 
@@ -164,7 +164,7 @@ def test_only_a_whole_export_is_pushed_to_a_repository_by_somebody_with_a_token(
         push(folder, REPOSITORY)
     (folder / "README.md").write_text("---\ntags:\n- medusa\n---\n")
     for other in (folder, folder / "nowhere"):
-        with pytest.raises(ValueError, match="is not a folder that headstart export wrote"):
+        with pytest.raises(ValueError, match="headstart export did not write"):
             push(other, REPOSITORY)
     assert hub.requests == []
 
