@@ -27,10 +27,10 @@ class Runner(Protocol):
         """Return the context of a micro batch's forward and backward pass; gradients are shared only in the last."""
 
     def backward(self, loss: Tensor) -> None:
-        """Add to the gradients."""
+        """Add the loss's gradients."""
 
     def clip(self) -> Tensor | None:
-        """Clip the gradients and return their norm before, on its device; None if only `step` knows it."""
+        """Clip the gradients and return their norm before clipping, on its device; None if only `step` knows it."""
 
     def step(self) -> list[float]:
         """Step the optimizers and zero the gradients; return their norm if `clip` did not."""
@@ -120,7 +120,7 @@ class _Zero:
 
 @contextmanager
 def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[None]:
-    """Make every parameter of ``module`` whole on every process, for one process alone to run or copy it.
+    """Make every parameter of ``module`` whole on every process; a single process can then run or copy it.
 
     All processes must enter this. Changes made inside are lost. ``module`` is the objective's, not the wrapper.
     """
