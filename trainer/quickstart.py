@@ -1,7 +1,7 @@
 """``quickstart``, a small Llama trained on Python's standard library: its data, recipe and folders.
 
 Every machine has this text, so the whole toolkit can be tried offline. The target is built once, in the user's cache
-folder (or HEADSTART_CACHE). It then writes ``quickstart/answers.jsonl``, from which heads and drafts learn.
+folder (or HEADSTART_CACHE). It then writes ``quickstart/answers.jsonl``, the training data of heads and drafts.
 """
 
 import hashlib

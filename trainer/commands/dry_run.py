@@ -189,7 +189,7 @@ def _table(recipe: AnyRecipe, job: Job, parameters: Mapping[str, int], times: _T
     rows.append(("disk", "free now", _size(free)))
     rows += [("time", part, f"{each:.2f} s x {count:,}") for part, (each, count) in seconds.items() if count]
     rows.append(("time", "total", f"{sum(each * count for each, count in seconds.values()) / 3600:.2f} h"))
-    table = Table("what", "part", "amount", title=title(f"{recipe.name}: needs of the run"))
+    table = Table("what", "part", "amount", title=title(f"{recipe.name}: requirements"))
     for row in rows:
         table.add_row(*row)
     return table

@@ -58,7 +58,7 @@ def _task(options: InspectOptions) -> _Task:
         section, tokenizer_name = _section_of(options.source, overrides), ""
     target = options.target or tokenizer_name
     if not target:
-        raise UserError("there is no tokenizer to make tokens with", "give the target with --target, or a recipe")
+        raise UserError("the tokenizer is unknown", "give the target with --target, or a recipe")
     if options.heldout:
         section = section.model_copy(update={"train": section.heldout, "split": section.heldout_split})
     if section.train == quickstart.ANSWERS and not quickstart.answers().is_file():

@@ -58,7 +58,7 @@ class EvaluateOptions(shared.ModelOptions):
         Option(metavar="URL", help="OpenAI-compatible server to measure instead, such as http://localhost:8000/v1."),
     ] = None
     baseline_endpoint: Annotated[
-        str | None, Option(metavar="URL", help="Server with the same target without speculation.", hidden=True)
+        str | None, Option(metavar="URL", help="Server of the same target without speculation.", hidden=True)
     ] = None
     model: shared.ServedName = None
     concurrency: Annotated[
@@ -290,7 +290,7 @@ class RealignOptions:
         Option(metavar="FILE", help=".jsonl file of prompts to measure with; by default 5% of --prompts, at most 50."),
     ] = None
     temperature: Annotated[
-        float, Option(help="Sampling temperature of the answers to train on; 0 is greedy; best as in later use.")
+        float, Option(help="Sampling temperature of the training answers, best as in later use; 0 is greedy.")
     ] = 0.0
     max_new_tokens: shared.MaxNewTokens = 256
     steps: Annotated[int, Option(min=1, help="Training steps.")] = 200

@@ -125,7 +125,9 @@ def split_prompts(options: RealignOptions) -> None:
         if not heldout:
             raise ValueError(f"{options.heldout} contains no prompts: give another file, or omit --heldout")
     if len(rows) < choosing + 1 or not heldout:
-        raise ValueError(f"{options.prompts} leaves {len(rows)} prompts to learn from: give 3 or more, better hundreds")
+        raise ValueError(
+            f"{options.prompts} leaves {len(rows)} prompts to learn from: give at least 3, ideally hundreds"
+        )
     options.output.mkdir(parents=True, exist_ok=True)
     parts = {_PROMPTS: rows[:-choosing], _CHOOSING: rows[-choosing:], _HELDOUT: heldout}
     for name, part in parts.items():

@@ -130,12 +130,14 @@ def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterat
 
 
 def _tokens_of(writer: "ServedWriter") -> Finding:
-    """Return a finding on how the server reports its tokens; a problem if texts do not read back."""
+    """Return a finding on how the server reports its tokens; a problem if tokenizing its texts again changes them."""
     found = f"the server reports {writer.source}"
     if not writer.takes_ids:
         found += "; it does not accept token ids, so texts were sent"
     if writer.retold:
-        found += f"; {writer.unlike} of {writer.retold} texts do not read back, so their tokens may differ"
+        found += (
+            f"; tokenizing again changed {writer.unlike} of {writer.retold} texts, so its true tokens are uncertain"
+        )
     if writer.refused_controls:
         found += f"; it does not accept {' or '.join(writer.refused_controls)}, so its own values may apply"
     names = ("source", "takes_ids", "refused_controls", "retold", "unlike")

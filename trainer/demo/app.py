@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read on import of Gradio: no request leaves this machine
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio reads it on import, and sends no requests
 import gradio as gr
 import jinja2
 from starlette.datastructures import Headers, MutableHeaders

@@ -23,7 +23,7 @@ from trainer.files.folders import write_folder
 from trainer.heads.medusa2 import TARGET_FOLDER
 
 NO_PROMPTS = Path("none")
-"""Given instead of a file of prompts: skip the decoding check."""
+"""Value of ``prompts`` that skips the decoding check."""
 
 
 @dataclass(frozen=True)

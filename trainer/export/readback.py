@@ -2,7 +2,7 @@
 
 Each format's module has ``readers(task, target)``. It returns pairs of functions: one loads the trained weights, the
 other loads the exported files alone. The two drafters draft the same chain or tree; only one is in memory at a time.
-For formats that round weights only the texts must match, and the acceptance of both drafters is reported.
+For formats that round weights only the texts must match, and the tokens per target pass of both are reported.
 
 The target runs in fp32. There a text does not depend on the number of tokens per pass, and bit-equal weights draft
 equal tokens.

@@ -249,7 +249,7 @@ def _one_depth(serving: Serving, option: str) -> Iterator[str]:
 
 
 def _argmax(unless: str) -> str:
-    """Return the warning on a server's drafts above temperature 0."""
+    """Return a warning about a server's drafts above temperature 0."""
     return f"above temperature 0 it drafts by argmax, so fewer tokens are accepted than with drawn tokens{unless}"
 
 

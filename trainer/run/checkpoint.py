@@ -212,7 +212,7 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _set_aside(self, newest: Path) -> None:
-        """Rename the skipped checkpoints, and those of steps after ``newest``."""
+        """Rename the skipped checkpoints and all checkpoints of steps after ``newest``."""
         for folder in self._all():
             if folder > newest or folder in self.unreadable:
                 others = len([*folder.parent.glob(f"{_ASIDE}{folder.name}*")])

@@ -42,7 +42,7 @@ def choose_tree(job: Job, evaluator: Evaluator | None) -> None:
 
     Every process must call this and gets the same tree.
     """
-    job.objective.module.eval()  # which may contain the target
+    job.objective.module.eval()  # the module may contain the target
     if evaluator is not None:
         job.objective.choose_tree(evaluator.target, lambda: evaluator.greedy_texts(job.dataset))
 
@@ -100,10 +100,7 @@ def consolidate(checkpoint: Path, destination: Path, console: Console | None = N
     job = assemble(recipe.without_store(), device, Process(console=console or standard_error()))
     refused = compare(state["identity"], json.loads(json.dumps(dict(job.identity)))).refused
     if changed := [str(each) for each in refused if not each.name.startswith(_STORED)]:
-        raise ValueError(
-            f"since {checkpoint} was written, what its recipe names has changed ({', '.join(changed)}): restore the "
-            "original"
-        )
+        raise ValueError(f"since {checkpoint} was written, its {', '.join(changed)} changed: restore the original")
     load_weights(job.objective.module, saved.weights)
     choose_tree(job, evaluator_at_end(job, device))
     origin = {**state["launch"], "checkpoint": checkpoint.name}

@@ -35,8 +35,8 @@ class Evaluator:
     """The real decoding loop on the same prompts, with the same seeds and in the same batches, every time.
 
     Batches are dealt over the accelerator's processes (None: one process). All processes must call each method together
-    and get the same result, whatever their number: each prompt keeps its seed and its batch, which in bf16 can decide
-    near-ties.
+    and get the same result for any number of processes: each prompt keeps its seed and its batch, because a batch can
+    decide near-ties in bf16.
     """
 
     def __init__(
