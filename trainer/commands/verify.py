@@ -135,9 +135,7 @@ def _tokens_of(writer: "ServedWriter") -> Finding:
     if not writer.takes_ids:
         found += "; it does not accept token ids, so texts were sent"
     if writer.retold:
-        found += (
-            f"; tokenizing again changed {writer.unlike} of {writer.retold} texts, so its true tokens are uncertain"
-        )
+        found += f"; tokenizing again changed {writer.unlike} of {writer.retold} texts, so its tokens are uncertain"
     if writer.refused_controls:
         found += f"; it does not accept {' or '.join(writer.refused_controls)}, so its own values may apply"
     names = ("source", "takes_ids", "refused_controls", "retold", "unlike")
