@@ -260,7 +260,7 @@ def test_what_is_pushed_is_decoded_with_by_its_revision_online_and_offline(
     push, generate = commands(SERVING.partition("## The Hub")[2].partition("## Safety")[0])
     pushed = run(push, desk, environment, warm)  # the heads that the README trains
     commit = hub.repositories[REPOSITORY].refs["main"]
-    assert f"read it as {REPOSITORY}@{commit}" in pushed
+    assert f"use it as {REPOSITORY}@{commit}" in pushed
     generate += " --dtype fp32"
     online = run(generate, desk, environment, warm)
     hub.repositories[REPOSITORY].commit({"config.json": b"{}"})
