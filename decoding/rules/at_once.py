@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from decoding.rules.drawing import GeneratorSource, inverse_cdf
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.tree import TokenTree, TreeShape
-from decoding.rules.verify import Rule, recursive_rejection, sampled_verify, traversal_verification
+from decoding.rules.verify import Rule, recursive_rejection, sampled_verify, traversal_verification, typical
 
 TargetAt = Callable[[Int[Tensor, " nodes"]], Float[Tensor, "nodes vocab"]]
 """Function from nodes, numbered as in ``first``, to the target's distribution at each."""
@@ -195,7 +195,7 @@ def traverse(batch: Undecided) -> Int[Tensor, "rows 3"]:
 
 
 def accept_typical(batch: Undecided, epsilon: float, delta: float) -> Int[Tensor, "rows 3"]:
-    """Decide by `typical_acceptance`; returns the same as `walk`."""
+    """Decide by `typical`; returns the same as `walk`."""
     p, tokens, parents = batch.p(), batch.tokens(), batch.parents()
     threshold = torch.clamp(delta * torch.exp(torch.special.xlogy(p, p).sum(-1)), max=epsilon)
     above = parents.clamp(min=0)
@@ -257,7 +257,7 @@ AtOnce = Callable[[Undecided], Int[Tensor, "rows 3"]]
 
 def at_once(rule: Rule) -> AtOnce | None:
     """Return the function that decides many rows as the rule does; None if there is none."""
-    if isinstance(rule.decide, partial):
+    if isinstance(rule.decide, partial) and rule.decide.func is typical:
         return partial(accept_typical, **rule.decide.keywords)
     known = {sampled_verify: walk, recursive_rejection: reject, traversal_verification: traverse}
     return known.get(rule.decide)

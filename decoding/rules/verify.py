@@ -211,13 +211,14 @@ def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
     A drafted x passes if p(x) > min(epsilon, delta * exp(-entropy of p)). The longest path of passing tokens is kept;
     the likeliest under p on ties. The target then writes from p after the last kept token.
     """
-    decide = partial(_typical, epsilon=epsilon, delta=delta)
+    decide = partial(typical, epsilon=epsilon, delta=delta)
     return Rule("typical acceptance", lossless=False, kinds=_ANY, decide=decide)
 
 
-def _typical(
+def typical(
     proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource, epsilon: float, delta: float
 ) -> Verdict:
+    """Decide as `typical_acceptance` says."""
     tree = proposal.tree
     entropy = -torch.special.xlogy(p, p).sum(-1)
     threshold: list[float] = torch.clamp(delta * torch.exp(-entropy), max=epsilon).tolist()
