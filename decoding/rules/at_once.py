@@ -102,6 +102,16 @@ def _still(walking: Bool[Tensor, " rows"]) -> Int[Tensor, " some"]:
     return walking.nonzero().squeeze(1) if walking.is_cpu else torch.arange(len(walking), device=walking.device)
 
 
+class _Try(NamedTuple):
+    """A child to try, and the row of the q that it was drawn from (-1: all mass is on its token)."""
+
+    parent: int
+    child: int
+    q_row: int
+    leaves_q: bool
+    """True if a later sibling is drawn from q without this child's token."""
+
+
 class _Siblings(NamedTuple):
     """Children of one rank, their parents, their tokens, and the q of each given the siblings before it."""
 
@@ -114,29 +124,28 @@ class _Siblings(NamedTuple):
 def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: bool) -> Iterator[_Siblings]:
     """Yield all children in draw order, rank by rank; ``by_depth``: depth by depth, then rank by rank."""
     tokens, above = batch.tokens(), 0
-    groups: dict[tuple[int, int], list[tuple[int, int, int, bool]]] = {}
+    groups: dict[tuple[int, int], list[_Try]] = {}
     for row, proposal in enumerate(batch.proposals):
         shape, first = proposal.tree.shape, row * tokens.shape[1]
         drawn, kind = proposal.drawn or (0 if proposal.q is None else len(shape), proposal.kind)
         for node, children in enumerate(shape.children):
             for rank, child in enumerate(children):
-                removed = kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT and max(children) > child
                 q_row = above + node if child < drawn else -1
+                leaves = kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT and q_row >= 0 and child != children[-1]
                 group = groups.setdefault((shape.depths[node] * by_depth, rank), [])
-                group.append((first + node, first + child, q_row, removed and q_row >= 0))
+                group.append(_Try(first + node, first + child, q_row, leaves))
         above += 0 if proposal.q is None else len(proposal.q)
     left = torch.cat([like[:0], *(proposal.q for proposal in batch.proposals if proposal.q is not None)])
-    for _, pairs in sorted(groups.items()):
-        parents, children, q_rows, removed = zip(*pairs, strict=True)
-        token = tokens.flatten()[batch.sent(children)][:, None]
-        q = torch.zeros_like(like[: len(pairs)]).scatter_(1, token, 1)
-        if drawn := [pair for pair, q_row in enumerate(q_rows) if q_row >= 0]:
-            q[batch.sent(drawn)] = left[batch.sent([q_rows[pair] for pair in drawn])]
-        yield _Siblings(batch.sent(parents), batch.sent(children), token, q)
-        if tried := [pair for pair, gone in enumerate(removed) if gone]:
-            at = batch.sent(tried)
-            rest = q[at].scatter(1, token[at], 0)
-            left[batch.sent([q_rows[pair] for pair in tried])] = rest / rest.sum(-1, keepdim=True)
+    for _, tries in sorted(groups.items()):
+        below = batch.sent([each.child for each in tries])
+        token = tokens.flatten()[below][:, None]
+        q = torch.zeros_like(like[: len(tries)]).scatter_(1, token, 1)
+        if rows := [index for index, each in enumerate(tries) if each.q_row >= 0]:
+            q[batch.sent(rows)] = left[batch.sent([tries[row].q_row for row in rows])]
+        yield _Siblings(batch.sent([each.parent for each in tries]), below, token, q)
+        if rows := [index for index, each in enumerate(tries) if each.leaves_q]:
+            rest = q[at := batch.sent(rows)].scatter(1, token[at], 0)
+            left[batch.sent([tries[row].q_row for row in rows])] = rest / rest.sum(-1, keepdim=True)
 
 
 def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
@@ -145,9 +154,9 @@ def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
     Every path to a node has tried the same children, so each try reads a number at a known place.
     """
     shapes, p = [tree.shape for tree in batch.trees], batch.p()
-    places, ends = zip(*map(_tries, shapes), strict=True)
-    uniforms, ends = batch.uniforms(max(map(max, ends)) + 1), batch.sent(padded(ends, 0))
-    number = uniforms.gather(1, batch.sent(padded(places, 0))).flatten()
+    ends = batch.sent(padded([_tries(shape)[1] for shape in shapes], 0))
+    uniforms = batch.uniforms(max(max(_tries(shape)[1]) for shape in shapes) + 1)
+    number = uniforms.gather(1, batch.sent(padded([_tries(shape)[0] for shape in shapes], 0))).flatten()
     keeps = torch.zeros_like(number, dtype=torch.bool)
     open_ = torch.ones_like(keeps)  # nodes of which no child is kept yet
     for parents, children, token, q in _siblings(batch, p, by_depth=False):
@@ -259,5 +268,5 @@ def at_once(rule: Rule) -> AtOnce | None:
     """Return the function that decides many rows as the rule does; None if there is none."""
     if isinstance(rule.decide, partial) and rule.decide.func is typical:
         return partial(accept_typical, **rule.decide.keywords)
-    known = {sampled_verify: walk, recursive_rejection: reject, traversal_verification: traverse}
+    known: dict[object, AtOnce] = {sampled_verify: walk, recursive_rejection: reject, traversal_verification: traverse}
     return known.get(rule.decide)
