@@ -20,8 +20,8 @@ class Conversation:
     reuses its cache up to the first token that differs. Part of an answer runs again if the template changes it or its
     text is tokenized differently. Drafts keep no cache between turns.
 
-    ``messages`` are the messages of finished turns, as chat templates take them. ``answer_limit`` is the most tokens
-    that the last answer could have: ``max_new_tokens``, or fewer if the context has less room.
+    ``messages`` are the messages of finished turns, in the form that chat templates take. ``answer_limit`` is the token
+    limit of the last answer: ``max_new_tokens``, or less if the context has less room.
     """
 
     def __init__(

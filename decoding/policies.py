@@ -177,10 +177,10 @@ _HELD = 2  # steps between two choices
 class AdaptivePolicy:
     """The budget expected to write the most tokens per second, or `PLAIN` if drafting does not pay.
 
-    Tokens follow from the running per-position acceptance, seconds from recent steps; untried budgets are interpolated
-    between their neighbours. A budget is chosen about as often as it is likely to be the best (Thompson 1933), so bad
-    ones are rarely retried. Seconds depend on the number of texts decoded together, so each power of two is learned
-    separately. The policy reads the clock, so sampled texts with the same seed differ from run to run.
+    Tokens are predicted from the running per-position acceptance, seconds from recent steps. Untried budgets are
+    interpolated between their neighbours. A budget is chosen about as often as it is likely to be the best (Thompson
+    1933), so bad ones are rarely retried. Seconds depend on the number of texts decoded together, so each power of two
+    is learned separately. The policy reads the clock, so sampled texts with the same seed differ from run to run.
     """
 
     name = "adaptive"
