@@ -13,7 +13,7 @@ from decoding.rules.tree import TokenTree
 
 
 def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
-    """Raise ValueError for a draft whose context is too short, or that writes tokens unknown to the target."""
+    """Raise ValueError if the draft's context is too short, or if it writes tokens unknown to the target."""
     if draft.no_trees is not None:
         raise ValueError(f"{draft.no_trees}, so it cannot draft: give a small model with full attention")
     if draft.max_positions is not None and max_length > draft.max_positions:
@@ -79,9 +79,7 @@ class DraftState:
         return self.over_target_vocabulary(logits)
 
     def _prefill_fresh(self, texts: Sequence[Sequence[int]]) -> None:
-        """Run the prompts of new rows up to their last tokens; together with old rows they would pad these to their
-        length.
-        """
+        """Run the prompts of new rows up to their last tokens, separately: old rows would be padded to their length."""
         fresh = [slot for slot, text in enumerate(texts) if self._committed[slot] == 0 and len(text) > 1]
         if fresh:
             self.draft.prefill([self._known(texts[slot][:-1]) for slot in fresh], self.cache, fresh)
@@ -96,7 +94,7 @@ class DraftState:
         return blocks
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        # A token unknown to the draft is read as the draft's last token: q is poorer, but any q is lossless.
+        # A token unknown to the draft is replaced by the draft's last token: q is worse, but any q is lossless.
         last = self.draft.vocab_size - 1
         return [min(token, last) for token in tokens]
 

@@ -69,7 +69,7 @@ def decide(
 
 
 def _rule_of(proposal: Proposal, rule: Rule | None) -> Rule:
-    """Return the rule of a row. A root alone is never rejected for its kind: every rule draws from p after it."""
+    """Return the rule of a row. A root alone fits every rule, because all rules draw from p after it."""
     if len(proposal.tree) == 1:
         return SAMPLED_VERIFY
     of_row = rule or lossless_rule(proposal)
@@ -89,7 +89,7 @@ class _Target:
     """The target's distribution at the nodes of all trees, computed only at the nodes that a rule reads.
 
     Nodes are numbered across all trees: ``first[row]`` is the row's root, and its other nodes follow. ``logits`` has a
-    row for each number, padding included.
+    row for each number, including padding.
     """
 
     def __init__(
