@@ -1,11 +1,14 @@
 """Acceptance figures from step counts, each with its number of observations and a 95% interval.
 
-Acceptance means five things in the literature; each has its own name here:
-- tokens per target pass: tokens emitted / target passes, without the prefill, with the target's own token;
-- conditional acceptance at position i (from 1): drafts accepted to depth i / drafts i deep and accepted to i-1;
-- unconditional acceptance at position i: drafts accepted to depth i / drafts at least i deep;
-- reached at position i: passes that accepted at least i drafted tokens / all passes;
-- accepted per drafted: accepted tokens / drafted tree nodes.
+Acceptance has two figures, and their formulas are defined here:
+- tokens per target pass: tokens emitted / target passes, without the prefill and with the target's own token;
+- per-position acceptance at i (from 1): drafts accepted to depth i / drafts at least i deep and accepted to i-1.
+
+Other programs report other ratios of the same counts, so these are computed too, for comparison only:
+- `Acceptance.unconditional`: drafts accepted to depth i / drafts at least i deep;
+- `Acceptance.reached`: passes that accepted at least i drafted tokens / all passes;
+- `Acceptance.acceptance_length`: 1 + accepted tokens / all passes;
+- `Acceptance.accepted_per_drafted`: accepted tokens / drafted tree nodes.
 """
 
 import math
@@ -22,7 +25,7 @@ _Z95 = 1.959964
 
 
 class StepCount(NamedTuple):
-    """Counts of one target pass; the fields are explained in `decoding.generate.Step`."""
+    """Counts of one target pass; `decoding.generate.Step` explains the fields."""
 
     emitted: int
     accepted: int
@@ -100,7 +103,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return the median and the quartiles, or NaN without values."""
+    """Return the median and quartiles; NaN without values."""
     if not values:
         return Spread(math.nan, math.nan, math.nan, 0)
     low, median, high = torch.tensor(values, dtype=torch.float64).quantile(
@@ -111,7 +114,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance over a set of texts. Tuples start at position 1, the first drafted token."""
+    """Acceptance over a set of texts. Tuples start at position 1, the first drafted token.
+
+    ``conditional`` is the per-position acceptance.
+    """
 
     passes: int
     tokens_per_pass: Estimate
@@ -125,7 +131,7 @@ class Acceptance:
 
     @property
     def acceptance_length(self) -> float:
-        """Acceptance length: 1 + the sum of ``reached``; NaN without passes.
+        """One plus the sum of ``reached``; NaN without passes. Servers report this figure under this name.
 
         Tokens per target pass are lower by ``ended_in_draft`` / passes.
         """
@@ -133,7 +139,7 @@ class Acceptance:
 
 
 def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
-    """Compute the figures of texts; each text is its decoding steps without the prefill."""
+    """Compute the figures from texts; each text is a list of its decoding steps without the prefill."""
     steps = [step for text in texts for step in text]
     deepest = max((step.offered for step in steps), default=0)
     conditional, unconditional = [], []
@@ -170,17 +176,17 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
 
 
 def tokens_per_pass(steps: Sequence[StepCount], depth: int | None = None) -> float:
-    """Return the tokens per pass, with the ends of texts, as if chains had been cut to ``depth``.
+    """Return tokens per target pass, as if chains had been cut to ``depth``.
 
-    A pass that emits e tokens would emit min(e, depth + 1).
+    A pass that emitted e tokens then emits min(e, depth + 1). The ends of texts are included.
     """
     return sum(step.emitted if depth is None else min(step.emitted, depth + 1) for step in steps) / len(steps)
 
 
 def expected_tokens(acceptance_rate: float, depth: int) -> float:
-    """Return the expected tokens per target pass of a chain of ``depth`` tokens.
+    """Return the expected tokens per target pass with a chain of ``depth`` tokens.
 
-    Every token is accepted with probability ``acceptance_rate`` (Leviathan et al. 2211.17192, eq. 1).
+    ``acceptance_rate`` is a constant per-position acceptance (Leviathan et al. 2211.17192, eq. 1).
     """
     if acceptance_rate == 1:
         return depth + 1.0
@@ -188,18 +194,18 @@ def expected_tokens(acceptance_rate: float, depth: int) -> float:
 
 
 def predicted_speedup(tokens_per_pass: float, draft_cost: float, verify_cost: float, overhead: float = 0.0) -> float:
-    """Predict the speed-up over plain decoding: tokens per pass / (draft cost + verify cost + overhead).
+    """Predict the speed-up over plain decoding: tokens per target pass / (draft cost + verify cost + overhead).
 
-    Costs are per target pass, drafting included, in units of one plain decoding step.
+    Costs are per target pass, in units of one plain decoding step.
     """
     return tokens_per_pass / (draft_cost + verify_cost + overhead)
 
 
 def break_even(costs: Mapping[int, float]) -> float | None:
-    """Return the constant acceptance per token above which the best of several chains is faster than plain decoding.
+    """Return the constant per-position acceptance above which the best chain is faster than plain decoding.
 
-    ``costs``: chain depth -> cost of a target pass with its drafting, in units of one plain decoding step. Returns None
-    if even a chain that is always accepted costs more than its tokens.
+    ``costs`` maps chain depth to the cost of a target pass with its drafting, in units of one plain decoding step.
+    Returns None if even a chain that is always accepted does not pay.
     """
 
     def gains(rate: float) -> bool:

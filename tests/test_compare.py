@@ -78,8 +78,8 @@ def test_two_methods_of_one_folder_are_paired_by_prompt(tmp_path: Path) -> None:
         (Estimate(0.95, 0.92, 0.97, 100), "real", "real: B is slower by 3.0% to 8.0%"),
         (Estimate(1.0, 0.98, 1.015, 100), "none", "no difference seen: less than 2.0% either way"),
         # Half the interval in logs 0.0953, wanted log(1.05) / 1.4294: 20 x (0.0953 x 1.4294 / 0.0488) squared = 155.9.
-        (Estimate(1.05, 1.05 / 1.1, 1.05 * 1.1, 20), "open", "too few prompts to say: about 156 would do"),
-        (Estimate(1.5, 1.4, 1.6, 4), "open", "too few prompts to say: about 8 would do"),
+        (Estimate(1.05, 1.05 / 1.1, 1.05 * 1.1, 20), "open", "too few prompts to say: about 156 would be enough"),
+        (Estimate(1.5, 1.4, 1.6, 4), "open", "too few prompts to say: about 8 would be enough"),
         (Estimate(float("nan"), 0.0, 0.0, 0), "unmeasured", "not measured"),
     ],
 )
@@ -93,7 +93,7 @@ def test_times_of_other_commits_are_not_compared_and_acceptance_is(tmp_path: Pat
     a = read_evaluation(evaluated(tmp_path / "a", [0.5] * 9))
     b = read_evaluation(evaluated(tmp_path / "b", [0.4] * 9, commit="other"))
     found = compare(a, b)
-    assert found["warnings"] == ["times of different commits do not compare: only acceptance is compared"]
+    assert found["warnings"] == ["the commits differ: times are not compared, only tokens per target pass"]
     assert row(found)["speed"] is None and row(found)["tokens_per_pass"]["value"] == 1.0
 
 
@@ -107,16 +107,16 @@ def test_later_turns_with_other_prompts_are_left_out(tmp_path: Path) -> None:
 def test_other_targets_prompts_methods_and_settings_are_refused_in_one_sentence(tmp_path: Path) -> None:
     a = read_evaluation(evaluated(tmp_path / "a", [0.5]))
     for name, changes, complaint in (
-        ("b", {"target": "u"}, "are of different targets: evaluate with the same target in both"),
-        ("c", {"digest": "e"}, "question q0 has other tokens in .* evaluate both on the same file"),
+        ("b", {"target": "u"}, "were evaluated with different targets: use the same target for both"),
+        ("c", {"digest": "e"}, "question q0 has different tokens in .* evaluate both on the same file"),
     ):
         with pytest.raises(ValueError, match=complaint):
             compare(a, read_evaluation(evaluated(tmp_path / name, [0.5], **changes)))
     with pytest.raises(ValueError, match="has no method 'heads': choose among plain, draft"):
         compare(a, a, "heads", "draft")
-    with pytest.raises(ValueError, match="one folder is compared with itself: give two methods of it"):
+    with pytest.raises(ValueError, match="both folders are the same: name two of its methods"):
         compare(a, a)
-    with pytest.raises(ValueError, match="holds no runs"):
+    with pytest.raises(ValueError, match="contains no runs"):
         read_evaluation(tmp_path)
 
 
@@ -135,5 +135,5 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
 
 def test_a_file_of_other_origin_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "runs-0.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ValueError, match="does not begin with its provenance"):
+    with pytest.raises(ValueError, match="does not begin with a provenance"):
         read_evaluation(tmp_path)

@@ -181,7 +181,7 @@ def test_a_target_of_other_sizes_is_refused(tiny_llama: CausalLM, changes: dict[
 
 def test_a_target_whose_embeddings_are_narrower_than_its_layers_is_refused(tiny_llama: CausalLM) -> None:
     target = CausalLM(tiny_model("opt"))
-    with pytest.raises(ValueError, match=r"lm_head is 12 wide, but its layers 16: give another target"):
+    with pytest.raises(ValueError, match=r"lm_head is 12 wide, but its layers are 16: give another target"):
         Engine(target, DSparkDrafter(tiny_dspark(target))).decode([1, 2], DecodingConfig(4))
 
 

@@ -257,11 +257,11 @@ def test_without_counters_baseline_or_token_counts_figures_are_dashes_and_said_s
     assert mine["tokens_per_second"] is None and mine["speedup_of_totals"] is None
     assert mine["latency"]["tpot_ms"]["p50"] is None and mine["latency"]["ttft_ms"]["p50"] == pytest.approx(500)
     assert [note.split(":")[0] for note in report["notes"]] == [
-        "One endpoint was measured alone, so there is no speed-up",
+        "Only one endpoint was measured, so the speed-up is unknown",
         "The server counted no drafts (greedy, concurrency 1)",
         "A server does not count the tokens of its answers",
     ]
-    assert "The speed-up is not known, greedy." in printed
+    assert "The speed-up is unknown, greedy." in printed
     assert all(note in (tmp_path / "out" / "report.html").read_text() for note in report["notes"])
 
 
@@ -271,7 +271,7 @@ def test_answers_faster_than_the_clock_have_no_times_and_no_rates(tmp_path: Path
     mine = row(report)
     assert mine["tokens_per_second"]["value"] is mine["speedup_of_totals"]["value"] is None
     assert {mine["latency"][name][key] for name in ("ttft_ms", "itl_ms") for key in ("p50", "p90")} == {None}
-    note = "Answers came faster than the clock tells (greedy, concurrency 1): no times and no rates are known."
+    note = "Answers were faster than the clock can measure (greedy, concurrency 1): times and rates are unknown."
     assert report["notes"] == [note] and note in printed and "nan" not in printed
 
 
@@ -290,7 +290,7 @@ def test_endpoints_of_two_models_are_named_and_one_that_changes_its_model_betwee
 def test_a_baseline_that_counts_drafts_is_named(tmp_path: Path) -> None:
     clock = Clock()
     report, _ = measured(tmp_path, Fake(clock, accepted=(1,)), Fake(clock, accepted=(1,)))
-    assert report["notes"] == ["The baseline's server counted drafts meanwhile: it speculates too, or answers others."]
+    assert report["notes"] == ["The baseline server counted drafts: it speculates too, or it served other clients."]
 
 
 @pytest.mark.parametrize(

@@ -177,11 +177,11 @@ def test_local_files_only_asks_nothing_of_the_hub(hub: FakeHub, folders: Path) -
 @pytest.mark.parametrize(
     ("state", "name", "token", "said"),
     [
-        ("private", MODEL, None, "shows no zoe/model: check the name; if it is private, run `hf auth login`"),
+        ("private", MODEL, None, "that you may read: check the name; if it is private, run `hf auth login`"),
         ("gated", MODEL, TOKEN, "it is gated: accept its terms at ADDRESS/zoe/model"),
         (None, f"{MODEL}@v9", TOKEN, "zoe/model has no revision 'v9'"),
         (None, MODEL, "hf_AnotherTokenThatIsNoneAtAll", "does not accept the token (401): run `hf auth login`"),
-        ((429, "slow down"), MODEL, TOKEN, "got too many requests (429): wait a few minutes"),
+        ((429, "slow down"), MODEL, TOKEN, "received too many requests (429): wait a few minutes"),
     ],
 )
 def test_why_nothing_was_loaded_is_one_sentence_without_the_token(
@@ -204,7 +204,7 @@ def test_why_nothing_was_loaded_is_one_sentence_without_the_token(
         monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(folders / "no-token"))
     else:
         monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(ValueError, match=f"nothing can be read from {name!r}") as raised:
+    with pytest.raises(ValueError, match=f"{name!r} cannot be loaded") as raised:
         load_model(name)
     sentence = str(raised.value)
     assert said.replace("ADDRESS", hub.address) in sentence and "\n" not in sentence

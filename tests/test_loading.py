@@ -82,7 +82,7 @@ def test_another_tokenizer_is_refused_with_a_token_that_differs() -> None:
 
 def test_a_draft_of_another_tokenizer_is_loaded_only_where_that_is_asked_for(tmp_path: Path) -> None:
     target, folder = CausalLM(tiny_model(vocab=128)), str(saved(tmp_path / "draft"))
-    remedy = r"give this one as other-tokenizer:.*/draft, which is clearly slower$"
+    remedy = r"give this draft as other-tokenizer:.*/draft, which is slower$"
     with pytest.raises(ValueError, match=rf"is 0 in the draft and 1 in the target: .*{remedy}"):
         load_draft(folder, target, byte_tokenizer(shift=1))
     assert load_draft(folder, target, byte_tokenizer(shift=1), other_tokenizer=True).vocab_size == 128

@@ -64,7 +64,7 @@ def test_a_chat_template_is_used_for_questions_but_not_for_texts(tmp_path: Path)
         ('{"prompt": "a"}\n{"story": "b"}\n', "line 2: the row lacks a field of prompt"),
         ('{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON"),
         ('{"prompt": 3}\n', "line 1: the prompt is int, not text"),
-        ("", "holds no prompts"),
+        ("", "contains no prompts"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, content: str, complaint: str) -> None:

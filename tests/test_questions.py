@@ -64,7 +64,7 @@ def test_the_rows_of_known_files_are_read_by_their_fields(tmp_path: Path, row: A
     ("row", "complaint"),
     [
         ({"turns": ["a", None]}, "line 1: the prompt is NoneType, not text"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "line 1: nothing is asked before the first answer"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "line 1: there is no question before the first answer"),
     ],
 )
 def test_a_row_that_asks_nothing_or_no_text_is_refused_by_its_line(tmp_path: Path, row: Any, complaint: str) -> None:
@@ -85,10 +85,10 @@ def test_a_speed_bench_folder_is_read_split_by_split_as_its_prepare_script_write
     assert [question.id for question in read_questions(f"{tmp_path}:throughput_1k")] == ["0" * 32]
     with pytest.raises(ValueError, match=r"SPEED-Bench's qualitative and throughput_1k: name one, as .*:qualitative"):
         read_questions(tmp_path)
-    with pytest.raises(ValueError, match=r"does not hold 'coding' but qualitative, throughput_1k: name one as"):
+    with pytest.raises(ValueError, match=r"contains qualitative, throughput_1k, but not 'coding': name one as"):
         read_questions(f"{tmp_path}:coding")
     empty = {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\nMore"]}
-    with pytest.raises(ValueError, match=r"line 1: SPEED-Bench's prompt is not there yet: run its prepare\.py"):
+    with pytest.raises(ValueError, match=r"line 1: SPEED-Bench's prompt is a placeholder: run its prepare\.py"):
         read_questions(written(tmp_path, empty))
 
 
@@ -142,7 +142,7 @@ def test_a_context_is_filled_with_the_rows_before_and_never_exceeded() -> None:
     assert text(asked.prompt(1, context=8)) == "<u>bb<a>"
     plain = [Question("0", None, user("abcdef"), plain=True)]
     assert text(Asker(plain, byte_tokenizer(CHAT)).prompt(0, context=4)) == "abcd", "a plain text is cut at its end"
-    with pytest.raises(ValueError, match="a context of 6 tokens has no room for question 1 in its chat template"):
+    with pytest.raises(ValueError, match="a context of 6 tokens is too short for question 1 in its chat template"):
         asked.prompt(1, context=6)
 
 

@@ -32,7 +32,7 @@ def test_the_commonest_tokens_by_hand() -> None:
     assert most_frequent_tokens(texts, 3, always=(0, 5)) == (0, 5, 7)
     assert most_frequent_tokens(texts, 99, always=(0,)) == (0, 2, 3, 5, 7, 9), "there are no more"
     assert most_frequent_tokens([], 2, always=(4,)) == (4,)
-    with pytest.raises(ValueError, match="count is 1: give at least 1, and room for the 2"):
+    with pytest.raises(ValueError, match="count is 1: give at least 1, and at least the 2"):
         most_frequent_tokens([[1]], 1, (3, 4))
     with pytest.raises(ValueError, match="the texts are empty"):
         most_frequent_tokens([[], []], 3)
@@ -103,7 +103,7 @@ def test_a_folder_with_output_tokens_is_read_as_a_trimmed_draft(
     [
         (None, "output_tokens.json of .* cannot be read"),
         ("[1, true]", "is not a list of token ids"),
-        ("[3, 99]", "token 99 is to be kept, but the draft knows 0 to 15"),
+        ("[3, 99]", "token 99 is unknown to the draft, which has 0 to 15"),
     ],
 )
 def test_a_list_that_is_none_is_refused(

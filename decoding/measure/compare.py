@@ -1,4 +1,4 @@
-"""Two evaluations, or two methods of one, compared by pairs of runs on the same prompts: is their difference real?"""
+"""Comparison of two evaluations, or of two methods in one, by paired runs on the same prompts."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,20 +12,20 @@ from decoding.measure.rows import tokens_and_seconds
 from decoding.metrics import FEWEST, Estimate, ratio_of_rates
 
 _SMALL = 0.05
-"""Largest difference either way that an interval may leave open and still be reported as none seen."""
+"""Largest difference that an interval may still contain when we report that no difference was seen."""
 _WORTH = 0.02
-"""Smallest difference that further prompts are asked for."""
+"""Smallest difference for which we suggest more prompts."""
 _WIDTH80 = (1.959964 + 0.841621) / 1.959964
-"""Half a 95% interval must be this much narrower than the difference, to find it with 80% power."""
+"""Factor by which a difference must exceed half its 95% interval to be found with 80% power."""
 _SETTINGS = ("dtype", "max_new_tokens")
-"""Settings that two evaluations may differ in, and whose difference is then part of every ratio."""
+"""Settings in which two evaluations may differ; every ratio then includes the effect of the difference."""
 _TIMES = {"machines": "hardware", "commits": "commit", "numbers of processes": "processes"}
-"""What times depend on, with its name in a provenance: times of different ones do not compare."""
+"""Facts on which times depend, each with its key in a provenance. If one differs, times are not compared."""
 
 
 @dataclass(frozen=True)
 class RecordedEvaluation:
-    """The records of an evaluation's folder, with the provenances of its files."""
+    """The records in an evaluation's folder, and the provenances of its files."""
 
     folder: Path
     records: Records
@@ -37,26 +37,26 @@ class RecordedEvaluation:
         return identity
 
     def methods(self) -> list[tuple[str, str]]:
-        """Return setting and name of the methods that have records, in the order they were asked for."""
+        """Return (setting, name) of each method that has records, in the order requested."""
         measured = {(key.setting, key.method) for key in self.records.by_key}
         given = [(each["setting"], each["name"]) for each in self.provenances[0]["methods"]]
         return [each for each in given if each in measured]
 
 
 def read_evaluation(folder: Path) -> RecordedEvaluation:
-    """Read an output folder of `headstart evaluate`; ValueError if it holds no runs."""
+    """Read an output folder of `headstart evaluate`; raise ValueError if it contains no runs."""
     lines: list[dict[str, Any]] = []
     for file in record_files(folder):
         if found := read_lines(file):
-            provenance_of(found, file)  # raises for a file of other origin
+            provenance_of(found, file)  # raises for a file from elsewhere
             lines += found
     if not lines:
-        raise ValueError(f"{folder} holds no runs-*.jsonl: give the --output of a `headstart evaluate`")
+        raise ValueError(f"{folder} contains no runs-*.jsonl: give the --output folder of `headstart evaluate`")
     return RecordedEvaluation(folder, Records(known=lines), provenances(folder))
 
 
 class RatioVerdict(NamedTuple):
-    """A judgement of a ratio. ``needed``: number of prompts that would tell, if it is open."""
+    """A judgement of a ratio. ``needed``: the number of prompts that would settle an open one."""
 
     kind: Literal["real", "none", "open", "unmeasured"]
     text: str
@@ -64,10 +64,10 @@ class RatioVerdict(NamedTuple):
 
 
 def verdict(ratio: Estimate, faster: str = "faster", prompts: int | None = None) -> RatioVerdict:
-    """Judge the ratio B over A by its 95% interval, in words for B. ``faster`` names a ratio above 1.
+    """Judge the ratio B/A by its 95% interval, in words about B. ``faster`` is the word for a ratio above 1.
 
-    ``real``: the interval leaves 1 out. ``none``: it holds 1 and nothing further from it than 5%. ``open``: else, and
-    with fewer than eight observations. ``prompts``: number of prompts behind the observations, if they are others.
+    ``real``: the interval excludes 1. ``none``: the interval contains 1 and lies within 5% of it. ``open``: any other
+    interval, or fewer than eight observations. ``prompts``: the number of prompts, if observations are not prompts.
     """
     if not all(math.isfinite(each) and each > 0 for each in ratio[:3]):
         return RatioVerdict("unmeasured", "not measured")
@@ -84,16 +84,16 @@ def verdict(ratio: Estimate, faster: str = "faster", prompts: int | None = None)
     effect = max(abs(math.log(ratio.value)), math.log1p(_WORTH))
     wanted = max(FEWEST, ratio.observations * (half * _WIDTH80 / effect) ** 2)
     needed = math.ceil(wanted * (prompts or ratio.observations) / ratio.observations)
-    return RatioVerdict("open", f"too few prompts to say: about {needed:,} would do", needed)
+    return RatioVerdict("open", f"too few prompts to say: about {needed:,} would be enough", needed)
 
 
 def compare(
     a: RecordedEvaluation, b: RecordedEvaluation, method: str | None = None, other: str | None = None
 ) -> dict[str, Any]:
-    """Return ``load`` (see `load_of`), ``warnings`` and a row for each common setting, cell and method.
+    """Return ``load`` (see `load_of`), ``warnings``, and a row for each common setting, cell and method.
 
-    ``method``: a method of A; ``other``: one of B. ValueError for evaluations of other targets or prompts,
-    and for methods that one of them lacks.
+    ``method``: a method of A; ``other``: one of B. Raises ValueError if the targets or prompts differ, or if a method
+    is missing from its evaluation.
     """
     timed, warnings = _check_alike(a, b)
     load = load_of({"served": "concurrency" in a.identity})
@@ -113,21 +113,21 @@ def compare(
             if row and row["speed_verdict"] and row["speed_verdict"]["kind"] == "real":
                 context = f", context {cell.context}" if cell.context else ""
                 warnings.append(
-                    "plain decoding, which no method changes, was not equally fast: "
+                    "plain decoding was not equally fast in both, though methods do not affect it: "
                     f"{row['speed_verdict']['text'].removeprefix('real: ')} "
                     f"({setting}, {load} {cell.batch_size}{context})"
                 )
     if dropped := sum(row["dropped"] for row in rows):
-        warnings.append(f"{dropped} later turns are left out: plain decoding answered the turn before in other words")
+        warnings.append(f"{dropped} later turns are left out: plain decoding answered their earlier turns differently")
     return {"a": str(a.folder), "b": str(b.folder), "load": load, "warnings": warnings, "rows": rows}
 
 
 def _check_alike(a: RecordedEvaluation, b: RecordedEvaluation) -> tuple[bool, list[str]]:
-    """Return True if the times compare, and warnings; ValueError for other targets or tokenizers."""
+    """Return True if times are comparable, and the warnings; raise ValueError if targets or tokenizers differ."""
     for name in ("target", "tokenizer"):
         if a.identity.get(name) != b.identity.get(name):
             raise ValueError(
-                f"the runs of {a.folder} and {b.folder} are of different {name}s: evaluate with the same {name} in both"
+                f"{a.folder} and {b.folder} were evaluated with different {name}s: use the same {name} for both"
             )
     warnings = []
     changed = [
@@ -136,23 +136,23 @@ def _check_alike(a: RecordedEvaluation, b: RecordedEvaluation) -> tuple[bool, li
         if len({str(each.get(key)) for evaluation in (a, b) for each in evaluation.provenances}) > 1
     ]
     if changed:
-        warnings.append(f"times of different {' and '.join(changed)} do not compare: only acceptance is compared")
+        warnings.append(f"the {' and '.join(changed)} differ: times are not compared, only tokens per target pass")
     differing = [
         f"{name} ({a.identity.get(name)} and {b.identity.get(name)})"
         for name in _SETTINGS
         if a.identity.get(name) != b.identity.get(name)
     ]
     if differing:
-        warnings.append(f"A and B differ in {', '.join(differing)}: this is part of every ratio")
+        warnings.append(f"A and B differ in {', '.join(differing)}: every ratio includes this difference")
     return not changed, warnings
 
 
 def _chosen(
     a: RecordedEvaluation, b: RecordedEvaluation, method: str | None, other: str | None
 ) -> list[tuple[str, str, str]]:
-    """Return (setting, method of A, method of B) of all that are to be compared."""
+    """Return (setting, method of A, method of B) for each comparison."""
     if a.folder == b.folder and (method is None or other is None):
-        raise ValueError("one folder is compared with itself: give two methods of it, --method and --other")
+        raise ValueError("both folders are the same: name two of its methods by --method and --other")
     for evaluation, name in ((a, method), (b, other or method)):
         known = dict.fromkeys(each for _, each in evaluation.methods())
         if name is not None and name not in known:
@@ -165,7 +165,7 @@ def _chosen(
     ]
     if not found:
         raise ValueError(
-            f"{a.folder} and {b.folder} have no method under a common setting: name two by --method and --other"
+            f"{a.folder} and {b.folder} share no method and setting: name two methods by --method and --other"
         )
     return found
 
@@ -182,10 +182,10 @@ def _row(
     if not pairs:
         return None
     if cell.batch_size > 1 and a.identity["prompts"] != b.identity["prompts"]:
-        timed = False  # the other texts of a batch, which a prompt's time depends on, differ
+        timed = False  # a prompt's time depends on the other texts in its batch, and these differ
     questions = len({record.prompts[0] for record, _ in pairs})
     passes = ratio_of_rates(_by_question(pairs, _tokens_and_passes))
-    # In a batch the texts of a wave share their time.
+    # Texts decoded as a batch share their wave's time.
     speed = ratio_of_rates(_by_question(pairs, tokens_and_seconds, by_wave=cell.batch_size > 1)) if timed else None
     if not passes.observations and speed is None:  # a peer reports no passes
         return None
@@ -207,9 +207,9 @@ def _row(
 def _pairs(
     a: RecordedEvaluation, b: RecordedEvaluation, mine: tuple[str, str], theirs: tuple[str, str], cell: GridCell
 ) -> tuple[list[tuple[Record, Record]], int]:
-    """Pair the texts of two methods; return also the number of later turns left out, as their prompts differ.
+    """Pair the texts of two methods; also return how many later turns are left out because their prompts differ.
 
-    ValueError if a question's first turn has other tokens.
+    Raises ValueError if the tokens of a question's first turn differ.
     """
     ours, others = (
         {
@@ -224,7 +224,7 @@ def _pairs(
     differing = [name for name, (record, other) in both.items() if record.digests != other.digests]
     if first := next((question for question, turn, _ in differing if turn == 0), None):
         raise ValueError(
-            f"question {first} has other tokens in {b.folder} than in {a.folder}: evaluate both on the same "
+            f"question {first} has different tokens in {a.folder} and {b.folder}: evaluate both on the same "
             "file, with the same template, thinking mode and lengths"
         )
     return [pair for name, pair in both.items() if name not in differing], len(differing)
@@ -238,7 +238,7 @@ def _tokens_and_passes(record: Record) -> tuple[float, float]:
 def _by_question(
     pairs: Sequence[tuple[Record, Record]], figure: Callable[[Record], tuple[float, float]], by_wave: bool = False
 ) -> list[tuple[float, float, float, float]]:
-    """Sum both methods' figures, B's first, over the turns and rounds of each question or wave, to be resampled."""
+    """Sum the two methods' figures over the turns and rounds of each question or wave, B's first, for resampling."""
     sums: dict[int | str, list[float]] = {}
     for mine, theirs in pairs:
         total = sums.setdefault(mine.key.wave if by_wave else mine.prompts[0], [0.0] * 4)

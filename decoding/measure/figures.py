@@ -1,4 +1,4 @@
-"""Figures and sentences of a report as text. A figure that was not measured is null in the report and a dash here."""
+"""Figures and sentences of a report as text; a figure that was not measured (null in the report) becomes a dash."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,11 +8,11 @@ from decoding.measure.markdown import one_line
 from decoding.metrics import FEWEST, Estimate
 
 PLAIN = "plain"
-"""Name of plain decoding in this project's loop, the method that every speed-up is over."""
+"""Name of plain decoding in this project's loop, the baseline of every speed-up."""
 TRANSFORMERS = "transformers generate"
 NONE = "–"
 NEAR = {"bfloat16": 0.5, "float16": 0.1, "float32": 0.01}
-"""Largest gap between two logits, by dtype, that rounding can reverse (for logits of some tens)."""
+"""Largest gap between two logits that rounding can reverse, by dtype, for logits of a few tens."""
 
 Report = dict[str, Any]
 """A report of `decoding.measure.measurement`, or one of its rows."""
@@ -24,14 +24,14 @@ Figure = dict[str, Any] | None
 
 
 def told(found: Estimate) -> dict[str, Any]:
-    """Return an estimate as JSON; without an interval if too few observations make it narrower than the truth."""
+    """Return an estimate as JSON, without its interval if it has too few observations to be trusted."""
     few = {"low": math.nan, "high": math.nan} if found.observations < FEWEST else {}
     plain: dict[str, Any] = without_nan({**found._asdict(), **few})
     return plain
 
 
 def without_nan(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by null: the figure could not be measured."""
+    """Replace NaN and infinity by null, because JSON has neither."""
     if isinstance(value, dict):
         return {key: without_nan(held) for key, held in value.items()}
     if isinstance(value, list | tuple):
@@ -50,7 +50,7 @@ def times(value: float | None) -> str:
 
 
 def estimate(figure: Figure, unit: str = "") -> str:
-    """Format an estimate: ``2.31 [2.20, 2.43]``, without the brackets if it has no interval."""
+    """Format an estimate: ``2.31 [2.20, 2.43]``, or ``2.31`` if the interval is missing."""
     return _with_range(figure, "value", "low", "high", unit)
 
 
@@ -85,7 +85,7 @@ def shares(figures: Sequence[Figure] | None, most: int | None = None) -> str:
 def speedup(row: Report, name: str = "speedup") -> str:
     """Format a row's speed-up: ``2.12× [1.95, 2.30]; median 2.52× [2.36, 2.57]``.
 
-    First comes the ratio of all tokens/s, then the median ratio of paired runs.
+    The first figure is the ratio of total tokens/s, the second the median ratio of paired runs.
     """
     median = spread(row.get(name), "×")
     totals = estimate(row.get(f"{name}_of_totals"), "×")
@@ -94,7 +94,7 @@ def speedup(row: Report, name: str = "speedup") -> str:
 
 
 def speed_of(row: Report) -> float | None:
-    """Return the speed-up of all tokens/s; the median of paired runs where only this was measured."""
+    """Return the ratio of total tokens/s, or the median of paired runs if only that was measured."""
     totals, pairs = row.get("speedup_of_totals") or {}, row.get("speedup") or {}
     found: float | None = totals.get("value")
     return pairs.get("median") if found is None else found
@@ -119,7 +119,7 @@ def named(rows: Iterable[Report], setting: str) -> list[Report]:
 
 
 def methods(report: Report) -> list[str]:
-    """Return the measured methods but plain decoding; a method's index is that of its colour in all pictures."""
+    """Return the measured methods except plain decoding; a method's index selects its colour in all pictures."""
     return list(dict.fromkeys(row["method"] for row in report["rows"] if row["method"] != PLAIN))
 
 
@@ -129,9 +129,9 @@ def is_peer(row: Report) -> bool:
 
 
 def curve(report: Report, row: Report, axis: str) -> list[tuple[int, float]]:
-    """Return (position on the axis, speed-up) of the row's method along ``axis`` ("batch_size" or "context"), in order.
+    """Return sorted (position, speed-up) pairs of the row's method along ``axis`` ("batch_size" or "context").
 
-    The other axis stays where the row has it. Cells that were not timed have no point.
+    On the other axis all points have the row's value. Cells that were not timed are left out.
     """
     other = "context" if axis == "batch_size" else "batch_size"
     return sorted(
@@ -143,7 +143,7 @@ def curve(report: Report, row: Report, axis: str) -> list[tuple[int, float]]:
 
 
 def below_from(points: Sequence[tuple[int, float]]) -> int | None:
-    """Return the first position from which every speed-up is below 1; None if the last is not, or the only one."""
+    """Return the first position from which every speed-up is below 1; None if the last is not, or for one point."""
     found = None
     for position, speed in reversed(points):
         if speed >= 1:
@@ -156,19 +156,19 @@ def below_from(points: Sequence[tuple[int, float]]) -> int | None:
 
 
 def answers(report: Report) -> list[str]:
-    """Write the fastest method of each setting in a sentence, and from where on it no longer pays."""
+    """Return a sentence per setting: the fastest method, and the load or context from which it no longer pays."""
     return [_answer(report, setting) for setting in settings(report)]
 
 
 def load_of(report: Report) -> str:
-    """Return the word for the axis of batch sizes: a server's is the number of requests under way."""
+    """Return the word for the batch-size axis; for a server it is the number of concurrent requests."""
     return "concurrency" if report.get("served") else "batch"
 
 
 def _answer(report: Report, setting: str) -> str:
     timed = [row for row in named(report["rows"], setting) if speed_of(row) is not None and row["method"] != PLAIN]
     if not timed:
-        alone = "The speed-up is not known" if report.get("served") else "Nothing but plain decoding was timed"
+        alone = "The speed-up is unknown" if report.get("served") else "Only plain decoding was timed"
         return one_line(f"{alone}, {setting}.")
     best = max(timed, key=lambda row: speed_of(row) or 0.0)
     figure = best.get("speedup_of_totals") or {"value": speed_of(best), "low": None, "high": None}
@@ -184,7 +184,7 @@ def _answer(report: Report, setting: str) -> str:
             return one_line(f"The server is not faster than plain decoding: {said}{crossover}.")
         return one_line(f"Nothing is faster than plain decoding: at best {best['method']}, {said}.")
     if figure["low"] is not None and figure["low"] <= 1:
-        said += "; its interval holds 1×, so these prompts do not show a gain"
+        said += "; the interval contains 1×, so these prompts do not show a gain"
     said += crossover
     said += f"; below 1× from {falls_with_context:,} tokens of context on" if falls_with_context else ""
     return one_line(f"Fastest: {best['method']}{' (lossy)' * (best['label'] == 'lossy')}, {said}.")
@@ -207,12 +207,12 @@ def caption(report: Report) -> str:
     where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
     others = [each for each in report.get("processors") or [] if each != machine["processor"]]
     if others:  # a killed evaluation was resumed elsewhere
-        where += f", and before on {_and(others)}"
+        where += f", earlier on {_and(others)}"
     if (processes := report.get("processes") or 1) > 1:
-        where += f", {processes} processes side by side"
+        where += f", {processes} processes in parallel"
     commits = report.get("commits") or [report["commit"]]
     what = (
-        f"Measured from outside, by {where}"
+        f"Measured by a client on {where}"
         if report.get("served")
         else f"{report['parameters'] / 1e6:.1f}M-parameter target in {report['dtype']} on {where}"
     )
@@ -229,7 +229,7 @@ def _and(words: Sequence[str]) -> str:
 
 
 def greedy_sentence(report: Report) -> str:
-    """Write a sentence that compares the report's greedy texts with plain decoding's; empty if it has none."""
+    """Return a sentence that compares the report's greedy texts with plain decoding's, or "" without such texts."""
     compared = [
         row["identical_to_plain"] for row in report["rows"] if row.get("identical_to_plain") and row["method"] != PLAIN
     ]
@@ -244,13 +244,13 @@ def greedy_sentence(report: Report) -> str:
     margins = [each["largest_margin"] for each in compared if each["largest_margin"] is not None]
     dtype, largest = str(report.get("dtype")), max(margins, default=None)
     if differing > early and largest is not None:
-        sentence += f"; where they part, the two candidates' logits are at most {largest:.3g} apart"
+        sentence += f"; at the first difference the two tokens' logits are at most {largest:.3g} apart"
     if dtype == "float32" and not (report.get("hardware") or {}).get("gpu"):
-        return f"{sentence}. In fp32 on a CPU none may: this is a fault, please report it."
+        return f"{sentence}. In fp32 on a CPU all must be equal: please report this fault."
     if differing > early:
         sentence += f", {_near_tie(largest, dtype)}"
     if early:
-        sentence += f"; {early} ended where the other went on, which rounding does not explain: a fault to report"
+        sentence += f"; {early} differ only in length, which rounding cannot cause: please report this fault"
     return f"{sentence}."
 
 
@@ -258,5 +258,5 @@ def _near_tie(largest: float | None, dtype: str) -> str:
     if largest is None:
         return "by a margin that was not measured"
     if largest <= NEAR.get(dtype, 0.0):
-        return f"near-ties, which a pass over several tokens may round the other way in {dtype}"
-    return f"more than rounding in {dtype} explains: look at these texts, and report a fault"
+        return f"near-ties that {dtype} may round differently in a pass over several tokens"
+    return f"more than rounding in {dtype} can cause: look at these texts, and report a fault"

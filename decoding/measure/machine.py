@@ -1,4 +1,4 @@
-"""Hardware, library versions and commit that figures are measured on."""
+"""Hardware, library versions and commit, recorded with every measurement."""
 
 import importlib.metadata
 import os
@@ -12,7 +12,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "tokenizers",
 
 
 def processor_name() -> str:
-    """Return the processor's model name, or its architecture on systems that do not tell the name."""
+    """Return the processor's model name, or its architecture if the system does not report a name."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -37,7 +37,7 @@ def hardware() -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of this project, and of the packages that its figures depend on."""
+    """Return the versions of Python, this project, and the packages that affect its figures."""
     found = {"python": platform.python_version()}
     for package in ("headstart", *_PACKAGES):
         try:
@@ -48,7 +48,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of this code, with ``-dirty`` if files differ from it; ``unknown`` outside a git checkout."""
+    """Return the commit of this code, with ``-dirty`` if files were changed; ``unknown`` outside a git checkout."""
     folder = Path(__file__).parent
     try:
         described = subprocess.run(

@@ -1,15 +1,15 @@
-"""Foreign text, made safe to show: no control characters, and in Markdown no link, image, tag or table column."""
+"""Escaping of foreign text: removes control characters, and anything Markdown reads as link, image, tag or column."""
 
 import re
 from typing import Any
 
 _SPECIAL = re.compile(r"[\\`*_\[\]<>&|~$!#]")
 _LINKED = re.compile(r"(?i)(?<=[a-z])(:)(?=//)|(?<=\bwww)(\.)|(@)|(?<=mailto)(:)|(?<=xmpp)(:)")
-"""Characters by which some renderers turn a bare address into a link."""
+"""Characters in bare addresses that some renderers turn into links."""
 _CONTROLS = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and line feed: they colour or rewrite a terminal
-    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidi controls: they reorder what stands around them
-    r"\ud800-\udfff\ufffe\uffff]"  # no text at all: neither UTF-8 nor XML takes them
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and line feed: they colour or rewrite a terminal
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidi controls: they reorder the text around them
+    r"\ud800-\udfff\ufffe\uffff]"  # not characters: invalid in UTF-8 or XML
 )
 
 
@@ -19,18 +19,18 @@ def one_line(value: Any) -> str:
 
 
 def visible(value: Any) -> str:
-    """Return the text without control characters and bidi controls, but with its line feeds, tabs and joiners."""
+    """Return the text without control and bidi characters; keep line feeds, tabs and joiners."""
     return _CONTROLS.sub("", str(value))
 
 
 def text(value: Any) -> str:
-    """Escape the text, for a paragraph or a table's cell."""
+    """Escape the text for a Markdown paragraph or table cell."""
     escaped = _SPECIAL.sub(lambda found: f"\\{found.group()}", one_line(value))
     return _LINKED.sub(lambda found: f"\\{found.group()}", escaped)
 
 
 def code(value: Any) -> str:
-    """Write a code span; not for tables, where a bar inside it would end the cell."""
+    """Write a code span; do not use it in tables, because a bar would end the cell."""
     line = one_line(value)
     fence = "`" * (_longest_run(line) + 1)
     pad = " " if line.startswith("`") or line.endswith("`") else ""
@@ -38,7 +38,7 @@ def code(value: Any) -> str:
 
 
 def fenced(value: str, language: str) -> str:
-    """Write a block of code of several lines; its fence is longer than any inside it."""
+    """Write a block of code with a fence longer than any fence in it."""
     fence = "`" * max(3, _longest_run(value) + 1)
     return f"{fence}{language}\n{value}\n{fence}"
 

@@ -1,8 +1,8 @@
-"""Evaluation: prompts x methods -> records -> figures relative to plain decoding, measured in turns in one process.
+"""Evaluation: prompts x methods -> records -> figures relative to plain decoding.
 
-Every method decodes each wave of prompts once per round, in rotating order, so that a machine that slows down slows all
-methods alike; speed-ups are ratios of paired runs. `transformers`' own `generate` is one of the methods. The records
-are kept as they come (see `decoding.measure.records`), and the figures follow from the records alone
+In each round every method decodes the same wave of prompts, in rotating order and in one process. A machine that slows
+down thus slows all methods alike, and speed-ups are ratios of paired runs. `transformers`' own `generate` is one of the
+methods. Records are written at once (`decoding.measure.records`); figures are computed from the records alone
 (`decoding.measure.rows`).
 """
 
@@ -30,12 +30,12 @@ from decoding.model.cost_curve import measure_costs
 
 
 def cells_of(config: EvaluationConfig) -> list[GridCell]:
-    """Return the cells of the grid; the first one holds the report's rows."""
+    """Return the cells of the grid; the first one provides the report's main rows."""
     return [GridCell(*pair) for pair in product(config.batch_sizes, config.contexts)]
 
 
 class Unit(NamedTuple):
-    """Work of one setting on one turn of a wave, by all methods and in all rounds."""
+    """One turn of a wave in one setting, to be decoded by all methods in all rounds."""
 
     cell: GridCell
     wave: Wave
@@ -49,9 +49,9 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """An evaluation at work: what it decodes, by which methods, and the records that it adds to.
+    """An evaluation in progress: its prompts and methods, and the records to which it adds.
 
-    ``rank`` and ``world``: of all waves it takes those of its own process. ``on_run`` is called after each run.
+    Process ``rank`` of ``world`` takes every ``world``-th wave. ``on_run`` is called after each run.
     """
 
     target: CausalLM
@@ -65,10 +65,10 @@ class Measurement:
 
     def __post_init__(self) -> None:
         names = [(method.setting, method.name) for method in self.methods]
-        assert len(set(names)) == len(names), f"methods share a name, so that one would be lost: {names}"
+        assert len(set(names)) == len(names), f"two methods share a name, so one would be lost: {names}"
 
     def run(self) -> None:
-        """Decode everything of this process's share that the records lack; the first measures the cost curve too."""
+        """Decode everything in this process's share that has no record; process 0 also measures the cost curve."""
         warm: GridCell | None = None
         for unit in self._missing():
             if unit.cell != warm:
@@ -79,11 +79,11 @@ class Measurement:
             self.records.add({"cost_curve": measure_costs(self.target).target_pass})
 
     def total(self) -> int:
-        """Count the runs of this process's share that are left, later turns that may prove too long included."""
+        """Count the remaining runs of this process's share, including later turns that may prove too long."""
         return sum(len(self._keys(unit)) for unit in self._missing())
 
     def methods_of(self, cell: GridCell, setting: str | None = None) -> list[Method]:
-        """Return the methods of a setting (None: all) that decode as many texts at a time as the cell asks for."""
+        """Return the methods of a setting (None: all) that support the cell's batch size."""
         fitting = [each for each in self.methods if cell.batch_size == 1 or each.decode_batch is not None]
         return [each for each in fitting if setting in (None, each.setting)]
 
@@ -91,7 +91,7 @@ class Measurement:
         return waves_of(self.source.tasks, cell.batch_size)[self.rank :: self.world]
 
     def _missing(self) -> Iterator[Unit]:
-        """Yield the units of this process's share that the records lack, each setting's turns in their order."""
+        """Yield the units in this process's share that lack records; a setting's turns come in order."""
         for cell in cells_of(self.config):
             for wave in self._waves(cell):
                 turns = max(self.source.turns(index) for index in wave.questions)
@@ -107,7 +107,7 @@ class Measurement:
         return len(left_out) == sum(self.source.turns(index) > unit.turn for index in unit.wave.questions)
 
     def _keys(self, unit: Unit) -> list[tuple[RunKey, Method]]:
-        """Return the unit's runs in the order that they take turns in."""
+        """Return the unit's runs in the order of decoding; the method that begins rotates."""
         methods = self.methods_of(unit.cell, unit.setting)
         found = []
         for turn in range(self.config.rounds):
@@ -120,18 +120,18 @@ class Measurement:
     # --- one unit -----------------------------------------------------------------------------------------------------
 
     def _decode(self, unit: Unit) -> None:
-        """Decode a unit's runs that the records lack, then measure where greedy texts part from plain decoding's."""
+        """Decode a unit's missing runs, then measure the margins where greedy texts differ from plain decoding's."""
         prompts = self._prompts(unit)
         if not prompts:
             return
-        indices = sorted(prompts, key=lambda index: -len(prompts[index]))  # transformers' padding is smallest so
+        indices = sorted(prompts, key=lambda index: -len(prompts[index]))  # least padding in transformers
         ordered = [prompts[index] for index in indices]
         ids = [self.source.ids[index] for index in indices]
         for key, method in self._keys(unit):
             if key not in self.records.by_key:
                 seeds = [self._seed(index, key) for index in indices]
                 runs = self._run(method, ordered, seeds, unit.cell.batch_size)
-                # By these digests runs of two evaluations are paired.
+                # `decoding.measure.compare` checks by these digests that paired runs have equal prompts.
                 digests = [sha256(json.dumps(list(each)).encode()).hexdigest()[:12] for each in ordered]
                 self.records.add(line_of(key, prompts=ids, digests=digests, runs=runs))
             self.on_run()
@@ -152,12 +152,12 @@ class Measurement:
         return method.decode_batch(prompts, seeds, batch_size)
 
     def _seed(self, index: int, key: RunKey) -> int:
-        """Return the seed of a text: its own, and the same for every method and every number of processes."""
+        """Return a text's seed: different for each text, equal for all methods and any number of processes."""
         turns = max(map(self.source.turns, range(len(self.source.ids))))
         return self.config.seed + (key.round * turns + key.turn) * len(self.source.ids) + index
 
     def _prompts(self, unit: Unit) -> dict[int, tuple[int, ...]]:
-        """Return the unit's prompts by index; of a later turn those that fit behind plain decoding's own answers."""
+        """Return the unit's prompts by index, without later turns that are too long after plain decoding's answers."""
         found: dict[int, tuple[int, ...]] = {}
         too_long: list[str] = []
         for index in unit.wave.questions:
@@ -175,7 +175,7 @@ class Measurement:
         return found
 
     def _answers(self, unit: Unit, index: int) -> list[tuple[int, ...]] | None:
-        """Return plain decoding's answers to the turns before; None if one of these was left out."""
+        """Return plain decoding's answers to the earlier turns; None if one of them was left out."""
         found = []
         for turn in range(unit.turn):
             record = self.records.by_key.get(RunKey(unit.cell, unit.wave.index, turn, unit.setting, PLAIN, 0))
@@ -185,19 +185,19 @@ class Measurement:
         return found
 
     def _fits(self, prompt: Sequence[int]) -> bool:
-        """Return True if the target, and every drafter, holds the prompt with its new tokens."""
+        """Return True if the prompt and its new tokens fit the target and every drafter."""
         limits = [self.target.max_positions, *(each.max_positions for each in self.methods)]
         return all(limit is None or len(prompt) + self.config.max_new_tokens <= limit for limit in limits)
 
     def _warm_up(self, cell: GridCell) -> None:
-        """Decode by every method, first turns only, the prompts that need the most memory."""
+        """Decode the first turns that need the most memory, by every method."""
         prompts = [self.source.prompt(index, cell.context) for wave in self._waves(cell) for index in wave.questions]
         longest = sorted(prompts, key=len, reverse=True)[: cell.batch_size]
         for method in self.methods_of(cell):
             self._run(method, longest, [self.config.seed] * len(longest), cell.batch_size)
 
     def _parted(self, unit: Unit) -> Iterator[RunKey]:
-        """Yield the greedy runs that hold a text other than plain decoding's, and have no margins yet."""
+        """Yield greedy runs without margins in which some text differs from plain decoding's."""
         for key, method in self._keys(unit):
             if method.temperature == 0 and key in self.records.by_key and key not in self.records.margins:
                 mine, plain = (self.records.by_key.get(each) for each in (key, key._replace(method=PLAIN)))
@@ -210,10 +210,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure every method on every prompt; return the report (see `write_report` and `decoding.measure.report`).
 
-    ValueError, before any run, for a prompt that is too long.
+    Raises ValueError before the first run if a prompt is too long.
     """
     if not prompts:
-        raise ValueError("there are no prompts to evaluate on: give at least one")
+        raise ValueError("there are no prompts: give at least one")
     for prompt in prompts:  # before the first run, not after an hour
         check_prompt(target, prompt, DecodingConfig(config.max_new_tokens))
     measurement = Measurement(target, methods, TokenPrompts(prompts), config)
@@ -222,7 +222,7 @@ def evaluate(
 
 
 def report_of(measurement: Measurement) -> dict[str, Any]:
-    """Return the report of a finished measurement, its machine and versions those of this process."""
+    """Return the report of a finished measurement, with the machine and versions of this process."""
     target, config, records = measurement.target, measurement.config, measurement.records
     tasks = dict(zip(measurement.source.ids, measurement.source.tasks, strict=True))
     cells = cells_of(config)
@@ -250,9 +250,9 @@ def count_steps(
     seeds: Sequence[int] | None = None,
     on_text: Callable[[], None] = lambda: None,
 ) -> list[list[StepCount]]:
-    """Decode the prompts by the decoding loop; return the counts of each text's steps without its prefill.
+    """Decode the prompts in the decoding loop; return the counts of each text's steps without its prefill.
 
-    Prompt i is decoded with ``seeds[i]``, by default ``config.seed + i``. ``on_text`` is called as each text begins.
+    Prompt i uses ``seeds[i]``, by default ``config.seed + i``. ``on_text`` is called when a text begins.
     """
     texts: list[list[StepCount]] = [[] for _ in prompts]
     for index, step in Engine(target, drafter).steps(prompts, config, batch_size=batch_size, seeds=seeds):

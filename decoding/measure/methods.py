@@ -1,4 +1,4 @@
-"""Methods of an evaluation: plain decoding, transformers' peers and every drafter, each under each setting."""
+"""Methods of an evaluation: plain decoding, every drafter and `transformers`' methods, in each setting."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ Drafts = Literal["sampled", "greedy", "deterministic"]
 class Run(NamedTuple):
     """One decoded text: ``first_seconds`` to its first tokens, then ``decode_tokens`` in ``decode_seconds``.
 
-    The seconds of a text of a batch are its share: those of each pass, divided by the rows of the pass.
+    In a batch the seconds of each pass are divided equally among its rows.
     """
 
     tokens: tuple[int, ...]
@@ -52,31 +52,31 @@ DecodeBatch = Callable[[Sequence[Sequence[int]], Sequence[int], int], list[Run]]
 
 @dataclass(frozen=True)
 class Method:
-    """A way to decode under a setting (greedy, T=1, ...), with its label, lossless or lossy."""
+    """A way to decode in one setting (greedy, T=1, ...), with its label: lossless or lossy."""
 
     setting: str
     name: str
     label: str
     decode: Decode
     decode_batch: DecodeBatch | None = None
-    """None for a method that decodes one text at a time only."""
+    """None for a method that decodes only one text at a time."""
     artefact: str | None = None
-    """Kind of the trained artefact that drafts: "heads", "draft", or None."""
+    """Kind of the trained artefact used for drafting: "heads", "draft", or None."""
     drafter: str | None = None
-    """Name of the drafter among those measured (a peer's is the one whose draft it uses); None for plain decoding."""
+    """Name of the measured drafter, or of the drafter that shares its draft with a peer; None for plain decoding."""
     temperature: float = 0.0
     rule: str | None = None
-    """Name of the acceptance rule; several with "or" between them where the kind of proposal decides; None unknown."""
+    """Name of the acceptance rule, or several joined by "or" if the kind of proposal decides; None if unknown."""
     shape: Literal["chain", "tree"] | None = None
     drafts: Drafts | None = None
-    """Way in which drafted tokens are chosen: drawn, the likeliest ones of a model, or found without a model."""
+    """How draft tokens are chosen: sampled, a model's likeliest tokens, or found without a model."""
     max_positions: int | None = None
-    """Length of the longest text that its drafter holds, in tokens; None for no limit of its own."""
+    """Longest text that its drafter supports, in tokens; None if the drafter adds no limit."""
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Settings of an evaluation. ``temperatures`` are those of sampling and of typical acceptance."""
+    """Settings of an evaluation. ``temperatures`` apply to sampling and to typical acceptance."""
 
     max_new_tokens: int = 96
     rounds: int = 1
@@ -86,7 +86,7 @@ class EvaluationConfig:
     seed: int = 0
     batch_sizes: tuple[int, ...] = (1,)
     contexts: tuple[int | None, ...] = (None,)
-    """Longest prompts, in tokens, that the prompts' source is asked for; None for prompts of their own length."""
+    """Prompt lengths, in tokens, requested from the source of prompts; None for prompts as they are."""
 
     def __post_init__(self) -> None:
         for setting in self.settings:
@@ -98,14 +98,14 @@ class EvaluationConfig:
 
 
 class Setting(NamedTuple):
-    """A setting by its name in tables: the sampling temperature, 0 for greedy, and True for typical acceptance."""
+    """A setting: its name in tables, the temperature (0 is greedy), and True for typical acceptance."""
 
     name: str
     temperature: float
     typical: bool = False
 
     def decoding(self, config: EvaluationConfig) -> DecodingConfig:
-        """Return the settings of decoding under it."""
+        """Return the decoding config of this setting."""
         return DecodingConfig(
             max_new_tokens=config.max_new_tokens,
             sampling=SamplingConfig(temperature=self.temperature),
@@ -115,7 +115,7 @@ class Setting(NamedTuple):
 
 
 def settings_of(config: EvaluationConfig) -> list[Setting]:
-    """Return the settings in the order asked for: greedy once, the others at each temperature."""
+    """Return the settings in the order requested: greedy once, the others at each temperature."""
     found: list[Setting] = []
     for name in config.settings:
         if name == "greedy":
@@ -128,7 +128,7 @@ def settings_of(config: EvaluationConfig) -> list[Setting]:
 
 
 def our_method(target: CausalLM, setting: str, name: str, drafter: Drafter | None, config: DecodingConfig) -> Method:
-    """Make the method of a drafter (None: plain decoding) in this project's loop."""
+    """Make the method that runs a drafter (None: plain decoding) in this project's loop."""
     engine = Engine(target, drafter)
 
     def run(prompt: Sequence[int], seed: int) -> Run:
@@ -195,7 +195,7 @@ def transformers_method(
     assistant: CausalLM | None = None,
     num_assistant_tokens: int | None = None,
 ) -> Method:
-    """Make the method of `transformers`' generate, or of assisted generation, under the same controls."""
+    """Make the method that runs `transformers`' generate or assisted generation, with the same controls."""
 
     def run_batch(prompts: Sequence[Sequence[int]], seeds: Sequence[int], batch_size: int) -> list[Run]:
         runs: list[Run] = []
@@ -218,7 +218,7 @@ def transformers_method(
 
 
 def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: EvaluationConfig) -> list[Method]:
-    """Make a method for plain decoding, for every drafter and for transformers' peers, under each setting."""
+    """Make methods for plain decoding, for every drafter and for `transformers`, in each setting."""
     methods: list[Method] = []
     for setting in settings_of(config):
         decoding = setting.decoding(config)
@@ -231,10 +231,10 @@ def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: Eva
 
 
 def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decoding: DecodingConfig) -> list[Method]:
-    """Make transformers' generate, and assisted generation with the first draft, at its depth and by default."""
+    """Make transformers' generate, and assisted generation with the first draft: at our depth and with defaults."""
     peers = [transformers_method(target, setting, TRANSFORMERS, decoding)]
     for name, drafter in drafters.items():
-        # transformers takes a vocabulary of another size for another tokenizer, so a padded draft has no peer.
+        # transformers treats a vocabulary of another size as another tokenizer, so a padded draft has no peer.
         same = isinstance(drafter, DraftModelDrafter) and drafter.draft.vocab_size == target.vocab_size
         if isinstance(drafter, DraftModelDrafter) and same and not getattr(target.model, "_is_stateful", False):
             depth = drafter.max_depth
@@ -246,11 +246,11 @@ def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decodin
     return peers
 
 
-# --- transformers' own decoding, timed as ours is ---------------------------------------------------------------------
+# --- decoding by transformers, timed like ours ------------------------------------------------------------------------
 
 
 class _Clock(BaseStreamer):
-    """Streamer that notes when `generate` first emits new tokens; the prompt, streamed before, is not counted."""
+    """Streamer that notes when `generate` first emits new tokens; `generate` streams the prompt before them."""
 
     def __init__(self) -> None:
         self.puts = 0
@@ -274,11 +274,11 @@ def transformers_generate(
     assistant: CausalLM | None = None,
     num_assistant_tokens: int | None = None,
 ) -> list[Run]:
-    """Decode prompts, padded on the left, by `model.generate` with the same controls; each text ends with its EOS.
+    """Decode left-padded prompts by `model.generate` with the same controls; each text is cut after its EOS.
 
-    With ``assistant`` one prompt is decoded by assisted generation. ``num_assistant_tokens`` fixes the draft length, as
-    ours is fixed. None keeps `transformers`' defaults: a length that adapts, and a confidence threshold that ends a
-    draft early.
+    With ``assistant``, assisted generation decodes a single prompt. ``num_assistant_tokens`` fixes the draft length,
+    as in our drafters. None keeps `transformers`' defaults: an adaptive length, and a confidence threshold that ends
+    drafts early.
     """
     longest = max(len(prompt) for prompt in prompts)
     generation_config = _generation_config(config)
@@ -307,7 +307,7 @@ def transformers_generate(
 
 @contextmanager
 def _seeded(target: CausalLM, config: DecodingConfig) -> Iterator[None]:
-    """Seed torch's global generators, which `generate` draws from, within the block; restore them after it."""
+    """Seed torch's global generators, used by `generate`, within the block; restore them afterwards."""
     with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
         torch.manual_seed(config.seed)
         yield
@@ -315,12 +315,10 @@ def _seeded(target: CausalLM, config: DecodingConfig) -> Iterator[None]:
 
 @contextmanager
 def _bare_generation_configs(models: Sequence[PreTrainedModel], num_assistant_tokens: int | None) -> Iterator[None]:
-    """Replace the models' generation configs by default ones within the block; restore them after it.
+    """Use default generation configs and eval mode within the block; restore both afterwards.
 
-    Models in training mode are in eval mode within the block.
-
-    `generate` takes unset controls from the model's config, and the draft length from the assistant's: fixed to
-    ``num_assistant_tokens``, or `transformers`' defaults.
+    `generate` would take unset controls from the model's own config. It takes the draft length from the assistant's
+    config, set here to ``num_assistant_tokens`` or left at `transformers`' default.
     """
     with ExitStack() as restored:
         for model in models:

@@ -1,7 +1,7 @@
-"""Questions of an evaluation: read from the files that benchmarks come in, asked turn by turn, dealt over waves.
+"""Questions of an evaluation: read from benchmark files, turned into prompts, grouped into waves.
 
-Spec-Bench (2401.07851), MT-Bench, SPEED-Bench (2604.09557), gsm8k, HumanEval, mbpp, RedHatAI/speculator_benchmarks, any
-other .jsonl or .parquet file, and a folder of such files.
+Reads Spec-Bench (2401.07851), MT-Bench, SPEED-Bench (2604.09557), gsm8k, HumanEval, mbpp,
+RedHatAI/speculator_benchmarks, any other .jsonl or .parquet file, and folders of such files.
 """
 
 import json
@@ -27,17 +27,17 @@ _SPEC_BENCH = frozenset({"translation", "summarization", "qa", "math_reasoning",
 _ID_FIELDS = ("question_id", "id", "task_id")
 _TASK_FIELDS = ("category", "task")
 _UNPREPARED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-"""Text in place of a prompt in SPEED-Bench's own files on the Hub."""
+"""Placeholder for the prompts in SPEED-Bench's files on the Hub."""
 _SPEED_BENCH = re.compile(r"qualitative|throughput_\d+k")
 _MOST_TASKS = 30
-"""Fields with more values than this name no tasks."""
+"""Most distinct values of a field that names tasks."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question: the messages of its first turn, and the user's texts of its ``later`` turns.
+    """A question: the messages of its first turn, and the user's texts in the ``later`` turns.
 
-    ``plain``: its text is continued, not answered, without a chat template.
+    ``plain``: the text is to be continued, without a chat template, rather than answered.
     """
 
     id: str
@@ -52,17 +52,20 @@ class Question:
 
 
 def read_questions(path: str | Path, field: str | None = None) -> list[Question]:
-    """Read the questions of a .jsonl or .parquet file, of one file in a folder (FOLDER:NAME), or of all its files.
+    """Read the questions of a .jsonl or .parquet file, of one file in a folder (FOLDER:NAME), or of a whole folder.
 
-    Of a whole folder each file is a task, as in RedHatAI/speculator_benchmarks. SPEED-Bench's splits are named one by
-    one, as FOLDER:qualitative. Messages of the user alone are a turn each, as in SPEED-Bench.
+    In a whole folder each file is a task, as in RedHatAI/speculator_benchmarks. SPEED-Bench's splits must be named
+    one by one, for example FOLDER:qualitative.
 
-    ``field`` names the field of the prompt; None takes the first of `decoding.fields.PROMPT_FIELDS` that a row has. A
-    list of texts holds one turn each; of messages those before the first answer are asked. A ``text`` without an answer
-    beside it is continued, not answered. Ids come from ``question_id``, ``id`` or ``task_id``, else from the line. The
-    task is a row's ``category``; in Spec-Bench's file the eight categories of MT-Bench are one task, ``mt_bench``.
+    ``field`` names the prompt's field; None takes the first of `decoding.fields.PROMPT_FIELDS` in the row. If the
+    prompt is a list of texts, each text is a turn. If it is a list of messages, those before the first answer are the
+    first turn; user messages without answers are a turn each, as in SPEED-Bench. A ``text`` in a row without an answer
+    is continued, not answered.
 
-    ValueError for a file without prompts.
+    The id is ``question_id``, ``id`` or ``task_id``, else the line number. The task is the row's ``category``; in
+    Spec-Bench's file the eight categories of MT-Bench are one task, ``mt_bench``.
+
+    Raises ValueError if a file contains no prompts.
     """
     files = _files(str(path))
     questions: list[Question] = []
@@ -80,7 +83,7 @@ def read_prompts(
 ) -> list[tuple[int, ...]]:
     """Return the first turns of the first ``limit`` questions as token ids, without a chat template unless ``chat``.
 
-    ``field``: as of `read_questions`. ValueError for a file without prompts.
+    ``field`` is that of `read_questions`. Raises ValueError if a file contains no prompts.
     """
     every = (question for file in _files(str(path)) for question in _questions(file, field))
     asker = Asker(list(islice(every, limit)), tokenizer, chat=chat, all_turns=False)
@@ -88,21 +91,21 @@ def read_prompts(
 
 
 def _files(name: str) -> list[Path]:
-    """Return the file of this name, the one that FOLDER:NAME means, or a folder's; UserError for none and for many."""
+    """Return the named file, the file FOLDER:NAME, or all files of a folder; raise UserError if that is impossible."""
     folder, colon, split = name.rpartition(":")
     if colon and Path(folder).is_dir():
         named = [file for file in _rows_in(Path(folder)) if split in (file.stem, file.name)]
         if not named:
             held = ", ".join(file.stem for file in _rows_in(Path(folder))) or "no .jsonl or .parquet file"
-            raise UserError(f"{folder} does not hold {split!r} but {held}", f"name one as {folder}:NAME")
+            raise UserError(f"{folder} contains {held}, but not {split!r}", f"name one as {folder}:NAME")
         return named[:1]
     if not Path(name).is_dir():
         return [Path(name)]
     files = _rows_in(Path(name))
     if not files:
-        raise UserError(f"folder {name} holds no prompts", "put .jsonl or .parquet files into it")
+        raise UserError(f"folder {name} contains no prompts", "put .jsonl or .parquet files into it")
     if splits := [file.stem for file in files if _SPEED_BENCH.fullmatch(file.stem)]:
-        raise UserError(f"{name} holds SPEED-Bench's {' and '.join(splits)}", f"name one, as {name}:{splits[0]}")
+        raise UserError(f"{name} contains SPEED-Bench's {' and '.join(splits)}", f"name one, as {name}:{splits[0]}")
     return files
 
 
@@ -111,16 +114,16 @@ def _rows_in(folder: Path) -> list[Path]:
 
 
 def _questions(path: str | Path, field: str | None) -> Iterator[Question]:
-    """Yield the questions as they are read; ValueError for a file that holds none."""
+    """Yield the questions as they are read; raise ValueError if the file contains none."""
     number = 0
     for number, (line, row) in enumerate(read_rows(Path(path)), start=1):
         yield _question(number, row, field, f"{path}, line {line}")
     if not number:
-        raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line")
+        raise ValueError(f"{path} contains no prompts: give a .jsonl file with one per line")
 
 
 def _with_tasks(questions: list[Question]) -> list[Question]:
-    """Name the tasks: Spec-Bench's six; none if the rows' categories are no tasks."""
+    """Name the tasks: six for Spec-Bench, none if the rows' categories do not look like tasks."""
     names = {question.task for question in questions}
     if len(names) == 1 or len(names) > _MOST_TASKS or None in names:
         return [replace(question, task=None) for question in questions]
@@ -141,14 +144,14 @@ def _question(number: int, row: dict[str, Any], field: str | None, where: str) -
             first = roles.index("user") + 1
             messages, later = messages[:first], tuple(message["content"] for message in messages[first:])
         if not messages:
-            raise ValueError(f"{where}: nothing is asked before the first answer: begin with the user's message")
+            raise ValueError(f"{where}: there is no question before the first answer: begin with the user's message")
     else:
         turns = value if isinstance(value, list) and value else [value]
         if wrong := [turn for turn in turns if not isinstance(turn, str)]:
             raise ValueError(f"{where}: the prompt is {type(wrong[0]).__name__}, not text")
         messages, later = [{"role": "user", "content": turns[0]}], tuple(turns[1:])
     if any(_UNPREPARED in text for text in (*later, *(message["content"] for message in messages))):
-        raise UserError(f"{where}: SPEED-Bench's prompt is not there yet", "run its prepare.py, and name what it wrote")
+        raise UserError(f"{where}: SPEED-Bench's prompt is a placeholder", "run its prepare.py and give that output")
     named = next((row[key] for key in _ID_FIELDS if row.get(key) is not None), number)
     task = next((row[key] for key in _TASK_FIELDS if isinstance(row.get(key), str)), None)
     plain = field is None and name == "text" and find_answer(row) is None
@@ -156,7 +159,7 @@ def _question(number: int, row: dict[str, Any], field: str | None, where: str) -
 
 
 def evenly(questions: Sequence[Question], limit: int) -> list[Question]:
-    """Return ``limit`` questions in the file's order, as many of each task as there can be; the first of each."""
+    """Return ``limit`` questions in the file's order, spread evenly over the tasks: the first ones of each task."""
     seen: Counter[str | None] = Counter()
     ranked = []
     for index, question in enumerate(questions):
@@ -170,11 +173,10 @@ def evenly(questions: Sequence[Question], limit: int) -> list[Question]:
 
 @dataclass(frozen=True)
 class Asker:
-    """Writer of the questions' prompts as token ids: a `PromptSource`.
+    """Source of the questions' prompts as token ids: a `PromptSource`.
 
-    Without ``chat`` no chat template is used. ``all_turns`` False asks first turns only. ``filler`` are all questions
-    of the file in its order: a prompt that is asked for with a context is preceded by the texts of the questions before
-    it, the last before the first.
+    ``chat`` False skips the chat template. ``all_turns`` False asks first turns only. ``filler`` is the whole file:
+    a prompt of a given context length starts with texts of the questions before it in the file, then from its end.
     """
 
     questions: Sequence[Question]
@@ -185,12 +187,12 @@ class Asker:
 
     @cached_property
     def ids(self) -> Sequence[str]:
-        """Names of the questions, each its own."""
+        """Unique ids of the questions."""
         return [question.id for question in self.questions]
 
     @cached_property
     def tasks(self) -> Sequence[str | None]:
-        """Task of each question; None where the questions have none."""
+        """Task of each question; None if it has no task."""
         return [question.task for question in self.questions]
 
     def turns(self, index: int) -> int:
@@ -198,9 +200,9 @@ class Asker:
         return 1 + len(self.questions[index].later) if self.all_turns else 1
 
     def prompt(self, index: int, context: int | None = None, answers: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
-        """Return a turn's prompt: its question behind the earlier turns and their answers, in the chat template.
+        """Return a turn's prompt in the chat template: the earlier turns with their answers, then its question.
 
-        ``context``: with text before it so that it has as many tokens, and no more.
+        ``context``: put text before the prompt until it has this many tokens at most.
         """
         question = self.questions[index]
         messages = [*question.opening]
@@ -214,9 +216,9 @@ class Asker:
         return encode_prompt(messages, self.tokenizer, chat, question.tools)
 
     def _filled(self, question: Question, messages: list[dict[str, Any]], context: int) -> tuple[int, ...]:
-        """Return the prompt with so much text before the user's first message that it has ``context`` tokens at most.
+        """Return the prompt, filled up to at most ``context`` tokens by text before the user's first message.
 
-        A plain text that is longer is cut at its end; a user's message that is longer loses its beginning.
+        A longer plain text is cut at its end; a longer user message loses its beginning.
         """
         if question.plain and len(tokens := self._encode(messages, question)) >= context:
             return tokens[:context]
@@ -234,12 +236,12 @@ class Asker:
                 return tokens
             room -= len(tokens) - context
         raise ValueError(
-            f"a context of {context} tokens has no room for question {question.id} in its chat template: give a longer "
-            "one"
+            f"a context of {context} tokens is too short for question {question.id} in its chat template: give more "
+            "tokens"
         )
 
     def _tail_ids(self, question: Question, text: str, context: int) -> list[int]:
-        """Return at least ``context`` tokens, if the file has as many: those of the questions before, then the text."""
+        """Return at least ``context`` tokens, or as many as the file has: earlier questions, then the text."""
         filler = self.filler or self.questions
         at = next((index for index, other in enumerate(filler) if other.id == question.id), 0)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -251,13 +253,13 @@ class Asker:
         return ids
 
     def asked(self) -> dict[str, Any]:
-        """Tell what was asked of every method: the template and its digest, the turns.
+        """Describe what every method was asked: the template and its digest, and the turns.
 
-        ``questions_sha256`` covers what the first turns' tokens do not: ids, tasks and the texts of later turns.
+        ``questions_sha256`` covers ids, tasks and the texts of later turns; digests of first turns are in the records.
         """
         chat = self.tokenizer.chat_template is not None and not all(question.plain for question in self.questions)
         template = self.tokenizer.chat_template if chat else None
-        if template is not None and not isinstance(template, str):  # several, by name
+        if template is not None and not isinstance(template, str):  # several templates by name
             template = json.dumps(template, sort_keys=True)
         questions = [(each.id, each.task, each.later if self.all_turns else ()) for each in self.questions]
         return {
@@ -273,7 +275,7 @@ class Asker:
 
 @dataclass(frozen=True)
 class TokenPrompts:
-    """Prompts as token ids in place of an `Asker`'s, of one turn each, used as they are at every context."""
+    """Prompts given as token ids: a `PromptSource` with one turn each, whose prompts ignore the context length."""
 
     prompts: Sequence[Sequence[int]]
 
@@ -293,21 +295,21 @@ class TokenPrompts:
 
 
 PromptSource = Asker | TokenPrompts
-"""Questions, by index from 0, each with one turn or several."""
+"""Questions by index (from 0), each with one or more turns."""
 
 
 @dataclass(frozen=True)
 class Wave:
-    """Questions of one task, by index, that are decoded and timed at once."""
+    """Questions of one task, by index, that are decoded and timed together."""
 
     index: int
     questions: tuple[int, ...]
 
 
 def waves_of(tasks: Sequence[str | None], batch_size: int) -> list[Wave]:
-    """Deal the questions over waves: one each at batch size 1, else about twice the batch size of one task.
+    """Group the questions into waves: one each at batch size 1, else about twice the batch size from the same task.
 
-    A task's waves are of equal size, so that none is left with too few texts to fill the batch's rows for long.
+    A task's waves have equal sizes, because a small last wave would leave rows of the batch empty.
     """
     groups: list[list[int]] = []
     for task in dict.fromkeys(tasks):

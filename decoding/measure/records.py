@@ -1,7 +1,8 @@
-"""Records of an evaluation: a JSON line for each wave by each method, written as it comes, read again after a kill.
+"""Records of an evaluation: one JSON line per wave and method, written at once, so a killed run can resume.
 
-A folder holds ``runs-RANK.jsonl`` of each process. The first line of a file is its provenance: ``identity``, the
-settings that make the records, which all files of a folder share; and the versions, machine and commit behind them.
+Each process writes ``runs-RANK.jsonl`` in the output folder. The first line of a file is its provenance. Its
+``identity`` lists the settings that determine the records and is the same in all files of a folder. The other fields
+give the versions, machine and commit.
 """
 
 import json
@@ -15,22 +16,22 @@ from decoding.measure.methods import Run
 from decoding.metrics import StepCount
 
 Margin = float | Literal["ended"] | None
-"""Difference of the two tokens' logits where a greedy text parts from plain decoding's; "ended" where one of them ended
-and the other went on; None for equal texts."""
+"""Gap between the two tokens' logits where a greedy text first differs from plain decoding's; "ended" if one text stops
+there and the other continues; None for equal texts."""
 
 _ABOUT = ("hardware", "versions", "commit", "processes")
-"""Facts that may differ among the files of a folder; their times then do not compare."""
+"""Provenance fields that may differ between the files of a folder; times of such files are not comparable."""
 
 
 class GridCell(NamedTuple):
-    """A cell of the grid: texts decoded at a time, and the longest prompt in tokens (None: each of its own length)."""
+    """A cell of the grid: the texts decoded at a time, and the prompt length in tokens (None: prompts as they are)."""
 
     batch_size: int
     context: int | None
 
 
 class RunKey(NamedTuple):
-    """The name of a record: ``turn`` is that of the conversation, ``round`` that of the repetition, both from 0."""
+    """The name of a record. ``turn`` counts turns of the conversation and ``round`` repetitions, each from 0."""
 
     cell: GridCell
     wave: int
@@ -42,7 +43,7 @@ class RunKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """The texts of one wave by one method: ``prompts`` are the ids of its questions, a run and a digest for each."""
+    """The texts of one wave by one method. ``prompts`` are question ids; each has a digest of its tokens and a run."""
 
     key: RunKey
     prompts: tuple[str, ...]
@@ -51,23 +52,23 @@ class Record:
 
 
 class Records:
-    """Records by key, and the file that new ones go to (None: memory only)."""
+    """Records by key, and the file to which new records are appended (None: memory only)."""
 
     def __init__(self, path: Path | None = None, known: Iterable[Mapping[str, Any]] = ()) -> None:
-        """``known`` are the lines of earlier files behind their provenance."""
+        """Start with ``known``, the lines of earlier files."""
         self.by_key: dict[RunKey, Record] = {}
         self.margins: dict[RunKey, tuple[Margin, ...]] = {}
         self.left_out: dict[tuple[GridCell, int, int, str], tuple[str, ...]] = {}
-        """Ids of the questions whose later turn was too long, by cell, wave, turn and setting."""
+        """Ids of questions with a later turn that was too long, by cell, wave, turn and setting."""
         self.cost_curve: dict[int, float] | None = None
         for line in known:
             self.take(line)
         self._file = None if path is None else path.open("a", encoding="utf-8")
         self.provenance: dict[str, Any] | None = None
-        """Provenance of what is added from here on; it is written with the first line added."""
+        """Provenance of the lines added from now on; it is written together with the first of them."""
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Add what a line holds."""
+        """Add the content of a line."""
         if "cost_curve" in line:
             self.cost_curve = {int(size): float(seconds) for size, seconds in line["cost_curve"].items()}
             return
@@ -85,7 +86,7 @@ class Records:
             self.by_key[key] = Record(key, tuple(line["prompts"]), tuple(line["digests"]), runs)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a line and write it, flushed: a kill loses nothing of it."""
+        """Add a line, write it and flush, so that a kill cannot lose it."""
         self.take(line)
         if self._file is not None:
             new = [line] if self.provenance is None else [{"provenance": self.provenance}, line]
@@ -98,7 +99,7 @@ class Records:
             self._file.close()
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield everything as lines, to hand it to another process."""
+        """Yield all content as lines, for sending to another process."""
         for record in self.by_key.values():
             yield line_of(record.key, prompts=record.prompts, digests=record.digests, runs=record.runs)
         for key, margins in self.margins.items():
@@ -113,7 +114,7 @@ def line_of(key: RunKey, **content: Any) -> dict[str, Any]:
 
 
 def _run(values: Sequence[Any]) -> Run:
-    """Rebuild a run from its JSON: a list in the order of its fields."""
+    """Rebuild a run from JSON: a list of its fields in order."""
     run = Run(*values)
     return run._replace(tokens=tuple(run.tokens), counts=tuple(StepCount(*counts) for counts in run.counts))
 
@@ -122,10 +123,10 @@ def _run(values: Sequence[Any]) -> Run:
 
 
 def open_records(folder: Path, rank: int, provenance: Mapping[str, Any]) -> Records:
-    """Open the file of process ``rank`` to resume where an earlier run of the same settings stopped.
+    """Open the file of process ``rank`` and resume where an earlier run with the same settings stopped.
 
-    Call `check_identity` before, on every process, and let none begin before all have opened theirs. A half line, which
-    a kill may have left, is cut off.
+    First call `check_identity` on every process. No process may start before all have opened their files. A partial
+    last line, left by a kill, is cut off.
     """
     path = folder / f"runs-{rank}.jsonl"
     known = [line for file in record_files(folder) for line in read_lines(file)]
@@ -140,7 +141,7 @@ def open_records(folder: Path, rank: int, provenance: Mapping[str, Any]) -> Reco
 
 
 def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the first difference, if the folder holds records of other settings."""
+    """Raise ValueError if the folder holds records of other settings; the message names the first difference."""
     wanted = json.loads(json.dumps(identity))
     for file in record_files(folder):
         lines = read_lines(file)
@@ -151,17 +152,17 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
             if found.get(name) != wanted.get(name):
                 raise ValueError(
                     f"{file} holds runs with {name} {json.dumps(found.get(name)):.60}, not "
-                    f"{json.dumps(wanted.get(name)):.60}: give another output, or --restart to drop them"
+                    f"{json.dumps(wanted.get(name)):.60}: give another --output, or --restart to delete them"
                 )
 
 
 def record_files(folder: Path) -> list[Path]:
-    """Return the files of records in a folder, by rank."""
+    """Return the record files in a folder, sorted by rank."""
     return sorted(folder.glob("runs-*.jsonl"), key=lambda path: (len(path.name), path.name))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a file of records; ValueError for a damaged one."""
+    """Return the complete lines of a record file; raise ValueError for a damaged line."""
     content = path.read_bytes() if path.exists() else b""
     lines = []
     for number, line in enumerate(content[: _whole(content)].split(b"\n")[:-1], start=1):
@@ -172,23 +173,23 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             lines.append(value)
         except ValueError as error:
             raise ValueError(
-                f"{path}, line {number} is damaged ({error}): delete that line, and its wave is decoded again"
+                f"{path}, line {number} is damaged ({error}): delete the line to decode its wave again"
             ) from error
     return lines
 
 
 def provenance_of(lines: Sequence[Mapping[str, Any]], path: Path) -> dict[str, Any]:
-    """Return the provenance that a file's lines begin with; ValueError for a file that begins otherwise."""
+    """Return the provenance in the first of a file's lines; raise ValueError if it is missing."""
     if not lines or "provenance" not in lines[0]:
-        raise ValueError(f"{path} does not begin with its provenance: it is not a file of runs by `headstart evaluate`")
+        raise ValueError(f"{path} does not begin with a provenance: give a file that `headstart evaluate` wrote")
     return dict(lines[0]["provenance"])
 
 
 def provenances(folder: Path) -> list[dict[str, Any]]:
-    """Return every provenance in a folder's files, in their order."""
+    """Return every provenance in the folder's files, in order."""
     return [line["provenance"] for file in record_files(folder) for line in read_lines(file) if "provenance" in line]
 
 
 def _whole(content: bytes) -> int:
-    """Return the length of the content up to the end of its last whole line."""
+    """Return the length of the content up to the end of its last complete line."""
     return content.rfind(b"\n") + 1

@@ -1,6 +1,6 @@
-"""Removal of local paths and secrets from texts to be published.
+"""Removal of local paths and secrets from texts before they are published.
 
-Pure functions of their arguments, except that `is_hub_id` and `published_command` look up which files exist.
+All functions are pure, except that `is_hub_id`, `published_command` and `published_name` check which files exist.
 """
 
 import os
@@ -12,11 +12,11 @@ from typing import Any
 
 WITHHELD = "(withheld)"
 
-# Starts of POSIX, home, dot and drive paths and of file URLs, then of Windows paths. A single backslash starts no
-# path, as regular expressions hold it, too.
+# Starts of POSIX, home, dot and drive paths and file URLs, then of Windows paths. A single backslash does not start a
+# path, because it also occurs in regular expressions.
 _START = r"(?:(?:file://)?(?:~[\w.-]*|[A-Za-z]:|\.{1,2})?/|[A-Za-z]:\\|\\\\)"
 _WHOLE_PATH = re.compile(rf"{_START}[^\n]*")
-# A path inside a longer text: it has two parts or more and ends at a blank or a quote. The lookbehind excludes
+# A path inside a longer text has at least two parts and ends at a blank or a quote. The lookbehind excludes
 # ORG/NAME, URLs and closing tags.
 _PART = r"[^\s'\"`,;)\]}/\\]+"
 _PATH_WITHIN = re.compile(rf"(?<![\w:/\\.~<-]){_START}(?:{_PART}[/\\]+)+(?:{_PART})?")
@@ -86,13 +86,13 @@ def without_secrets(text: str) -> str:
 
 
 def published_command(arguments: Sequence[str]) -> str:
-    """Return a command line fit to publish: each path cut to its last part, secrets withheld."""
+    """Return a command line for publication: each path cut to its last part, secrets withheld."""
     program, *words = arguments or [""]
     return shlex.join([basename(program), *map(_published_word, words)] if program else [])
 
 
 def _published_word(word: str) -> str:
-    """Return a word, an option with its value, or a drafter's ``NAME:PATH,option=value`` fit to publish."""
+    """Clean a word of the command line: also in an option's value or a drafter's ``NAME:PATH,option=value``."""
     parts = re.split(r"([=,]|(?<=[a-z]):)", without_secrets(word)) if "://" not in word else [word]
     return "".join(published_name(part) for part in parts)
 

@@ -1,4 +1,4 @@
-"""Rows of a report: the figures of each method, as a function of the records alone."""
+"""Rows of a report: the figures of each method, computed from the records alone."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ def figures_of(
 ) -> dict[str, Any]:
     """Return the report's ``rows``, ``grid``, ``tasks`` and counts, as JSON values.
 
-    ``cells``: the first one's rows are the report's own. ``tasks``: the task of each question by its id.
+    The rows of the first of ``cells`` are ``rows``, all others are ``grid``. ``tasks`` maps question ids to tasks.
     """
-    # The cost curve is that of one text at a time.
+    # The cost curve was measured on one text at a time.
     costs = Costs(records.cost_curve) if records.cost_curve and cells[0].batch_size == 1 else None
     names = [task for task in dict.fromkeys(tasks.values()) if task is not None]
     first = cells[0]
@@ -46,7 +46,7 @@ def figures_of(
 def _rows(
     records: Records, methods: Sequence[Method], cell: GridCell, costs: Costs | None = None, ids: set[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return a row for each method that has records in the cell, of the waves whose questions are in ``ids``."""
+    """Return a row for each method with records in the cell, from the waves with all questions in ``ids``."""
     by_method: dict[tuple[str, str], list[Record]] = {}
     for record in sorted(records.by_key.values(), key=lambda record: record.key[1:]):
         if record.key.cell == cell and (ids is None or ids.issuperset(record.prompts)):
@@ -88,15 +88,15 @@ def _row(
     if method.temperature == 0:
         row["identical_to_plain"] = _compared_to_plain(records, mine)
     if any(run.counts for record in mine for run in record.runs):
-        # Greedy rounds repeat one text: they add observations of time, but none of acceptance.
+        # Greedy rounds repeat the same text: they add observations of time, but not of acceptance.
         row |= _acceptance([each for each in mine if method.temperature > 0 or each.key.round == 0], costs)
     return row
 
 
 def _compared_to_plain(records: Records, mine: Sequence[Record]) -> dict[str, Any]:
-    """Count the greedy texts equal to plain decoding's, with the largest margin of the logits where texts differ.
+    """Count the greedy texts that equal plain decoding's, and find the largest `margin_of` among the others.
 
-    ``largest_margin`` is the largest of `margin_of`; if texts differ only as one ended early, it is null.
+    ``largest_margin`` is null if texts differ only because one ended early.
     """
     margins = [margin for record in mine for margin in records.margins.get(record.key, (None,) * len(record.runs))]
     early = margins.count("ended")
@@ -108,14 +108,14 @@ def _compared_to_plain(records: Records, mine: Sequence[Record]) -> dict[str, An
 
 
 def tokens_and_seconds(record: Record, with_prefill: bool = False) -> tuple[float, float]:
-    """Return the tokens of all texts of a record, and the seconds that they took."""
+    """Return the tokens of a record's texts and the seconds they took."""
     tokens = sum(len(run.tokens) if with_prefill else run.decode_tokens for run in record.runs)
     seconds = sum(run.decode_seconds + (run.first_seconds if with_prefill else 0.0) for run in record.runs)
     return float(tokens), seconds
 
 
 def _by_wave(records: Sequence[Record], with_prefill: bool = False) -> dict[int, tuple[float, float]]:
-    """Return (tokens, seconds) of each wave, summed over its turns and rounds, which are not independent."""
+    """Return (tokens, seconds) of each wave; its turns and rounds are not independent, so they are summed."""
     found: dict[int, tuple[float, float]] = {}
     for record in records:
         tokens, seconds = found.get(record.key.wave, (0.0, 0.0))
@@ -125,9 +125,10 @@ def _by_wave(records: Sequence[Record], with_prefill: bool = False) -> dict[int,
 
 
 def _speedups(name: str, mine: Sequence[Record], other: Sequence[Record], with_prefill: bool = False) -> dict[str, Any]:
-    """Return two ratios of tokens per second to the other's: the spread of paired runs, and the ratio of totals.
+    """Return two ratios of tokens per second, mine over the other's.
 
-    Their keys are ``name`` and ``name``_of_totals. Totals weigh a prompt by its tokens, the spread weighs runs alike.
+    ``name`` is the spread over paired runs, all with equal weight. ``name``_of_totals is the ratio of totals, in which
+    a prompt weighs as much as its tokens.
     """
     if not mine or not other:
         return {f"{name}_of_totals": None, name: None}
@@ -144,7 +145,7 @@ def _speedups(name: str, mine: Sequence[Record], other: Sequence[Record], with_p
 
 
 def _repetition(record: Record) -> tuple[int, int, int]:
-    """Return what two methods' runs of the same wave have in common."""
+    """Return the key by which two methods' runs of the same wave are paired."""
     return record.key.wave, record.key.turn, record.key.round
 
 
@@ -152,9 +153,9 @@ def _repetition(record: Record) -> tuple[int, int, int]:
 
 
 def _acceptance(records: Sequence[Record], costs: Costs | None) -> dict[str, Any]:
-    """Return the acceptance figures of a method's runs, its split of the time, and the speed-up that costs predict."""
+    """Return a method's acceptance figures, its time split, and the speed-up predicted from the costs."""
     runs = [run for record in records for run in record.runs]
-    by_question: dict[str, list[StepCount]] = {}  # turns and rounds of a question are not independent
+    by_question: dict[str, list[StepCount]] = {}  # a question's turns and rounds are not independent
     for record in records:
         for prompt, run in zip(record.prompts, record.runs, strict=True):
             by_question.setdefault(prompt, []).extend(run.counts)
@@ -182,7 +183,7 @@ def _acceptance(records: Sequence[Record], costs: Costs | None) -> dict[str, Any
 
 
 def _predicted(runs: Sequence[Run], tokens: float, costs: Costs, draft: float, overhead: float) -> float:
-    """Return the speed-up of the measured drafting and overhead with the cost curve's passes."""
+    """Return the speed-up from measured drafting and overhead, with passes that cost what the curve says."""
     plain_step = costs.pass_over(1)
     sizes = Counter(count.drafted + 1 for run in runs for count in run.counts)  # policies and lookups vary them
     passes = max(1, sizes.total())

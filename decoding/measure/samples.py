@@ -1,4 +1,4 @@
-"""Samples of decoded texts that tell which tokens came from the draft."""
+"""Samples of decoded texts that mark which tokens came from the draft."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +22,9 @@ _MOST = 4
 def samples_of(
     measurement: Measurement, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """Return up to four texts of the first cell, two of a setting, by its fastest drafter, of different tasks.
+    """Return up to four texts from the first cell: two per setting, by its fastest drafter, on different tasks.
 
-    Each has its setting, method, task, the end of its prompt, and ``pieces``: [text, True if it was drafted].
+    Each sample has its setting, method, task, the end of the prompt, and ``pieces``: [text, True if drafted].
     """
     cell = cells_of(measurement.config)[0]
     found: list[dict[str, Any]] = []
@@ -39,7 +39,7 @@ def samples_of(
 def _texts(
     measurement: Measurement, cell: GridCell, setting: str, method: str, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[dict[str, Any]]:
-    """Yield a method's texts, the first of each task before the others, without those that hold a secret."""
+    """Yield a method's texts, the first text of each task before all others; skip texts that contain a secret."""
     source = measurement.source
     index_of = {name: index for index, name in enumerate(source.ids)}
     texts: list[tuple[int, int, Run]] = []
@@ -53,7 +53,7 @@ def _texts(
     for _, index, run in sorted(texts, key=lambda text: text[0]):
         pieces = pieces_of(run, tokenizer, measurement.config.eos_token_ids)
         written = "".join(text for text, _ in pieces)
-        if without_secrets(written) != written:  # spread over pieces, it cannot be withheld alone
+        if without_secrets(written) != written:  # a secret may span several pieces, so drop the whole text
             continue
         prompt = without_secrets(str(tokenizer.decode(list(source.prompt(index, cell.context)))))
         yield {
@@ -66,7 +66,7 @@ def _texts(
 
 
 def pieces_of(run: Run, tokenizer: PreTrainedTokenizerBase, hidden: Sequence[int] = ()) -> list[list[Any]]:
-    """Return a run's text as [text, True if drafted], neighbours of one origin joined; ``hidden`` tokens left out."""
+    """Return a run's text as [text, True if drafted] pieces, joined by origin and without the ``hidden`` tokens."""
     pieces: list[list[Any]] = []
     for piece in stream_pieces(_steps(run), tokenizer, hidden=hidden):
         if pieces and pieces[-1][1] == piece.drafted:

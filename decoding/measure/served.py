@@ -1,7 +1,7 @@
-"""Figures of servers under load, from streamed answers that were timed from outside.
+"""Figures of servers under load, from streamed answers timed by the client.
 
-An answer is a record as any other (`decoding.measure.records`): the cell's batch size is the number of requests under
-way, and a run's seconds are its share of the time. Next to its runs a record's line has ``timing`` and ``counters``.
+Each answer is a record (`decoding.measure.records`) with two more fields in its line, ``timing`` and ``counters``. The
+cell's batch size is the number of concurrent requests, and a run's seconds are its share of the wall time.
 """
 
 import math
@@ -18,19 +18,19 @@ from decoding.measure.rows import figures_of
 from decoding.metrics import proportion, ratio_of_sums
 
 SERVED = "served"
-"""Name of the endpoint's method; a second endpoint without speculation is plain decoding."""
+"""Method name of the endpoint; the baseline endpoint, which does not speculate, is plain decoding."""
 _AT_ONCE = 0.01
-"""Share of an answer's time within which its events come if something collects them on the way."""
+"""An answer was not streamed if its events all arrive within this share of its time."""
 _WHOLE_LOAD = 0.9
-"""Share of the requests asked for that must be under way on average."""
+"""Share of the requested concurrency that the mean concurrency must reach."""
 _OF_ONE_PROCESS = ("with_prefill", "over_transformers")
-"""Parts of the names of figures that a server does not show."""
+"""Parts of the names of figures that cannot be measured on a server."""
 
 
 class Timing(NamedTuple):
-    """Times of a streamed answer in seconds: of its request, its last event, and each event with text.
+    """Times of a streamed answer in seconds: the request, the last event, and each event that contains text.
 
-    ``tokens``: None if the server does not count them. ``digest``: that of the text.
+    ``tokens`` is None if the server does not count tokens. ``digest`` is the digest of the text.
     """
 
     begin: float
@@ -41,9 +41,9 @@ class Timing(NamedTuple):
 
 
 def shares_of_time(spans: Sequence[tuple[float, float]]) -> list[float]:
-    """Return each answer's share of the seconds from ``spans`` (begin, end): answers under way share them alike.
+    """Return each answer's share of the wall time; concurrent answers share it equally. ``spans`` are (begin, end).
 
-    The shares add up to the time in which anything was under way, so that tokens over shares are the throughput.
+    The shares add up to the time with any answer in progress, so tokens divided by shares are the throughput.
     """
     shares = [0.0] * len(spans)
     for begin, end in pairwise(sorted({moment for span in spans for moment in span})):
@@ -54,10 +54,11 @@ def shares_of_time(spans: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def latency(timings: Mapping[str, Sequence[Timing]], seconds: float) -> dict[str, Any]:
-    """Return the latency figures of the answers to each prompt, as JSON values; ``seconds``: with any under way.
+    """Return latency figures of the answers, as JSON values. ``timings`` holds the answers of each prompt.
 
-    ``ttft_ms``: from the request to the first text. ``tpot_ms``: of each answer, the time behind its first text over
-    its further tokens. ``itl_ms``: between two events of an answer, of which one may hold several tokens.
+    ``seconds`` is the time with any answer in progress. ``ttft_ms``: from the request to the first text. ``tpot_ms``:
+    the time after the first text / the further tokens, per answer. ``itl_ms``: between two events of an answer; one
+    event may contain several tokens.
     """
     every = [timing for each in timings.values() for timing in each]
     written = [each for each in every if each.arrivals]
@@ -85,16 +86,16 @@ def latency(timings: Mapping[str, Sequence[Timing]], seconds: float) -> dict[str
 
 
 def _percentiles(seconds: Iterable[float]) -> dict[str, Any]:
-    """Return percentiles in milliseconds; null where too few values stand above one to know it."""
+    """Return percentiles in milliseconds; null if fewer than one value is expected above the percentile."""
     values = torch.tensor(list(seconds), dtype=torch.float64) * 1000
     found = {f"p{q}": float(values.quantile(q / 100)) if len(values) * (100 - q) >= 100 else None for q in (90, 99)}
     return {"p50": float(values.median()) if len(values) else None, **found, "observations": len(values)}
 
 
 def counted_acceptance(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the acceptance of a cell from a server's counters (the fields of its counts), summed over rounds.
+    """Return the acceptance figures of a cell from a server's counters, summed over rounds.
 
-    Counts whose positions do not add up to the accepted tokens give none, and ``counters_disagree`` in their place.
+    Returns only ``counters_disagree`` if the counts by position do not add up to the accepted tokens.
     """
     drafts = sum(round(each["drafts"] or 0) for each in counters)
     if not drafts:
@@ -125,7 +126,7 @@ def served_figures(
     loads: Sequence[GridCell],
     tasks: Mapping[str, str | None],
 ) -> dict[str, Any]:
-    """Return a report's rows as of `figures_of`, with ``latency`` and acceptance, and ``notes`` in sentences."""
+    """Return the rows of `figures_of` with ``latency`` and acceptance added, and ``notes`` as sentences."""
     by_key = {RunKey(GridCell(*line["cell"]), *(line[name] for name in RunKey._fields[1:])): line for line in lines}
     report: Report = figures_of(Records(known=by_key.values()), methods, loads, tasks)
     for row in (*cells(report), *report["tasks"]):
@@ -138,7 +139,7 @@ def served_figures(
         for line in mine:
             timings.setdefault(line["prompts"][0], []).append(Timing(*line["timing"]))
         row["latency"] = latency(timings, sum(Run(*line["runs"][0]).decode_seconds for line in mine))
-        if "reached" not in row:  # counted for each request
+        if "reached" not in row:  # else each request was counted
             row |= counted_acceptance([line["counters"] for line in mine if line.get("counters")])
         if row["temperature"] == 0 and row["method"] != PLAIN:
             row |= _identity(by_key, row)
@@ -153,7 +154,7 @@ def _is_of(key: RunKey, row: Report) -> bool:
 
 
 def _identity(by_key: Mapping[RunKey, Mapping[str, Any]], row: Report) -> dict[str, Any]:
-    """Count the greedy texts that are the plain endpoint's too; nobody has the logits where two part."""
+    """Count the greedy texts that equal the plain endpoint's; servers give no logits, so margins are unknown."""
     pairs = [(line, by_key.get(key._replace(method=PLAIN))) for key, line in by_key.items() if _is_of(key, row)]
     same = [mine["timing"][4] == plain["timing"][4] for mine, plain in pairs if plain is not None]
     if not same:
@@ -165,21 +166,21 @@ def _identity(by_key: Mapping[RunKey, Mapping[str, Any]], row: Report) -> dict[s
 def _notes(report: Report) -> list[str]:
     every, notes = cells(report), []
     if all(row["method"] != PLAIN for row in every):
-        notes.append("One endpoint was measured alone, so there is no speed-up: give --baseline-endpoint.")
+        notes.append("Only one endpoint was measured, so the speed-up is unknown: give --baseline-endpoint.")
     if any(row.get("passes") for row in every if row["method"] == PLAIN):
-        notes.append("The baseline's server counted drafts meanwhile: it speculates too, or answers others.")
+        notes.append("The baseline server counted drafts: it speculates too, or it served other clients.")
     for row in (row for row in every if row["method"] == SERVED):
         load, figures = f"{row['setting']}, concurrency {row['batch_size']}", row["latency"]
         if row.get("counters_disagree"):
-            notes.append(f"The server's counters contradict each other ({load}): acceptance is not known.")
+            notes.append(f"The server's counters contradict each other ({load}): acceptance is unknown.")
         elif "acceptance_length" not in row:
-            notes.append(f"The server counted no drafts ({load}): it shows no metrics, or does not speculate.")
+            notes.append(f"The server counted no drafts ({load}): it has no metrics, or does not speculate.")
         if not figures["streamed"]:
-            notes.append(f"Answers came all at once ({load}): times between request and end are not known.")
+            notes.append(f"Answers were not streamed ({load}): times between the request and the end are unknown.")
         if (mean := figures["under_way"]) is None:
-            notes.append(f"Answers came faster than the clock tells ({load}): no times and no rates are known.")
+            notes.append(f"Answers were faster than the clock can measure ({load}): times and rates are unknown.")
         elif mean < _WHOLE_LOAD * row["batch_size"]:
-            notes.append(f"On average {mean:.1f} requests were under way ({load}): give more prompts (--limit).")
+            notes.append(f"Only {mean:.1f} requests were in progress on average ({load}): raise --limit.")
     if not all(row["latency"]["counted"] for row in every):
-        notes.append("A server does not count the tokens of its answers: rates and speed-ups are not known.")
+        notes.append("A server does not count the tokens of its answers: rates and speed-ups are unknown.")
     return notes

@@ -1,4 +1,4 @@
-"""Properties of a model, from its config and placement, that limit how it can run."""
+"""Properties of a model, read from its config and placement, that limit how it can run."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -8,13 +8,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 STATIC_MODES = ("eager", "graphs")
 STATIC_CHOICES = ("auto", "off", *STATIC_MODES)
-"""Ways to run steps, as users name them; the modes run in fixed shapes."""
+"""Ways to run steps, by the names that users give; `STATIC_MODES` run in fixed shapes."""
 
 
 def layer_types(text_config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return the type of each layer for architectures with one mask per layer type; else an empty tuple.
+    """Return the type of each layer for architectures with one mask per layer type, else an empty tuple.
 
-    Other architectures (Mistral) keep the types of their config file, but give every layer the same mask.
+    Configs of other architectures (Mistral) may list types too, but every layer gets the same mask.
     """
     declared = hasattr(type(text_config), "layer_types")
     return tuple(getattr(text_config, "layer_types", None) or ()) if declared else ()
@@ -39,7 +39,7 @@ def attention_window(text_config: PreTrainedConfig) -> int | None:
 
 
 def shortest_window(text_config: PreTrainedConfig) -> int | None:
-    """Return the shortest window of any layer; None if every layer attends to all that the positions allow."""
+    """Return the shortest window of any layer; None if every layer attends to the whole context."""
     window = min((size for size in windows(text_config).values() if size is not None), default=None)
     positions: int | None = getattr(text_config, "max_position_embeddings", None)
     return None if window is None or (positions is not None and positions <= window) else window
@@ -48,8 +48,7 @@ def shortest_window(text_config: PreTrainedConfig) -> int | None:
 def max_positions(text_config: PreTrainedConfig) -> int | None:
     """Return the greatest length of a text, in tokens; None if the config sets no limit.
 
-    Longrope changes its frequencies beyond its original length, and the cached keys of all rows would then be wrong.
-    The limit is therefore that original length.
+    Longrope is limited to its original length: beyond it the frequencies change, and all cached keys would be wrong.
     """
     longest: int | None = getattr(text_config, "max_position_embeddings", None)
     found = _rope_parameters(text_config)
@@ -64,7 +63,7 @@ def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def has_fixed_rope(text_config: PreTrainedConfig) -> bool:
-    """Return True if positions enter only through rotary embeddings of constant frequencies.
+    """Return True if positions enter only through rotary embeddings with constant frequencies.
 
     Attention then depends on distances between tokens, not on their positions, so positions have no limit.
     """
@@ -77,8 +76,8 @@ def has_fixed_rope(text_config: PreTrainedConfig) -> bool:
 def max_text(text_config: PreTrainedConfig) -> int | None:
     """Return the greatest length of a text that a draft can follow, in tokens; None for no limit.
 
-    This is `max_positions`, unless every layer of the draft has a window within it and the rotary embeddings are fixed
-    (`has_fixed_rope`). Such a draft never sees a distance that it was not made for.
+    The limit is `max_positions`. It does not apply if every layer has a shorter window and the rotary embeddings are
+    fixed (`has_fixed_rope`): such a draft never sees a distance beyond its window.
     """
     limit, window = max_positions(text_config), attention_window(text_config)
     within = limit is None or (window is not None and window <= limit and has_fixed_rope(text_config))
@@ -88,9 +87,9 @@ def max_text(text_config: PreTrainedConfig) -> int | None:
 def why_not_static(model: PreTrainedModel) -> str | None:
     """Return the reason why a model's steps cannot have fixed shapes, with a remedy; None if they can.
 
-    Some rotary embeddings choose their frequencies by a step's longest position. They read it from the device on the
-    host, and a CUDA graph cannot record that (transformers' `dynamic_rope_update`; the latest longrope avoids it). A
-    graph also covers the work of one device only.
+    Some rotary embeddings choose their frequencies by a step's longest position. The host then reads this position
+    from the device, and a CUDA graph cannot record that (transformers' `dynamic_rope_update`; the latest longrope
+    avoids it). Also, a graph covers only one device.
     """
     if reason := why_no_trees(model):
         return f"{reason}, so its steps cannot have fixed shapes: leave static out"
@@ -104,13 +103,13 @@ def why_not_static(model: PreTrainedModel) -> str | None:
     if is_spread(model):
         return (
             f"the model is spread over {len(places_of(model))} devices, but steps of fixed shapes run on one: leave "
-            "static out, or give a GPU that holds the whole model"
+            "static out, or use a GPU large enough for the whole model"
         )
     return None
 
 
 def check_static(static: str, device: torch.device) -> None:
-    """Raise ValueError for a choice that is unknown or that the device does not offer."""
+    """Raise ValueError for a choice that is unknown or that the device does not support."""
     if static not in STATIC_CHOICES:
         raise ValueError(f"static is {static!r}: give one of {', '.join(STATIC_CHOICES)}")
     if static == "graphs" and device.type != "cuda":
@@ -118,9 +117,9 @@ def check_static(static: str, device: torch.device) -> None:
 
 
 def static_of(choice: str, model: PreTrainedModel) -> str | None:
-    """Return the ``static`` of `CausalLM` for a choice: ``auto`` takes graphs on a CUDA device if the model can.
+    """Return the ``static`` of `CausalLM` for a choice; ``auto`` means graphs if the CUDA device and model allow them.
 
-    Raises ValueError for a choice that `check_static` rejects; `CausalLM` itself rejects an unable model.
+    Raises ValueError for a choice that `check_static` rejects. `CausalLM` itself rejects a model that cannot run so.
     """
     check_static(choice, model.device)
     if choice == "auto":
@@ -129,7 +128,7 @@ def static_of(choice: str, model: PreTrainedModel) -> str | None:
 
 
 def places_of(model: PreTrainedModel) -> frozenset[str]:
-    """Return the places (devices, ``cpu``, ``disk``) where accelerate put a model; empty if it did not."""
+    """Return the places (devices, ``cpu``, ``disk``) where accelerate put a model; empty if accelerate did not."""
     placed: Any = getattr(model, "hf_device_map", None) or {}
     return frozenset(str(place) for place in placed.values())
 
@@ -150,7 +149,7 @@ def key_devices(model: PreTrainedModel) -> tuple[torch.device, ...] | None:
 
 
 class Abilities(NamedTuple):
-    """What a causal LM can do: for each ability None, or the reason why not."""
+    """Abilities of a causal LM: None for each that it has, else the reason why it lacks it."""
 
     training: str | None
     plain: str | None
@@ -164,10 +163,10 @@ class Abilities(NamedTuple):
 
 
 def abilities(model: PreTrainedModel) -> Abilities:
-    """Return what a model can do; docs/reference/targets.md tables it for all families.
+    """Return a model's abilities, as docs/reference/targets.md lists them for all families.
 
     ``training`` of heads and drafts; ``plain`` decoding; drafted ``chains`` and ``trees``; steps of ``static`` shapes.
-    The model's weights are not read, so they may be on the meta device.
+    Weights are not read, so they may be on the meta device.
     """
     unfit = why_unfit(model)
     chains = unfit or why_no_chains(model)
@@ -176,13 +175,13 @@ def abilities(model: PreTrainedModel) -> Abilities:
 
 
 RESTARTING = ("falcon_mamba", "jamba", "mamba", "roformer", "trocr", "zamba")
-"""Families whose `transformers` code restarts a text when several tokens follow a cache."""
+"""Families whose `transformers` code starts the text anew when several tokens follow a cache."""
 CACHE_OF_THEIR_OWN = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 """Families that keep their states outside a `DynamicCache`: every pass runs the whole text."""
 
 
 def why_no_chains(model: PreTrainedModel) -> str | None:
-    """Return the reason why a model cannot verify several tokens in a pass as it would write them; None if it can."""
+    """Return the reason why a model cannot verify several tokens in one pass; None if it can."""
     kind = model.config.model_type
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     if kind in RESTARTING:
@@ -199,7 +198,7 @@ def why_unfit(model: PreTrainedModel) -> str | None:
     config, kind = model.config, model.config.model_type
     if getattr(config, "is_encoder_decoder", False):
         return f"{kind} is an encoder-decoder model: give a decoder-only causal LM"
-    # is_decoder: old config files set it for any model; the GPT-NeoX family declares it, but does not read it.
+    # Old config files set is_decoder for any model. The GPT-NeoX family declares is_decoder, but does not read it.
     text_config = config.get_text_config(decoder=True)
     declared = hasattr(type(text_config), "is_decoder") and not kind.startswith("gpt_neox")
     if declared and not text_config.is_decoder:

@@ -1,8 +1,8 @@
 """Scaled dot-product attention without copies of the cache.
 
-With grouped-query models, `transformers`' sdpa repeats keys and values for every query head once there is more than one
-query or a mask. That copies the whole prefix in every layer of every step. `grouped_attention` turns the query heads of
-a group into further queries of one head and reads the cache in place.
+With grouped-query models, `transformers`' sdpa repeats keys and values for every query head if there is a mask or more
+than one query. This copies the whole prefix in every layer of every step. `grouped_attention` instead treats the query
+heads of a group as more queries of one head, and reads the cache in place.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ from transformers.masking_utils import sdpa_mask
 
 _GROUPED = "headstart"
 _LAID_OUT: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("laid_out", default=None)
-"""Masks of the running pass by id, each with its repeated form: a mask serves every layer of its kind."""
+"""Masks of the running pass by id, each with its repeated form, because all layers of a kind share a mask."""
 
 
 def leave_out_cudnn() -> None:
-    """Switch off cuDNN's attention in this process, also for the transformers models measured as peers.
+    """Switch off cuDNN's attention in this process, also for decoding by transformers.
 
-    On recent GPUs torch tries it first. It builds a plan for every new key length: tens of milliseconds in each step of
-    a growing text, and for each new padded length of a batch.
+    On recent GPUs torch tries cuDNN first. cuDNN builds a plan for every new key length, which takes tens of
+    milliseconds in each step of a growing text, and for each new padded length of a batch.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -35,8 +35,8 @@ def leave_out_cudnn() -> None:
 def copy_free_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let a model with sdpa attention use `grouped_attention` inside the context.
 
-    Models that do not look up their attention in `transformers`' interface (such as Falcon) keep their own. They would
-    attend eagerly under an unknown name, with masks made for sdpa.
+    Models that do not look up their attention in `transformers`' interface (such as Falcon) are left unchanged. With an
+    unknown name they would use eager attention with masks made for sdpa.
     """
     if not model._supports_attention_backend or model.config._attn_implementation != "sdpa":
         yield
@@ -62,8 +62,8 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Attend, with `transformers`' signature: query (batch, heads, queries, dim), key (batch, groups, keys, dim).
 
-    Calls `transformers`' own sdpa if there is no mask (a prefill), if every head has its own keys, or if there are
-    options besides a mask; sdpa rejects unknown options. Returns (batch, queries, heads, dim) and None.
+    Calls `transformers`' sdpa if there is no mask (a prefill), if heads do not share keys, or if there are options
+    besides a mask; sdpa rejects unknown options. Returns (batch, queries, heads, dim) and None.
     """
     batch, heads, queries, dim = query.shape
     groups = key.shape[1]

@@ -1,9 +1,9 @@
-"""A preallocated key-value cache on transformers' interface: append a block, keep one path of it, drop the rest.
+"""A preallocated key-value cache for transformers: append a block, keep one path of it, drop the rest.
 
-Every row of a batch has its own length. The key at index i of a slot belongs to position ``dropped[slot] + i`` of its
-text; ``dropped`` is 0 unless the row dropped first positions that no window reaches any more. Nothing is concatenated
-or recomputed. A step writes its keys and values after each row's committed prefix, attention reads views of the
-buffers, and `commit` moves the accepted nodes together (in a chain none moves).
+Rows of a batch may differ in length. The key at index i of a slot belongs to position ``dropped[slot] + i`` of its
+text; ``dropped`` is 0 unless the row dropped its first positions because no window reaches them any more. Nothing is
+concatenated or recomputed. A step writes keys and values after each row's committed prefix, attention reads views of
+the buffers, and `commit` moves the accepted nodes together (in a chain no node moves).
 """
 
 import itertools
@@ -22,7 +22,7 @@ _BUFFERS = itertools.count(1)
 
 @dataclass(frozen=True)
 class _Block:
-    """A running forward's place in the cache: row i of the batch writes to slot ``slots[i]`` from ``starts[i]`` on."""
+    """The place of a forward in the cache: row i of the batch writes to slot ``slots[i]`` from ``starts[i]`` on."""
 
     slots: Sequence[int]
     starts: Sequence[int]
@@ -47,7 +47,7 @@ class _Buffers(NamedTuple):
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """One layer's part of the buffers, on the cache's device number ``place`` (from 0)."""
+    """One layer's part of the buffers; ``place`` is the index (from 0) of its device in the cache."""
 
     is_sliding = False
 
@@ -71,8 +71,8 @@ class PreallocatedLayer(CacheLayerMixin):
         size = key_states.shape[-2]
         if key_states.shape[1::2] != self.keys.shape[1::2] or value_states.shape[1::2] != self.values.shape[1::2]:
             raise ValueError(
-                "the layers of this model differ in the number or width of their keys (heads and widths "
-                f"{list(self.keys.shape[1::2])} and {list(key_states.shape[1::2])}): give one whose layers are alike"
+                "the layers of this model have keys of different shapes (heads and widths "
+                f"{list(self.keys.shape[1::2])} and {list(key_states.shape[1::2])}): give a model with equal layers"
             )
         if block.is_prefill:
             for row, slot in enumerate(block.slots):
@@ -106,13 +106,13 @@ class PreallocatedCache(Cache):
     """Keys and values of every layer and row in two stacked buffers per device, allocated at first use.
 
     ``capacity`` is the initial size in positions, not a limit: a longer text doubles the buffers (one copy, amortised).
-    Sliding-window layers keep all positions here, and the mask applies the window: rejected tokens can then always be
+    Sliding-window layers also keep all positions, and the mask applies the window, so rejected tokens can always be
     dropped. A draft with windows in all layers drops the positions before them (`drop_first`).
 
-    ``lengths[slot]`` counts the positions that a row holds, ``dropped[slot]`` its text's positions before these.
-    ``text`` contains the tokens of row 0 with keys that are certainly cached; ``states`` contains the states after a
-    drafter's taps at the first of these tokens, as far as they were kept. The decoding loop updates both in caches that
-    serve several calls.
+    ``lengths[slot]`` is the number of cached positions of a row, ``dropped[slot]`` the number of text positions before
+    them. ``text`` contains the tokens of row 0 whose keys are certainly cached, and ``states`` the kept states after a
+    drafter's taps at the first of these tokens. The decoding loop updates ``text`` and ``states`` in caches that serve
+    several calls.
     """
 
     def __init__(
@@ -130,21 +130,21 @@ class PreallocatedCache(Cache):
         self.dropped = [0] * rows
         self.block: _Block | None = None
         self.buffers = 0
-        """Number of the current buffers: a CUDA graph recorded on other buffers is invalid."""
+        """Serial number of the current buffers: a CUDA graph recorded on other buffers is invalid."""
         self.lease = 0
         self.text: list[int] = []
         self.states: list[Tensor] = []
         self._taps: tuple[int, ...] = ()
         self._held: tuple[_Buffers, ...] = ()  # buffers of each device; empty before the first block
         self._handed_out: tuple[_Buffers, ...] = self._held
-        """Buffers whose views the layers have; differs from `_held` after an interrupt between buffers and views."""
+        """Buffers whose views the layers use; differs from `_held` after an interrupt between buffers and views."""
 
     def begin(self, slots: Sequence[int], size: int, device: torch.device, own: Sequence[int] | None = None) -> int:
-        """Announce a forward that appends ``size`` positions to each of the rows ``slots``; return the keys it reads.
+        """Announce a forward that appends ``size`` positions to each row in ``slots``; return how many keys it reads.
 
         Only the first ``own[i]`` positions belong to row i (None: all). The rest is padding and never grows the
-        buffers: padding without room is written over the last position, which then belongs to nobody. Rows with content
-        must be the first ones, in order, because attention reads a slice of the buffers.
+        buffers: padding without room overwrites the last position, which no row then uses. Rows with content must be
+        the first ones, in order, because attention reads a slice of the buffers.
         """
         starts = [self.lengths[slot] for slot in slots]
         assert not any(starts) or list(slots) == list(range(len(slots))), f"rows {slots} are not the first ones"
@@ -163,13 +163,13 @@ class PreallocatedCache(Cache):
     def begin_static(self, positions: Tensor, keys: int) -> None:
         """Announce a forward whose rows write at ``positions`` (rows, block) and attend to ``keys`` positions.
 
-        Nothing here depends on the lengths of the rows: see `decoding.model.static`.
+        Nothing here depends on the rows' lengths (see `decoding.model.static`).
         """
         rows = len(positions)
         self.block = _Block(range(rows), (keys,) * rows, (positions,), keys)
 
     def end(self, written: Sequence[int]) -> None:
-        """Finish the forward: row i keeps the first ``written[i]`` positions of its block, the rest is padding."""
+        """Finish the forward: row i keeps the first ``written[i]`` positions of its block; the rest is padding."""
         assert self.block is not None
         self.advance(self.block.slots, written)
         self.block = None
@@ -196,22 +196,22 @@ class PreallocatedCache(Cache):
         return self._held[place].row_index
 
     def restart(self, capacity: int) -> None:
-        """Drop all texts; give the buffers, with room for ``capacity``, to a new generation. Older ones lose them."""
+        """Drop all texts and give the buffers to a new generation, with room for ``capacity``; end older leases."""
         self.lease += 1
         self.lengths, self.dropped = [0] * self.rows, [0] * self.rows
         self.block, self.text, self.states = None, [], []
         self.reserve(capacity)
 
     def take(self) -> int:
-        """Give the buffers to a new generation; older ones lose them. Returns the lease for `check`."""
+        """Give the buffers to a new generation and end older leases; return the lease for `check`."""
         self.lease += 1
         return self.lease
 
     def check(self, lease: int) -> None:
-        """Raise ValueError if the buffers were given to another generation after this ``lease``."""
+        """Raise ValueError if another generation took the buffers after this ``lease``."""
         if lease != self.lease:
             raise ValueError(
-                "another generation has begun on this cache: finish or drop the first, or give each its own cache"
+                "another generation has begun on this cache: finish or drop the first one, or use separate caches"
             )
 
     def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -222,7 +222,7 @@ class PreallocatedCache(Cache):
         self._hand_out_views()
 
     def _new_buffers(self, place: int, keys: Tensor, values: Tensor, capacity: int) -> _Buffers:
-        """Make zero buffers for a device's layers, with the heads, widths and dtypes of ``keys`` and ``values``."""
+        """Make zero buffers for a device's layers, with heads, widths and dtypes as in ``keys`` and ``values``."""
         device = self._devices[place] or keys.device
         layers = len(self._members[place])
         new_keys, new_values = (self._new_buffer(like, layers, capacity, device) for like in (keys, values))
@@ -230,14 +230,14 @@ class PreallocatedCache(Cache):
 
     def _new_buffer(self, like: Tensor, layers: int, capacity: int, device: torch.device) -> Tensor:
         heads, _, dim = like.shape[-3:]
-        # Zeros, not empty: attention reads masked positions too, and 0 * NaN is NaN.
+        # Zeros, not uninitialised memory: attention also reads masked positions, and 0 * NaN is NaN.
         return like.new_zeros(layers, self.rows, heads, capacity, dim, device=device)
 
     def _grow(self, needed: int) -> None:
         """Double the buffers until ``needed`` positions fit, and copy their content.
 
-        Buffers grow one by one, so only a single old buffer exists together with its new one. ``capacity`` is set last:
-        an earlier error (out of memory) leaves the cache usable.
+        Buffers grow one by one, so at most one old buffer exists next to its new one. ``capacity`` is set last, so an
+        earlier error (out of memory) leaves the cache usable.
         """
         capacity = self.capacity
         while capacity < needed:
@@ -248,7 +248,7 @@ class PreallocatedCache(Cache):
         self.capacity = capacity
 
     def _grow_buffer(self, place: int, name: str, capacity: int) -> None:
-        """Replace a device's keys or values by a copy with room for ``capacity`` positions, and free the old ones."""
+        """Replace a device's keys or values by a copy with room for ``capacity`` positions; free the old buffer."""
         old: Tensor = getattr(self._held[place], name)
         layers, _, _, held, _ = old.shape
         if held >= capacity:  # already grown before an error
@@ -269,7 +269,7 @@ class PreallocatedCache(Cache):
         self._handed_out = self._held
 
     def is_full(self, slot: int) -> bool:
-        """Return True if a row's next step may not draft: see `decoding.model.rows`."""
+        """Return True if a row's next step may not draft (see `decoding.model.rows`)."""
         return False
 
     @torch.inference_mode()
@@ -288,7 +288,7 @@ class PreallocatedCache(Cache):
         self.lengths[slot] = length
 
     def clear(self, slot: int, dropped: int = 0) -> None:
-        """Empty a row, for a text whose first ``dropped`` positions will not be run."""
+        """Empty a row, for a text whose first ``dropped`` positions will not run."""
         self.lengths[slot], self.dropped[slot] = 0, dropped
 
     @torch.inference_mode()
@@ -302,10 +302,9 @@ class PreallocatedCache(Cache):
         self.lengths[slot], self.dropped[slot] = kept, self.dropped[slot] + count
 
     def rewind(self, prompt: Sequence[int], taps: tuple[int, ...] = ()) -> int:
-        """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return that prefix's length.
+        """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return the prefix's length.
 
-        With ``taps`` the prefix also ends where the kept states of these layers end; states of other layers are
-        dropped.
+        With ``taps`` the prefix is no longer than the kept states of these layers; states of other layers are dropped.
         """
         common = common_length(self.text, prompt[:-1])
         if taps:

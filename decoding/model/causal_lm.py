@@ -1,4 +1,4 @@
-"""Any transformers causal language model behind one call: tokens or trees in, hidden states and logits out."""
+"""Any transformers causal LM behind one interface: tokens or trees in, hidden states and logits out."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -30,7 +30,7 @@ from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
 
 _PREFILL_TOKENS = 1 << 14
-"""Most tokens, with padding, in one prefill pass: enough to fill a GPU; 32 texts of 8k would take 40 GB."""
+"""Most tokens, with padding, in one prefill pass. This fills a GPU; 32 texts of 8k at once would take 40 GB."""
 
 
 class CausalLM:
@@ -39,55 +39,55 @@ class CausalLM:
     def __init__(
         self, model: PreTrainedModel, output_tokens: Int[Tensor, " outputs"] | None = None, static: str | None = None
     ) -> None:
-        """The model's mode stays: a model in training mode is in eval mode only during each pass.
+        """Wrap a model; a model in training mode is in eval mode only during each pass.
 
         ``output_tokens``: the token id of each output of a draft with a trimmed lm_head (None: all tokens).
 
-        ``static`` runs steps in fixed shapes: ``graphs`` as CUDA graphs, ``eager`` without, for tests. Such a model
-        decodes one batch at a time.
+        ``static`` runs steps with fixed shapes: ``graphs`` as CUDA graphs, ``eager`` without graphs, for tests. Such a
+        model decodes one batch at a time.
         """
         if reason := why_unfit(model):
             raise ValueError(reason)
-        leave_out_cudnn()  # here because every model passes here; also applies to the peers
+        leave_out_cudnn()  # here, because every model is wrapped; the setting also affects transformers' own decoding
         self.model = model
         self.lock = lock_of(model)
         """Lock of a decoding step, shared by all wrappers of the model."""
         self.output_tokens = None if output_tokens is None else output_tokens.to(model.device)
         text_config = model.config.get_text_config(decoder=True)
         self.num_layers: int = text_config.num_hidden_layers
-        # The input size of the lm_head; some models (the smallest OPT) are wider inside.
+        # The input size of the lm_head: inner layers of some models (the smallest OPT) are wider.
         self.hidden_size: int = getattr(model.get_output_embeddings(), "in_features", text_config.hidden_size)
         self.vocab_size: int = text_config.vocab_size
         self.max_positions = max_positions(text_config)
         self.max_text = max_text(text_config)
-        """Length of the longest text that it can follow as a draft, in tokens; None without a limit."""
+        """Longest text that the model can follow as a draft, in tokens; None for no limit."""
         self.window = attention_window(text_config)
-        """Number of tokens, itself included, that a token attends to in every layer; None for the whole text."""
+        """Number of tokens, including itself, to which a token attends in every layer; None for the whole text."""
         self._last_place = None if has_fixed_rope(text_config) else self.max_positions
         self._masks = TreeMasks(model, windows(text_config))
         self._dynamic = DynamicSteps(model, self._masks, self._last_place)
         self.no_trees = why_no_trees(model)
-        """The reason why it runs chains only; None for a model that runs trees."""
+        """The reason why the model runs only chains; None if it runs trees."""
         self._rows = RowSteps(model) if self.no_trees else None
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
         self.turns = CacheTurns()
         self.static = static
-        """How its steps have fixed shapes; None if they do not."""
+        """The mode in which steps have fixed shapes; None for dynamic shapes."""
         if static is not None:
             self._static = StaticSteps(model, self._masks, self._last_place, static)
 
     @property
     def is_static(self) -> bool:
-        """True if its steps have fixed shapes; all texts that it decodes together then share one cache."""
+        """True if steps have fixed shapes; the model then has a single cache."""
         return self._static is not None
 
     def with_static(self, static: str | None) -> "CausalLM":
-        """Return the same model with this ``static``, on the same weights; itself if nothing changes."""
+        """Return the same model with this ``static``, sharing the weights; returns itself if nothing changes."""
         return self if static == self.static else CausalLM(self.model, self.output_tokens, static)
 
     def at_its_fastest(self) -> "CausalLM":
-        """Return the model as ``auto`` runs it; dropping the returned model frees its graphs and cache."""
+        """Return the model with ``static`` set by ``auto``; dropping the returned model frees its graphs and cache."""
         return self.with_static(static_of("auto", self.model))
 
     @property
@@ -97,11 +97,11 @@ class CausalLM:
         return device
 
     def check_drafts(self, drafter: str, has_chains: bool) -> None:
-        """Raise ValueError if no draft of a drafter runs on this target; ``has_chains``: it can draft chains only."""
+        """Raise ValueError if a drafter cannot run on this target; ``has_chains``: the drafter can draft chains."""
         kind = self.model.config.model_type
         if (reason := why_no_chains(self.model)) is not None:
             raise ValueError(
-                f"{reason}, so no draft can be verified: decode and measure the {kind} model without a drafter"
+                f"{reason}, so it cannot verify drafts: decode and measure the {kind} model without a drafter"
             )
         if self.no_trees is not None and not has_chains:
             raise ValueError(
@@ -111,7 +111,7 @@ class CausalLM:
 
     @torch.inference_mode()
     def state_bytes(self) -> int:
-        """Return the bytes of one text's recurrent states (a drafted chain needs them twice), or 0."""
+        """Return the bytes of one text's recurrent states, or 0; drafting a chain needs twice as much."""
         return self._rows.state_bytes() if self._rows is not None else 0
 
     def windows(self) -> dict[str, int | None]:
@@ -130,7 +130,7 @@ class CausalLM:
     def new_cache(self, capacity: int, rows: int = 1, generation: CacheHolder | None = None) -> PreallocatedCache:
         """Make a cache for ``rows`` texts of about ``capacity`` positions.
 
-        A static model restarts its only cache, for ``generation``, once other threads' generations are done with it.
+        A static model restarts its only cache for ``generation``, once generations of other threads have released it.
         """
         if self._rows is not None:
             return self._rows.new_cache(rows)
@@ -155,11 +155,11 @@ class CausalLM:
         """Run whole texts, or the part after a row's dropped positions, into empty ``slots`` of the cache.
 
         Returns hidden state and logits of each text's last token, (rows, hidden) and (rows, vocab). Shorter texts are
-        padded on the right; no token attends to the padding. Texts run in groups of up to `_PREFILL_TOKENS` tokens,
-        which bounds the memory of a pass.
+        padded on the right, and no token attends to the padding. Texts run in groups of up to `_PREFILL_TOKENS` tokens
+        to bound memory.
 
-        ``slots`` None: the first ones. ``taps``: also return the states of all positions after these layers (from 0).
-        They outlive the pass: 8 KiB per token and layer for an 8B model in bf16.
+        ``slots`` None: the first slots. ``taps``: also return the states of all positions after these layers (from 0).
+        The states take 8 KiB per token and layer for an 8B model in bf16.
         """
         slots = range(len(texts)) if slots is None else slots
         assert not any(cache.lengths[slot] for slot in slots), "these rows are not empty"
@@ -196,7 +196,7 @@ class CausalLM:
         """Run a chain of tokens after each row.
 
         Returns hidden state and logits of each row's last token, (rows, hidden) and (rows, vocab), and the states of
-        all these tokens after the layers ``taps``.
+        all tokens of the chain after the layers ``taps``.
         """
         if not any(cache.lengths[: len(blocks)]):
             return self.prefill(blocks, cache, taps=taps)
@@ -213,7 +213,7 @@ class CausalLM:
 
     @torch.inference_mode()
     def step(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache) -> ModelOutput:
-        """Run one token after each row, without waiting for tokens that the device has yet to compute.
+        """Run one token after each row; do not wait for tokens that the device is still computing.
 
         Returns (rows, hidden) and (rows, vocab).
         """
@@ -233,9 +233,9 @@ class CausalLM:
     ) -> ModelOutput:
         """Run a tree after each row; each node attends to its row's prefix and its own path.
 
-        The nodes of row i before ``first[i]`` are already cached (a tree drafted level by level); the others run.
-        Returns (rows, nodes, hidden) and (rows, nodes, vocab), with smaller trees padded. ``taps``: also return the
-        states of all nodes after these layers.
+        Row i runs its nodes from ``first[i]`` on; earlier nodes are cached (a tree drafted level by level). Returns
+        (rows, nodes, hidden) and (rows, nodes, vocab), with smaller trees padded. ``taps``: also return the states of
+        all nodes after these layers.
         """
         return self._run(trees, cache, first, None, taps)
 
@@ -247,7 +247,7 @@ class CausalLM:
         select: Callable[[Tensor], Tensor] | None,
         taps: Sequence[int] = (),
     ) -> ModelOutput:
-        """Run trees in fixed shapes if the model has them and the trees fit, else in their own shapes."""
+        """Run trees in fixed shapes if the model is static and the trees fit, else in dynamic shapes."""
         if self._rows is not None:
             assert not any(first or ()) and all(tree.shape.is_chain for tree in trees), self.no_trees
             return self._rows.run([tree.token_list for tree in trees], cache, taps=taps)
@@ -263,8 +263,8 @@ class CausalLM:
     ) -> None:
         """Record the CUDA graphs that the texts in the first ``rows`` will need soon, before their steps are timed.
 
-        ``nodes``: sizes of the coming trees; ``longest``: positions of the longest text at its end; ``taps``: layers
-        after which their states will be read. Does nothing without graphs.
+        ``nodes``: sizes of the coming trees. ``longest``: final length of the longest text, in positions. ``taps``:
+        layers after which states will be read. Does nothing without graphs.
         """
         if self._static is not None:
             self._static.prepare(cache, rows, nodes, longest, taps)

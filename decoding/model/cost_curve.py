@@ -1,4 +1,4 @@
-"""The cost model, measured on this machine: seconds of a target pass by new tokens, of a draft by depth."""
+"""The cost model, measured on this machine: seconds of a target pass by new tokens, and of a draft by depth."""
 
 import math
 import statistics
@@ -17,10 +17,10 @@ from decoding.rules.tree import TokenTree
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one step of the loop, for one number of rows. A cost is linear between two measured sizes.
+    """Seconds of one step of the loop for a given number of rows; linear between measured sizes.
 
-    ``target_pass``: seconds of a target pass by the new tokens in each row, the root included; v(n) is its shape.
-    ``draft``: seconds of drafting by the depth of the draft; depth 0 takes none unless given.
+    ``target_pass`` maps the new tokens per row, including the root, to the seconds of a target pass; v(n) is its shape.
+    ``draft`` maps the depth of the draft to the seconds of drafting; depth 0 takes no time unless given.
     """
 
     target_pass: Mapping[int, float]
@@ -31,11 +31,11 @@ class Costs:
         return _interpolate(sorted(self.target_pass.items()), tokens)
 
     def draft_to(self, depth: float) -> float:
-        """Return the seconds of a draft of ``depth`` tokens from its root."""
+        """Return the seconds of drafting to ``depth``."""
         return _interpolate(sorted({0: 0.0, **self.draft}.items()), depth)
 
     def step(self, depth: float, nodes: float) -> float:
-        """Return the seconds of a step that drafts a tree of ``depth`` and ``nodes``, the root included."""
+        """Return the seconds of a step that drafts a tree of this depth with ``nodes`` nodes, including the root."""
         return self.draft_to(depth) + self.pass_over(nodes)
 
     @property
@@ -47,7 +47,8 @@ class Costs:
 def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
     """Interpolate linearly between sorted ``points``.
 
-    The line is level before the first point. After the last it continues the last segment, but never falls.
+    The function is constant before the first point. After the last point it continues the last segment, but never
+    decreases.
     """
     after = bisect_right(points, (at, math.inf))
     if after == 0 or len(points) == 1:
@@ -58,7 +59,7 @@ def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 class _Blocks:
-    """Blocks of a DSpark draft after ``prefix`` tokens of ``rows`` texts, ready to be timed."""
+    """Timer of a DSpark draft's blocks after ``prefix`` tokens in each of ``rows`` texts."""
 
     def __init__(self, dspark: DSpark, prefix: int, rows: int) -> None:
         self._dspark, device = dspark, dspark.target.device
@@ -69,7 +70,7 @@ class _Blocks:
         self._state = states[:1]
 
     def seconds(self, size: int) -> float:
-        """Time a step of the draft after one new token in each text; ``size`` is ignored, as a block has one size."""
+        """Time a draft step after one new token per text; ``size`` is ignored, because blocks have one size."""
         lengths = list(self._keys.lengths)
         begin = time.perf_counter()
         self._keys.append([self._state] * len(lengths))
@@ -82,7 +83,7 @@ class _Blocks:
 
 
 class _Passes:
-    """Passes over new tokens of ``rows`` texts after ``prefix`` cached tokens each, ready to be timed."""
+    """Timer of passes over new tokens after ``prefix`` cached tokens in each of ``rows`` texts."""
 
     def __init__(self, model: CausalLM, sizes: Sequence[int], prefix: int, rows: int) -> None:
         most = max(sizes)
@@ -90,13 +91,13 @@ class _Passes:
             prefix = max(1, model.max_positions - most)
         self.model, self.prefix, self.rows = model, prefix, rows
         self.cache = model.new_cache(prefix + most, rows)
-        # Different tokens: each may use different experts of a mixture.
+        # Use different tokens, because each may activate different experts of a mixture.
         tokens = [(10 + 7919 * index) % model.vocab_size for index in range(prefix + most)]
         model.prefill([tokens[:prefix]] * rows, self.cache)
         self.trees = {size: [TokenTree.chain(tokens[-size:], model.device)] * rows for size in sizes}
 
     def seconds(self, size: int) -> float:
-        """Time a pass over ``size`` new tokens in each row, and forget the tokens."""
+        """Time a pass over ``size`` new tokens in each row, then remove the tokens from the cache."""
         begin = time.perf_counter()
         self.model.verify(self.trees[size], self.cache)
         if self.model.device.type == "cuda":
@@ -118,10 +119,10 @@ def measure_costs(
 ) -> Costs:
     """Measure the median seconds of a target pass over n new tokens after ``prefix`` cached ones, for n in ``sizes``.
 
-    Each of ``rows`` texts has n new tokens. A ``draft`` model's forward is measured too, or a DSpark draft's block. The
-    passes alternate, so other load on the machine affects all alike. After ``seconds`` no further round begins; at
-    least three are measured. If a target pass looks cheaper than one over fewer tokens, that is noise: both get the
-    same cost.
+    Each of ``rows`` texts has n new tokens. A forward of the ``draft`` model, or a block of a DSpark draft, is measured
+    too. The passes alternate, so other load on the machine affects all alike. No round begins after ``seconds``, but at
+    least three are measured. If a pass looks cheaper than one over fewer tokens, this is noise: it gets the larger
+    cost.
     """
     passes = _Passes(target, sizes, prefix, rows)
     timed: list[tuple[_Passes | _Blocks, int]] = [(passes, size) for size in sizes]

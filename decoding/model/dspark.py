@@ -1,9 +1,10 @@
 """DSpark drafts (2607.05147): a block of tokens in one forward, from the target's states after several layers.
 
-The text enters only as keys and values, computed from the target's states at its tokens (`decoding.model.taps`). The
-newest token and K - 1 masks run in one block, attend to these keys and to one another, and predict the next K tokens. A
-`MarkovBias` makes the K distributions conditional. Embedding and lm_head are the target's. Without a bias this is
-DFlash (2602.06036). A folder has DeepSpec's flat form: vLLM and SGLang load it, llama.cpp as GGUF.
+The draft reads the text only as keys and values, computed from the target's states at its tokens
+(`decoding.model.taps`). The newest token and K - 1 masks run as one block, attend to these keys and to one another, and
+predict the next K tokens. A `MarkovBias` makes each distribution conditional on the previous token. The draft uses the
+target's embedding and lm_head. Without a bias it is DFlash (2602.06036). Folders have DeepSpec's flat form. vLLM and
+SGLang load this form; llama.cpp loads a GGUF made from it.
 """
 
 import json
@@ -34,7 +35,7 @@ from decoding.model.stored import (
     write_weights,
 )
 
-_TOGETHER = 1024  # most tokens of several texts whose states are concatenated for one product
+_TOGETHER = 1024  # most tokens of several texts for one product over their concatenated states
 _SPREAD = 0.02
 _OF_FILES = {
     "markov.embedding.weight": "markov_head.markov_w1.weight",
@@ -42,14 +43,14 @@ _OF_FILES = {
     "confidence.weight": "confidence_head.proj.weight",
     "confidence.bias": "confidence_head.proj.bias",
 }
-"""Our tensor names -> their names in files, if they differ."""
+"""Our tensor names -> the names in files, if different."""
 _MASK = "give a draft whose mask is one of the target's tokens"
 _TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
-"""Tensors that some trainers store but that are not loaded: copies of the target's, and maps to its ids."""
+"""Tensors that some trainers store but that are not loaded: copies of target weights, and maps to target ids."""
 
 
 class _Attention(nn.Module):
-    """Attention of a block's tokens to the text and to one another; the text's keys come from the target's states."""
+    """Attention of a block's tokens to one another and to the text, whose keys come from the target's states."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class _Attention(nn.Module):
         self.k_norm = Qwen3RMSNorm(self.dim, config.rms_norm_eps)
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return keys and values of (batch, positions, hidden): (batch, key heads, positions, dim) each."""
+        """Return keys and values of x (batch, positions, hidden), each (batch, key heads, positions, dim)."""
         shape = (*x.shape[:-1], self.groups, self.dim)
         keys = _rotated(self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2), rotary)
         return keys, self.v_proj(x).view(shape).transpose(1, 2)
@@ -78,7 +79,7 @@ class _Attention(nn.Module):
 
 
 def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate (batch, heads, positions, dim) by their positions' angles."""
+    """Rotate x (batch, heads, positions, dim) by the angles of its positions."""
     cosine, sine = rotary
     turned: Tensor = x * cosine[:, None] + rotate_half(x) * sine[:, None]
     return turned
@@ -94,11 +95,11 @@ class _Layer(nn.Module):
 
 
 Held = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function from a layer's index and its block's keys and values to all keys and values that the block sees."""
+"""Function (layer index, the block's keys, its values) -> all keys and values to which the block attends."""
 
 
 class DSparkDraft(nn.Module):
-    """The draft's own weights; callers give the target's embedding and lm_head."""
+    """The weights of a draft; callers provide the target's embedding and lm_head."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -117,7 +118,7 @@ class DSparkDraft(nn.Module):
                 nn.init.normal_(module.weight, std=_SPREAD)
 
     def rotary(self, positions: Int[Tensor, "batch positions"]) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine of each position's angles, (batch, positions, dim) each, in the draft's dtype."""
+        """Return the cosine and sine of each position's angles, each (batch, positions, dim), in the draft's dtype."""
         dim = self.config.head_dim
         frequencies = self.config.rope_theta ** -(torch.arange(0, dim, 2, device=positions.device).float() / dim)
         angles = positions[..., None].float() * frequencies
@@ -127,7 +128,7 @@ class DSparkDraft(nn.Module):
     def text_keys(
         self, states: Float[Tensor, "batch positions taps"], positions: Int[Tensor, "batch positions"]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return each layer's keys and values of the text, computed from the target's states at its positions."""
+        """Return the text's keys and values for each layer, computed from the target's states at ``positions``."""
         read, rotary = self.hidden_norm(self.fc(states.to(self.fc.weight))), self.rotary(positions)
         return [layer.self_attn.keys_values(read, rotary) for layer in self.layers]  # type: ignore[union-attr, operator]
 
@@ -138,7 +139,7 @@ class DSparkDraft(nn.Module):
         held: Held,
         mask: Tensor | None = None,
     ) -> Float[Tensor, "batch slots hidden"]:
-        """Run blocks of tokens; return the input of the target's lm_head. ``mask`` is additive; None hides nothing."""
+        """Run blocks of tokens; return the input of the target's lm_head. ``mask`` is additive (None: no mask)."""
         x, rotary = embedded.to(self.fc.weight), self.rotary(positions)
         for index, layer in enumerate(self.layers):
             normed = layer.input_layernorm(x)  # type: ignore[operator]
@@ -168,8 +169,8 @@ class DSparkDraft(nn.Module):
     def from_pretrained(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> "DSparkDraft":
         """Read a draft, ready to decode, in ``dtype``.
 
-        Raises ValueError before building anything if a tensor is missing or unknown to the config, and ValueError for a
-        weight that is not finite in the dtype.
+        Raises ValueError if tensors do not match the config, before anything is built, or if a weight is not finite in
+        the dtype.
         """
         config, header = read_described(folder)
         draft, ours = DSparkDraft(config), {theirs: name for name, theirs in _OF_FILES.items()}
@@ -182,10 +183,10 @@ class DSparkDraft(nn.Module):
 
 
 def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]:
-    """Read a draft's config and the header of its own tensors. ValueError if they do not fit each other."""
+    """Read a draft's config and the header of its tensors; raise ValueError if they do not match."""
     config = read_dspark_config(folder)
     if (folder / "mask_embedding.pt").is_file():
-        raise ValueError(f"{folder} contains mask_embedding.pt, a separate mask that is not read here: {_MASK}")
+        raise ValueError(f"{folder} contains mask_embedding.pt, and separate masks are not supported: {_MASK}")
     header = {name: part for name, part in weights_header(folder, REMEDY).items() if name not in _TARGETS_OWN}
     check_tensors(folder, header, _stored_shapes(config), REMEDY)
     return config, header
@@ -194,7 +195,7 @@ def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]
 def check_ends(folder: Path, target: CausalLM) -> None:
     """Raise ValueError if a folder's embedding, lm_head or ids differ from the target's by more than rounding.
 
-    ``d2t`` contains the distance from each draft id to the target's id.
+    ``d2t`` contains, for each draft id, the difference to the target's id.
     """
     ends: dict[str, Any] = {
         "embed_tokens.weight": target.model.get_input_embeddings(),
@@ -211,12 +212,12 @@ def check_ends(folder: Path, target: CausalLM) -> None:
         own = ends[name].weight.detach()
         if tensor.shape != own.shape or not torch.allclose(tensor.to(own), own, rtol=2**-7, atol=1e-6):
             raise ValueError(
-                f"{folder} contains an {name} that differs from the target's: give a draft that uses the target's"
+                f"{folder} contains an {name} other than the target's: give a draft that uses the target's weights"
             )
 
 
 def _stored_shapes(config: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name in files and the shape of every tensor of a draft."""
+    """Yield every tensor of a draft: its name in files, and its shape."""
     with torch.device("meta"):
         tensors = DSparkDraft(config).state_dict()
     for name, tensor in tensors.items():
@@ -226,11 +227,11 @@ def _stored_shapes(config: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]
 class TextKeys:
     """Keys and values of a batch's texts, and of the block after each: (layers, rows, key heads, room, dim).
 
-    They come from the target's states at tokens that are certain: only whole blocks are ever rejected here.
+    Text keys come from the target's states at committed tokens, so only whole blocks are ever dropped.
     """
 
     def __init__(self, draft: DSparkDraft, rows: int, longest: int) -> None:
-        """``longest``: positions of the longest text at its end."""
+        """``longest``: final length of the longest text, in positions."""
         config, weight = draft.config, draft.fc.weight
         room = longest + config.slots
         shape = (config.num_hidden_layers, rows, config.num_key_value_heads, room, config.head_dim)
@@ -249,16 +250,16 @@ class TextKeys:
             buffer[:, to, :, :length] = buffer[:, slot, :, :length]
 
     def append(self, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
-        """Add the target's states at the next tokens of each of the first rows, all in one product.
+        """Add the target's states at the next tokens of the first rows, with one product for all rows.
 
-        With many tokens, as in prompts, rows are added one by one to avoid a second copy of their states.
+        If there are many tokens, as in prompts, rows are added one by one to avoid a second copy of their states.
         """
         together = sum(map(len, states)) <= _TOGETHER
         for first in (0,) if together else range(len(states)):
             self._append(first, states if together else states[first : first + 1])
 
     def _append(self, first: int, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
-        """Add the states at the next tokens of each of the rows from ``first`` on."""
+        """Add the states at the next tokens of the rows from ``first`` on."""
         counts = list(map(len, states))
         if not any(counts):
             return
@@ -296,7 +297,7 @@ class TextKeys:
 
 @dataclass(frozen=True)
 class DSpark:
-    """A draft with the ends of its target. ValueError for a target of other sizes."""
+    """A draft together with its target; raises ValueError if their sizes differ."""
 
     draft: DSparkDraft
     target: CausalLM
@@ -309,12 +310,12 @@ class DSpark:
         return self.draft.config
 
     def embed(self, newest: Int[Tensor, " rows"]) -> Float[Tensor, "rows slots hidden"]:
-        """Return the embeddings of a block after each row: its newest token, then masks; unscaled, as in servers."""
+        """Return the unscaled embeddings, as servers use them, of each row's block: the newest token, then masks."""
         masks = newest.new_full((len(newest), self.config.slots - 1), self.config.mask_token_id)
         return unscaled_embeddings(self.target.model, torch.cat((newest[:, None], masks), 1))
 
     def logits(self, hidden: Float[Tensor, "rows slots hidden"]) -> Float[Tensor, "rows block vocab"]:
-        """Return the logits of the next K tokens without the bias, through the target's lm_head, as servers do."""
+        """Return the logits of the next K tokens, through the target's lm_head as in servers, without the bias."""
         return F.linear(hidden[:, -self.config.block_size :].to(self._lm_head), self._lm_head)
 
     @cached_property

@@ -1,8 +1,8 @@
-"""The sizes of a DSpark or DFlash draft: DeepSpec's flat ``config.json``, and other trainers' spellings.
+"""Configs of DSpark and DFlash drafts: DeepSpec's flat ``config.json``, and other trainers' spellings.
 
-Taps have four names. ``target_layer_ids`` (DeepSpec, and SpecForge and z-lab in a ``dflash_config``) counts the layers
-from 0. ``aux_hidden_state_layer_ids`` (speculators) and ``eagle_aux_hidden_state_layer_ids`` count the state before the
-first layer as 0.
+Configs name the taps differently. ``target_layer_ids`` (DeepSpec, and SpecForge and z-lab in a ``dflash_config``)
+counts layers from 0. ``aux_hidden_state_layer_ids`` (speculators) and ``eagle_aux_hidden_state_layer_ids`` count the
+state before the first layer as 0.
 """
 
 from collections.abc import Mapping
@@ -27,25 +27,27 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
     "markov_head_type": (None, "vanilla"),
     "hidden_act": (None, "silu"),
 }
-"""Settings that change the computation in other trainers' drafts, with the values that run here."""
+"""Settings of other trainers that change the computation, with the values supported here."""
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 GPU_HEAD_DIMS = (64, 128)
-"""Sizes of an attention head that servers have kernels for, and sizes with kernels on GPUs too."""
+"""Attention head sizes with kernels in servers, and sizes that also have kernels on GPUs."""
 REMEDY = "give a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
 _THIS_TARGET = "give a draft trained on this target"
 
 
 @dataclass(frozen=True)
 class DSparkConfig:
-    """Sizes of a draft, named as in its ``config.json``; ValueError for what no server loads.
+    """Sizes of a draft, named as in ``config.json``; raises ValueError for sizes that no server loads.
 
-    ``hidden_size`` and ``vocab_size`` are the target's. ``target_layer_ids``: the layers (from 0) after which its
-    states are read. ``block_size``: K, the tokens drafted in one forward; files of DFlash or speculators whose masks
-    predict their own places also count the newest token. ``slots``: the tokens that run in a forward.
-    ``mask_token_id``: a token that does not occur in texts. ``sample_from_anchor``: slot j predicts token j after the
-    newest one; False: each mask predicts its own place, in a block of one more token. ``markov_rank`` 0 means no bias
-    (DFlash), without anchor and confidence head. ``tree``: the paths of ranks that it drafts by default; empty for a
-    chain. ``num_target_layers`` None: unknown.
+    ``hidden_size`` and ``vocab_size`` are the target's. ``target_layer_ids``: the target's layers (from 0) after which
+    states are read. ``num_target_layers`` None: unknown. ``mask_token_id``: a token that does not occur in texts.
+
+    ``block_size``: K, the tokens drafted in one forward. ``slots``: the tokens that run in a forward.
+    ``sample_from_anchor``: slot j predicts token j after the newest one. If it is False, each mask predicts the token
+    in its place and the block has one more token, which files of DFlash and speculators count in ``block_size``.
+
+    ``markov_rank`` 0 means no bias (DFlash), and excludes the anchor and the confidence head. ``tree``: the paths of
+    ranks drafted by default, empty for a chain.
     """
 
     hidden_act: ClassVar[str] = "silu"
@@ -110,7 +112,7 @@ class DSparkConfig:
 
     @property
     def slots(self) -> int:
-        """Tokens of a block: the newest one, and masks."""
+        """Tokens of a block: the newest token and the masks."""
         return self.block_size + (not self.sample_from_anchor)
 
     def check_fits(self, target: CausalLM) -> None:
@@ -125,11 +127,11 @@ class DSparkConfig:
             raise ValueError(f"this draft reads layer {last}, but only 0 to {most} can be read: {_THIS_TARGET}")
         if (width := target.model.config.get_text_config(decoder=True).hidden_size) != self.hidden_size:
             raise ValueError(
-                f"the target's lm_head is {self.hidden_size} wide, but its layers {width}: give another target"
+                f"the target's lm_head is {self.hidden_size} wide, but its layers are {width}: give another target"
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object of ``config.json``, as vLLM, SGLang and llama.cpp's converter read it."""
+        """Return the content of ``config.json`` in the form that vLLM, SGLang and llama.cpp's converter read."""
         own = asdict(self)
         tree = own.pop("tree")
         theta = own.pop("rope_theta")
@@ -163,7 +165,7 @@ def is_dspark_folder(folder: Path) -> bool:
 
 
 def read_dspark_config(folder: Path) -> DSparkConfig:
-    """Read a draft's ``config.json``. ValueError if it lacks a size or has a setting that cannot run here."""
+    """Read a draft's ``config.json``; raise ValueError if a size is missing or a setting is not supported."""
     path = folder / CONFIG_NAME
     stored = read_object(path, REMEDY)
     try:
@@ -207,7 +209,7 @@ def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
 
 
 def _taps(flat: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the layers (from 0) after which states are read, under any of their names in a config."""
+    """Return the layers (from 0) after which states are read, whichever name the config uses."""
     for name in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
         if flat.get(name):
             return tuple(index - 1 for index in flat[name])

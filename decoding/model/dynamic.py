@@ -1,4 +1,4 @@
-"""Steps in dynamic shapes, for target and draft: tokens or trees after each row of a cache.
+"""Steps with dynamic shapes, for target and draft: tokens or trees after each row of a cache.
 
 Each node of a tree attends to its row's prefix and to its own path.
 """
@@ -18,13 +18,11 @@ from decoding.model.forward import ModelOutput, run_model
 from decoding.rules.tree import TokenTree, TreeShape
 
 _APPENDED_TOKENS = 1 << 10
-"""Most tokens that all rows together append in one pass: each has a mask row with a number per key."""
+"""Most tokens that all rows together append in one pass, because each token needs a mask row over all keys."""
 
 
 _LARGEST_STORED = 256
-"""Nodes of the largest tree whose shape is kept on the device; larger shapes are blocks of appended text and rarely
-recur.
-"""
+"""Nodes of the largest tree whose shape is kept on the device; larger shapes are appended text and rarely recur."""
 
 
 def blocked_keys(
@@ -35,10 +33,10 @@ def blocked_keys(
     keys: int,
     window: int | None,
 ) -> Bool[Tensor, "rows nodes keys"]:
-    """Mark the ``keys`` first positions of a row that each of its nodes must not attend to.
+    """Mark, among a row's first ``keys`` positions, those to which each node must not attend.
 
-    A row's keys are its prefix, its tree's nodes from ``begin`` on, then padding. ``depths`` are the depths of the
-    running nodes, ``key_depths`` of all nodes; ``hidden_from`` marks the nodes that are not on a node's own path.
+    A row's keys are its prefix, then the tree's nodes from ``begin`` on, then padding. ``depths`` are the depths of the
+    running nodes and ``key_depths`` of all nodes. ``hidden_from`` marks nodes that are not on a node's own path.
     """
     key, span = torch.arange(keys, device=begin.device)[None], key_depths.shape[1]
     node = (key - begin).clamp(0, span - 1)
@@ -52,7 +50,7 @@ def blocked_keys(
 
 
 class TreeMasks:
-    """Maker of one model's attention masks: each node attends to its row's prefix and to its own path."""
+    """Maker of a model's attention masks, in which each node attends to its row's prefix and to its own path."""
 
     def __init__(self, model: PreTrainedModel, windows: dict[str, int | None]) -> None:
         """``windows`` come from `decoding.model.architecture.windows`."""
@@ -61,9 +59,9 @@ class TreeMasks:
         self._stored = lru_cache(maxsize=256)(self._of_shape)
 
     def of_trees(self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int) -> Any:
-        """Make additive masks (rows, 1, queries, keys): boolean 4-D masks are silently wrong under eager attention.
+        """Make additive masks (rows, 1, queries, keys): with eager attention, boolean 4-D masks are silently wrong.
 
-        Returns one mask for all layers, or a dict by layer type for models that mix full and sliding attention.
+        Returns one mask for all layers, or a dict by layer type if the model mixes full and sliding attention.
         """
         make = self._shared if len(set(starts)) == len(set(first)) == len(set(shapes)) == 1 else self._ragged
         return self.by_layer_type(lambda window: make(shapes, starts, first, size, window))
@@ -82,7 +80,7 @@ class TreeMasks:
     def _shared(
         self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None
     ) -> Tensor:
-        """Make one mask for all rows, (1, 1, queries, keys): they have the same length and the same tree."""
+        """Make one mask (1, 1, queries, keys) for rows with equal lengths and equal trees."""
         start, device = starts[0], self._model.device
         depths, hidden = self._of(shapes[0])
         blocked = torch.zeros(size, start + len(depths), dtype=torch.bool, device=device)
@@ -112,7 +110,7 @@ class TreeMasks:
         return (self._stored if len(shape) <= _LARGEST_STORED else self._of_shape)(shape)
 
     def _of_shape(self, shape: TreeShape) -> tuple[Tensor, Tensor]:
-        """Return the depths of a tree's nodes, and which nodes are hidden from each, on the model's device."""
+        """Return, on the model's device, the depths of a tree's nodes and a mask of the nodes hidden from each."""
         both = shape.depth_tensor, ~shape.ancestor_mask
         depths, hidden = (tensor.to(self._model.device, non_blocking=True) for tensor in both)
         return depths, hidden
@@ -122,7 +120,7 @@ class DynamicSteps:
     """Runner of one model's steps, on any number of caches."""
 
     def __init__(self, model: PreTrainedModel, masks: TreeMasks, max_positions: int | None) -> None:
-        """``max_positions``: positions that the model has embeddings for; None for unlimited rotary embeddings."""
+        """``max_positions``: number of the model's position embeddings; None for unlimited rotary embeddings."""
         self._model = model
         self._masks = masks
         self._max_positions = max_positions
@@ -137,15 +135,15 @@ class DynamicSteps:
     ) -> ModelOutput:
         """Run a chain of tokens after each row, in pieces of up to `_APPENDED_TOKENS` tokens.
 
-        Returns hidden state and logits of each row's last token, (rows, 1, hidden) and (rows, 1, vocab); with ``taps``
-        also the states of all tokens of each row.
+        Returns hidden state and logits of each row's last token, (rows, 1, hidden) and (rows, 1, vocab). ``taps``: also
+        return the states of all these tokens.
         """
         longest, size = max(map(len, blocks)), max(1, _APPENDED_TOKENS // len(blocks))
         last: ModelOutput | None = None
         states: list[list[Tensor]] = [[] for _ in blocks]
         for begin in range(0, longest, size):
             pieces = [block[begin : begin + size] for block in blocks]
-            # A finished row runs one dummy token, and the cache keeps nothing of it.
+            # A finished row runs one dummy token that the cache does not keep.
             trees = [TokenTree.chain(piece or [0]) for piece in pieces]
             select = last_of([len(tree) for tree in trees], 1, self._device)
             kept = None if all(pieces) else [len(piece) for piece in pieces]
@@ -162,7 +160,7 @@ class DynamicSteps:
         return last._replace(states=tuple(map(torch.cat, states)) if taps else ())
 
     def step(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache, taps: Sequence[int] = ()) -> ModelOutput:
-        """Run one token after each row, as a tree of a root alone; return (rows, 1, hidden) and (rows, 1, vocab)."""
+        """Run one token after each row, as a tree of one node; return (rows, 1, hidden) and (rows, 1, vocab)."""
         rows, starts = len(tokens), cache.lengths[: len(tokens)]
         masks = None  # `transformers` builds the masks of its layers
         if len(set(starts)) > 1 or any(self._masks.windows.values()):
@@ -182,10 +180,10 @@ class DynamicSteps:
         kept: Sequence[int] | None = None,
         taps: Sequence[int] = (),
     ) -> ModelOutput:
-        """Run the nodes of each tree from ``first`` on; the cache keeps the first ``kept`` of them (None: all).
+        """Run the nodes of each tree from ``first`` on; the cache keeps the first ``kept`` of these nodes (None: all).
 
-        Returns (rows, nodes, hidden) and (rows, nodes, vocab), only at the positions that ``select`` picks; with
-        ``taps`` also each row's states of all nodes, padding included.
+        Returns (rows, nodes, hidden) and (rows, nodes, vocab), at the positions that ``select`` picks. ``taps``: also
+        return each row's states at all nodes, with padding.
         """
         counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]
         size = max(counts)

@@ -1,7 +1,7 @@
-"""Short digests that are equal if two models, heads, tokenizers or sets of prompts are the same.
+"""Fingerprints: short digests that are equal for equal models, heads, tokenizers or sets of prompts.
 
-`stored_fingerprint` covers files on disk or on the Hub: neither the dtype in which a model is loaded nor the split of
-its weights into files changes it. `fingerprint` covers a module in memory.
+`stored_fingerprint` covers files on disk or on the Hub. It depends neither on the dtype in which a model is loaded nor
+on how its weights are split into files. `fingerprint` covers a module in memory.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from decoding.model.vocabulary import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
 
 _DIGITS = 16
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "auto_map", "use_cache")
-"""Keys of a config that record a model's origin and how it runs, but do not change its outputs."""
+"""Config keys that record a model's origin and how it runs, and do not change its outputs."""
 _ADAPTERS_SAY_NOTHING = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -46,9 +46,9 @@ def fingerprint(module: nn.Module) -> str:
 def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str:
     """Return a short digest of the files of a model, heads or LoRA adapters, in a folder or under a Hub id.
 
-    It covers the config and every tensor's name, shape, stored dtype and bytes; for heads also their tree, which
-    changes their measured figures; for adapters also the base model. Reads the files in pieces, about a second per GB,
-    and only once per process while they do not change.
+    It covers the config and every tensor's name, shape, stored dtype and bytes. It also covers the tree of heads,
+    because their figures depend on it, and the base model of adapters. Files are read in pieces, about a second per
+    GB, and only once per process unless they change.
 
     Raises ValueError if the model does not exist or one of its files cannot be read.
     """
@@ -69,7 +69,7 @@ def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tupl
             digest.update(f"{name}{tuple(part.get_shape())}{part.get_dtype()}".encode())
             digest.update(_bytes_of(tensor))
     except (OSError, KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"what is stored in {folder} cannot be read: {reason(error)}") from error
+        raise ValueError(f"the files in {folder} cannot be read: {reason(error)}") from error
     return digest.hexdigest()[:_DIGITS]
 
 
@@ -85,7 +85,7 @@ def prompts_fingerprint(prompts: Sequence[Sequence[int]]) -> str:
 
 
 def _described(folder: Path, trust_remote_code: bool) -> Any:
-    """Return everything besides the weights that decides a model's outputs, as JSON values."""
+    """Return everything besides the weights that affects a model's outputs, as JSON values."""
     if is_heads_folder(folder):
         return json.loads((folder / "config.json").read_text())
     if (adapters := folder / _ADAPTER_CONFIG).is_file():
@@ -100,7 +100,7 @@ def _described(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _behaviour(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a config, nested configs included, that changes a model's outputs."""
+    """Return the part of a config, including nested configs, that changes a model's outputs."""
     return {
         key: _behaviour(value) if isinstance(value, dict) else value
         for key, value in config.items()

@@ -1,7 +1,7 @@
-"""Check of a local transformers folder, from its JSON files and headers, before a model is built from it.
+"""Checks of a local transformers folder, by its JSON files and headers, before a model is built from it.
 
-transformers builds layers before it reads weights and then compares sizes; it neither limits the number of layers nor
-notices missing ones. peft allocates LoRA matrices of any rank. Here these numbers are compared with the headers.
+transformers builds all layers before it reads weights and compares sizes; it neither limits the number of layers nor
+notices missing ones. peft allocates LoRA matrices of any rank. This module compares these numbers with the headers.
 """
 
 import reprlib
@@ -16,19 +16,19 @@ from transformers.models.auto.configuration_auto import (  # type: ignore[attr-d
 from decoding.model.stored import StoredTensor, read_header, read_object, weights_header
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
-_REMEDY = "copy the folder again from where it came"
+_REMEDY = "copy the folder again from its source"
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _ALL_LAYERS_RUN = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"),
     *("gpt2", "gpt_neox", "opt", "falcon", "olmo2", "granite"),
 )
-"""Model types that store no layers besides those in their config, such as layers for multi-token prediction."""
+"""Model types that store no layers beyond the number in their config, such as layers for multi-token prediction."""
 
 
 def check_model_folder(folder: Path) -> None:
-    """Reject a folder if its config and weights cannot belong to one model; ValueError names the file and the value.
+    """Raise ValueError, with file and value, if a folder's config and weights cannot belong to one model.
 
-    Only headers are read; for adapters, also the headers of a base model in a folder.
+    Only headers are read. For adapters, a base model in a local folder is checked too.
     """
     base = adapted_model(folder)
     if base is not None:
@@ -47,7 +47,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def quantisation(folder: Path) -> str | None:
-    """Return the method by which a folder's weights are quantised, such as ``fp8``; None for plain weights."""
+    """Return the quantisation method of a folder's weights, such as ``fp8``; None for plain weights."""
     path = folder / _CONFIG
     given = read_object(path, _REMEDY).get("quantization_config") if path.is_file() else None
     if not isinstance(given, dict):
@@ -57,16 +57,16 @@ def quantisation(folder: Path) -> str | None:
 
 
 def adapted_model(folder: Path) -> str | None:
-    """Return the name of the model that a folder's adapters belong to; None for a folder without adapters.
+    """Return the name of the base model of a folder's adapters; None for a folder without adapters.
 
-    Raises ValueError if the name is missing, or if following base models leads back to the adapters.
+    Raises ValueError if the name is missing, or if the chain of base models leads back to the adapters.
     """
     base, visited = _base_of(folder), {folder.resolve()}
     following = base
     while following is not None:
         at = Path(following).resolve()
         if at in visited:
-            raise ValueError(f"the adapters in {folder} are, through their base model, their own base: {_REMEDY}")
+            raise ValueError(f"the adapters in {folder} name themselves as their base model: {_REMEDY}")
         visited.add(at)
         following = _base_of(at)
     return base
@@ -85,7 +85,7 @@ def _base_of(folder: Path) -> str | None:
 
 
 def _check_ranks(folder: Path) -> None:
-    """Reject a LoRA rank above every stored size."""
+    """Raise ValueError for a LoRA rank above every stored size."""
     path, weights = folder / _ADAPTER_CONFIG, folder / "adapter_model.safetensors"
     if not weights.is_file():
         return
@@ -97,7 +97,7 @@ def _check_ranks(folder: Path) -> None:
 
 
 def _check_layers(path: Path, config: Mapping[str, Any], header: Mapping[str, StoredTensor]) -> None:
-    """Compare the number of layers with the tensors' names; for an unknown class, with their largest size."""
+    """Compare the number of layers with the tensors' names, or for an unknown class with their largest size."""
     kind = config.get("model_type")
     # A user's own class may number its modules freely, and run one module in several layers.
     numbered = [int(part) for name in header if kind in CONFIG_MAPPING_NAMES and (part := _layer_of(name)) is not None]
@@ -111,7 +111,7 @@ def _check_layers(path: Path, config: Mapping[str, Any], header: Mapping[str, St
 
 
 def _layer_of(name: str) -> str | None:
-    """Return the first number in a tensor's name: in transformers' own families, its layer (model.layers.3., h.3.)."""
+    """Return the first number in a tensor's name: the layer, in transformers' families (model.layers.3., h.3.)."""
     return next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
 
 

@@ -37,9 +37,9 @@ class ModelOutput(NamedTuple):
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch a training model to eval mode inside this context; afterwards each module has its old mode.
+    """Switch a training model to eval mode inside this context, and restore each module's mode afterwards.
 
-    Only the model's own flag is checked, so a model in eval mode costs nothing.
+    Only the model's own flag is checked, so this costs nothing for a model in eval mode.
     """
     if not model.training:
         yield
@@ -64,12 +64,11 @@ def run_model(
 ) -> ModelOutput:
     """Run ``tokens`` at ``positions``, both (rows, size), into the block that the cache has begun.
 
-    ``positions`` None: the model takes no positions. ``cache`` may also map the model's own argument name to its cache.
-
-    ``mask`` is an additive mask (rows, 1, size, keys), a dict of masks by layer type, or None if `transformers` builds
-    its own. ``select`` picks the positions, (rows, some, hidden), for the lm_head and the output (None: all). ``taps``:
-    the layers whose outputs are returned as ``states``, at all positions (`capture_taps`). Outputs are moved to the
-    device of the tokens.
+    ``positions`` is None if the model takes none. ``cache`` is a cache, or maps the model's argument name to one.
+    ``mask`` is an additive mask (rows, 1, size, keys), a dict of masks by layer type, or None for `transformers`' own.
+    ``select`` picks the positions, (rows, some, hidden), for the lm_head and the output (None: all). ``taps`` are the
+    layers whose outputs are returned as ``states``, at all positions (`capture_taps`). Outputs are on the tokens'
+    device.
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers if taps else 0
     with (

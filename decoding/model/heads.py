@@ -1,7 +1,7 @@
 """Medusa heads: small networks on the target's last hidden state that predict tokens further ahead.
 
-Head k (from 0) reads the hidden state at position t, from which the target's own lm_head predicts token t+1, and
-predicts token t+2+k (Medusa, 2401.10774, section 2.1.1). Heads with a Markov bias add to their logits a term of the
+Head k (from 0) reads the hidden state at position t, from which the target's lm_head predicts token t+1, and predicts
+token t+2+k (Medusa, 2401.10774, section 2.1.1). Heads with a Markov bias add to their logits a term that depends on the
 previous token, t+1+k.
 """
 
@@ -33,16 +33,16 @@ from decoding.model.stored import (
 from decoding.rules.tree import checked_paths
 
 FORMAT = "headstart-medusa"
-_REMEDY = "give heads as headstart wrote them"
+_REMEDY = "give heads that headstart wrote"
 _THIS_TARGET = "give heads trained on this target"
 
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Sizes of the heads and the tree that they draft; ValueError for an impossible size or tree.
+    """Sizes of the heads and the tree that they draft; raises ValueError for an impossible size or tree.
 
     ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix must be
-    listed. ``shared_lm_head``: the heads have no output layer and use the target's lm_head. ``markov_rank``: rank of
+    listed. ``shared_lm_head``: the heads use the target's lm_head instead of output layers. ``markov_rank``: rank of
     the `MarkovBias` that all heads share, 0 for none.
     """
 
@@ -67,7 +67,7 @@ class MedusaConfig:
         object.__setattr__(self, "tree", paths)
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name and shape of every tensor of heads with this config, head by head."""
+        """Yield the name and shape of every tensor of the heads, head by head."""
         for head in range(self.num_heads):
             for layer in range(self.num_layers):
                 block = f"heads.{head}.blocks.{layer}"
@@ -80,7 +80,7 @@ class MedusaConfig:
             yield "markov.output.weight", (self.vocab_size, self.markov_rank)
 
     def check_fits(self, hidden_size: int, vocab_size: int) -> None:
-        """Raise ValueError for a target of another hidden size or vocabulary size."""
+        """Raise ValueError if the target's hidden size or vocabulary size differs."""
         if self.hidden_size != hidden_size:
             raise ValueError(
                 f"these heads read states of size {self.hidden_size}, not the target's {hidden_size}: {_THIS_TARGET}"
@@ -92,7 +92,7 @@ class MedusaConfig:
 
 
 class ResidualBlock(nn.Module):
-    """Residual block x + SiLU(Wx + b); with W and b zero at the start it is the identity."""
+    """Residual block x + SiLU(Wx + b); W and b are zero at the start, which makes it the identity."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHead(nn.Module):
-    """A head: its blocks, then an `OutputLayer`, unless the target's lm_head is shared."""
+    """A head: its blocks, then an `OutputLayer` unless the head shares the target's lm_head."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -122,13 +122,13 @@ class MedusaHead(nn.Module):
     def forward(
         self, hidden: Float[Tensor, "*batch hidden"], lm_head: nn.Module | None = None
     ) -> Float[Tensor, "*batch vocab"]:
-        """Return the logits. ``lm_head``: the target's, for a head without its own."""
+        """Return the logits. ``lm_head``: the target's lm_head, for a head that shares it."""
         return self.written(self.features(hidden), lm_head)
 
     def written(
         self, features: Float[Tensor, "*batch hidden"], lm_head: nn.Module | None
     ) -> Float[Tensor, "*batch vocab"]:
-        """Return the logits from the head's own layer or the target's, which may have another dtype or device."""
+        """Return the logits from the head's output layer or the target's, in that layer's dtype and on its device."""
         writer = lm_head if self.lm_head is None else self.lm_head
         if writer is None:
             raise ValueError("these heads share the target's lm_head: give it as lm_head")
@@ -137,7 +137,7 @@ class MedusaHead(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """All heads of one target, in the order of the tokens that they predict."""
+    """All heads of a target, in the order of the tokens that they predict."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -176,9 +176,9 @@ class MedusaHeads(nn.Module):
         lm_head: nn.Module | None = None,
         before: Int[Tensor, "heads *batch"] | None = None,
     ) -> Float[Tensor, "heads *batch vocab"]:
-        """Return the logits of every head, all in memory at once; in training run the heads one by one.
+        """Return the logits of all heads at once; to save memory in training, use `head_logits` for one at a time.
 
-        ``before``: for heads with a Markov bias, token t+1+k for head k, the token before the predicted one.
+        ``before``: token t+1+k for head k, the token before the predicted one; only for heads with a Markov bias.
         """
         return torch.stack(
             [
@@ -199,7 +199,7 @@ class MedusaHeads(nn.Module):
         ``before``: token t+1+k, only for heads with a Markov bias.
         """
         logits: Tensor = self.heads[k](hidden, lm_head)
-        assert (self.markov is None) == (before is None), "a Markov bias is of the token before"
+        assert (self.markov is None) == (before is None), "a Markov bias needs the previous token"
         return logits if self.markov is None or before is None else self.markov.added_to(logits, before)
 
     def save_pretrained(self, folder: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -215,8 +215,8 @@ class MedusaHeads(nn.Module):
     ) -> "MedusaHeads":
         """Read heads written by `save_pretrained`, in ``dtype`` (None: as stored).
 
-        Raises ValueError before building anything if a tensor is missing or unknown to ``config.json``, and ValueError
-        for a weight that is not finite in the dtype.
+        Raises ValueError if tensors do not match ``config.json``, before anything is built, or if a weight is not
+        finite in the dtype.
         """
         folder = Path(folder)
         config = read_config(folder)
@@ -225,11 +225,11 @@ class MedusaHeads(nn.Module):
 
 
 class StackedHeads:
-    """All heads of a target run at once, for decoding: one product per layer of blocks, one for a shared lm_head.
+    """All heads of a target as one batch, for decoding: one product per layer of blocks, one for a shared lm_head.
 
-    The blocks' weights are stored contiguously, and the given heads become views of them: no weight is stored twice,
-    even if the heads are stacked again. Heads moved later to another device or dtype no longer share these weights. A
-    Markov bias is left out: it is added when the tokens are chosen.
+    The blocks' weights are stored contiguously and the given heads become views of them, so no weight is stored twice,
+    even if the heads are stacked again. Heads that are later moved to another device or dtype no longer share these
+    weights. A Markov bias is not applied here, but when tokens are chosen.
     """
 
     def __init__(self, heads: MedusaHeads) -> None:
@@ -247,7 +247,7 @@ class StackedHeads:
     ) -> Float[Tensor, "count rows vocab"]:
         """Return the logits of the first ``count`` heads, on the device of their output layers.
 
-        ``lm_head``: the target's, for heads that share it.
+        ``lm_head``: the target's lm_head, for heads that share it.
         """
         x = hidden.to(self._like).expand(count, -1, -1)
         for weight, bias in self._layers:
@@ -258,7 +258,7 @@ class StackedHeads:
 
 
 def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
-    """Make the parameters views of one tensor (parameters, ...) and return it; no copy if they already are."""
+    """Make the parameters views of one tensor (parameters, ...) and return the tensor; copy only if necessary."""
     first, size = parameters[0].detach(), parameters[0].numel()
     storage = first.untyped_storage().data_ptr()
     if all(
@@ -275,10 +275,10 @@ def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
 def loaded(
     config: MedusaConfig, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None = None
 ) -> MedusaHeads:
-    """Build heads of these weights, ready to decode, in ``dtype`` (None: the weights' own).
+    """Build heads from these weights, ready to decode, in ``dtype`` (None: the dtype of the weights).
 
-    The heads take the given tensors without copying, and ``weights`` is emptied; a conversion to another dtype replaces
-    tensor by tensor. Raises ValueError, naming ``folder`` as the source, for a weight that is not finite in that dtype.
+    The heads take over the tensors without copying, and ``weights`` is emptied; another dtype is converted tensor by
+    tensor. Raises ValueError, naming ``folder`` as the source, if a weight is not finite in that dtype.
     """
     check_finite(weights, f"{folder}", "give an earlier checkpoint, or train the heads again")
     stored = next(iter(weights.values())).dtype
@@ -293,7 +293,7 @@ def loaded(
 
 
 def read_config(folder: Path) -> MedusaConfig:
-    """Read the ``config.json`` next to the weights of heads. ValueError unless it describes heads in `FORMAT`."""
+    """Read the ``config.json`` of heads; raise ValueError unless it describes heads in `FORMAT`."""
     for name, there in ((CONFIG_NAME, (folder / CONFIG_NAME).is_file()), (WEIGHTS_NAME, has_weights(folder))):
         if not there:
             raise ValueError(f"{folder} does not contain Medusa heads, {name} is missing: {_REMEDY}")

@@ -1,8 +1,8 @@
 """Names of models: a folder, or ``ORG/NAME`` or ``ORG/NAME@REVISION`` on the Hub, fetched into the cache.
 
-A revision is a branch, a tag, a pull request (``refs/pr/1``) or a commit hash; the default is ``main``. A process
-resolves a revision once: config, weights and tokenizer come from one commit even while a branch moves. The Hub's own
-client does the work: its cache (HF_HOME, HF_HUB_CACHE), its offline mode (HF_HUB_OFFLINE), its token.
+A revision is a branch, a tag, a pull request (``refs/pr/1``) or a commit hash; the default is ``main``. Each process
+resolves a revision once, so config, weights and tokenizer come from the same commit even if the branch moves. Files are
+fetched by the Hub's client, with its cache (HF_HOME, HF_HUB_CACHE), offline mode (HF_HUB_OFFLINE) and token.
 """
 
 import re
@@ -31,10 +31,10 @@ from decoding.model.stored import WEIGHT_FILES, named_files
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md")
 """Config, tokenizer, template, card and similar files; code is fetched too, but runs only if trusted."""
 _WEIGHTS = (*WEIGHT_FILES, "adapter_model.safetensors")
-"""Weights that are read here, without second copies in other programs' layouts."""
+"""Weight files that are read here; copies in other programs' layouts are not fetched."""
 _FOLDERS = ("*/*",)
 _REVISION = re.compile(r"(?!.*(?:\.\.|//))[^\s\\~^:?*\[\x00-\x1f\x7f/,-][^\s\\~^:?*\[\x00-\x1f\x7f,]*")
-"""Names that git accepts, except those that would leave the cache's folder or end a drafter's path."""
+"""Revisions that git accepts, except names that would leave the cache's folder or end a drafter's path."""
 LOG_IN = "run `hf auth login`, or set HF_TOKEN"
 
 _only_cached: ContextVar[bool] = ContextVar("only_cached", default=False)
@@ -53,7 +53,7 @@ class HubName(NamedTuple):
 
 
 def hub_name(name: str | Path) -> HubName | None:
-    """Read a name of the form ORG/NAME[@REVISION]; None for a path or an existing folder, which takes precedence.
+    """Parse a name of the form ORG/NAME[@REVISION]; return None for a path or an existing folder.
 
     Raises ValueError for a revision that git would not accept.
     """
@@ -67,11 +67,10 @@ def hub_name(name: str | Path) -> HubName | None:
 
 
 def local_folder(name: str | Path, weights: bool = True) -> Path:
-    """Return the folder of this name; for a Hub id, its snapshot in the cache, with missing files fetched.
+    """Return the folder of this name; for a Hub id, the snapshot in the cache, after fetching missing files.
 
-    Only files that are read here are fetched; without ``weights`` no weights are fetched. Raises ValueError, in one
-    sentence, if the folder, repository or revision does not exist or may not be read, or if it is not cached and the
-    Hub cannot be reached.
+    Only files that are read here are fetched, and weights only with ``weights``. Raises ValueError if the folder,
+    repository or revision does not exist or may not be read, or if it is not cached and the Hub cannot be reached.
     """
     named = hub_name(name)
     if named is None:
@@ -82,7 +81,7 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
             )
         return Path(name)
     folder = _snapshot(named, [*_SMALL, *(_WEIGHTS if weights else ())])
-    files = named_files(folder, "tell its author") if weights else []
+    files = named_files(folder, "report this to its author") if weights else []
     if missing := [str(path.relative_to(folder)) for path in files if not path.is_file()]:  # shards with other names
         _snapshot(named, missing, ())
     return folder
@@ -110,7 +109,7 @@ def short_name(name: str) -> str:
 
 @contextmanager
 def only_cached(wanted: bool = True) -> Iterator[None]:
-    """Ask the Hub for nothing inside this context, as HF_HUB_OFFLINE does for a whole process."""
+    """Send no requests to the Hub inside this context, as HF_HUB_OFFLINE does for a whole process."""
     before = _only_cached.set(wanted or _only_cached.get())
     try:
         yield
@@ -119,7 +118,7 @@ def only_cached(wanted: bool = True) -> Iterator[None]:
 
 
 def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = _FOLDERS) -> Path:
-    """Fetch the repository's files of these patterns; return their folder, named after the commit."""
+    """Fetch the repository's files that match the patterns; return their folder, named after the commit."""
     revision = named.revision or constants.DEFAULT_REVISION
     place = (str(constants.HF_HUB_CACHE), str(constants.ENDPOINT), named.repo_id, revision)
     try:
@@ -136,22 +135,22 @@ def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = 
     else:
         _commits[place] = Path(folder).name
         return Path(folder)
-    # Raised outside the handler: an exception's context would contain the request and its header.
+    # Raised outside the handler, because an exception's context would contain the request with its headers.
     raise ValueError(
-        f"nothing can be read from {str(named)!r}: there is no such folder{similar(Path(str(named)))}, and loading it "
+        f"{str(named)!r} cannot be loaded: there is no such folder{similar(Path(str(named)))}, and loading it "
         f"from the Hub failed: {problem}"
     )
 
 
 def explained(error: Exception, named: HubName, page: str) -> str:
-    """Explain in one sentence why nothing was fetched from a repository with this ``page``, and what helps."""
+    """Explain in one sentence why fetching from a repository failed and what to do; ``page`` is its web page."""
     repo_id, address = named.repo_id, without_login(constants.ENDPOINT)
     if isinstance(error, HFValidationError):
         return "it is not a Hub id: give ORG/NAME or ORG/NAME@REVISION"
     if isinstance(error, GatedRepoError):
         return f"it is gated: accept its terms at {page}, then {LOG_IN}"
     if isinstance(error, RepositoryNotFoundError):
-        return f"{address} shows no {repo_id}: check the name; if it is private, {LOG_IN}"
+        return f"{address} has no {repo_id} that you may read: check the name; if it is private, {LOG_IN}"
     if isinstance(error, RevisionNotFoundError):
         return f"{repo_id} has no revision {named.revision!r}: give a branch, a tag or a whole commit hash"
     cause = (error.__cause__ or error) if isinstance(error, LocalEntryNotFoundError) else error
@@ -160,7 +159,7 @@ def explained(error: Exception, named: HubName, page: str) -> str:
         answers = {
             401: f"{address} does not accept the token (401): {LOG_IN} to a valid one",
             403: f"the token may not read {repo_id} (403): use one that may",
-            429: f"{address} got too many requests (429): wait a few minutes, or {LOG_IN} for a higher limit",
+            429: f"{address} received too many requests (429): wait a few minutes, or {LOG_IN} for a higher limit",
         }
         return answers.get(
             status, f"{address} answered {status} ({shortened(cause.server_message or cause)}): try again later"
@@ -170,7 +169,7 @@ def explained(error: Exception, named: HubName, page: str) -> str:
     if _only_cached.get() or isinstance(cause, OfflineModeIsEnabled):
         revision = f" --revision {named.revision}" if named.revision else ""
         return (
-            f"it is not completely cached, and the Hub may not be asked (HF_HUB_OFFLINE, local_files_only): "
+            f"it is not completely cached, and downloads are switched off (HF_HUB_OFFLINE, local_files_only): "
             f"fetch it once with `hf download {repo_id}{revision}`, or allow downloads"
         )
     return f"{address} cannot be reached ({type(cause).__name__}) and it is not completely cached: check the connection"
@@ -182,12 +181,12 @@ def shortened(text: object) -> str:
 
 
 def without_login(address: object) -> str:
-    """Return the Hub's address without a user's name and password in it."""
+    """Return an address without a user name and password."""
     return re.sub(r"(?<=://)[^/@]*@", "", str(address))
 
 
 def similar(folder: Path) -> str:
-    """Ask whether a folder with a similar name was meant."""
+    """Return a suggestion of existing folders with similar names, or an empty text."""
     parent = folder.parent
     found = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
     close = get_close_matches(folder.name, found)

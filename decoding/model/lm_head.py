@@ -1,8 +1,7 @@
 """A model's two ends: the embedding of its input tokens, and its lm_head with the last hidden state.
 
-Input and output embeddings are the layers that every architecture names (`get_input_embeddings`,
-`get_output_embeddings`), so this module needs no family-specific code. Decoding and training access both ends only
-through this module.
+Every architecture names these layers (`get_input_embeddings`, `get_output_embeddings`), so this module needs no
+family-specific code. Decoding and training access the two ends only through this module.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +28,7 @@ class OutputLayer(nn.Linear):
 
 
 def unscaled_embeddings(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the embeddings of tokens, on their device, without the factor of families that scale them."""
+    """Return the embeddings of tokens, on the tokens' device, without the factor by which some families scale them."""
     weight: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]  # nn.Module's getattr
     return F.embedding(tokens.to(weight.device), weight).to(tokens.device)
 
@@ -41,9 +40,9 @@ def _lm_head(model: nn.Module) -> nn.Linear:
 
 @contextmanager
 def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """Collect the lm_head's input, (batch, positions, hidden), of this thread's forwards of the model in the context.
+    """Collect the lm_head's input, (batch, positions, hidden), in this thread's forwards of the model in the context.
 
-    With ``select`` the lm_head itself reads only ``select(hidden)``, to save unneeded logits; the captured tensor is
+    With ``select`` the lm_head reads only ``select(hidden)``, to save unneeded logits. The captured tensor is always
     the whole input.
     """
     captured: list[Tensor] = []
@@ -61,7 +60,7 @@ def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] |
 
 @contextmanager
 def hooked(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Iterator[None]:
-    """Register a hook inside the context. A hook left behind by an interrupt would spoil every later forward."""
+    """Register a hook inside the context, and remove it even if interrupted: else it would spoil later forwards."""
     handle = None
     try:
         handle = register(hook)
@@ -107,9 +106,8 @@ def lm_head_input(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, 
 def run_in_lm_head(model: nn.Module, hidden: Tensor, work: Callable[[Tensor, Tensor], Result]) -> Result:
     """Call the lm_head on ``hidden`` with ``work(hidden, weight)`` instead of its forward; return the work's result.
 
-    Launchers shard the lm_head. Their hooks gather its weight around its forward. In the backward pass they gather it
-    only for the gradient of the layer's own result (DeepSpeed's ZeRO-3). A loss computed from the weight must therefore
-    be that result.
+    A loss computed from the lm_head's weight must be the layer's own result. Launchers shard the weight and gather it
+    around the layer's forward; in the backward pass DeepSpeed's ZeRO-3 gathers it only for that result's gradient.
     """
     layer: Any = _lm_head(model)
     with replaced_forward(layer, lambda hidden: work(hidden, layer.weight)):

@@ -1,4 +1,4 @@
-"""Loading of targets, drafts and heads from a folder or the Hub; mismatches are found before anything runs."""
+"""Loading of targets, drafts and heads from a folder or the Hub, with checks for mismatches."""
 
 import logging
 from math import prod
@@ -38,16 +38,16 @@ from decoding.model.stored import CONFIG_NAME, check_finite, read_header, read_o
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary
 
 _LOGGER = logging.getLogger(__name__)
-_SHARE = 0.9  # share of a GPU's free memory that weights may fill; the rest is for the cache and the passes
+_SHARE = 0.9  # share of a GPU's free memory for weights; cache and passes need the rest
 
 TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
-"""Text that tokenizers split differently: spaces at both ends of lines, digits, an accent."""
+"""Text that different tokenizers split differently: spaces at the start and end of lines, digits, an accent."""
 
 UNREADABLE = (
     *(OSError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError),
     *(ImportError, SafetensorError, HTTPError, StrictDataclassError),
 )
-"""Errors that transformers and its libraries raise for a model or a config that they cannot build."""
+"""Errors that transformers and its libraries raise if they cannot build a model or a config."""
 
 
 def load_model(
@@ -58,10 +58,10 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal LM from a folder or ORG/NAME[@REVISION], with every weight in safetensors files.
 
-    ``dtype="auto"`` keeps the stored dtype; None uses `fast_dtype`. The config is compared with the weights before the
-    model is built. ``device`` None: the first GPU, or the CPU without one; weights that do not fit on the first of
-    several GPUs are spread over all of them. Raises ValueError for a model that cannot be read, lacks weights, or is
-    too large for all GPUs together.
+    ``dtype="auto"`` keeps the stored dtype; None uses `fast_dtype`. ``device`` None: the first GPU, or the CPU without
+    one; weights that do not fit on the first of several GPUs are spread over all GPUs. The config is compared with the
+    weights before the model is built. Raises ValueError if the model cannot be read, lacks weights, or is too large for
+    all GPUs together.
     """
     folder = model_folder(name)
     check_model_folder(folder)
@@ -69,7 +69,7 @@ def load_model(
     spread = device is None and exceeds_first_gpu(folder, dtype)
     if spread:
         _LOGGER.warning("%s does not fit on the first GPU and is spread over %d", name, torch.cuda.device_count())
-    disable_progress_bar()  # the bar of reading weights would end before it is drawn
+    disable_progress_bar()  # reading weights is over before its bar is drawn
     try:
         described = _that_or_base(folder, "config.json")
         config = AutoConfig.from_pretrained(str(described), trust_remote_code=trust_remote_code)
@@ -101,7 +101,7 @@ def load_model(
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return transformers' class that builds a config's causal LM; models of images and text are loaded whole."""
+    """Return the transformers class that builds a config's causal LM; image-text models are loaded whole."""
     sides = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if sides else AutoModelForCausalLM
 
@@ -122,15 +122,15 @@ def model_without_weights(folder: Path, dtype: torch.dtype, trust_remote_code: b
 
 
 def _that_or_base(folder: Path, pattern: str) -> Path:
-    """Return the folder if it contains such a file, else the first base model of its adapters that does.
+    """Return the folder if it contains a file that matches, else the first base model of its adapters that does.
 
-    Raises ValueError for adapters that are their own base, on the Hub too.
+    Raises ValueError if adapters lead back to themselves, also on the Hub.
     """
     visited = [folder]
     while (base := adapted_model(folder)) is not None and not any(folder.glob(pattern)):
         folder = local_folder(base, weights=False)
         if folder in visited:
-            raise ValueError(f"the adapters {base} are, through their base model, their own base: give the base model")
+            raise ValueError(f"the adapters {base} name themselves as their base model: give the base model")
         visited.append(folder)
     return folder
 
@@ -149,7 +149,7 @@ def exceeds_first_gpu(folder: Path, dtype: torch.dtype | Literal["auto"]) -> boo
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model's folder or Hub id; adapters saved without one use their base model's."""
+    """Load the tokenizer of a model's folder or Hub id; adapters without one use the base model's tokenizer."""
     folder = _that_or_base(local_folder(name, weights=False), "tokenizer*")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -177,7 +177,7 @@ def _is_untrusted(error: BaseException) -> bool:
 
 
 def model_folder(name: str) -> Path:
-    """Return the local folder of a model, fetched if needed; ValueError if its config or weights are missing."""
+    """Return the local folder of a model, fetched if needed; raise ValueError if config or weights are missing."""
     folder = local_folder(name)
     if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):  # or adapters
         raise ValueError(f"{name} does not contain a model: config.json is missing")
@@ -187,21 +187,21 @@ def model_folder(name: str) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error (library errors have many), or the name of its class if it has no text.
+    """Return the first line of an error (library errors have many), or its class name if it has no text.
 
-    A line that ends with a colon is joined with the next one.
+    If the first line ends with a colon, the next one is appended.
     """
     first, *others = _lines(error)
     return " ".join((first, *others[:1])) if first.endswith(":") else first
 
 
 def reason(error: BaseException) -> str:
-    """Return the line of an error that gives the reason: the first, or the last in transformers' config checks."""
+    """Return the line of an error that states the reason: the first, or the last in transformers' config checks."""
     if "ignore_mismatched_sizes" in str(error):  # an option that users cannot set here
-        return "the sizes in its config.json differ from its weights"
+        return "the sizes in config.json differ from the weights"
     if _is_untrusted(error):
         return (
-            "it needs its own code: read that code, then give --trust-remote-code, or trust_remote_code=true in a "
+            "it contains its own code: read the code, then give --trust-remote-code, or trust_remote_code=true in a "
             "recipe"
         )
     if not isinstance(error, StrictDataclassError):
@@ -219,7 +219,7 @@ _OWN_TOKENIZER = "give a draft trained with the target's tokenizer"
 
 
 def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Reject a draft whose token ids mean other texts; vocabularies that differ only in padding pass."""
+    """Raise UserError if the draft's token ids mean other texts; vocabularies may differ in padding."""
     target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
     differing = [token for token, index in draft_vocab.items() if target_vocab.get(token, index) != index]
     unknown = [token for token in draft_vocab if token not in target_vocab]
@@ -234,7 +234,7 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
     if len(unknown) + len(missing) > max(64, len(target_vocab) // 100):
         raise UserError(
             f"the draft's tokenizer is not the target's: {len(missing)} of the target's {len(target_vocab)} tokens are "
-            f"missing and {len(unknown)} are its own",
+            f"missing and {len(unknown)} are unknown to the target",
             _OWN_TOKENIZER,
         )
     if target(TOKENIZER_PROBE)["input_ids"] != draft(TOKENIZER_PROBE)["input_ids"]:
@@ -242,7 +242,7 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
 
 
 def load_heads(name: str | Path, target: CausalLM) -> MedusaHeads:
-    """Load heads from a folder or Hub id in the target's dtype, on its device; sizes are checked before weights."""
+    """Load heads from a folder or Hub id, in the target's dtype and on its device; check sizes before weights."""
     folder = local_folder(name)
     read_config(folder).check_fits(target.hidden_size, target.vocab_size)
     return MedusaHeads.from_pretrained(folder, dtype=target.dtype, device=target.device)
@@ -255,11 +255,11 @@ def load_draft(
     trust_remote_code: bool = False,
     other_tokenizer: bool = False,
 ) -> CausalLM:
-    """Load a draft model in the target's dtype, on its device, with fixed shapes if the target has them.
+    """Load a draft model in the target's dtype and on its device, with fixed shapes if the target has them.
 
-    Its tokenizer must match the target's ``tokenizer``, if that is given and ``other_tokenizer`` is False:
-    `OtherTokenizerDrafter` takes any. A folder marked by `vocabulary.write_output_tokens` gives a draft with a trimmed
-    vocabulary.
+    If ``tokenizer`` (the target's) is given and ``other_tokenizer`` is False, the draft's tokenizer must match it;
+    `OtherTokenizerDrafter` accepts any tokenizer. A folder marked by `vocabulary.write_output_tokens` gives a draft
+    with a trimmed vocabulary.
     """
     if dspark_folder(name) is not None:
         raise ValueError(f"{name} is a DSpark draft, not a draft model: give it as dspark:{name}")
@@ -272,20 +272,20 @@ def load_draft(
         try:
             check_same_tokenizer(tokenizer, own_tokenizer)
         except ValueError as error:
-            raise ValueError(f"{error}, or give this one as other-tokenizer:{name}, which is clearly slower") from error
+            raise ValueError(f"{error}, or give this draft as other-tokenizer:{name}, which is slower") from error
     output_tokens = read_output_tokens(draft, name)
     loaded = CausalLM(draft) if output_tokens is None else trimmed_vocabulary(draft, output_tokens)
     return loaded if why_not_static(draft) else loaded.with_static(target.static)
 
 
 def dspark_folder(name: str | Path) -> Path | None:
-    """Return the folder of a DSpark draft, its config fetched if the name is a Hub id; None for any other model."""
+    """Return the folder of a DSpark draft, or None for any other model; for a Hub id the config is fetched."""
     folder = local_folder(name, weights=False)
     return folder if is_dspark_folder(folder) else None
 
 
 def load_dspark(name: str | Path, target: CausalLM) -> DSparkDraft:
-    """Load a DSpark or DFlash draft in the target's dtype, on its device; its sizes are checked before its weights.
+    """Load a DSpark or DFlash draft, in the target's dtype and on its device; check sizes before weights.
 
     Raises ValueError if its embedding or lm_head differs from the target's.
     """
@@ -298,7 +298,7 @@ def load_dspark(name: str | Path, target: CausalLM) -> DSparkDraft:
 
 
 def is_heads_folder(folder: str | Path) -> bool:
-    """Return True if a folder contains heads in this project's own format."""
+    """Return True if a folder contains heads in this project's format."""
     config = Path(folder) / CONFIG_NAME
     return config.is_file() and read_object(config, "give heads or a model").get("format") == FORMAT
 

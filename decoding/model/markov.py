@@ -1,9 +1,9 @@
-"""A low-rank bias on logits by the previous token; it makes distributions predicted at once conditional.
+"""A low-rank bias on logits that depends on the previous token (DSpark's Markov head).
 
-Heads and DSpark drafts predict several tokens from one state, each as if the tokens between were unknown. In drafting
+Heads and DSpark drafts predict several tokens from one state, without knowing the tokens in between. During drafting
 the previous token is known: it is the parent in the tree. Adding the bias W2 W1[previous token] to the logits gives
-each child a distribution given its parent, for one small product per distinct parent (DSpark's Markov head). All
-positions ahead share the bias.
+each child a distribution conditional on its parent, for one small product per distinct parent. All positions share the
+bias.
 """
 
 import torch
@@ -14,11 +14,11 @@ from decoding.model.lm_head import OutputLayer
 
 _SPREAD = 0.02  # standard deviation of the embedding's initial weights, as in most language models
 LARGEST_TABLE = 64 << 20
-"""Largest table of the biases after all tokens that decoding keeps, in bytes."""
+"""Largest table of biases that decoding keeps, in bytes."""
 
 
 class MarkovBias(nn.Module):
-    """Bias of ``outputs`` logits by the previous token, one of ``tokens``, of rank ``rank``; zero at the start."""
+    """Bias of rank ``rank`` on ``outputs`` logits after one of ``tokens`` tokens; zero at the start."""
 
     def __init__(self, tokens: int, outputs: int, rank: int) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class MarkovBias(nn.Module):
 class DecodingBias:
     """A `MarkovBias` for decoding: a table of the biases after every token if it is small, else the product.
 
-    With the 4,096 tokens of a small target a look-up takes a twentieth of the product's time. Later changes of the
-    weights do not change the table.
+    With 4,096 tokens a look-up takes a twentieth of the product's time. Later changes of the weights do not change the
+    table.
     """
 
     def __init__(self, bias: MarkovBias) -> None:
@@ -60,7 +60,7 @@ class DecodingBias:
     ) -> Float[Tensor, "*nodes outputs"]:
         """Return the logits with the bias after these tokens, like `MarkovBias.added_to`.
 
-        A token unknown to the draft is read as its last token: q is poorer, but any q is lossless.
+        A token that the draft does not know is replaced by the draft's last token: q is worse, but any q is lossless.
         """
         known = before.clamp(max=self._tokens - 1)
         if self._table is None:

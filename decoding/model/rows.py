@@ -1,7 +1,7 @@
-"""Chains on models that cannot run trees, row by row: recurrent states, chunks, tokens placed by their order.
+"""Chains on models that cannot run trees, row by row: recurrent states, chunks, positions by token order.
 
-A recurrent state cannot drop a rejected token, so the states of a prefix are kept. A pass runs the tokens accepted
-since then together with the new draft. If the whole draft is accepted, the new states become the prefix's states.
+A recurrent state cannot drop a rejected token, so the states after a prefix are kept. Each pass runs the tokens
+accepted since that prefix and then the new draft. If the whole draft is accepted, the prefix moves to its end.
 Otherwise the kept states are restored, and the next pass also runs the accepted tokens. No step needs a second pass.
 """
 
@@ -20,20 +20,20 @@ from decoding.model.cache import PreallocatedCache
 from decoding.model.forward import ModelOutput, run_model
 
 MOST_FED_AGAIN = 8
-"""Accepted tokens of a row that may wait for their states; with more, the row's next step runs them without a draft.
+"""Most accepted tokens of a row that wait to run with a draft; if there are more, the next step runs them alone.
 
-Chosen from 0, 4, 8, 12, 16, 24 and 32 by counts in the loop at acceptances of 0.3 to 0.9 (dev/log/2026-11-25.md).
+Chosen from 0, 4, 8, 12, 16, 24 and 32 by counts in the loop, for acceptance 0.3 to 0.9 (dev/log/2026-11-25.md).
 """
 
 
 class RowsCache(PreallocatedCache):
-    """Tokens of each row, and `transformers`' own cache of a prefix of them, which can be restored.
+    """Tokens of each row, and a restorable `transformers` cache of a prefix.
 
-    For a model without a cache each pass runs the whole text.
+    If the model has no cache, each pass runs the whole text.
     """
 
     def __init__(self, new: Callable[[], Cache] | None, rows: int) -> None:
-        """``new`` makes the empty cache of one text; None for a model that takes none."""
+        """``new`` makes an empty cache for one text; None for a model without a cache."""
         super().__init__(0, 1, rows)
         self._new = new
         self._rows = [_Row(new) for _ in range(rows)]
@@ -44,7 +44,7 @@ class RowsCache(PreallocatedCache):
     def begin_row(self, slot: int, block: Sequence[int], restarts: bool = False) -> list[int]:
         """Announce a pass that appends a block to a row; return the tokens to run: the waiting ones, then the block.
 
-        ``restarts``: a model that cannot run several tokens after others runs the whole text.
+        ``restarts``: the model cannot run several tokens after a cached text, so it runs the whole text.
         """
         row = self._rows[slot]
         row.tokens += block
@@ -73,7 +73,7 @@ class RowsCache(PreallocatedCache):
 
 
 class _Row:
-    """One text: its tokens, its cache of the first ``_live`` of them, and the states after the first ``_kept``."""
+    """One text: its tokens, a cache of the first ``_live`` tokens, and the states after the first ``_kept``."""
 
     def __init__(self, new: Callable[[], Cache] | None) -> None:
         self.tokens: list[int] = []
@@ -87,7 +87,7 @@ class _Row:
         return len(self.tokens) - self._live
 
     def begin(self) -> list[int]:
-        """Keep the states, and return the tokens that must run on them."""
+        """Keep the states; return the tokens that must run after them."""
         fed = self.tokens[self._live :]
         if self.cache is not None:
             self._kept, self._states = self._live, [_states_of(layer) for layer in self.cache.layers]
@@ -108,20 +108,20 @@ class _Row:
             for layer, states in zip(self.cache.layers, self._states, strict=True):
                 _put_back(layer, states)
             self._live = self._kept
-        else:  # the kept states are of a longer text
+        else:  # the kept states belong to a longer text
             self.restart()
 
     def restart(self) -> None:
-        """Drop the cache: the text will run again."""
+        """Drop the cache, so the whole text runs again."""
         self.cache, self._live, self._kept = self._new() if self._new else None, 0, 0
 
 
 _GROWING = ("keys", "values", "indexer_keys")
-"""Tensors of a layer that grow with the text, along the last dimension but one."""
+"""Tensors of a layer that grow with the text, along the second-to-last dimension."""
 
 
 def _states_of(layer: Any) -> dict[str, Any]:
-    """Copy a layer's states, except keys: a window replaces its keys as a whole, full attention can crop them."""
+    """Copy a layer's states, but not its keys: windows replace keys as a whole, and full attention can crop them."""
     is_full = not getattr(layer, "is_sliding", False)
     states: dict[str, Any] = {}
     for name, value in vars(layer).items():
@@ -146,7 +146,7 @@ def _put_back(layer: Any, states: dict[str, Any]) -> None:
 
 
 class RowSteps:
-    """Runner of one model's steps, row by row: padding would change a recurrent state."""
+    """Runner of one model's steps, row by row, because padding would change a recurrent state."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -166,7 +166,7 @@ class RowSteps:
         return RowsCache((lambda: DynamicCache(config=self._model.config)) if keeps else None, rows)
 
     def state_bytes(self) -> int:
-        """Return the bytes of one text's states that do not grow with it (recurrences and convolutions)."""
+        """Return the bytes of one text's states that do not grow with the text (recurrences and convolutions)."""
         cache = self.new_cache(1)
         self.run([[0]], cache, last=True)
         held = cache.held(0)
@@ -186,8 +186,8 @@ class RowSteps:
     ) -> ModelOutput:
         """Run a chain of tokens after each of the rows ``slots`` (None: the first ones).
 
-        Returns (rows, tokens, hidden) and (rows, tokens, vocab), with shorter rows padded, or only each row's last
-        token with ``last``; with ``taps`` also the states of all tokens of each block.
+        Returns (rows, tokens, hidden) and (rows, tokens, vocab), with shorter rows padded. ``last``: return only each
+        row's last token. ``taps``: also return the states of all tokens of each block.
         """
         assert isinstance(cache, RowsCache), "a cache of another model"
         outputs = [

@@ -1,8 +1,8 @@
-"""Steps of fixed shapes, for target and draft, as CUDA graphs need them; a CPU can run them too.
+"""Steps with fixed shapes, for target and draft, as CUDA graphs require; a CPU can run them too.
 
 A step's shape is rounded up to a bucket (rows, nodes, keys). Everything that changes from step to step (tokens, depths,
-the tree's mask, the start of each row) is copied into tensors of fixed address. Positions, the attention mask and the
-write positions are computed from them on the device, inside the graph. The host never waits for the device here.
+the tree's mask, the start of each row) is copied into tensors with fixed addresses. The graph computes positions,
+attention mask and write positions from these tensors on the device. The host never waits for the device here.
 """
 
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ from decoding.model.forward import ModelOutput, run_model
 from decoding.rules.tree import TokenTree, TreeShape
 
 NODE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
-_FREE_TOKENS = 64  # tokens up to which a GPU pass takes no longer than for one token; a few large buckets suffice there
+_FREE_TOKENS = 64  # a GPU pass over up to so many tokens takes as long as over one, so few buckets suffice
 _KEY_BUCKET = 256
-_AHEAD = 2  # buckets of keys whose graphs are recorded before a text reaches them
+_AHEAD = 2  # buckets of keys recorded before a text reaches them
 
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 class Size(NamedTuple):
-    """The shape of a bucket's steps: each row runs ``nodes`` of a tree of ``span``, and sees ``keys`` positions."""
+    """The shape of a bucket's steps: a row runs ``nodes`` of a tree's ``span`` nodes and reads ``keys`` positions."""
 
     rows: int
     nodes: int
@@ -44,14 +44,14 @@ class Size(NamedTuple):
 def row_bucket(rows: int) -> int:
     """Round up a number of rows to a power of two.
 
-    Caches are made with that number of rows. Otherwise the shape of a step, and in bf16 its rounding, would depend on
-    earlier batches of the cache.
+    Caches have this number of rows. Otherwise a step's shape, and in bf16 its rounding, would depend on the cache's
+    earlier batches.
     """
     return 1 << (rows - 1).bit_length()
 
 
 def node_bucket(rows: int, nodes: int) -> int:
-    """Round up the ``nodes`` of each row: to a power of two up to `_FREE_TOKENS` in all, else to `NODE_BUCKETS`."""
+    """Round up each row's ``nodes``: to a power of two up to `_FREE_TOKENS` in all rows, else to a bucket."""
     power = 1 << (nodes - 1).bit_length()
     if rows * power <= _FREE_TOKENS:
         return power
@@ -59,9 +59,9 @@ def node_bucket(rows: int, nodes: int) -> int:
 
 
 def key_bucket(keys: int) -> int:
-    """Round up a number of keys, at least to 256: to a power of two, or to three quarters of one.
+    """Round up a number of keys to a power of two or three quarters of one, at least to 256.
 
-    Each bucket has its own graphs: a text that grows from 256 keys to 32k uses 15 of them.
+    Each bucket has separate graphs. A text that grows from 256 keys to 32k uses 15 buckets.
     """
     power = max(_KEY_BUCKET, 1 << (keys - 1).bit_length())
     return power * 3 // 4 if power > _KEY_BUCKET and keys <= power * 3 // 4 else power
@@ -69,11 +69,11 @@ def key_bucket(keys: int) -> int:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """Shapes of a step's trees. A step with the previous step's layout does not copy them to the device again."""
+    """Shapes of a step's trees; they are copied to the device only if they differ from the previous step's."""
 
     shapes: tuple[TreeShape, ...]
     firsts: tuple[int, ...]
-    """Number of each tree's nodes that are already cached; the others run."""
+    """Number of nodes of each tree that are already cached; the step runs the others."""
 
     @property
     def counts(self) -> list[int]:
@@ -81,12 +81,12 @@ class TreeLayout:
 
 
 class StaticInputs:
-    """Inputs of a step, all on the model's device. Each row has a tree of ``span`` nodes; its last ``nodes`` run.
+    """Inputs of a step, all on the model's device. Each row has a tree of ``span`` nodes; the last ``nodes`` run.
 
     ``tokens`` (rows, nodes) · ``starts`` (rows,): position of each row's root in its slot · ``dropped`` (rows,): number
-    of its text's positions before that slot's first · ``firsts`` (rows,): number of cached nodes · ``depths`` (rows,
-    nodes): depths of the running nodes · ``key_depths`` (rows, span): depths of all nodes · ``hidden_from`` (rows,
-    nodes, span): true if a node must not attend to another.
+    of text positions before the slot's first · ``firsts`` (rows,): number of cached nodes · ``depths`` (rows, nodes):
+    depths of the running nodes · ``key_depths`` (rows, span): depths of all nodes · ``hidden_from`` (rows, nodes,
+    span): True if a node must not attend to another.
     """
 
     def __init__(self, rows: int, nodes: int, span: int, device: torch.device) -> None:
@@ -104,10 +104,10 @@ class StaticInputs:
         dropped: Sequence[int],
         tokens: Tensor | Sequence[Sequence[int]],
     ) -> None:
-        """Copy a step in: the layout only if it changed, the rest in one copy.
+        """Copy a step's inputs to the device: the layout only if it changed, the rest in one copy.
 
-        ``tokens``: the running tokens, as lists on the host, or as a (rows, nodes) tensor, which stays on the device.
-        The rest of the bucket is padding; no node of a tree attends to it.
+        ``tokens`` are the running tokens: lists on the host, or a (rows, nodes) tensor that stays on the device. The
+        rest of the bucket is padding, and no node of a tree attends to it.
         """
         if layout != self._layout:
             self._fill_layout(layout)
@@ -127,8 +127,8 @@ class StaticInputs:
     def _fill_layout(self, layout: TreeLayout) -> None:
         host, (firsts, depths, key_depths) = _side_by_side(self._tree_shapes, self._tree.device, True)
         hidden_from = torch.ones(self.hidden_from.shape, dtype=torch.bool, pin_memory=self._tree.is_cuda)
-        # Every node attends to at least one key, padding too: in fp16 a softmax over no keys is NaN and would stay in
-        # the cache.
+        # Every node, also padding, attends to at least one key: in fp16 a softmax over no keys is NaN and would stay
+        # in the cache.
         hidden_from.diagonal(dim1=1, dim2=2).fill_(False)
         for row, (shape, first) in enumerate(zip(layout.shapes, layout.firsts, strict=True)):
             own = len(shape) - first
@@ -141,9 +141,9 @@ class StaticInputs:
 
 
 def _side_by_side(shapes: Shapes, device: torch.device, on_host: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """Make a buffer of zeros, filled by one copy, and its parts of these shapes.
+    """Make a buffer of zeros that one copy can fill; return the buffer and its parts of these shapes.
 
-    A buffer ``on_host`` is pinned for a GPU, to keep the copy from blocking. PyTorch reuses its memory only after the
+    A buffer ``on_host`` is pinned for a GPU, so that copying does not block. PyTorch reuses its memory only after the
     copy.
     """
     sizes = list(map(prod, shapes))
@@ -153,10 +153,10 @@ def _side_by_side(shapes: Shapes, device: torch.device, on_host: bool = False) -
 
 
 class StaticSteps:
-    """Runner of one model's steps on one cache, with a graph for each bucket that occurs."""
+    """Runner of one model's steps on one cache, with a graph per bucket used."""
 
     def __init__(self, model: PreTrainedModel, masks: TreeMasks, max_positions: int | None, mode: str) -> None:
-        """``max_positions``: positions that the model has embeddings for; None for unlimited rotary embeddings."""
+        """``max_positions``: number of the model's position embeddings; None for unlimited rotary embeddings."""
         if mode not in STATIC_MODES:
             raise ValueError(f"static mode is {mode!r}: give one of {', '.join(STATIC_MODES)}")
         if reason := why_not_static(model):
@@ -168,7 +168,7 @@ class StaticSteps:
         self._steps: dict[Size, _Bucket] = {}
         self._buffers = 0
         self.pool: Any = None
-        """Memory pool of all graphs. They never run concurrently, and outputs are read before the next step."""
+        """Memory pool shared by all graphs: they never run concurrently, and outputs are read before the next step."""
 
     def capacity(self, wanted: int) -> int:
         """Return the capacity that a cache for ``wanted`` positions needs to fit every padded step without growing."""
@@ -188,14 +188,14 @@ class StaticSteps:
     ) -> ModelOutput:
         """Run a tree after each of the first rows; return (rows, nodes, hidden) and (rows, nodes, vocab), with padding.
 
-        The nodes of row i from ``first[i]`` on run, the others are cached. ``taps``: also return the states of these
-        nodes after these layers. The next step of this model overwrites the results.
+        Row i runs its nodes from ``first[i]`` on; earlier nodes are cached. ``taps``: also return these nodes' states
+        after these layers. The model's next step overwrites the results.
         """
         layout = TreeLayout(tuple(tree.shape for tree in trees), tuple(first or [0] * len(trees)))
         if all(tree.on_host for tree in trees):
             lists = [tree.token_list[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
             return self._run(layout, lists, cache, taps)
-        # The tokens stay on the device: a draft's tokens are verified before the host has read them.
+        # Tokens stay on the device: the target verifies a draft's tokens before the host has read them.
         device = next(tree.tokens.device for tree in trees if not tree.on_host)
         parts = [tree.tokens[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
         tokens = stacked(parts, max(layout.counts), device)
@@ -203,7 +203,7 @@ class StaticSteps:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, cache: PreallocatedCache) -> ModelOutput:
-        """Run one token after each of the first rows; ``tokens`` (rows,) are on the device.
+        """Run one token after each of the first rows; ``tokens`` (rows,) is on the device.
 
         Returns (rows, 1, hidden) and (rows, 1, vocab).
         """
@@ -246,10 +246,10 @@ class StaticSteps:
     def prepare(
         self, cache: PreallocatedCache, asked: int, nodes: Sequence[int], longest: int, taps: Sequence[int] = ()
     ) -> None:
-        """Record the graphs of the next steps: of all kinds seen so far, and of trees of ``nodes`` with ``taps``.
+        """Record graphs for the next steps: for all shapes seen so far, and for trees of ``nodes`` nodes with ``taps``.
 
-        This covers the first `_AHEAD` buckets of keys that the texts of the first ``asked`` rows will reach while they
-        grow to ``longest`` positions. Recording writes into the cache only after the texts.
+        Recording covers the next `_AHEAD` buckets of keys that texts in the first ``asked`` rows will reach, up to
+        ``longest`` positions. It writes into the cache only behind the texts.
         """
         if not (self.captures and asked and cache.device):
             return
@@ -268,7 +268,7 @@ class StaticSteps:
                 keys = key_bucket(min(keys, most) + 1)
 
     def compute(self, inputs: StaticInputs, cache: PreallocatedCache, size: Size) -> ModelOutput:
-        """Compute a step: the same kernels in the same order for every step of a bucket."""
+        """Compute a step with the same kernels in the same order as every step of the bucket."""
         node_index = torch.arange(size.nodes, device=inputs.tokens.device)
         positions = inputs.depths + (inputs.starts + inputs.dropped)[:, None]
         if self._max_positions is not None:
@@ -285,12 +285,12 @@ class StaticSteps:
 
 
 def nodes_at(index: Tensor, values: Tensor) -> Tensor:
-    """Return the node ``index[row]`` of each row of ``values`` (rows, nodes, width): (rows, 1, width)."""
+    """Select node ``index[row]`` in each row of ``values`` (rows, nodes, width); return (rows, 1, width)."""
     return values.gather(1, index[:, None, None].expand(-1, -1, values.shape[-1]))
 
 
 class _Bucket:
-    """The steps of one shape: their inputs, and their CUDA graph once it is recorded."""
+    """Steps of one shape: their inputs, and their CUDA graph once recorded."""
 
     def __init__(self, owner: StaticSteps, cache: PreallocatedCache, size: Size) -> None:
         assert cache.device is not None, "a prefill comes before the first step"
@@ -316,8 +316,8 @@ class _Bucket:
     def _capture(self) -> ModelOutput:
         """Record the step as a CUDA graph.
 
-        The warm-up runs the step with the inputs already filled in. That is harmless: every run, including the replay,
-        writes the same keys and values to the same positions.
+        The warm-up runs the step on its real inputs. This is harmless, because every run, including the replay, writes
+        the same keys and values to the same positions.
         """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -328,7 +328,7 @@ class _Bucket:
         if self._owner.pool is None:
             self._owner.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU meanwhile: a training run's next batch, NCCL's watchdog.
+        # Other threads may use the GPU during capture: a training run's next batch, NCCL's watchdog.
         with torch.cuda.graph(graph, pool=self._owner.pool, capture_error_mode="thread_local"):
             outputs = self._compute()
         self._graph = graph

@@ -1,8 +1,8 @@
 """Contents of a folder: JSON objects, and weights in one safetensors file or in shards with an index.
 
-A size in a ``config.json`` is only a claim; the header of a safetensors file is evidence, because the library checks it
-against the file's length. Both are small: a wrong claim costs milliseconds here, not memory. Weights are written and
-read without a second copy in memory.
+A size in a ``config.json`` may be wrong; the header of a safetensors file is reliable, because the library checks it
+against the file's length. Comparing the two finds a wrong config within milliseconds, before memory is allocated.
+Weights are written and read without a second copy in memory.
 """
 
 import json
@@ -24,22 +24,22 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 WEIGHT_FILES = (WEIGHTS_NAME, INDEX_NAME, "model-*.safetensors")
 SHARD_BYTES = 5 * 10**9
-"""Greatest size of a file of weights, in bytes; a larger tensor gets a separate file."""
+"""Largest size of a weight file, in bytes; a larger tensor gets a separate file."""
 FLOATS = ("BF16", "F16", "F32", "F64")
 """Dtypes that heads may have, by their safetensors names."""
-_MOST_BYTES = 256 << 20  # greatest size of a JSON file, in bytes; the index of the largest models has a few MiB
+_MOST_BYTES = 256 << 20  # largest size of a JSON file, in bytes; the largest models' index has a few MiB
 _PIECE = 1 << 18  # values of a tensor tested for NaN at a time: testing a whole tensor would take twice its memory
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as its file's header describes it: the safetensors name of its dtype (``BF16``) and its shape."""
+    """A tensor described by its file's header: the safetensors name of its dtype (``BF16``) and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON file with an object. ValueError with ``remedy`` if it is missing or contains anything else."""
+    """Read a JSON object from a file; raise ValueError with ``remedy`` if there is none."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes")
@@ -52,9 +52,9 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def read_config_of(kind: type[Config], path: Path, format: str, remedy: str) -> Config:
-    """Read a JSON file with its ``format`` and each field of the dataclass ``kind``, and nothing else.
+    """Read a JSON file that contains exactly ``format`` and the fields of the dataclass ``kind``.
 
-    Raises ValueError with ``remedy`` for any other file, and for values that the dataclass rejects.
+    Raises ValueError with ``remedy`` for any other file, or if the dataclass rejects a value.
     """
     stored = read_object(path, remedy)
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
@@ -79,7 +79,7 @@ def check_whole(key: str, value: object, least: int = 1) -> None:
 
 
 def read_header(path: Path, remedy: str) -> dict[str, StoredTensor]:
-    """Read a safetensors file's names, dtypes and shapes, not its values. ValueError if it is missing or truncated."""
+    """Read a safetensors file's names, dtypes and shapes; raise ValueError if the file is missing or truncated."""
     try:
         with safe_open(path, framework="pt") as file:
             stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
@@ -94,7 +94,7 @@ def check_tensors(
     """Raise ValueError unless the header of weights has exactly these names and shapes, in one floating dtype.
 
     ``path``: the file or folder of the header, for messages. ``expected`` is read only up to the first missing name,
-    however many names a wrong config makes it yield.
+    because a wrong config may yield very many names.
     """
     if not header:
         raise ValueError(f"{path} does not contain tensors: {remedy}")
@@ -121,10 +121,10 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int 
     """Write ``model.safetensors``, or shards with an index if the tensors take more than ``shard_bytes``.
 
     Earlier weights in the folder are replaced. Contiguous tensors on the CPU are written without a copy; others are
-    copied there first.
+    copied to the CPU first.
     """
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    # No get_storage_id: tensors that share one storage (`StackedHeads`) are still separate tensors.
+    # No get_storage_id, because tensors that share a storage (`StackedHeads`) are still separate tensors.
     split = split_state_dict_into_shards_factory(
         state,
         get_storage_size=lambda tensor: tensor.nbytes,
@@ -146,7 +146,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def named_files(folder: Path, remedy: str) -> list[Path]:
-    """Return the file of the weights, or the shards in the index, even missing ones; empty without either.
+    """Return the weight file, or all shards in the index, even missing ones; empty if the folder has neither.
 
     Raises ValueError with ``remedy`` for a shard outside the folder.
     """
@@ -165,7 +165,7 @@ def named_files(folder: Path, remedy: str) -> list[Path]:
 
 
 def _is_shard(name: object) -> bool:
-    """Return True for the name of a safetensors file inside the folder (symbolic links may leave it)."""
+    """Return True for the name of a safetensors file inside the folder (symbolic links may point outside)."""
     if not isinstance(name, str) or not name.endswith(".safetensors") or "\0" in name:
         return False
     paths = (PurePosixPath(name), PureWindowsPath(name))
@@ -173,7 +173,7 @@ def _is_shard(name: object) -> bool:
 
 
 def weight_files(folder: Path, remedy: str) -> list[Path]:
-    """Return the file of the weights, or the shards in the index; empty if the folder has neither.
+    """Return the weight file, or the shards in the index; empty if the folder has neither.
 
     Raises ValueError with ``remedy`` unless each shard exists inside the folder.
     """
@@ -190,7 +190,7 @@ def weights_header(folder: Path, remedy: str) -> dict[str, StoredTensor]:
 
 
 def stored_weights(folder: Path, remedy: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of every tensor, one in memory at a time. Errors as in `weight_files`."""
+    """Yield the name and value of every tensor, one in memory at a time. Errors as in `weight_files`."""
     for path in weight_files(folder, remedy):
         with safe_open(path, framework="pt", backend="pread") as file:  # a private copy, because the file may change
             for name in file.keys():  # noqa: SIM118  # not a mapping
@@ -202,7 +202,7 @@ def read_weights(folder: Path, remedy: str) -> dict[str, Tensor]:
     return dict(stored_weights(folder, remedy))
 
 
-# --- NaN and infinity: a single one makes every output of a draft or of heads worthless -------------------------------
+# --- NaN and infinity: a single one makes all outputs of a draft or of heads useless ----------------------------------
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -211,9 +211,9 @@ def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def check_finite(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
-    """Raise ValueError for the first tensor with a NaN or an infinity, with the count of such values.
+    """Raise ValueError for the first tensor with a NaN or an infinity; the message counts such values.
 
-    ``what`` names the owner of the tensors in the message; ``remedy`` says what to do ("give an earlier checkpoint").
+    ``what`` names the owner of the tensors, ``remedy`` says what to do ("give an earlier checkpoint").
     """
     if broken := non_finite(tensors):
         tensor, others = tensors[broken[0]], len(broken) - 1

@@ -1,4 +1,4 @@
-"""Taps: the residual stream after some of a model's layers, before any norm."""
+"""Taps: the residual stream after selected layers of a model, before any norm."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,16 +14,16 @@ from decoding.model.lm_head import hooked, replaced_forward
 
 
 def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
-    """Return the list of a model's ``count`` layers, whatever its family calls it. ValueError if there is none.
+    """Return a model's list of ``count`` layers, under any name; raise ValueError if there is none.
 
-    The text decoder is searched first, since a vision tower may be as deep.
+    The text decoder is searched first, because a vision tower may have as many layers.
     """
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
     parts = (model,) if decoder is None else (decoder, model)
     modules = (module for part in parts for module in part.modules())
     for module in modules:  # lists inside a layer, such as experts, come after the list of layers
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module  # at once: each step looks for it
+            return module  # stop early, because every step searches
     raise ValueError(f"{type(model).__name__} does not keep its {count} layers in a list: give another target")
 
 
@@ -31,11 +31,11 @@ def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
 def capture_taps(
     model: nn.Module, count: int, taps: Sequence[int]
 ) -> Iterator[list[Float[Tensor, "batch positions taps"]]]:
-    """Collect the outputs of the layers ``taps`` (increasing, from 0) of ``count``, in this thread's forwards.
+    """Collect the outputs of layers ``taps`` (increasing, from 0) out of ``count``, in this thread's forwards.
 
-    They equal transformers' ``hidden_states[tap + 1]``, except for the last layer: there transformers' entry comes
-    after the final norm. Each forward in the context adds one tensor with each position's states concatenated. Without
-    taps nothing is collected.
+    The outputs equal transformers' ``hidden_states[tap + 1]``, except for the last layer, whose entry in transformers
+    is taken after the final norm. Each forward in the context adds one tensor in which each position's states are
+    concatenated. Without taps nothing is collected.
     """
     found: list[Tensor] = []
     parts: dict[int, Tensor] = {}
@@ -48,7 +48,7 @@ def capture_taps(
             parts[tap] = output if isinstance(output, Tensor) else output[0]
             if parts[tap].ndim > 3:
                 raise ValueError(
-                    f"{type(model).__name__}'s layers pass on several streams: train heads or an ordinary draft on it"
+                    f"layers of {type(model).__name__} output several streams: train heads or an ordinary draft on it"
                 )
             if tap == taps[-1]:
                 place = parts[tap].device  # layers may be on several devices
@@ -68,9 +68,9 @@ def capture_taps(
 def begun_behind(
     model: nn.Module, count: int, tap: int, states: Float[Tensor, "batch positions hidden"], in_tuple: bool = False
 ) -> Iterator[None]:
-    """Skip the layers up to ``tap`` of ``count`` in the context's forwards: these start from the states after it.
+    """Skip the layers up to ``tap`` (of ``count``) in the context's forwards, which start from ``states`` instead.
 
-    ``in_tuple``: the family's layers return their states in a tuple.
+    ``in_tuple``: layers of this family return their states in a tuple.
     """
     output = (states, None) if in_tuple else states
     with ExitStack() as skipped:

@@ -1,4 +1,4 @@
-"""The order of threads that decode with one model: their steps alternate, as do generations on one cache."""
+"""Sharing of a model by several threads: their steps alternate, and a static model's cache changes hands."""
 
 import threading
 import time
@@ -17,39 +17,40 @@ _LOCKS_LOCK = threading.Lock()
 
 
 def lock_of(model: nn.Module) -> threading.RLock:
-    """Return the lock that a thread holds during a step of the model, the same for every wrapper of the model.
+    """Return the lock that a thread holds during a step of the model; all wrappers of the model share it.
 
-    A pass switches hooks and attention on the model, so two concurrent passes would read each other's states.
+    A pass switches hooks and attention on the model, so concurrent passes would read each other's states.
     """
     with _LOCKS_LOCK:
         return _LOCKS.setdefault(model, threading.RLock())
 
 
 class CacheHolder(Protocol):
-    """A generation that uses a cache. ``last_step``: the end of its last step, by `time.monotonic`."""
+    """A generation that uses a cache. ``last_step``: the time its last step ended, by `time.monotonic`."""
 
     last_step: float
 
 
 class CacheTurns:
-    """The turns of generations on the one cache of a static model."""
+    """Turns of generations on the single cache of a static model."""
 
     def __init__(self) -> None:
         self._free = threading.Condition()
         self._holder: ref[CacheHolder] | None = None
 
     def take(self, generation: CacheHolder | None) -> None:
-        """Wait until no other generation has the cache; end one that has made no step for `PATIENCE` seconds.
+        """Wait until no other generation has the cache; take it from one without a step for `PATIENCE` seconds.
 
-        A generation that was dropped or has ended releases the cache. With None, nobody has it afterwards.
+        A generation that was dropped or has ended releases the cache. If ``generation`` is None, the cache is free
+        afterwards.
         """
         with self._free:
             while (held := self._held_by_another(generation)) is not None:
                 idle = time.monotonic() - held.last_step
                 if idle >= PATIENCE:
                     warnings.warn(
-                        f"a stream that was not read for {idle:.0f} seconds is ended: another call waited, and a model "
-                        "with static shapes decodes one batch at a time",
+                        f"a stream was ended because nobody read it for {idle:.0f} seconds and another call waited: "
+                        "a model with static shapes decodes one batch at a time",
                         stacklevel=3,
                     )
                     break
@@ -58,7 +59,7 @@ class CacheTurns:
             self._holder = None if generation is None else ref(generation)
 
     def give_back(self, generation: CacheHolder) -> None:
-        """End the turn of a generation, if it still has the cache."""
+        """Release the cache if this generation still has it."""
         with self._free:
             if self._holder is not None and self._holder() is generation:
                 self._holder = None

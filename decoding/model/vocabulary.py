@@ -1,6 +1,6 @@
-"""Drafts with a trimmed vocabulary: an lm_head of frequent tokens only (FR-Spec, 2502.14856).
+"""Drafts with a trimmed vocabulary: an lm_head for frequent tokens only (FR-Spec, 2502.14856).
 
-Such a draft has q = 0 for every other token. A lossless rule allows that, so the target's output is unchanged.
+Such a draft has q = 0 for every other token. Lossless rules allow this, so the target's output is unchanged.
 """
 
 import copy
@@ -25,13 +25,13 @@ OUTPUT_TOKENS_NAME = "output_tokens.json"
 
 
 def most_frequent_tokens(texts: Iterable[Sequence[int]], count: int, always: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the ``count`` most frequent tokens of texts of token ids, ``always`` among them, in increasing order.
+    """Return the ``count`` most frequent tokens of texts of token ids, including ``always``, in increasing order.
 
-    Fewer if the texts contain fewer; the lower id wins ties. Put the EOS tokens, and all others that must not be
-    missing, into ``always``.
+    Returns fewer if the texts contain fewer. The lower id wins ties. ``always`` should contain the EOS tokens, and all
+    others that must not be missing.
     """
     if count < max(1, len(set(always))):
-        raise ValueError(f"count is {count}: give at least 1, and room for the {len(set(always))} tokens in always")
+        raise ValueError(f"count is {count}: give at least 1, and at least the {len(set(always))} tokens in always")
     seen = Counter(token for text in texts for token in text)
     chosen = dict.fromkeys(always)
     for token in sorted(seen, key=lambda token: (-seen[token], token)):
@@ -46,7 +46,7 @@ def most_frequent_tokens(texts: Iterable[Sequence[int]], count: int, always: Seq
 def trimmed_vocabulary(model: PreTrainedModel, token_ids: Iterable[int]) -> CausalLM:
     """Make a draft that writes only ``token_ids``: a copy of the model without the other rows of its lm_head.
 
-    It still reads every token. ``model`` is unchanged, and shares its other weights with the draft.
+    The draft still reads every token. ``model`` is unchanged and shares all other weights with the draft.
     """
     tokens = sorted(token_ids)
     lm_head = model.get_output_embeddings()
@@ -62,8 +62,8 @@ def with_filled_vocabulary(draft: CausalLM) -> PreTrainedModel:
     """Return a trimmed draft with a full lm_head, for programs that do not support trimming.
 
     A token that the draft cannot write gets the mean of the draft's lm_head rows. Its logit is then the mean of the
-    draft's logits, never above the largest: greedy decoding writes the same tokens as the draft. All other weights are
-    shared. An untrimmed draft's own model is returned.
+    draft's logits and never the largest, so greedy decoding writes the same tokens. All other weights are shared. For
+    an untrimmed draft its own model is returned.
     """
     model: PreTrainedModel = draft.model
     if (output_tokens := draft.output_tokens) is None:
@@ -112,7 +112,7 @@ def _shared(model: nn.Module) -> dict[int, Any]:
 
 
 def write_output_tokens(folder: str | Path, token_ids: Iterable[int]) -> None:
-    """Mark a draft's folder as trimmed to ``token_ids`` for `loading.load_draft`; transformers ignores the mark."""
+    """Mark a draft's folder as trimmed to ``token_ids``. `loading.load_draft` reads the mark; transformers does not."""
     config_path = Path(folder) / "config.json"
     if not config_path.is_file():
         raise ValueError(f"{folder} does not contain a model: config.json is missing")
@@ -124,12 +124,12 @@ def write_output_tokens(folder: str | Path, token_ids: Iterable[int]) -> None:
 
 
 def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | None:
-    """Return the tokens that a draft from this folder or Hub id is trimmed to; None if it is not trimmed."""
+    """Return the tokens that a trimmed draft from this folder or Hub id can write; None if it is not trimmed."""
     file_name = getattr(model.config, OUTPUT_TOKENS_KEY, None)
     if file_name is None:
         return None
     if file_name != OUTPUT_TOKENS_NAME:
-        raise ValueError(f"{name} names {file_name!r} as its trimming: only {OUTPUT_TOKENS_NAME} next to it is read")
+        raise ValueError(f"{name} lists its tokens in {file_name!r}: rename the file to {OUTPUT_TOKENS_NAME}")
     try:
         tokens = json.loads((local_folder(name, weights=False) / file_name).read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -145,4 +145,4 @@ def _check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
         raise ValueError("the trimmed vocabulary is empty: give at least one token")
     check_once("token", tokens)
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:
-        raise ValueError(f"token {outside[0]} is to be kept, but the draft knows 0 to {vocab_size - 1}: leave it out")
+        raise ValueError(f"token {outside[0]} is unknown to the draft, which has 0 to {vocab_size - 1}: leave it out")

@@ -1,18 +1,18 @@
-"""A draft's sliding window: the same weights in an architecture with a window that every program applies."""
+"""Sliding windows for drafts: the same weights in an architecture whose window every program applies."""
 
 import copy
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 _OF_FAMILY = {"llama": "mistral", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""Model type -> the type of the same arithmetic with a window. A Llama without biases is a Mistral without a window."""
+"""Model type -> the type of the same arithmetic with a window. A Llama without biases equals a windowless Mistral."""
 
 
 def with_window(model: PreTrainedModel, window: int) -> PreTrainedModel:
-    """Return a model of the same parameters whose layers all attend to ``window`` tokens, including the newest.
+    """Return a model with the same parameters in which every layer attends to ``window`` tokens, including the newest.
 
-    The window is in the config under the name that transformers and servers read. Raises ValueError for a family
-    without windows, for a Llama with biases, and for a window outside of 2 to the model's context.
+    The config stores the window under the name that transformers and servers read. Raises ValueError for a family
+    without windows, for a Llama with biases, and for a window below 2 or above the model's context.
     """
     config = _windowed(model.config.get_text_config(decoder=True), window)
     windowed: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
@@ -27,12 +27,12 @@ def _windowed(config: PreTrainedConfig, window: int) -> PreTrainedConfig:
     kind = _OF_FAMILY.get(config.model_type)
     if kind is None:
         raise ValueError(
-            f"a {config.model_type} draft cannot have a window: give {', '.join(_OF_FAMILY)}, or no window"
+            f"a {config.model_type} draft cannot have a window: give a {', '.join(_OF_FAMILY)} draft, or no window"
         )
     if biases := [
         name for name in ("attention_bias", "mlp_bias") if kind == "mistral" and getattr(config, name, False)
     ]:
-        raise ValueError(f"models with windows have no {' or '.join(biases)}: leave the window or the biases out")
+        raise ValueError(f"a model with {' and '.join(biases)} cannot have a window: omit the window or the biases")
     if not 2 <= window <= config.max_position_embeddings:
         raise ValueError(f"the draft's window is {window} tokens: give 2 to {config.max_position_embeddings}")
     own = type(AutoConfig.for_model(kind))

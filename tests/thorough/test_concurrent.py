@@ -134,7 +134,7 @@ def test_a_static_model_ends_a_stream_that_nobody_reads_when_another_call_has_wa
     stream = engine.steps(PROMPTS[0], DecodingConfig(TOKENS))
     in_threads(1, lambda number: [next(stream)])
     monkeypatch.setattr(turns, "PATIENCE", 0.0)
-    with pytest.warns(UserWarning, match="a stream that was not read for 0 seconds is ended"):
+    with pytest.warns(UserWarning, match="a stream was ended because nobody read it for 0 seconds"):
         found = in_threads(1, lambda number: [engine.decode(PROMPTS[1], DecodingConfig(TOKENS)).tokens])
     assert found == [[right]]
     with pytest.raises(ValueError, match="another generation has begun on this cache"):

@@ -134,9 +134,9 @@ def test_without_a_gain_generate_decodes_plainly_and_a_plan_that_fits_badly_is_n
     ("change", "message"),
     [
         ({"format": "other"}, "is not a plan of this version"),
-        ({"cells": None}, "is a plan without cells"),
-        ({"dtype": "bfloat16"}, "was made in bfloat16, where other costs hold than in float32"),
-        ({"fingerprints": {"target": "feed", "drafters": {}}}, "was made with the weights feed, but target has"),
+        ({"cells": None}, "lacks cells"),
+        ({"dtype": "bfloat16"}, "was made in bfloat16, and costs differ in float32"),
+        ({"fingerprints": {"target": "feed", "drafters": {}}}, "was made with weights feed, but target has"),
     ],
 )
 def test_a_plan_of_something_else_is_refused_in_a_sentence(
@@ -155,11 +155,11 @@ def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told
     content = content_of(plan_path)
     elsewhere = tmp_path / "elsewhere.json"
     elsewhere.write_text(json.dumps(content | {"hardware": {"processor": "another"}}))
-    assert "was made on another machine" in chosen(elsewhere, models)[1]
+    assert "was made on other hardware" in chosen(elsewhere, models)[1]
     content["fingerprints"]["drafters"][f"draft:{models / 'draft'}"] = "feed"
     other = tmp_path / "other.json"
     other.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="was made with the weights feed, but draft has"):
+    with pytest.raises(ValueError, match="was made with weights feed, but draft has"):
         chosen(other, models)
     with pytest.raises(ValueError, match="there is no plan"):
         chosen(tmp_path / "missing.json", models)
@@ -201,7 +201,7 @@ def test_an_export_takes_the_planned_tree_and_tells_the_depths(models: Path, pla
 def test_weights_that_the_plan_does_not_have_are_not_exported_with_it(plan_path: Path, tmp_path: Path) -> None:
     tiny_model(vocab=128, seed=5).save_pretrained(tmp_path / "other")
     byte_tokenizer().save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="was made with other weights than those to export"):
+    with pytest.raises(ValueError, match="does not cover the weights to export"):
         export(tmp_path / "other", tmp_path / "out", "draft", plan=plan_path)
     assert not (tmp_path / "out").exists()
 
@@ -215,7 +215,7 @@ def test_without_a_drafter_a_plan_says_what_training_would_bring_and_no_command_
     given = ("--target", str(models / "target"), "--prompts", str(models / "prompts.jsonl"), *QUICK)
     code, output = run("plan", *given, "--batch-size", "1,2", "--output", str(tmp_path))
     assert code == 0, output
-    assert "Acceptance that pays here" in output and "What published acceptance would gain here" in output
+    assert "Per-position acceptance that pays here" in output and "Speed-up here at published acceptance" in output
     plan = content_of(tmp_path / "plan.json")
     assert plan["left_out"] == {} and "cells" not in plan
     for cell, size in zip(plan["prospects"], (1, 2), strict=True):
@@ -226,7 +226,7 @@ def test_without_a_drafter_a_plan_says_what_training_would_bring_and_no_command_
         for each in cell["published"]:
             cost = next(draft["cost"] for draft in cell["drafts"] if draft["draft"] == each["draft"])
             assert each["speedup"] == pytest.approx(each["tokens_per_pass"] / cost[each["depth"] - 1])
-    path, words = str(tmp_path / "plan.json"), "chooses no drafter"
+    path, words = str(tmp_path / "plan.json"), "chooses none"
     target = ("--target", str(models / "target"), "--dtype", "fp32")
     code, output = run("generate", *target, "--prompt", "def f", "--plan", path)
     assert code == 2 and words in output
@@ -247,7 +247,7 @@ def test_a_draft_that_the_target_cannot_have_is_left_out_with_its_reason() -> No
 @pytest.mark.parametrize(
     ("speedups", "verdict"),
     [
-        ({"heads": [1.2], "draft": [0.9]}, "worth training: heads (1.20×); not worth it: small draft (0.90×)"),
+        ({"heads": [1.2], "draft": [0.9]}, "worth training: heads (1.20×); not worth training: small draft (0.90×)"),
         ({"dspark": [1.3, 0.8]}, "depends on the texts: DSpark draft (0.80× to 1.30×)"),
     ],
 )

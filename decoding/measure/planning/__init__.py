@@ -1,1 +1,1 @@
-"""Planning of speculation on this machine: measured costs and acceptance -> the best drafter, depth and tree."""
+"""Planning for this machine: measured costs and acceptance -> the best drafter, depth and tree."""

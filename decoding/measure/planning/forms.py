@@ -1,4 +1,4 @@
-"""Forms of a drafter that a plan may choose from (chains to a depth, any tree, its own size), and trees' acceptance."""
+"""Forms of a drafter among which a plan chooses (chains, trees, or a fixed size), and the acceptance of trees."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,20 +15,20 @@ from decoding.rules.best_tree import FITTED_RANKS, Paths, best_tree
 from decoding.rules.tree import TokenTree
 
 Load = Callable[[DrafterSpec], Drafter]
-"""Function that makes a drafter of a spec; `decoding.drafters.registry.DrafterLoader.load` is one."""
+"""Function that makes a drafter from a spec, such as `decoding.drafters.registry.DrafterLoader.load`."""
 
 _PRIOR_TRIALS = 2.0
 _FALL = 0.5
-"""Prior of a rank's share, relative to the rank before it; it counts for `_PRIOR_TRIALS` trials."""
+"""Prior of a rank's share, relative to the previous rank; it weighs as much as `_PRIOR_TRIALS` trials."""
 DEEPEST_CHAIN = 10
-"""Tokens of the longest chain that is tried of a draft model which was given none."""
+"""Tokens of the longest chain tried with a draft model whose chain length is not given."""
 _TOP_SHARE, _SHARE_FALL, _DEPTH_FALL = 0.6, 0.5, 0.85
-"""Shares of a typical head, for the first tree: the top token's, and their falls by rank and by depth."""
+"""Typical shares for the first tree: the top token's share, and its decrease per rank and per depth."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A drafter that was asked for, and the largest of its forms, by which all of them are measured."""
+    """A requested drafter, and its largest form; measuring this form measures all smaller ones."""
 
     spec: DrafterSpec
     kind: Literal["tree", "chain", "fixed"]
@@ -45,18 +45,18 @@ class Family:
         return replace(self.spec, options={**self.spec.options, "tokens": depth})
 
     def of_tree(self, paths: Paths) -> DrafterSpec:
-        """Return the spec of a tree of these paths."""
+        """Return the spec of a tree with these paths."""
         return replace(self.spec, options={**self.spec.options, "tree": paths})
 
 
 def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -> Family:
-    """Return the family of a spec. Its trees have up to ``most_nodes`` nodes, the root included.
+    """Return the family of a spec.
 
-    ``most_depth`` bounds the chains of a draft model whose length is not given.
+    ``most_nodes`` bounds trees, with the root. ``most_depth`` bounds a draft model's chain if the spec gives no length.
 
-    Heads and DSpark drafts are free in their trees unless the spec gives a tree or tokens; draft models, lookups and
-    the other drafters of one chain are free in its length, up to the tokens that are given. A hybrid, and any
-    tree that is given, is measured with its own size only.
+    For heads and DSpark drafts the plan may choose any tree, unless the spec gives a tree or tokens. For draft models,
+    lookups and other drafters of chains it chooses the length, up to the given tokens. Hybrids and given trees are
+    measured in their given size only.
     """
     drafter, given = load(spec), set(spec.options)
     if isinstance(drafter, MedusaDrafter | DSparkDrafter) and not given & {"tree", "tokens"}:
@@ -77,9 +77,9 @@ def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -
 
 
 def first_tree(depth: int, ranks: int, nodes: int) -> Paths:
-    """Return the tree by which acceptance is measured before anything is known of it: that of typical heads.
+    """Return the tree for the first measurement of acceptance, chosen for typical heads.
 
-    The whole chain is in it, so that a chain better than typical is measured to its end.
+    It contains the whole chain, because a chain better than typical must be measured to its end.
     """
     shares = [[_TOP_SHARE * _DEPTH_FALL**level * _SHARE_FALL**rank for rank in range(ranks)] for level in range(depth)]
     chain = {(0,) * length for length in range(1, min(depth, nodes) + 1)}
@@ -89,16 +89,16 @@ def first_tree(depth: int, ranks: int, nodes: int) -> Paths:
 
 
 class RankCounts:
-    """Accepted children of a drafter's trees by their rank among their siblings (from 0), over all passes."""
+    """Counts of accepted nodes in a drafter's trees by depth and by rank among siblings (from 0), over all passes."""
 
     def __init__(self) -> None:
         self.trials: Counter[tuple[int, int]] = Counter()
-        """Reached nodes by their depth (the root's is 0) and by the rank of a child that they have."""
+        """Number of reached nodes at a depth (the root's is 0) that have a child of this rank."""
         self.hits: Counter[tuple[int, int]] = Counter()
-        """Reached nodes whose child of this rank was accepted, by the same keys."""
+        """Number of these nodes whose child of this rank was accepted."""
 
     def add(self, tree: TokenTree, accepted: Sequence[int]) -> None:
-        """Count one pass over ``tree`` whose nodes ``accepted``, from the root down, were accepted."""
+        """Count one pass over ``tree``. ``accepted`` lists its accepted nodes from the root down."""
         path = (0, *accepted)
         for depth, node in enumerate(path):
             for rank, child in enumerate(tree.shape.children[node]):
@@ -106,9 +106,9 @@ class RankCounts:
                 self.hits[depth, rank] += child in path[depth + 1 : depth + 2]
 
     def shares(self) -> list[list[float]]:
-        """Return at ``[d][b]`` the share of reached nodes at depth d whose child b was the accepted one.
+        """Return shares: ``[d][b]`` is the share of reached nodes at depth d whose child b was accepted.
 
-        A rank with few trials leans on half the share of the one before it.
+        A rank with few trials is drawn towards half the share of the previous rank.
         """
         shares: list[list[float]] = []
         while (len(shares), 0) in self.trials:

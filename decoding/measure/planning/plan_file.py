@@ -1,4 +1,4 @@
-"""plan.json: written with fingerprints of all that was measured, and read by those that decode, measure or export."""
+"""Reading and writing of plan.json, which contains fingerprints of all measured weights."""
 
 import json
 import math
@@ -21,7 +21,7 @@ _REMEDY = "make one with `headstart plan`"
 
 
 def plan_fingerprints(target: str, specs: Sequence[DrafterSpec], trusted: bool = False) -> dict[str, Any]:
-    """Return the fingerprints of a target and of each drafter's weights, by spec; null for one without weights."""
+    """Return the fingerprints of a target and of each drafter's weights, by spec; null for drafters without weights."""
     return {
         "target": stored_fingerprint(target, trusted),
         "drafters": {
@@ -31,13 +31,13 @@ def plan_fingerprints(target: str, specs: Sequence[DrafterSpec], trusted: bool =
 
 
 def write_plan(content: Mapping[str, Any], path: Path) -> None:
-    """Write a plan as JSON. ``content`` holds a planner's figures, ``dtype``, ``fingerprints`` and more."""
+    """Write a plan as JSON. ``content`` contains a planner's figures, ``dtype``, ``fingerprints`` and more."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"format": FORMAT, **content}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read_plan(path: Path) -> "Plan":
-    """Read a plan. ValueError if the file is missing or is not one."""
+    """Read a plan; raise ValueError if the file is missing or is not a plan that chooses a drafter."""
     if not path.is_file():
         raise ValueError(f"there is no plan {path}: {_REMEDY}")
     content = read_object(path, _REMEDY)
@@ -45,28 +45,28 @@ def read_plan(path: Path) -> "Plan":
         raise ValueError(f"{path} is not a plan of this version (its format is {content.get('format')!r}): {_REMEDY}")
     if "prospects" in content:
         raise ValueError(
-            f"{path} chooses no drafter, as it was made before any training: make one with `headstart plan --drafter`"
+            f"{path} was made without a drafter, so it chooses none: make a plan with `headstart plan --drafter`"
         )
     if missing := sorted(_KEYS - content.keys()):
-        raise ValueError(f"{path} is a plan without {', '.join(missing)}: {_REMEDY}")
+        raise ValueError(f"{path} lacks {', '.join(missing)}: {_REMEDY}")
     return Plan(str(path), content)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan that was read. ``name`` is its file's, for errors."""
+    """A plan read from the file ``name``."""
 
     name: str
     content: Mapping[str, Any]
 
     def check(self, target: str, dtype: str, trusted: bool = False) -> list[str]:
-        """Return warnings; ValueError if the plan was made for another target, other drafters' weights or dtype.
+        """Return warnings; raise ValueError if the plan was made for other weights or another dtype.
 
-        ``target``: folder or Hub id. ``dtype``: as torch writes it, such as ``bfloat16``.
+        ``target`` is a folder or Hub id, ``dtype`` a torch name such as ``bfloat16``.
         """
         if dtype != self.content["dtype"]:
             raise ValueError(
-                f"{self.name} was made in {self.content['dtype']}, where other costs hold than in {dtype}: {_REMEDY} "
+                f"{self.name} was made in {self.content['dtype']}, and costs differ in {dtype}: {_REMEDY} "
                 "in this dtype, or give --dtype"
             )
         known = self.content["fingerprints"]
@@ -74,16 +74,16 @@ class Plan:
         for path, fingerprint in ((target, known["target"]), *weights):
             if path is not None and (found := stored_fingerprint(path, trusted)) != fingerprint:
                 raise ValueError(
-                    f"{self.name} was made with the weights {fingerprint}, but {short_name(path)} has {found}: "
+                    f"{self.name} was made with weights {fingerprint}, but {short_name(path)} has {found}: "
                     f"{_REMEDY} with these weights"
                 )
         if hardware() != self.content["hardware"]:
-            return [f"{self.name} was made on another machine, or with other threads: its costs may not hold here"]
+            return [f"{self.name} was made on other hardware or with other threads: costs may differ here"]
         return []
 
     @property
     def batch_sizes(self) -> list[int]:
-        """The batch sizes that were planned for."""
+        """The planned batch sizes."""
         return sorted({cell["batch_size"] for cell in self.content["cells"]})
 
     def choice(self, batch_size: int) -> dict[str, Any] | None:
@@ -99,18 +99,18 @@ class Plan:
         return choices
 
     def drafter_of(self, fingerprint: str) -> dict[str, Any]:
-        """Return the plan's drafter with these weights; ValueError if there is none.
+        """Return the plan's drafter with these weights; raise ValueError if there is none.
 
-        Of several, such as heads alone and in a hybrid, it is the first with a choice of sizes: the others have no tree
-        and no depths to tell.
+        If several drafters share the weights, such as heads alone and in a hybrid, return the first with a choice of
+        sizes: only such drafters have a planned tree or depths.
         """
         weights = self.content["fingerprints"]["drafters"]
         with_them = [each for each in self.content["drafters"] if weights[each["drafter"]] == fingerprint]
         if not with_them:
-            raise ValueError(f"{self.name} was made with other weights than those to export ({fingerprint}): {_REMEDY}")
+            raise ValueError(f"{self.name} does not cover the weights to export ({fingerprint}): {_REMEDY}")
         found: dict[str, Any] = min(with_them, key=lambda each: each["kind"] == "fixed")
         return found
 
     def best_of(self, spec: str) -> dict[str, Any]:
-        """Return the choice of one drafter, by its spec in the plan, for one text at a time."""
+        """Return the choice for a drafter, given by its spec in the plan, at batch size 1."""
         return next(choice for choice in self._choices(1) if choice["drafter"] == spec)

@@ -1,4 +1,4 @@
-"""The plan: measure acceptance and costs, choose at every batch size, and say what to expect."""
+"""The planner: measures acceptance and costs, then chooses a form of each drafter at every batch size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,12 +15,12 @@ from decoding.policies import Budget
 from decoding.rules.best_tree import Paths, best_tree, expected_accepted
 
 _LEAST_TO_SPLIT = 8
-"""Prompts from which on trees are chosen on one half of them and judged on the other."""
+"""Fewest prompts that are split, to choose trees on one half and judge them on the other."""
 
 
 @dataclass
 class MeasuredFamily:
-    """A family with its measured acceptance, its candidates, and the costs of its steps at every batch size."""
+    """A family with its candidates and their measured tokens per pass, and step costs at every batch size."""
 
     family: Family
     candidates: list[Candidate]
@@ -32,7 +32,7 @@ class MeasuredFamily:
 
 
 class Planner(CostSurvey):
-    """The measurements of one plan. ``advance`` is called after each of `steps` pieces of work, for a progress bar."""
+    """The measurements of one plan. It calls ``advance`` after each of `steps` pieces of work, for a progress bar."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Planner(CostSurvey):
         prompts: Sequence[Sequence[int]],
         config: PlanConfig,
     ) -> None:
-        """ValueError, before anything is measured, if no prompt fits."""
+        """Load the drafters; raise ValueError if no prompt fits."""
         self.load = load
         self.families = [family_of(spec, load, config.most_nodes, config.deepest) for spec in specs]
         super().__init__(target, [family.drafter for family in self.families], prompts, config)
@@ -52,7 +52,7 @@ class Planner(CostSurvey):
 
     @property
     def steps(self) -> int:
-        """Pieces of work: each family's acceptance; by batch size the curve, each family's steps, the choices."""
+        """Pieces of work: acceptance per family; per batch size the curve, the choices, and costs per family."""
         return len(self.families) + len(self.config.batch_sizes) * (2 + len(self.families))
 
     def run(self) -> dict[str, Any]:
@@ -80,9 +80,9 @@ class Planner(CostSurvey):
     # --- acceptance ---------------------------------------------------------------------------------------------------
 
     def decode(self, family: Family, prompts: Sequence[Sequence[int]]) -> tuple[list[StepCount], RankCounts]:
-        """Decode the prompts; return the counts of their steps without prefills, and of accepted children of trees.
+        """Decode the prompts; return the counts of steps without prefills, and of accepted nodes by rank.
 
-        ValueError if every text ended with its first token.
+        Raises ValueError if every text ended with its first token.
         """
         config = self.config.decoding
         rows, counts, children = min(max(self.config.batch_sizes), 8), [], RankCounts()
@@ -92,11 +92,11 @@ class Planner(CostSurvey):
             if step.tree is not None and step.room >= family.drafter.max_depth:
                 children.add(step.tree, step.path)
         if not counts:
-            raise ValueError("every text ended with its first token: give held-out prompts that are answered at length")
+            raise ValueError("every text ended with its first token: give held-out prompts with longer answers")
         return counts, children
 
     def measure(self, family: Family) -> MeasuredFamily:
-        """Return the family with its acceptance and candidates, its costs still empty."""
+        """Return the family with its candidates and their tokens per pass, still without costs."""
         if family.kind == "tree":
             _, children = self.decode(family, self._halves[0])
             return MeasuredFamily(family, self._trees(family, children))
@@ -111,10 +111,10 @@ class Planner(CostSurvey):
         return MeasuredFamily(family, candidates)
 
     def _trees(self, family: Family, counts: RankCounts) -> list[Candidate]:
-        """Return the best tree of every depth and size, and the chains, as if acceptance were independent by depth."""
+        """Return the chains, and the best tree for every depth and size if acceptance at each depth is independent."""
         shares = counts.shares()
         if not shares:  # every text ended at once
-            raise ValueError("no text had room for a whole tree: raise --max-new-tokens, or give other prompts")
+            raise ValueError("every text was too short for a whole tree: raise --max-new-tokens or give other prompts")
         found: dict[Paths, Candidate] = {}
         most = self.config.most_nodes
         tried = [size for size in sorted({*self.config.sizes, most}) if size <= most]
@@ -128,7 +128,7 @@ class Planner(CostSurvey):
         return list(found.values())
 
     def _judged(self, measured: MeasuredFamily, found: Prediction) -> Prediction:
-        """Return a prediction of a tree with the tokens per pass of that very tree, on prompts it was not chosen on."""
+        """Replace a tree's predicted tokens per pass by its measured ones, on prompts not used to choose it."""
         if measured.family.kind != "tree":
             return found
         spec = found.candidate.spec
@@ -143,7 +143,7 @@ class Planner(CostSurvey):
         costs = measured.costs[rows]
         found = self._judged(measured, best(measured.candidates, costs))
         straight = self._judged(measured, best(measured.chains, costs)) if measured.chains else None
-        if straight is not None and straight.speedup > found.speedup:  # on other prompts than it was chosen on
+        if straight is not None and straight.speedup > found.speedup:  # possible, as judging uses other prompts
             found = straight
         return {
             "drafter": str(measured.family.spec),

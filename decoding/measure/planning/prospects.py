@@ -1,4 +1,4 @@
-"""What a draft would bring here before one is trained: its cost, the acceptance that pays, and published acceptance."""
+"""Prospects before training: a draft's cost here, the acceptance that pays, and gains at published acceptance."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -14,23 +14,23 @@ from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 
 DEEPEST = 8
-"""Tokens of the longest chain whose cost is measured."""
+"""Tokens of the longest chain considered."""
 
 
 class Published(NamedTuple):
-    """Acceptance of a published draft. ``rates``: of each drafted token if those before it were accepted."""
+    """Acceptance of a published draft. ``rates``: its per-position acceptance."""
 
     draft: str
-    """The kind of draft, as `Prospects` names it."""
+    """The kind of draft, a key of the drafters of `Prospects`."""
     name: str
     rates: tuple[float, ...]
     source: str
 
 
 def equal_rates(tokens: float, depth: int) -> tuple[float, ...]:
-    """Return the one rate, ``depth`` times, at which a chain of this depth brings so many tokens per pass."""
+    """Return the constant per-position acceptance at which a chain of ``depth`` yields ``tokens`` per target pass."""
     rate = break_even({depth: tokens})
-    assert rate is not None, "a chain brings no more tokens than it has, and the target's own"
+    assert rate is not None, "a chain cannot yield more than its depth + 1 tokens"
     return (rate,) * depth
 
 
@@ -40,16 +40,16 @@ PUBLISHED = (
     Published("dspark", "DFlash, Qwen3-8B, maths", equal_rates(5.33, 7), "2607.05147, table 1, GSM8K, T=1"),
     Published("draft", "115M, Llama-2-7B-Chat", (1 - 1 / 2.3,) * DEEPEST, "2403.00858, at most 2.3 tokens per pass"),
 )
-"""DFlash's five layers accept less than two layers of DSpark (2607.05147), which is the size that recipes train."""
+"""DFlash is a low estimate for DSpark: its five layers accept less than two of DSpark (2607.05147), as in recipes."""
 
 
 class Prospects(CostSurvey):
-    """The measurements of untrained drafters, by their kind: weights at random cost what trained ones do."""
+    """Cost measurements of untrained drafters by kind: random weights cost as much as trained ones."""
 
     def __init__(
         self, target: CausalLM, drafters: Mapping[str, Drafter], prompts: Sequence[Sequence[int]], config: PlanConfig
     ) -> None:
-        """ValueError if no prompt fits."""
+        """Raise ValueError if no prompt fits."""
         super().__init__(target, list(drafters.values()), prompts, config)
         self._kinds = list(drafters)
 
@@ -68,10 +68,10 @@ class Prospects(CostSurvey):
 
 
 def outlook(costs: Mapping[str, StepCosts], published: Sequence[Published] = PUBLISHED) -> dict[str, Any]:
-    """Return for each kind of draft what chains cost and must reach, and what published acceptance would gain.
+    """Return, for each kind of draft, the cost and break-even acceptance of chains, and gains at published acceptance.
 
-    Costs are of a whole step, in steps of plain decoding, of chains of 1 to `DEEPEST` tokens. A chain that would not
-    pay with every token accepted has no break-even.
+    Chains have 1 to `DEEPEST` tokens. A cost is that of a whole step, in steps of plain decoding. The break-even is
+    None if the chain would not pay even with every token accepted.
     """
     drafts, reached = [], []
     for kind, measured in costs.items():

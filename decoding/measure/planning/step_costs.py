@@ -1,7 +1,7 @@
-"""Seconds of the decoding loop's own steps by the size of the draft, and the choice that follows from them.
+"""Seconds of the decoding loop's steps by the size of the draft, and the choice of the fastest form.
 
-The loop runs with the real drafter, so that the seconds hold what a pass alone does not show: the draft's cache that
-catches up, masks, rules, the commit. Plain steps and drafts of several sizes take turns in one decoding.
+The loop runs with the real drafter, so the seconds include what a target pass alone omits: the draft's cache catching
+up, masks, rules and the commit. Plain steps and drafts of several sizes alternate within one decoding.
 """
 
 import statistics
@@ -26,18 +26,18 @@ from decoding.rules.best_tree import Paths
 LEAST_GAIN = 1.02
 """Speed-up below which speculation is not worth turning on."""
 BLOCK = 4
-"""Steps of one budget in a row. The first is not counted: it pays for the change."""
+"""Consecutive steps with one budget. The first is not counted, because it pays for the switch."""
 _SIZES = 7
-"""Most budgets of a drafter that are measured; the others are computed."""
+"""Most budgets measured per drafter; costs of all others are computed."""
 _HICCUP = 3.0
-"""Times the median of a budget's steps beyond which a step is left out."""
+"""Steps longer than this multiple of their budget's median are left out."""
 _MOST_TEXTS = 400
 _ROUNDS = 4
-"""Rounds of all budgets after which a survey ends without a sample of each: texts have no room for the deepest."""
+"""Rounds after which a survey may end without a sample of every budget: texts may be too short for the deepest."""
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of one step of a whole batch, in the loop's three parts."""
+    """Seconds of one step of a whole batch, split into the loop's three parts."""
 
     draft: float
     verify: float
@@ -52,13 +52,13 @@ class StepSeconds(NamedTuple):
 
 
 class StepSurvey:
-    """Policy that takes plain decoding and the given budgets in turns, and keeps the seconds of their steps."""
+    """Policy that alternates between plain decoding and the given budgets, and records the seconds of their steps."""
 
     name = "step survey"
 
     def __init__(self, budgets: Sequence[Budget], rows: int, samples: int) -> None:
-        """Until every budget has ``samples`` steps of all ``rows``."""
-        # Plain steps before each pair of budgets: their seconds stand in every speed-up.
+        """Plan a survey that ends when every budget has ``samples`` steps with all ``rows``."""
+        # Plain steps come before each pair of budgets, because every speed-up depends on their seconds.
         order = [turn for index in range(0, len(budgets), 2) for turn in (PLAIN, *budgets[index : index + 2])]
         self._turns: Iterator[Budget] = cycle([budget for budget in order for _ in range(BLOCK)])
         self._left = _ROUNDS * len(order) * BLOCK
@@ -68,7 +68,7 @@ class StepSurvey:
         self._last: Budget | None = None
 
     def is_done(self, in_time: bool = True) -> bool:
-        """Return True once every budget has its samples; out of time one each will do, or four rounds of trying."""
+        """Return True once every budget has its samples. Out of time, one sample each or `_ROUNDS` rounds suffice."""
         if not in_time and self._left <= 0:
             return True
         return all(len(self._found[budget]) >= (self._samples if in_time else 1) for budget in self._wanted)
@@ -78,22 +78,22 @@ class StepSurvey:
         return next(self._turns)
 
     def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float) -> None:
-        """Keep a step's seconds unless it is the first of its budget, lacks rows, or a text had no room for it."""
+        """Record a step's seconds unless the budget just changed, rows are missing, or a text had no room for it."""
         first, self._last = budget != self._last, budget
         no_room = any(step.room < budget.depth for step in steps)
         if not (first or no_room or len(steps) < self._rows or budget not in self._wanted):
             self._found[budget].append(StepSeconds(draft, verify, total - draft - verify))
 
     def seconds(self) -> dict[Budget, StepSeconds]:
-        """Return the usual seconds of each budget's steps."""
+        """Return the typical seconds of each budget's steps."""
         return {budget: _typical(found) for budget, found in self._found.items() if found}
 
 
 def _typical(samples: Sequence[StepSeconds]) -> StepSeconds:
     """Return the mean of the steps within `_HICCUP` times their median.
 
-    A mean, as speed-ups are ratios of sums: a lookup's steps are of two kinds, with and without a draft, and on a busy
-    machine plain steps, which wait for memory, are slowed down more than wide ones.
+    The mean is used because speed-ups are ratios of sums. A lookup has two kinds of steps, with and without a draft.
+    On a busy machine plain steps, limited by memory, slow down more than wide ones.
     """
     most = _HICCUP * statistics.median(sample.total for sample in samples)
     kept = [sample for sample in samples if sample.total <= most]
@@ -109,10 +109,10 @@ def survey_steps(
     samples: int = 24,
     seconds: float = 10.0,
 ) -> dict[Budget, StepSeconds]:
-    """Decode the prompts, again and again, in batches of ``rows``, and return the seconds of steps by budget.
+    """Decode the prompts repeatedly in batches of ``rows``; return the seconds of a step by budget.
 
-    ``seconds`` bounds the time of the steps, prefills apart; every budget that the texts have room for gets a sample
-    anyway. ValueError where they have room for none.
+    ``seconds`` bounds the time of the steps without prefills, but every budget that fits the texts gets a sample.
+    Raises ValueError if the texts are too short for all budgets.
     """
     budgets = drafter.budgets_on(target)
     fitting = [each for each in budgets if each.depth <= config.max_new_tokens // 2] or budgets[:1]
@@ -127,8 +127,8 @@ def survey_steps(
     found = survey.seconds()
     if PLAIN not in found or len(found) == 1:
         raise ValueError(
-            f"the texts of {config.max_new_tokens} new tokens are too short to measure drafts of "
-            f"{drafter.max_depth} tokens: raise --max-new-tokens, or give other prompts"
+            f"texts of {config.max_new_tokens} new tokens are too short to measure drafts of "
+            f"{drafter.max_depth} tokens: raise --max-new-tokens or give other prompts"
         )
     return found
 
@@ -138,11 +138,11 @@ def survey_steps(
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a step with one drafter, at one batch size, for every depth and number of nodes.
+    """Seconds of a step with one drafter at one batch size, for every depth and number of nodes.
 
-    ``found`` are the measured steps, `PLAIN` among them; ``curve`` the seconds of a target pass alone by its tokens.
-    Between the measured ones drafting is linear in depth and nodes, the overhead in nodes, and verifying follows the
-    curve: its seconds are linear in those of the pass alone.
+    ``found`` holds the measured steps, including `PLAIN`. ``curve`` maps a target pass's tokens to its seconds.
+    Other sizes are fitted: drafting is linear in depth and nodes, overhead in nodes, and verifying in the seconds of
+    the pass by ``curve``.
     """
 
     found: Mapping[Budget, StepSeconds]
@@ -154,11 +154,11 @@ class StepCosts:
         return self.found[PLAIN].total
 
     def step(self, budget: Budget) -> StepSeconds:
-        """Return the seconds of a step that drafts a tree of this depth and these nodes, the root included."""
+        """Return the seconds of a step that drafts a tree of this depth and number of nodes, including the root."""
         if budget == PLAIN:
             return self.found[PLAIN]
         drafts = {size: held for size, held in self.found.items() if size != PLAIN}
-        if len(drafts) == 1 and budget in drafts:  # a drafter of one size: nothing is to be computed
+        if len(drafts) == 1 and budget in drafts:  # a drafter with one size needs no fit
             return drafts[budget]
         passes = Costs(self.curve)
         chains = all(size.nodes == size.depth + 1 for size in drafts)
@@ -175,9 +175,9 @@ class StepCosts:
 
 
 def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]) -> float:
-    """Return the value ``at`` a place by least squares of relative errors, with an offset and no negative slope.
+    """Fit a linear function by least squares of relative errors, and return its value ``at`` a place, at least 0.
 
-    A slope that comes out negative, or cannot be told by these points, is 0. The value is never negative.
+    A slope is 0 if its fit is negative or if the points do not determine it.
     """
     used = [axis for axis in range(len(at)) if len({place[axis] for place, _ in points}) > 1]
     values = torch.tensor([value for _, value in points], dtype=torch.float64)
@@ -185,7 +185,7 @@ def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]
     while True:
         rows = [[1.0, *(place[axis] for axis in used)] for place, _ in points]
         design = torch.tensor(rows, dtype=torch.float64)
-        scale = design.abs().amax(0)  # seconds beside node counts
+        scale = design.abs().amax(0)  # the columns' units differ
         solved = (
             torch.linalg.lstsq(design / scale * weights[:, None], values * weights, driver="gelsd").solution / scale
         )
@@ -202,9 +202,9 @@ def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A form of a drafter: its spec, its size, and the tokens that a target pass brings with it, the target's own too.
+    """A form of a drafter: its spec, its size, and its tokens per target pass.
 
-    ``tree``: the paths of its tree, empty for a chain and where the drafter has a tree of its own.
+    ``tree``: the paths of a tree chosen by the plan, else empty.
     """
 
     spec: DrafterSpec
@@ -219,7 +219,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A candidate with the seconds of its step and of a plain one. ``tokens`` per step over seconds: the speed-up."""
+    """A candidate with the seconds of its step and of a plain step, and thus its speed-up."""
 
     candidate: Candidate
     step: StepSeconds
@@ -227,30 +227,30 @@ class Prediction:
 
     @property
     def speedup(self) -> float:
-        """S = E / (draft + verify + overhead), all in steps of plain decoding, whose own overhead is one of its parts.
+        """Speed-up S = E / (draft + verify + overhead) with E = `Candidate.tokens`, in steps of plain decoding.
 
-        E: `Candidate.tokens`.
+        A plain step includes its own overhead.
         """
         parts = (part / self.plain for part in self.step)
         return predicted_speedup(self.candidate.tokens, *parts)
 
     @property
     def cost(self) -> float:
-        """Seconds of its step in steps of plain decoding: the tokens that it must bring to pay."""
+        """Cost of the step in steps of plain decoding, and so the tokens per target pass at which it breaks even."""
         return self.step.total / self.plain
 
 
 def best(candidates: Sequence[Candidate], costs: StepCosts) -> Prediction:
-    """Return the candidate with the greatest speed-up by these costs; of equals the smaller one."""
+    """Return the candidate with the greatest speed-up at these costs, and among equals the one with fewest nodes."""
     predictions = [Prediction(each, costs.step(each.budget), costs.plain) for each in candidates]
     return max(predictions, key=lambda found: (found.speedup, -found.candidate.budget.nodes))
 
 
 def depth_by_batch_size(chains: Mapping[int, float], costs: Mapping[int, StepCosts]) -> list[tuple[int, int, int]]:
-    """Return the best chain's depth for every batch size up to the largest measured, as (first, last, depth) ranges.
+    """Return the best chain depth for every batch size up to the largest measured, as (first, last, depth) ranges.
 
-    ``chains``: tokens per pass by depth. ``costs``: by measured batch size; those between are linear. A depth of 0 is
-    plain decoding.
+    ``chains`` maps depth to tokens per target pass. ``costs`` maps measured batch sizes to costs; between them, costs
+    are interpolated linearly. Depth 0 is plain decoding.
     """
     sizes = sorted(costs)
     ranges: list[tuple[int, int, int]] = []

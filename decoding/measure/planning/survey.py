@@ -1,4 +1,4 @@
-"""What is measured of costs: a target's passes, and the loop's steps with each of several drafters."""
+"""Measurement of costs: a target's passes, and the decoding loop's steps with each drafter."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from decoding.model.cost_curve import measure_costs
 from decoding.rules.sampling import SamplingConfig
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""New tokens of the measured passes; the sizes of the trees that are tried, the root included, but for the first."""
+"""Tokens of the measured passes; without the 1, also the sizes of the trees tried, including the root."""
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Settings of a plan. ``seconds`` bounds each measurement of costs: one for every drafter and batch size."""
+    """Settings of a plan. ``seconds`` bounds each measurement of costs, one per drafter and batch size."""
 
     batch_sizes: tuple[int, ...] = (1, 8)
     temperature: float = 0.0
@@ -31,7 +31,7 @@ class PlanConfig:
 
     @property
     def deepest(self) -> int:
-        """Depth of the longest chain that is tried of a draft model: a text has room for two of them."""
+        """Depth of the longest chain tried with a draft model: a text must have room for two."""
         return max(1, min(DEEPEST_CHAIN, self.max_new_tokens // 2))
 
     @property
@@ -41,15 +41,15 @@ class PlanConfig:
 
 
 class CostSurvey:
-    """Measures costs with these drafters. ``advance`` is called after the curve and after each drafter.
+    """Measurement of costs with several drafters. It calls ``advance`` after the curve and after each drafter.
 
-    Prompts that the target or a drafter cannot hold with their new tokens are left out.
+    Prompts that are too long for the target or a drafter, with their new tokens, are left out.
     """
 
     def __init__(
         self, target: CausalLM, drafters: Sequence[Drafter], prompts: Sequence[Sequence[int]], config: PlanConfig
     ) -> None:
-        """ValueError if no prompt fits."""
+        """Raise ValueError if no prompt fits."""
         self.target, self.drafters, self.config = target, drafters, config
         self.advance: Callable[[], Any] = lambda: None
         limits = [target.max_positions, *(drafter.max_positions for drafter in drafters)]
@@ -57,13 +57,13 @@ class CostSurvey:
         self.prompts = [each for each in prompts if longest is None or len(each) + config.max_new_tokens <= longest]
         if not self.prompts:
             raise ValueError(
-                f"no prompt fits with {config.max_new_tokens} new tokens into the {longest} that target and "
-                "drafters can hold: give shorter prompts, or lower --max-new-tokens"
+                f"no prompt and {config.max_new_tokens} new tokens fit into the {longest} tokens that target and "
+                "drafters support: give shorter prompts or lower --max-new-tokens"
             )
         self._text_tokens = round(fmean(map(len, self.prompts)) + config.max_new_tokens / 2)
 
     def about(self) -> dict[str, Any]:
-        """Return the settings, as JSON values."""
+        """Return the settings as JSON values."""
         return {
             "temperature": self.config.temperature,
             "max_new_tokens": self.config.max_new_tokens,
@@ -73,7 +73,7 @@ class CostSurvey:
         }
 
     def costs_at(self, rows: int) -> tuple[dict[str, Any], list[StepCosts]]:
-        """Measure at a batch size: the passes alone, as JSON values, and the costs with each drafter."""
+        """Measure at a batch size; return the target's passes as JSON values, and the costs with each drafter."""
         curve = self._curve(rows)
         self.advance()
         costs = []
@@ -85,7 +85,7 @@ class CostSurvey:
         return {"batch_size": rows, "seconds": {str(size): value for size, value in curve.items()}}, costs
 
     def _curve(self, rows: int) -> dict[int, float]:
-        """Measure the seconds of a target pass by its tokens, up to the largest draft of any drafter."""
+        """Measure the seconds of a target pass by number of tokens, up to the largest draft of any drafter."""
         largest = max(drafter.max_nodes for drafter in self.drafters)
         sizes = self.config.sizes[: 1 + sum(size < largest for size in self.config.sizes)]
         seconds = self.config.seconds

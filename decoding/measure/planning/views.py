@@ -11,13 +11,13 @@ from decoding.measure.markdown import one_line
 from decoding.measure.planning.step_costs import LEAST_GAIN
 
 _NOTES = (
-    "Step cost: the seconds of a step as drafting + verifying + the rest, in steps of plain decoding; the speed-up is "
-    "the tokens per pass divided by it."
+    "Step cost: the seconds of a step as drafting + verifying + the rest, in steps of plain decoding. Speed-up: tokens "
+    "per target pass divided by the step cost."
 )
 
 
 def plan_table(plan: Mapping[str, Any]) -> Table:
-    """Return a table with a row for each batch size and drafter; the best of a batch size is bold."""
+    """Return a table with a row per batch size and drafter; the best row of each batch size is bold."""
     columns = ("batch", "drafter", "best size", "tokens/pass", "step cost", "speed-up", "best chain")
     table = Table(*columns, title=_heading("What to draft here"), **_caption(_NOTES))
     for cell in plan["cells"]:
@@ -47,7 +47,7 @@ def _size(form: Mapping[str, Any]) -> str:
 
 
 def basis(plan: Mapping[str, Any]) -> str:
-    """Say on how many prompts acceptance was measured, and for how long costs were."""
+    """Return a sentence: on how many prompts acceptance was measured, and for how many seconds costs."""
     chosen_on, judged_on = plan["halves"]
     others = f"on {chosen_on} of them, judged on the other {judged_on}"
     halves = others if chosen_on < plan["prompts"] else "and judged on all of them"
@@ -61,19 +61,19 @@ def basis(plan: Mapping[str, Any]) -> str:
 # --- before any training ----------------------------------------------------------------------------------------------
 
 NAMES = {"heads": "heads", "dspark": "DSpark draft", "draft": "small draft"}
-"""Kinds of untrained drafts, as readers know them."""
+"""Names of the kinds of drafts for readers."""
 _PAYS = (
-    "A chain of so many tokens pays if each is accepted at least this often, given those before it; – never pays. "
+    "A chain of this length pays from this per-position acceptance on; –: it never pays. "
     "Measured with random weights: heads that share the lm_head, a DSpark draft of the recipes' size, one layer of the "
     "target as a small draft."
 )
-_REACHED = "Acceptance depends on target, texts and training: take published figures as a guide, not a promise."
+_REACHED = "Acceptance depends on target, texts and training: published figures are a guide, not a promise."
 
 
 def break_even_table(plan: Mapping[str, Any]) -> Table:
-    """Return a table with a row for each batch size and kind of draft, and a column for each length of a chain."""
+    """Return a table with a row per batch size and kind of draft, and a column per chain length."""
     depths = map(str, range(1, 1 + len(plan["prospects"][0]["drafts"][0]["cost"])))
-    heading = _heading("Acceptance that pays here, by tokens drafted at a time")
+    heading = _heading("Per-position acceptance that pays here, by chain length")
     table = Table("batch", "draft", "size", *depths, title=heading, **_caption(_PAYS))
     for cell in plan["prospects"]:
         for each in cell["drafts"]:
@@ -85,10 +85,10 @@ def break_even_table(plan: Mapping[str, Any]) -> Table:
 
 
 def published_table(plan: Mapping[str, Any]) -> Table:
-    """Return a table with a row for each published draft, and its speed-up here at each batch size."""
+    """Return a table with a row per published draft: its speed-up here at each batch size."""
     cells = plan["prospects"]
     sizes = [f"batch {cell['batch_size']}" for cell in cells]
-    heading = _heading("What published acceptance would gain here")
+    heading = _heading("Speed-up here at published acceptance")
     table = Table("published draft", "accepted", *sizes, "source", title=heading, **_caption(_REACHED))
     for row in zip(*(cell["published"] for cell in cells), strict=True):
         rates, gains = row[0]["rates"], [f"{each['speedup']:.2f}×, chain of {each['depth']}" for each in row]
@@ -98,7 +98,7 @@ def published_table(plan: Mapping[str, Any]) -> Table:
 
 
 def verdicts(plan: Mapping[str, Any]) -> list[str]:
-    """Say for each batch size which kinds of draft are worth training by published acceptance, and which are not."""
+    """Return a sentence per batch size: which kinds of draft are worth training at published acceptance."""
     found = []
     for cell in plan["prospects"]:
         kinds: dict[str, list[str]] = {verdict: [] for verdict in _VERDICTS}
@@ -112,7 +112,7 @@ def verdicts(plan: Mapping[str, Any]) -> list[str]:
     return found
 
 
-_VERDICTS = ("worth training", "depends on the texts", "not worth it")
+_VERDICTS = ("worth training", "depends on the texts", "not worth training")
 
 
 def _heading(text: str) -> Text:

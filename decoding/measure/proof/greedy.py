@@ -22,8 +22,8 @@ def margin_of(target: CausalLM, prompt: Sequence[int], mine: Sequence[int], plai
     """Return the gap between the target's logits of the first two tokens at which two greedy texts differ.
 
     In fp32 on a CPU all texts must be equal. In bf16 a pass over n tokens rounds differently from n passes over one, so
-    near-ties may fall either way: the gap is small. "ended": one text is a prefix of the other, which no near-tie
-    explains. None: the texts are equal.
+    near-ties may fall either way, but their gap is small. "ended": one text is a prefix of the other; no near-tie
+    explains this. None: the texts are equal.
     """
     if tuple(mine) == tuple(plain):
         return None

@@ -46,7 +46,7 @@ class Reference:
             yield self._folded(p, 0.0, lambda ends: ends.sum(1)), self._tokens(text)
 
     def possible(self, texts: Sequence[EngineText]) -> Iterator[Tensor]:
-        """Yield, for each text, True at tokens that slightly looser controls allow: rounding moves the border."""
+        """Yield, for each text, True at tokens that slightly looser controls allow (rounding moves the border)."""
         loose = 1e-4 if self.target.dtype == torch.float32 else 1e-2
         sampling = replace(
             self.sampling,
@@ -59,7 +59,7 @@ class Reference:
             yield p.gather(1, tokens[:, None]).squeeze(1) > 0
 
     def margins(self, texts: Sequence[EngineText]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for each text, how far each token's logit is below the best, and the best token: (tokens,) each."""
+        """Yield, for each text, each token's gap to the best logit, and the best token; each is (tokens,)."""
         greedy = replace(self.sampling, temperature=0.0)
         for text, logits in zip(texts, self._logits(texts), strict=True):
             scores = adjusted_logits(logits, greedy, self._history(text, greedy)).float()
@@ -80,7 +80,7 @@ class Reference:
     def _folded(
         self, values: Float[Tensor, "tokens vocab"], nothing: float, together: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "tokens vocab"]:
-        """Return values with those of all EOS ids combined at the first by ``together``; the others get ``nothing``."""
+        """Combine the values of all EOS ids by ``together`` at the first EOS id; the other EOS ids get ``nothing``."""
         if len(self.eos_token_ids) < 2:
             return values
         ends = torch.tensor(self.eos_token_ids, device=values.device)

@@ -24,7 +24,7 @@ _MOST = 690.0  # a p-value of 1e-300: 0 is reserved for impossible tokens
 
 
 class LogProbability(NamedTuple):
-    """Sums over tokens, each given the preceding text; `plus` adds those of several texts.
+    """Sums over tokens, each given the preceding text; `plus` adds the sums of two texts.
 
     ``excess``: log p(x) minus its mean under p. ``variance``: of log p under p. ``log_evidence``: for each tilt t, the
     sum of t (log p(x) - mean) - log E exp(t (log p - mean)); its exponential has mean 1.

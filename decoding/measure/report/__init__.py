@@ -1,1 +1,1 @@
-"""Views of a report (`decoding.measure.measurement`): tables for terminal and Markdown, and an HTML page."""
+"""Views of a report from `decoding.measure.measurement`: tables for terminal and Markdown, and an HTML page."""

@@ -24,7 +24,7 @@ class Legend(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """An SVG element with heading and legend; the page hides it in a fold unless it is ``main``."""
+    """An SVG element with heading and legend; the page folds it away unless it is ``main``."""
 
     heading: str
     svg: str
@@ -34,9 +34,9 @@ class Picture(NamedTuple):
 
 @styled
 def speedup_curves(report: Report, axis: str) -> list[Picture]:
-    """Draw the speed-up over ``axis`` ("batch_size" or "context"), a picture per setting and value of the other axis.
+    """Draw the speed-up over ``axis`` ("batch_size" or "context"): a picture per setting and value of the other axis.
 
-    Needs at least two measured points; all pictures share one scale.
+    A method needs at least two measured points. All pictures have the same scale.
     """
     other = "context" if axis == "batch_size" else "batch_size"
     pictures = []
@@ -70,7 +70,7 @@ def _draw_speedups(axes: Axes, report: Report, setting: str, axis: str, fixed: i
 
 @styled
 def load_curves(report: Report) -> list[Picture]:
-    """Draw a server's throughput, time to first token and time per token over the load, in each setting."""
+    """Draw a server's throughput, time to first token and time per token over its load, for each setting."""
     pictures = []
     names = [*methods(report), PLAIN]
     for setting in settings(report) if report.get("served") else ():
@@ -94,14 +94,14 @@ def load_curves(report: Report) -> list[Picture]:
 
 
 _LOADED = {
-    "Output tokens/s in all": ("tokens_per_second", "value"),
+    "Total output tokens/s": ("tokens_per_second", "value"),
     "Median ms to the first token": ("latency", "ttft_ms", "p50"),
     "Median ms per further token": ("latency", "tpot_ms", "p50"),
 }
 
 
 def _at(row: Report, place: Sequence[str]) -> float | None:
-    """Return the figure at a path of keys in a row; None if it was not measured."""
+    """Return the figure at a path of keys in a row, or None if it was not measured."""
     found: Any = row
     for name in place:
         found = (found or {}).get(name)
@@ -139,8 +139,8 @@ def crossover_figure(report: Report) -> Figure:
 
 
 def acceptance_curves(report: Report) -> list[Picture]:
-    """Draw unconditional acceptance at each position with 95% intervals: a picture per setting, a line per drafter."""
-    rows = [row for row in report["rows"] if row.get("unconditional_acceptance")]
+    """Draw per-position acceptance with 95% intervals: a picture per setting, a line per drafter."""
+    rows = [row for row in report["rows"] if row.get("conditional_acceptance")]
     return [
         _acceptance_picture(report, setting, mine) for setting in settings(report) if (mine := named(rows, setting))
     ]
@@ -151,7 +151,7 @@ def _acceptance_picture(report: Report, setting: str, rows: Sequence[Report]) ->
     figure, axes = panel(3.5, 2.5)
     every = methods(report)
     for row in rows:
-        figures, style = row["unconditional_acceptance"], series(every.index(row["method"]))
+        figures, style = row["conditional_acceptance"], series(every.index(row["method"]))
         value, low, high = (
             [math.nan if figure[key] is None else figure[key] for figure in figures] for key in ("value", "low", "high")
         )
@@ -159,11 +159,11 @@ def _acceptance_picture(report: Report, setting: str, rows: Sequence[Report]) ->
         axes.plot(positions, value, **style)
         axes.fill_between(positions, low, high, color=style["color"], alpha=0.13, linewidth=0)
     axes.set_xlabel("position in the draft")
-    axes.set_ylabel("share of drafts accepted so far")
+    axes.set_ylabel("per-position acceptance")
     axes.set_ylim(0, 1.02)
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.grid(axis="y")
-    picture = svg(figure, f"Acceptance by position, {one_line(setting)}")
+    picture = svg(figure, f"Per-position acceptance, {one_line(setting)}")
     return Picture(one_line(setting), picture, _legend(report, [row["method"] for row in rows]))
 
 

@@ -1,4 +1,4 @@
-"""The report as a self-contained HTML page: answer and pictures first, tables and settings folded."""
+"""The report as a self-contained HTML page: the answer and pictures first, then folded tables and settings."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ from decoding.measure.report.tables import page_tables
 
 
 def write_html(report: Report, path: Path) -> None:
-    """Write the page, in one file without external resources."""
+    """Write the page as one file without external resources."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -60,7 +60,7 @@ def write_html(report: Report, path: Path) -> None:
 
 
 class Bar(NamedTuple):
-    """A speed-up's bar, in percent of its track; None for unmeasured parts."""
+    """A speed-up's bar, in percent of its track; unmeasured parts are None."""
 
     name: str
     shown: str
@@ -80,7 +80,7 @@ class BarChart(NamedTuple):
 
 
 def bar_charts(report: Report) -> list[BarChart]:
-    """Return a chart per setting, all with one scale."""
+    """Return a chart per setting, all with the same scale."""
     rows = report["rows"]
     totals = [row.get("speedup_of_totals") or {} for row in rows]
     longest = max([1.0, *(each.get(end) or 0.0 for each in totals for end in ("value", "high")), *map(_speed, rows)])
@@ -119,9 +119,9 @@ def _samples(report: Report) -> list[Report]:
 
 
 def _about(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return how the report was made: headings, each with names and values."""
+    """Return how the report was made: headings, each with (name, value) pairs."""
     parts = [
-        ("What was asked", report.get("asked")),
+        ("Prompts", report.get("asked")),
         ("Command", {"command": report["command"]} if report.get("command") else None),
         ("Settings", report.get("settings")),
         ("Fingerprints", report.get("fingerprints")),

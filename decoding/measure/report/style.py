@@ -90,7 +90,7 @@ def panel(width: float = 3.5, height: float = 2.5) -> tuple[Figure, Axes]:
 
 
 def shade_below_one(axes: Axes) -> None:
-    """Draw the line of speed-up 1 and shade below it; set the y limits first."""
+    """Draw a line at speed-up 1 and shade the area below it; set the y limits first."""
     low, high = axes.get_ylim()
     axes.axhspan(low, 1, color=GRID, alpha=0.16, linewidth=0)
     axes.axhline(1, color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
@@ -105,7 +105,7 @@ def svg(figure: Figure, title: str) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     found = buffer.getvalue()
-    found = re.sub(r'<g id="[^"]*"', "<g", found[found.index("<svg") :])  # useless, and repeated in every picture
+    found = re.sub(r'<g id="[^"]*"', "<g", found[found.index("<svg") :])  # unused ids, repeated in every picture
     for index, colour in enumerate(COLOURS):
         found = found.replace(colour, f"var(--c{index})")
     found = found.replace(INK, "currentColor").replace(GRID, "var(--grid, #8a8d91)")

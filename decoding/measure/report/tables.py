@@ -33,14 +33,14 @@ COLUMNS = (
     "method",
     "promise",
     "tokens per target pass",
-    "accepted at 1, 2, … (of)",
+    "per-position acceptance (of)",
     "tokens/s",
     "speed-up",
     "over transformers",
 )
 _NOTES = (
-    "Same: greedy texts identical to plain decoding's. Speed-up: all tokens over all seconds, divided by plain "
-    "decoding's, prefill left out, 95% interval over prompts or batches. Median: of the ratios of paired runs."
+    "Same: greedy texts identical to plain decoding's. Speed-up: total tokens over total seconds, divided by plain "
+    "decoding's, without prefill, 95% interval over prompts or batches. Median: of the ratios of paired runs."
 )
 
 
@@ -48,7 +48,7 @@ _NOTES = (
 
 
 def markdown_table(report: Report) -> str:
-    """Write the main table in Markdown, for a README or a model card."""
+    """Return the main table in Markdown, for a README or a model card."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|" + "---:|" * (len(COLUMNS) - 3)]
     lines += ["| " + " | ".join([*map(text, row[:3]), *row[3:]]) + " |" for row in table_rows(report)]
     return "\n".join(lines)
@@ -75,7 +75,7 @@ def _names(row: Report) -> tuple[str, str]:
 
 
 def _promise(row: Report) -> str:
-    """Return lossless or lossy; for greedy texts add how many are identical to plain decoding's."""
+    """Return "lossless" or "lossy"; for greedy texts add how many are identical to plain decoding's."""
     same = row.get("identical_to_plain")
     return str(row["label"]) if not same or row["method"] == PLAIN else f"{row['label']}, {_same(same)} same"
 
@@ -90,7 +90,7 @@ def _tokens_per_second(row: Report) -> str:
 
 @dataclass(frozen=True)
 class TerminalReport:
-    """A report for rich's consoles: a table of at most 80 columns, and sentences below it."""
+    """A report for rich consoles: a table of at most 80 columns with sentences below."""
 
     report: Report
 
@@ -139,9 +139,9 @@ def load_table(report: Report) -> Table:
 
 
 _LOAD = (
-    *("setting", "endpoint", "at a time", "tokens/s, in all", "tokens/s, of a request", "speed-up [95%]"),
+    *("setting", "endpoint", "requests, at a time", "tokens/s, total", "tokens/s, per request", "speed-up [95%]"),
     *(f"{name} ms, p50 / p90 / p99" for name in ("TTFT", "TPOT", "ITL")),
-    "acceptance, length: by position",
+    "tokens per pass, accepted 1, 2, …",
 )
 
 
@@ -187,21 +187,21 @@ def page_tables(report: Report) -> list[PageTable]:
     drafted = [row for row in rows if row.get("conditional_acceptance")]
     acceptance = (
         *("setting", "method", "rule", "drafted as", "drafts", "passes", "tokens per target pass"),
-        *("acceptance length, 1 + Σ", "ended in a draft", "reached 1, 2, …"),
-        "accepted per drafted (of)",
+        *("1 + accepted tokens per pass", "texts ended in a draft", "passes that accepted 1, 2, …"),
+        "accepted / drafted tokens (of)",
     )
     parts = ("draft", "verify", "overhead")
-    speed = ("setting", "method", "speed-up with the prefill", "as predicted from the cost curve", *parts)
+    speed = ("setting", "method", "speed-up with prefill", "predicted from the cost curve", *parts)
     ends = ("prompts", "tokens per target pass", "tokens/s", "speed-up")
     loads = []
-    if report.get("served"):  # its table has every figure at every load
+    if report.get("served"):  # the table of loads has all figures
         loads, grid = [each for setting in settings(report) for each in _load_rows(report, setting)], []
     found = [
         PageTable("Under load", _LOAD, 2, loads),
         PageTable("All figures", COLUMNS, 3, [] if loads else table_rows(report)),
-        PageTable("Acceptance, counted both ways", acceptance, 5, [_acceptance(row) for row in drafted]),
+        PageTable("Counts of drafted and accepted tokens", acceptance, 5, [_acceptance(row) for row in drafted]),
         PageTable(
-            "Speed with the prefill, as predicted, and where the time goes",
+            "Speed-up with prefill, predicted speed-up, and time split",
             speed,
             2,
             [
