@@ -19,7 +19,7 @@ def test_without_gradio_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr("trainer.demo.app", raising=False)
     result = CliRunner().invoke(program, ["demo"])
     assert result.exit_code == 2
-    assert result.stderr.strip().endswith("which is not installed: pip install 'headstart[demo]'")
+    assert result.stderr.strip().endswith("it is not installed: pip install 'headstart[demo]'")
     assert "Traceback" not in result.stderr and len(result.stderr.strip().splitlines()) == 1
 
 

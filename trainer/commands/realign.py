@@ -1,8 +1,8 @@
 """`headstart realign`: distil a stale draft on answers that its newly tuned target writes.
 
-One folder contains everything, and the same command resumes there after a kill. prompts.jsonl has the rows to learn
-from, choosing.jsonl the rows to choose the best weights by, and heldout.jsonl the rows to measure with. The answers to
-the first two, the training's files, the draft in final/ and realigned.json are next to them.
+One folder contains everything, and the same command resumes there after a kill. Three files have the rows to
+learn from (prompts.jsonl), to choose the best weights by (choosing.jsonl) and to measure with (heldout.jsonl). Next to
+them are the answers to the first two, the training's files, realigned.json, and final/ with the draft.
 """
 
 import json

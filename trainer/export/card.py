@@ -1,7 +1,7 @@
 """The model card: description, commands, measured figures and provenance of an exported artefact.
 
-Cards are published, so local paths are removed. Text from a recipe, a report or a name passes one of the filters
-`text`, `code` or `fenced`, which stop it from acting as Markdown.
+Cards are published, so local paths are removed. The filters `text`, `code` and `fenced` stop text from recipes,
+reports and names from acting as Markdown.
 """
 
 import json

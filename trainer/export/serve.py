@@ -94,7 +94,7 @@ class Serving:
 
     @property
     def tokens(self) -> int:
-        """The tokens to draft at a time: the plan's at batch size 1, else all at once, else as trained."""
+        """The tokens to draft at a time: the plan's for batch size 1, else all of one pass, else as trained."""
         if self.plan is not None and self.plan.deepest:
             return self.plan.schedule[0][2] or self.plan.deepest
         return self.artefact.heads or self.artefact.at_once or chain_length(self.folder)

@@ -61,8 +61,8 @@ def push(
     publish nothing by accident. ``revision``: a branch, created if missing; by default ``main``. With ``pull_request``
     the commit becomes a pull request. Files that the upload does not replace are kept.
 
-    `ValueError`, always one sentence, if the folder is not an export, if a file is a pickle or contains the token, if
-    the repository id is malformed, if there is no token, or if the Hub rejects the upload or cannot be reached.
+    `ValueError`, always one sentence, if the folder is not an export, or if a file is a pickle or contains the token.
+    Also if the token is missing, the repository id is malformed, or the Hub rejects the upload or cannot be reached.
     """
     folder = Path(folder)
     if pull_request and revision is not None:

@@ -94,8 +94,8 @@ def looked_up(text: Tensor, ngram: int, count: int) -> list[int]:
 class HeadsProposer:
     """Proposer of the heads' chain, or of a lookup's chain if a text's last ``ngram`` tokens occurred in it before.
 
-    vLLM builds it before loading any weights. ValueError if the folder contains no heads, if their sizes differ from
-    the target's, or if more tokens are wanted than there are heads.
+    vLLM builds it before loading any weights. ValueError if the folder lacks heads or their sizes differ from the
+    target's. Also if more tokens are wanted than there are heads.
     """
 
     def __init__(self, vllm_config: Any) -> None:

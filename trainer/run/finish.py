@@ -1,7 +1,7 @@
 """Artefacts with provenance, written from a finished run or from a checkpoint.
 
-A checkpoint's tensors are whole under any launcher (see `state`), so a single process can write its artefact, just as
-the run would have if that step had been its last.
+A checkpoint's tensors are whole under any launcher (see `state`), so a single process can write its artefact. The
+result is the same as if the run had ended at that step.
 """
 
 import json
