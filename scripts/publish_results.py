@@ -97,12 +97,6 @@ def tasks_table(report: Report) -> str:
     return _by_column(report, rows, lambda row: str(row["task"]))
 
 
-def cells_table(report: Report) -> str:
-    """Return per setting a table of methods by contexts and batch sizes."""
-    rows = report["rows"] + report["grid"]
-    return _by_column(report, rows, lambda row: f"{row['context'] or 'own'} tokens, batch {row['batch_size']}")
-
-
 def _by_column(report: Report, rows: Iterable[Report], column: Callable[[Report], str]) -> str:
     rows = [row for row in rows if row["method"] != "plain" and _gain(row) != NONE]
     names = list(dict.fromkeys(column(row) for row in rows))
@@ -113,13 +107,17 @@ def _by_column(report: Report, rows: Iterable[Report], column: Callable[[Report]
         methods = dict.fromkeys(method for method, _ in found)
         cells = ([text(method), *(found.get((method, name), NONE) for name in names)] for method in methods)
         parts.append(table([text(setting), *map(text, names)], cells, len(names)))
+    parts.append(f"Speed-up over plain decoding, then tokens per target pass. {conditions(report)}")
+    return "\n\n".join(parts)
+
+
+def conditions(report: Report) -> str:
+    """Return target, prompts and machine of an evaluation."""
     cut = f" ({report['prompts_cut']} too long, cut)" if report.get("prompts_cut") else ""
-    parts.append(
-        "Speed-up over plain decoding, then tokens per target pass. "
+    return (
         f"{report['parameters'] / 1e6:.0f}M-parameter target in {report['dtype']}; {report['prompts']} prompts{cut}, "
         f"up to {report['max_new_tokens']} new tokens; {machine_of(report)}"
     )
-    return "\n\n".join(parts)
 
 
 def _gain(row: Report) -> str:
@@ -318,7 +316,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "quickstart": {"README.md": (("headline", headline), ("table", short_table))},
     "spec_bench": {RESULTS: (("spec_bench", tasks_table),)},
     "spec_bench_sampled": {RESULTS: (("spec_bench_sampled", tasks_table),)},
-    "crossover": {RESULTS: (("crossover", cells_table),)},
+    "crossover": {RESULTS: (("crossover", conditions),)},
     "speed": {RESULTS: (("drafters", drafters_table),)},
     "verified": {"docs/how-to/verify.md": (("verified", verified_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
