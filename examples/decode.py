@@ -1,4 +1,4 @@
-"""Decode with a drafter: one call, a stream in two colours, a batch with its figures.
+"""Decode with a drafter: one call, a stream in two colours, and a batch with its figures.
 
 python examples/decode.py
 python examples/decode.py --target ORG/NAME --drafter heads:runs/heads/final --prompt "def quicksort("
@@ -21,19 +21,19 @@ parser.add_argument("--prompt", default="class Stack:\n    def __init__(self):\n
 parser.add_argument("--max-new-tokens", type=int, default=64)
 options = parser.parse_args()
 
-target = prepare_target(options.target)  # trains the embedded target once, and returns any other name as it came
+target = prepare_target(options.target)  # trains the embedded target once; other names are unchanged
 tokenizer = load_tokenizer(target)
-# In fp32 the greedy text is that of plain decoding to the token. In bf16, the default and faster, near-ties may differ.
+# In fp32 the greedy text equals plain decoding's. In bf16, the faster default, near-ties may differ.
 model = HeadstartModel.from_pretrained(target, options.drafter, dtype=torch.float32)
 
-# 1. One call, in place of `generate` of transformers: the same options, the same result.
+# 1. One call instead of `generate` of transformers, with the same options and the same result.
 inputs = tokenizer(options.prompt, return_tensors="pt").to(model.device)
 lengths = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
 written = model.generate(**inputs, **lengths)
 same = torch.equal(written, model.target.model.generate(**inputs, **lengths))
 print(f"the text of transformers' generate: {'equal' if same else 'DIFFERENT'}")
 
-# 2. A stream: each step of the loop is one target pass. Drafted tokens are green, the target's own are plain.
+# 2. A stream: each step of the loop is one target pass. Drafted tokens are green, tokens by the target are plain.
 console = Console(highlight=False)
 config = DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(model.target.model, tokenizer))
 tally = Tally()  # running figures, up to date at every piece
@@ -43,7 +43,7 @@ for piece in stream_pieces(tally.watch(steps), tokenizer, hidden=config.eos_toke
     console.print(piece.text, style="green" if piece.drafted else None, end="", markup=False)
 print(f"\n{tally.tokens_per_pass:.2f} tokens per pass, {tally.tokens_per_second:.0f} tokens/s")
 
-# 3. A batch, sampled: every row accepts its own number of tokens, and has a seed of its own.
+# 3. A sampled batch: rows accept different numbers of tokens and have different seeds.
 prompts = [tokenizer(text)["input_ids"] for text in ("import os\n", "def main():\n", "for key, value in ")]
 output = speculate(
     model.target,
