@@ -261,7 +261,7 @@ def test_a_server_that_tells_only_the_number_of_tokens_is_compared_by_it(desk: D
 
 def test_an_export_of_another_kind_is_refused_before_anything_is_compared(desk: Desk, tmp_path: Path) -> None:
     MedusaHeads(MedusaConfig(16, 128)).save_pretrained(tmp_path / "heads")
-    with pytest.raises(ValueError, match=r"holds a model, but heads:.* of kind heads: give"):
+    with pytest.raises(ValueError, match=r"contains a model, but heads:.* of kind heads: give"):
         diagnosed(desk, speculator=f"heads:{tmp_path / 'heads'}", target="/nowhere/at/all")
     with pytest.raises(ValueError, match=r"heads holds heads, but draft:.* of kind draft: give the folder"):
         diagnosed(desk, exported=tmp_path / "heads", target="/nowhere/at/all")
