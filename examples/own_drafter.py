@@ -97,6 +97,7 @@ for temperature in (0.0, 1.0):
     same = torch.equal(plain.sequences, drafted.sequences)
     kept = drafted.acceptance.accepted_per_drafted
     print(
-        f"T={temperature:g}, {drafted.label}: {'the same text' if same else 'ANOTHER TEXT'}, {drafted.tokens_per_pass:.2f} "
-        f"tokens per target pass, {kept.value:.0%} of {kept.observations} drafted tokens kept"
+        f"T={temperature:g}, {drafted.label}: {'the same text' if same else 'ANOTHER TEXT'}, "
+        f"{drafted.tokens_per_pass:.2f} tokens per target pass, "
+        f"{kept.value:.0%} of {kept.observations} drafted tokens kept"
     )

@@ -109,5 +109,7 @@ for chosen in (None, MINE, LOSSY):  # None: the lossless rule that keeps most to
         max_new_tokens=options.max_new_tokens,
         pad_token_id=tokenizer.eos_token_id,
     )
-    name = chosen.name if chosen else "the default rule"
-    print(f"{name}: {output.label}, {output.tokens_per_pass:.2f} tokens per target pass")
+    print(
+        f"{chosen.name if chosen else 'the default rule'}: {output.label}, "
+        f"{output.tokens_per_pass:.2f} tokens per target pass"
+    )
