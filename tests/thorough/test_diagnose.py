@@ -263,7 +263,7 @@ def test_an_export_of_another_kind_is_refused_before_anything_is_compared(desk: 
     MedusaHeads(MedusaConfig(16, 128)).save_pretrained(tmp_path / "heads")
     with pytest.raises(ValueError, match=r"contains a model, but heads:.* of kind heads: give"):
         diagnosed(desk, speculator=f"heads:{tmp_path / 'heads'}", target="/nowhere/at/all")
-    with pytest.raises(ValueError, match=r"heads holds heads, but draft:.* of kind draft: give the folder"):
+    with pytest.raises(ValueError, match=r"heads contains heads, but draft:.* of kind draft: give the folder"):
         diagnosed(desk, exported=tmp_path / "heads", target="/nowhere/at/all")
 
 
