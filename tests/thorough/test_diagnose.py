@@ -152,7 +152,7 @@ def not_thinking(desk: Desk) -> SpeculatingServer:
 
 
 SERVERS: dict[str, tuple[Plant, str, str, str]] = {
-    "a system prompt": (system_prompt, TEMPLATE, r"puts 16 tokens .*'system\]Be kind.\['", "system prompt"),
+    "a system prompt": (system_prompt, TEMPLATE, r"adds 16 tokens .*'system\]Be kind.\['", "system prompt"),
     "thinking switched off": (not_thinking, TEMPLATE, "has the thinking mode off", "'enable_thinking': true"),
     "another target": (other_target, TEXT, r"the target.s best is", "same revision"),
     "a worse draft": (
@@ -236,7 +236,7 @@ def test_a_draft_of_another_vocabulary_size_is_named(desk: Desk, tmp_path: Path)
 def test_other_weights_are_named_by_their_top_1(desk: Desk, tmp_path: Path) -> None:
     write_draft(CausalLM(tiny_model(seed=5, **SIZES)), desk.tokenizer, tmp_path / "served")
     fine, printed = diagnosed(desk, exported=tmp_path / "served")
-    assert not fine and printed.startswith(f"first difference: {TOP_1}\n") and "other weights" in printed
+    assert not fine and printed.startswith(f"first difference: {TOP_1}\n") and "served weights differ" in printed
 
 
 def test_a_metrics_page_alone_is_compared_too(desk: Desk, tmp_path: Path) -> None:
