@@ -1,16 +1,16 @@
 """Tokens per target pass and speed-ups of heads, drafts and lookup, on the same answers, prompts and machine.
 
-Each arm of `accepted_arms` is trained in a process of its own, with each seed. `--measure acceptance` then decodes the
-prompts in batches by every way to draft, for tokens per pass; `--measure speed` decodes one prompt after the other,
-plain decoding, assisted generation and the first seed's drafters in turns, on the target and on the same function at a
-larger one's cost (`widen.py`). A run may be killed at any time: no finished training and no recorded text
-is done again, and a larger --limit adds prompts. `--summarise` writes the figures of all records.
+Each arm of `accepted_arms` is trained with each seed in a separate process. `--measure acceptance` then decodes the
+prompts in batches with every way of drafting, for tokens per target pass. `--measure speed` decodes the prompts one by
+one; plain decoding, assisted generation and the first seed's drafters take turns. With --widen it uses the same
+function at a larger target's cost (`widen.py`). A run may be killed at any time: finished trainings and recorded texts
+are not repeated, and a larger --limit adds prompts. `--summarise` writes the figures of all records.
 
     python benchmarks/accepted.py --target FOLDER --answers ANSWERS.jsonl --heldout HELD.jsonl \\
         --prompts gsm8k/test=TEST.jsonl --train --measure acceptance speed --summarise accepted.json
 """
 
-# ruff: noqa: E402  # waiting of threads is set before torch is imported
+# ruff: noqa: E402  # how threads wait is set before torch is imported
 import argparse
 import random
 import subprocess
@@ -67,32 +67,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.summarise:
         summarise(options)
     if failed:
-        sys.exit(f"not trained: {', '.join(failed)}")
+        sys.exit(f"training failed: {', '.join(failed)}")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="folder of storyteller-11m, or of another small target")
-    parser.add_argument("--answers", help="rows that the arms learn, written by the target")
-    parser.add_argument("--heldout", help="rows for the evaluations during training")
+    parser.add_argument("--target", required=True, help="folder of storyteller-11m or another small target")
+    parser.add_argument("--answers", help="training rows, written by the target")
+    parser.add_argument("--heldout", help="rows for evaluations during training")
     parser.add_argument("--prompts", nargs="+", default=[], metavar="NAME=FILE")
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--measure", nargs="*", choices=("acceptance", "speed"), default=[])
     parser.add_argument("--summarise", type=Path, metavar="FILE", help="write the figures of all records as JSON")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
-    parser.add_argument("--draftings", nargs="+", help="ways to draft, by name; all if not given")
+    parser.add_argument("--draftings", nargs="+", help="ways of drafting, by name (default: all)")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="training seeds")
     parser.add_argument(
-        "--peer", default=DRAFT, choices=list(ARMS), metavar="ARM", help="arm of assisted generation's draft"
+        "--peer", default=DRAFT, choices=list(ARMS), metavar="ARM", help="arm with assisted generation's draft"
     )
-    parser.add_argument("--widen", type=float, help="time on the target widened to this many parameters instead")
+    parser.add_argument("--widen", type=float, help="time on the target widened to this many parameters")
     parser.add_argument("--runs", type=Path, default=Path("runs/accepted"))
     parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--threads", type=int, help="of each training process")
+    parser.add_argument("--threads", type=int, help="threads of each training process")
     parser.add_argument("--limit", type=int, default=100, help="prompts of each set")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, default=16, help="prompts decoded together, for acceptance")
+    parser.add_argument("--batch-size", type=int, default=16, help="prompts decoded at a time, for acceptance")
     parser.add_argument("--dtype", default="fast")
     return parser.parse_args(arguments)
 
@@ -105,7 +105,7 @@ def folder_of(runs: Path, arm: str, seed: int) -> Path:
 
 
 def train_arms(options: argparse.Namespace) -> list[str]:
-    """Train every arm with the first seed, then with the next; return those whose training failed."""
+    """Train every arm with the first seed, then with the next; return the arms and seeds that failed."""
     failed = []
     for seed in options.seeds:
         for name in options.arms:
@@ -113,14 +113,14 @@ def train_arms(options: argparse.Namespace) -> list[str]:
             if recipe is None:
                 continue
             given = {"target": options.target, "data.train": options.answers, "data.heldout": options.heldout}
-            if recipe == "medusa1":  # the target stands still: it is run once for all heads on the same answers
+            if recipe == "medusa1":  # the target is frozen, so it runs only once for all heads
                 given["features.folder"] = options.runs / "features"
             overrides = overrides_of(ARMS[name], seed, options.steps, given)
             try:
                 train(RECIPES / f"{recipe}.yaml", overrides, folder_of(options.runs, name, seed), options.threads)
             except subprocess.CalledProcessError:
                 failed.append(f"{name} (seed {seed})")
-                print(f"not trained: {failed[-1]}; the reason is above", flush=True)
+                print(f"training failed: {failed[-1]}; the reason is above", flush=True)
     return failed
 
 
@@ -132,7 +132,7 @@ Weights = MedusaHeads | CausalLM | DSparkDraft
 
 
 class Bench:
-    """The target, the prompts and the arms of a measurement, each loaded when it is first asked for."""
+    """The target, prompts and arms of a measurement, each loaded when first needed."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -147,7 +147,7 @@ class Bench:
         self._commit = commit()
 
     def _prompts(self, file: str) -> list[tuple[int, ...]]:
-        """Return the first ``--limit`` prompts of a fixed shuffle, of those that leave room for an answer."""
+        """Return the first ``--limit`` prompts that leave room for an answer, in a fixed random order."""
         prompts = read_prompts(file, self.tokenizer, sys.maxsize)
         random.Random(0).shuffle(prompts)
         most = self.target.max_positions
@@ -158,7 +158,7 @@ class Bench:
 
     @cached_property
     def timed(self) -> tuple[str, CausalLM, int]:
-        """Name, model and width factor of the target that is timed."""
+        """Name, model and width factor of the timed target."""
         name = Path(self.options.target).name
         if not self.options.widen:
             return name, self.target, 1
@@ -170,13 +170,13 @@ class Bench:
         return DecodingConfig(self.options.max_new_tokens, sampling, eos_token_ids=self.eos)
 
     def is_ready(self, name: str, seed: int) -> bool:
-        """Return True for an arm that is trained with the seed; one without a training has the seed 0."""
+        """Return True if the arm was trained with the seed; an arm without training has only seed 0."""
         if ARMS[name].recipe is None:
             return seed == 0
         return (folder_of(self.options.runs, name, seed) / "final").is_dir()
 
     def weights(self, name: str, seed: int) -> Weights | None:
-        """Load an arm's weights; None if it has none."""
+        """Load an arm's weights; return None for an arm without weights."""
         if ARMS[name].recipe is None:
             return None
         folder = folder_of(self.options.runs, name, seed) / "final"
@@ -187,13 +187,13 @@ class Bench:
         return load_draft(str(folder), self.target, self.tokenizer)
 
     def drafters(self, name: str, weights: Weights | None) -> Iterator[tuple[str, Drafting, Drafter]]:
-        """Yield the arm's ways to draft that were asked for and that fit; say once which do not fit, and why."""
+        """Yield the requested ways of drafting that the arm supports; print once why others are left out."""
         for drafting, how in ARMS[name].draftings.items():
             if drafting not in (self.options.draftings or [drafting]):
                 continue
             try:
                 if drafting.startswith("fitted") and not (isinstance(weights, DSparkDraft) and weights.config.tree):
-                    raise ValueError("no tree was fitted to its weights: train it with draft.dspark.tree_nodes")
+                    raise ValueError("its weights have no fitted tree: train it with draft.dspark.tree_nodes")
                 yield drafting, how, named_drafter(how.drafter, weights, **how.options)
             except ValueError as error:
                 if (name, drafting) not in self._refused:
@@ -206,7 +206,7 @@ class Bench:
 
 
 def measure_acceptance(bench: Bench) -> None:
-    """Decode all prompts in batches by every way to draft with every seed's weights, and record each text's counts."""
+    """Decode all prompts in batches with every way of drafting and every seed's weights; record each text's counts."""
     for seed in bench.options.seeds:
         for name in bench.options.arms:
             if not bench.is_ready(name, seed):
@@ -221,7 +221,7 @@ def measure_acceptance(bench: Bench) -> None:
 def _decode_rest(
     bench: Bench, place: Mapping[str, Any], spec: str, drafter: Drafter, prompts: Sequence[Sequence[int]]
 ) -> None:
-    """Decode the prompts behind those that are recorded."""
+    """Decode the prompts that are not yet recorded."""
     wanted = {"part": "acceptance", **place, "spec": spec}
     done = [each for each in bench.records if all(each.get(key) == value for key, value in wanted.items())]
     first = sum(len(each["counts"]) for each in done)
@@ -237,11 +237,11 @@ def _decode_rest(
             counts[row][1] += 1
     bench.record({**wanted, "first": first, "counts": counts})
     tokens, passes = (sum(each) for each in zip(*counts, strict=True))
-    print(*place.values(), f"{tokens / max(passes, 1):.2f} tokens per pass, {len(rest)} prompts", sep=" · ", flush=True)
+    print(*place.values(), f"{tokens / max(passes, 1):.2f} tokens/pass, {len(rest)} prompts", sep=" · ", flush=True)
 
 
 def measure_speed(bench: Bench) -> None:
-    """Decode each prompt by every method in turns, on the target that is timed, and record tokens and seconds."""
+    """Decode each prompt by every method in turns on the timed target; record tokens and seconds."""
     name, target, width = bench.timed
     methods = {setting: timed_methods(bench, target, width, setting) for setting in bench.options.settings}
     for setting, by_key in methods.items():
@@ -277,14 +277,14 @@ def timed_methods(bench: Bench, target: CausalLM, width: int, setting: str) -> d
 
 
 def widened_weights(weights: Weights | None, target: CausalLM, width: int) -> Weights | None:
-    """Make an arm's weights fit the widened target; ValueError for those that cannot."""
+    """Widen an arm's weights for the widened target; raise ValueError if that is impossible."""
     if isinstance(weights, MedusaHeads):
         return widened_heads(weights, width)
     return widened_dspark(weights, target, width) if isinstance(weights, DSparkDraft) else weights
 
 
 def _take_turns(bench: Bench, wanted: dict[str, Any], methods: Mapping[str, Method], prompt: Sequence[int]) -> None:
-    """Decode one prompt by the methods that have no record of it, beside plain decoding and the peer."""
+    """Decode a prompt by plain decoding, the peer, and all methods that lack a record of it."""
     done: set[str] = set()
     for record in bench.records:
         if all(record.get(key) == value for key, value in wanted.items()):
@@ -309,7 +309,7 @@ def _take_turns(bench: Bench, wanted: dict[str, Any], methods: Mapping[str, Meth
 
 
 def summarise(options: argparse.Namespace) -> None:
-    """Write the figures of all records, with what was trained for them."""
+    """Write the figures of all records and the trainings behind them."""
     records = read_records(options.runs / "records.jsonl")
     rows = summary(records)
     trained = {}

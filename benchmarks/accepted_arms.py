@@ -1,4 +1,4 @@
-"""Arms of `accepted.py`: recipes with overrides, and the ways to draft with what each of them trains."""
+"""Arms of `accepted.py`: recipes with overrides, and the ways of drafting with the trained weights."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ SETTINGS = {GREEDY: 0.0, SAMPLED: 1.0}
 
 
 class Drafting(NamedTuple):
-    """A way to draft with trained weights: a drafter of the registry, its options, and the settings it is for."""
+    """A way of drafting with trained weights: a drafter of the registry, its options, and the settings to measure."""
 
     drafter: str
     options: Mapping[str, Any] = {}
@@ -19,14 +19,14 @@ class Drafting(NamedTuple):
 
     @property
     def spec(self) -> str:
-        """Drafter and options as text: records of another way under the same name are not mixed with this one's."""
+        """Drafter and options as text, so that a changed way of drafting does not reuse old records of its name."""
         return str(DrafterSpec(self.drafter, None, self.options))
 
 
 class Arm(NamedTuple):
-    """A recipe of storyteller-11m (None: nothing is trained) with overrides, and its ways to draft, the main one first.
+    """A recipe of storyteller-11m (None: no training) with overrides, and its ways of drafting, the main one first.
 
-    ``baseline`` names the arm that it is compared with, prompt by prompt.
+    ``baseline`` names the arm with which this arm is compared, prompt by prompt.
     """
 
     recipe: str | None
@@ -88,7 +88,7 @@ ARMS: dict[str, Arm] = {
 
 
 def overrides_of(arm: Arm, seed: int, steps: int, given: Mapping[str, Any]) -> list[str]:
-    """Return an arm's overrides for a training with a seed; ``given`` are those that all arms share."""
+    """Return an arm's overrides for training with a seed; ``given`` are the overrides that all arms share."""
     shared = {**given, "training.seed": seed, "training.steps": steps, "evaluation.every": max(steps // 5, 1)}
     if arm.recipe in ("draft", "dspark"):
         shared["draft.check_costs"] = "false"

@@ -1,7 +1,7 @@
-"""Figures of `accepted.py` from its records: tokens per pass, paired ratios, speed-ups, each with a 95% interval.
+"""Figures of `accepted.py` from its records: tokens per target pass, paired ratios, speed-ups, with 95% intervals.
 
-Intervals resample the prompts and, where there are several, the training seeds. Two arms are compared on the prompts
-and seeds that both have, each prompt and seed against itself.
+Intervals resample the prompts and, if there are several, the training seeds. Two arms are compared on their common
+prompts and seeds, pair by pair.
 """
 
 import json
@@ -25,13 +25,13 @@ Record = dict[str, Any]
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of a file; a last line that a kill cut short is left out."""
+    """Return the records of a file; a last line cut short by a kill is ignored."""
     lines = path.read_text().split("\n")[:-1] if path.is_file() else []
     return [json.loads(line) for line in lines]
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Write a record behind the others; what a kill cut short is removed first."""
+    """Append a record; a line cut short by a kill is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() and not (whole := path.read_bytes()).endswith(b"\n") and whole:
         path.write_bytes(whole[: whole.rfind(b"\n") + 1])
@@ -40,7 +40,7 @@ def append_record(path: Path, record: Record) -> None:
 
 
 def counts_of(records: Iterable[Record], spec: str, arm: str, drafting: str, prompt_set: str, setting: str) -> Counts:
-    """Collect an arm's counts of decoding in batches; a prompt decoded twice counts once."""
+    """Collect an arm's counts from decoding in batches; a prompt that was decoded twice counts once."""
     place = {"arm": arm, "drafting": drafting, "set": prompt_set, "setting": setting}
     wanted = {"part": "acceptance", "spec": spec, **place}
     found: dict[int, dict[int, tuple[float, float]]] = {}
@@ -52,13 +52,13 @@ def counts_of(records: Iterable[Record], spec: str, arm: str, drafting: str, pro
 
 
 def tokens_per_pass(counts: Counts) -> Estimate:
-    """Estimate all tokens over all passes."""
+    """Estimate tokens per target pass over all seeds and prompts."""
     values = _table(counts, list(counts), _common(counts.values()))
     return _resampled((values,), lambda sums: sums[0][:, 0] / sums[0][:, 1])
 
 
 def ratio(ours: Counts, theirs: Counts) -> Estimate | None:
-    """Estimate our tokens per pass over theirs, paired; None if no prompt or no seed is common to both."""
+    """Estimate the paired ratio of two arms' tokens per target pass; None if they share no prompt or no seed."""
     seeds = [seed for seed in ours if seed in theirs]
     prompts = _common([side[seed] for side in (ours, theirs) for seed in seeds])
     if not prompts or not seeds:
@@ -68,7 +68,7 @@ def ratio(ours: Counts, theirs: Counts) -> Estimate | None:
 
 
 def _common(decoded: Iterable[Mapping[int, Any]]) -> list[int]:
-    """Return the prompts that all of them have."""
+    """Return the prompts that all entries contain."""
     sets = [set(by_prompt) for by_prompt in decoded]
     return sorted(set.intersection(*sets)) if sets else []
 
@@ -79,7 +79,7 @@ def _table(counts: Counts, seeds: Sequence[int], prompts: Sequence[int]) -> Tens
 
 
 def _resampled(tables: Sequence[Tensor], figure: Callable[[list[Tensor]], Tensor]) -> Estimate:
-    """Estimate a figure of the tables' sums; the interval draws seeds and prompts, the same ones for all tables."""
+    """Estimate a figure from the tables' sums; the interval resamples seeds and prompts, the same in all tables."""
     seeds, prompts = tables[0].shape[:2]
     generator = torch.Generator().manual_seed(0)
     by_seed, by_prompt = (_draws(count, generator) for count in (seeds, prompts))
@@ -90,13 +90,13 @@ def _resampled(tables: Sequence[Tensor], figure: Callable[[list[Tensor]], Tensor
 
 
 def _draws(count: int, generator: torch.Generator) -> Tensor:
-    """Return how often each of ``count`` things is drawn in each resample, (resamples, count)."""
+    """Return how often each of ``count`` items is drawn in each resample, (resamples, count)."""
     drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
     return torch.zeros(RESAMPLES, count, dtype=torch.float64).scatter_add_(1, drawn, torch.ones_like(drawn).double())
 
 
 def speed_of(records: Iterable[Record], key: str, target: str, prompt_set: str, setting: str) -> Record | None:
-    """Compute a method's tokens per pass and speed-ups at batch 1 from the turns it took part in; None without any."""
+    """Compute a method's tokens per target pass and speed-ups at batch 1 from its turns; None without any turn."""
     wanted = {"part": "speed", "target": target, "set": prompt_set, "setting": setting}
     turns: dict[int, Record] = {}
     for record in records:
@@ -122,7 +122,7 @@ def speed_of(records: Iterable[Record], key: str, target: str, prompt_set: str, 
 
 
 def plain_json(estimate: Estimate | None) -> Record | None:
-    """Return an estimate as JSON has it, with null for NaN."""
+    """Return an estimate as JSON values, with null for NaN."""
     if estimate is None:
         return None
     return {key: None if value != value else value for key, value in estimate._asdict().items()}
@@ -133,7 +133,7 @@ def key_of(arm: str, drafting: str) -> str:
 
 
 def summary(records: Sequence[Record], arms: Mapping[str, Arm] = ARMS) -> list[Record]:
-    """Return a row for each arm, way to draft, prompt set and setting that was measured."""
+    """Return a row per measured arm, way of drafting, prompt set and setting."""
     sets, targets = (list(dict.fromkeys(each[key] for each in records if key in each)) for key in ("set", "target"))
     rows = []
     for name, arm in arms.items():

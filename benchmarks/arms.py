@@ -1,4 +1,4 @@
-"""Arms of a comparison: recipes with overrides, each trained in a process of its own, and what their logs say."""
+"""Arms of a comparison: training of recipes with overrides in separate processes, and figures from their logs."""
 
 import json
 import os
@@ -11,16 +11,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = "seconds.json"
-"""Wall time and peak memory of an arm's training, imports and evaluations included."""
+"""Name of the file with wall time and peak memory of an arm's training, including imports and evaluations."""
 
 
 def slug(name: str) -> str:
-    """An arm's folder."""
+    """Return the name of an arm's folder."""
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
 def train(recipe: Path, overrides: Sequence[str], folder: Path, threads: int | None = None) -> None:
-    """Run a recipe to its end and write its wall time beside it; a finished run is not repeated."""
+    """Run a recipe to its end and write its wall time into the folder; do not repeat a finished run."""
     if (folder / "final").is_dir():
         return
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), str(recipe), f"output={folder}", *overrides]
@@ -29,9 +29,9 @@ def train(recipe: Path, overrides: Sequence[str], folder: Path, threads: int | N
 
 
 def run(command: Sequence[str], threads: int | None = None, **variables: str) -> dict[str, float]:
-    """Run a command in the repository's root; return its wall time and its own peak memory (resident, GiB).
+    """Run a command in the repository's root; return its wall time and its peak memory (resident, GiB).
 
-    CalledProcessError if it fails.
+    Raises CalledProcessError if the command fails.
     """
     limit = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     began = time.perf_counter()
@@ -44,12 +44,12 @@ def run(command: Sequence[str], threads: int | None = None, **variables: str) ->
 
 
 def curve_of(folder: Path) -> dict[str, Any]:
-    """Wall time, tokens per target pass on the held-out prompts against trained tokens, and tokens/s (median)."""
+    """Return wall time, held-out tokens per target pass by trained tokens, and the median training tokens/s."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    # A step done again after a kill stands there twice, with the same figures but for the clock's.
+    # A step repeated after a kill is logged twice; only its times differ.
     held = list({line["step"]: line for line in lines if "heldout/tokens_per_pass" in line}.values())
     steps = list({line["step"]: line for line in lines if "loss" in line}.values())
-    seconds = folder / SECONDS  # not there if a kill came between the last weights and this file
+    seconds = folder / SECONDS  # missing if a kill came between the last weights and this file
     return {
         **(json.loads(seconds.read_text()) if seconds.is_file() else {"seconds": None}),
         "curve": [[line["tokens"], line["heldout/tokens_per_pass"]] for line in held],

@@ -1,4 +1,4 @@
-"""Greedy texts by a chain drafter, with the counts by which engines are compared: passes, drafted, accepted."""
+"""Greedy texts by a chain drafter, with the counts used to compare engines: passes, drafted, accepted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from decoding.model.causal_lm import CausalLM
 
 @dataclass(frozen=True)
 class Decoded:
-    """Texts of some prompts, and the counts of all steps but the prefills."""
+    """Texts of several prompts, and the counts of all steps except prefills."""
 
     texts: tuple[tuple[int, ...], ...]
     """New tokens of each prompt."""
     passes: int
     """Target passes."""
     drafted: int
-    """Drafted tokens: nodes of the trees, whether or not the text had room for them."""
+    """Drafted tokens: all nodes of the trees, even if the text had no room for them."""
     accepted: tuple[int, ...]
-    """Accepted drafted tokens at each position, from the first."""
+    """Accepted drafted tokens at each position."""
     ended: tuple[int, ...]
-    """Accepted tokens that ended their text and had drafted tokens behind them: llama.cpp does not count them."""
+    """Accepted tokens by position that ended their text and were followed by drafted tokens; llama.cpp omits them."""
 
 
 def decode_greedily(
@@ -34,11 +34,11 @@ def decode_greedily(
     batch_size: int = 1,
     overrun: int = 0,
 ) -> Decoded:
-    """Decode prompts of token ids by the loop itself; ``drafter`` None decodes plainly.
+    """Decode prompts of token ids in our loop; ``drafter`` None means plain decoding.
 
-    ``overrun``: room behind ``max_new_tokens`` for the drafts of a text's last steps. Where it is the drafter's depth,
-    every draft is whole, and what is accepted of it behind the text's end counts: so do servers count that draft to one
-    depth always (vLLM). The texts are cut at ``max_new_tokens``.
+    ``overrun``: room after ``max_new_tokens`` for drafts in a text's last steps; texts are cut at ``max_new_tokens``.
+    If ``overrun`` is the drafter's depth, all drafts are whole, and accepted tokens after the text's end count. Servers
+    that always draft to the same depth (vLLM) count in this way.
     """
     config = DecodingConfig(max_new_tokens + overrun, eos_token_ids=tuple(eos_token_ids))
     texts: list[list[int]] = [[] for _ in prompts]

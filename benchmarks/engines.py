@@ -1,6 +1,6 @@
-"""Real vLLM and llama.cpp, each in its own environment: their texts and counts next to those of our own loop.
+"""Real vLLM and llama.cpp, each in its own environment: their texts and counts compared with our loop's.
 
-python benchmarks/engines.py    prints the folder of vLLM's environment, which `make vllm` fills
+python benchmarks/engines.py    prints the folder of vLLM's environment, which `make vllm` installs
 """
 
 import hashlib
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA_CPP = ROOT / ".venv-engines" / "bin" / "python"
-"""The Python of the environment that `make engines` makes."""
+"""Python of the environment that `make engines` creates."""
 Row = dict[str, Any]
 
 
 def vllm_environment() -> Path:
-    """Return the folder of the environment with vLLM at its pinned versions; it may not be there yet."""
-    from trainer.files.folders import cache_root  # the benchmarks that load torch say first how its threads wait
+    """Return the folder of the environment with vLLM at its pinned versions; it may not exist yet."""
+    from trainer.files.folders import cache_root  # late: benchmarks first set how torch's threads wait
 
     pins = (ROOT / "requirements-vllm.lock").read_bytes()
     return cache_root() / "engines" / f"vllm-{hashlib.sha256(pins).hexdigest()[:12]}"
 
 
 def vllm_python() -> Path | None:
-    """Return the Python of that environment; None until `make vllm` has made it."""
+    """Return the Python of vLLM's environment; None until `make vllm` has created it."""
     folder = vllm_environment()
     return folder / "bin" / "python" if (folder / ".ready").is_file() else None
 
@@ -41,7 +41,7 @@ def vllm_python() -> Path | None:
 class VllmCase:
     """One start of vLLM. ``speculation``: its speculative_config, None for plain decoding.
 
-    ``drafter``: the same chain in our own loop; None if there is nothing to compare counts with.
+    ``drafter``: the same chain in our loop, to compare counts with; None for no comparison.
     """
 
     artefact: str
@@ -49,18 +49,18 @@ class VllmCase:
     drafter: "Drafter | None" = None
     batch_sizes: tuple[int, ...] = (1, 4)
     engine: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's ``LLM``."""
+    """Other arguments of vLLM's ``LLM``."""
     crowd: tuple[tuple[list[int], int], ...] = ()
-    """Prompts of its own, each with its number of new tokens, all asked for at once."""
+    """Special prompts, each with its number of new tokens, all sent at once."""
 
 
 @dataclass(frozen=True)
 class LlamaCppCase:
-    """One start of llama.cpp on the file ``target``, with the file ``draft`` that drafts ``tokens`` at a time, or none.
+    """One start of llama.cpp on the file ``target``; with a file ``draft`` it drafts ``tokens`` at a time.
 
-    ``method``: how it drafts, ``simple``, ``dspark`` or ``dflash``.
+    ``method``: the way of drafting, ``simple``, ``dspark`` or ``dflash``.
 
-    ``drafter``: the same chain in our own loop; None for plain decoding, or if there is nothing to compare with.
+    ``drafter``: the same chain in our loop; None for plain decoding, or for no comparison.
     """
 
     artefact: str
@@ -69,19 +69,19 @@ class LlamaCppCase:
     tokens: int = 4
     drafter: "Drafter | None" = None
     probed: tuple[tuple[int, ...], ...] = ()
-    """Texts of token ids whose next token's log-probabilities are wanted."""
+    """Texts of token ids for which log-probabilities of the next token are requested."""
     texts: tuple[str, ...] = ()
     """Texts to split into tokens."""
     method: str = "simple"
 
     @property
     def speculation(self) -> dict[str, Any] | None:
-        """What the worker is told of the draft."""
+        """The draft's settings for the worker."""
         return None if self.draft is None else {"draft": str(self.draft), "tokens": self.tokens, "method": self.method}
 
 
 def arguments_of(command: Sequence[str]) -> Row:
-    """Return the arguments of a `VllmCase` that starts vLLM as a printed command does."""
+    """Return the arguments of a `VllmCase` that starts vLLM like a printed command."""
     options = dict(pairwise(command))
     additional = options.get("--additional-config")
     engine = {} if additional is None else {"additional_config": json.loads(additional)}
@@ -96,10 +96,11 @@ def serve_vllm(
     max_new_tokens: int,
     seconds: float = 1800,
 ) -> list[Row]:
-    """Decode prompts of token ids greedily in vLLM and here; return a row for each case and batch size.
+    """Decode prompts of token ids greedily in vLLM and here; return a row per case and batch size.
 
-    ``folder`` is the target's, ``target`` the same model in fp32. All cases share one process, which has ``seconds``. A
-    row that vLLM refused has its ``error``, and neither texts nor counts. `RuntimeError` if the process fails.
+    ``folder`` is the target's folder, ``target`` the same model in fp32. All cases share one process, which may take
+    ``seconds``. If vLLM rejects a case, its row has ``error`` instead of texts and counts. Raises RuntimeError if the
+    process fails.
     """
     from decoded import decode_greedily
 
@@ -111,7 +112,7 @@ def serve_vllm(
         for case in cases
     ]
     interpreter = vllm_python()
-    assert interpreter is not None, "the caller has looked"
+    assert interpreter is not None, "the caller checks this"
     answer = _answer_of("vLLM", interpreter, "served_vllm.py", task, seconds)
     plain = decode_greedily(target, None, prompts, max_new_tokens)
     ours = {case.artefact: plain for case in cases if case.speculation is None}
@@ -142,11 +143,11 @@ def serve_llama_cpp(
     ends: Sequence[int],
     seconds: float = 600,
 ) -> list[Row]:
-    """Decode prompts of token ids greedily in llama.cpp and here; return a row for each case.
+    """Decode prompts of token ids greedily in llama.cpp and here; return a row per case.
 
-    ``target`` is the model of the targets' files, in fp32; ``ends`` are its EOS ids. ``ours`` of a row counts accepted
-    tokens as llama.cpp does, without ``ended``: those that ended a text with drafted tokens behind them. Errors: see
-    `serve_vllm`.
+    ``target`` is the model in the target files, in fp32; ``ends`` are its EOS ids. A row's ``ours`` counts accepted
+    tokens like llama.cpp, without ``ended``: tokens that ended a text and were followed by drafted tokens. Errors are
+    as in `serve_vllm`.
     """
     from decoded import decode_greedily
 
@@ -170,7 +171,7 @@ def serve_llama_cpp(
         if "error" not in row and (case.draft is None or case.drafter is not None):
             ours = plain if case.draft is None else decode_greedily(target, case.drafter, prompts, max_new_tokens, ends)
             accepted = [count - ended for count, ended in zip(ours.accepted, ours.ended, strict=True)]
-            accepted += [0] * (len(row["theirs"]["accepted"]) - len(accepted))  # positions at which none was accepted
+            accepted += [0] * (len(row["theirs"]["accepted"]) - len(accepted))  # positions without accepted tokens
             row["ended"] = sum(ours.ended)
             row["ours"] = {"passes": ours.passes, "drafted": ours.drafted, "accepted": accepted}
         rows.append(row)
@@ -178,7 +179,7 @@ def serve_llama_cpp(
 
 
 def _answer_of(engine: str, python: Path, worker: str, cases: Sequence[Row], seconds: float) -> Row:
-    """Run a worker script in an engine's own environment on its cases; return its JSON. RuntimeError if it fails."""
+    """Run a worker script on its cases in an engine's environment; return its JSON. RuntimeError if it fails."""
     done = subprocess.run(
         [python, ROOT / "benchmarks" / worker],
         input=json.dumps({"cases": cases}),
@@ -186,7 +187,7 @@ def _answer_of(engine: str, python: Path, worker: str, cases: Sequence[Row], sec
         text=True,
         timeout=seconds,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},  # of our proposer
+        env=os.environ | {"PYTHONPATH": str(ROOT)},  # for our proposer
     )
     if done.returncode != 0:
         raise RuntimeError(f"{engine} ended with {done.returncode}: {done.stderr[-3000:]}")
@@ -195,7 +196,7 @@ def _answer_of(engine: str, python: Path, worker: str, cases: Sequence[Row], sec
 
 
 def _row(answer: Row, result: Row, plain: Sequence[tuple[int, ...]]) -> Row:
-    """Return a result with the engine's name, and the number of its texts that equal our plain decoding's."""
+    """Return a result with the engine's name and the number of texts equal to our plain decoding's."""
     row = {**result, **{key: answer[key] for key in ("engine", "version", "import_seconds")}}
     if "error" not in row:
         row["equal"] = sum(tuple(theirs) == text for theirs, text in zip(result["texts"], plain, strict=True))

@@ -1,10 +1,10 @@
 """Everything worth measuring on one GPU, in steps of a few minutes: `make gpu`, in 25 minutes at most.
 
-It needs this repository, torch and transformers; what else is missing is named first, and done without. Each step runs
-in a process of its own, which is ended when its time is up. After each, suite.json and suite.md in the output folder
-are written anew. Run again, it does what is left: what was not begun, what failed, and what was cut.
+It needs this repository, torch and transformers; other missing packages are listed first and not used. Each step runs
+in a separate process that is killed when its time is up. After each step, suite.json and suite.md in the output folder
+are rewritten. A second run does the remaining steps: those not begun, failed or killed.
 
-Without a GPU give --pretend: the same steps at tiny sizes on the CPU, whose figures mean nothing.
+Without a GPU give --pretend: it runs the same steps at tiny sizes on the CPU, and the figures mean nothing.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from decoding.threads import spin_briefly  # noqa: E402  # the repository need n
 spin_briefly()  # before torch is imported
 
 import torch  # noqa: E402
-import transformers  # noqa: E402, F401  # while what it looks for is not there, or is
+import transformers  # noqa: E402, F401  # before stand-ins exist, because it checks what is installed
 from suite_packages import stand_ins  # noqa: E402
 
 with stand_ins() as MISSING:
@@ -41,7 +41,7 @@ SCHEMA = "headstart-gpu-suite/3"
 
 
 class Step(NamedTuple):
-    """A step: its seconds at most, unless others leave theirs, and what it yields."""
+    """A step: its time limit in seconds, which unused time of others extends, and its measurements."""
 
     seconds: float
     measurements: Callable[[Bench], measure.Measurements]
@@ -64,12 +64,12 @@ STEPS: dict[str, Step] = {
     "compiled transformers, 8B": Step(230, partial(measure.decoding, size="8B", compiled=True)),
     "compiled transformers, 1B": Step(180, partial(measure.decoding, size="1B", compiled=True)),
 }
-"""By what would be missed most."""
+"""Steps, the most important first."""
 
 
 def run_step(name: str, bench: Bench, output: Path) -> None:
-    """Measure a step, in a process of its own; write what there is after each measurement."""
-    os.setsid()  # so that it can be ended together with what it starts
+    """Measure a step in this separate process; write all results so far after each measurement."""
+    os.setsid()  # allows killing this process together with its children
     torch.set_num_threads(1 if bench.pretend else torch.get_num_threads())
     found: dict[str, Any] = {"results": {}, "errors": {}, "done": False}
     try:
@@ -78,7 +78,7 @@ def run_step(name: str, bench: Bench, output: Path) -> None:
                 found["results"][title] = run()
             except ImportError as error:
                 found["errors"][title] = f"not installed: {error.name}"
-            except Exception as error:  # noqa: BLE001  # one that fails must not take the others' figures along
+            except Exception as error:  # noqa: BLE001  # a failure must not lose the other figures
                 traceback.print_exc()
                 found["errors"][title] = f"{type(error).__name__}: {error}"[:500]
             write(output, found)
@@ -90,7 +90,7 @@ def run_step(name: str, bench: Bench, output: Path) -> None:
 
 
 def write(path: Path, value: Any) -> None:
-    """Write a file whole, or leave it as it was. Values that are no numbers become null."""
+    """Write a file completely or leave it unchanged. NaN and infinity become null."""
     text = value if isinstance(value, str) else json.dumps(without_nan(value), indent=1) + "\n"
     path.with_suffix(".new").write_text(text, encoding="utf-8")
     path.with_suffix(".new").replace(path)
@@ -106,7 +106,7 @@ def run_within(name: str, bench: Bench, output: Path, seconds: float) -> dict[st
     """Run a step in a process for at most ``seconds``; return its results so far."""
     scratch, began = output / "step.json", time.perf_counter()
     scratch.unlink(missing_ok=True)
-    # A forked process finds the libraries loaded, but none may use CUDA there.
+    # A forked process has all libraries loaded, but must not use CUDA.
     process = multiprocessing.get_context("fork" if bench.pretend else "spawn").Process(
         target=run_step, args=(name, bench, scratch), daemon=True
     )
@@ -115,7 +115,7 @@ def run_within(name: str, bench: Bench, output: Path, seconds: float) -> dict[st
     if cut := process.is_alive():
         try:
             os.killpg(process.pid or 0, signal.SIGKILL)
-        except ProcessLookupError:  # it had no time to become a group of its own
+        except ProcessLookupError:  # it had no time to start its process group
             process.kill()
         process.join()
     found: dict[str, Any] = {"results": {}, "errors": {}, "done": False}
@@ -123,14 +123,14 @@ def run_within(name: str, bench: Bench, output: Path, seconds: float) -> dict[st
         found = json.loads(scratch.read_text())
         scratch.unlink()
     if cut:
-        found["errors"]["the rest"] = f"its time was up, {seconds:.0f} s"
+        found["errors"]["the rest"] = f"stopped after its time limit of {seconds:.0f} s"
     elif process.exitcode:
-        found["errors"]["the rest"] = f"its process ended with {process.exitcode}"
+        found["errors"]["the rest"] = f"its process exited with code {process.exitcode}"
     return {**found, "done": found["done"] and not cut, "seconds": time.perf_counter() - began}
 
 
 def page(report: dict[str, Any]) -> str:
-    """Return tables in Markdown of whatever is in the report so far."""
+    """Return Markdown tables of all results in the report so far."""
     machine = report["steps"].get("machine", {}).get("results", {}).get("machine", {})
     lines = [f"# Headstart on {machine.get('gpu', machine.get('processor', 'a machine'))}"]
     lines.append(f"commit {report['commit']} · torch {machine.get('torch')} · {report['models']}")
@@ -142,20 +142,20 @@ def page(report: dict[str, Any]) -> str:
 
 
 def left_of(report: dict[str, Any]) -> list[str]:
-    """Return one line that names the steps that are not done; none if all are."""
+    """Return a line that lists the remaining steps, or no line if all are done."""
     names = [name for name in STEPS if not report["steps"].get(name, {}).get("done")]
     return [f"Left: {'; '.join(names)}. Run `make gpu` again."] if names else []
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a table in Markdown of these dicts, with a column for every key."""
+    """Return a Markdown table of these dicts, with a column per key."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_text(row.get(name)) for name in names] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names), *cells)) if rows else ""
 
 
 def _flat(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a result's values; those of a dict in it by joined names, of which the milliseconds and shares alone."""
+    """Return a result's values; of a nested dict only milliseconds and shares, under joined names."""
     flat: dict[str, Any] = {}
     for name, value in found.items():
         if isinstance(value, dict):
@@ -173,23 +173,23 @@ def _text(value: Any) -> str:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="folder to write to, and to resume from (runs/gpu)")
-    parser.add_argument("--minutes", type=float, default=25.0, help="at most, the start included")
-    parser.add_argument("--steps", default="", help="only those whose names begin so, with a ; between")
-    parser.add_argument("--commit", help="of a copy that is no checkout")
-    parser.add_argument("--pretend", action="store_true", help="tiny sizes on the CPU, to see that everything works")
+    parser.add_argument("--output", type=Path, help="folder to write to and to resume from (runs/gpu)")
+    parser.add_argument("--minutes", type=float, default=25.0, help="time limit, including the start")
+    parser.add_argument("--steps", default="", help="only steps whose names begin so, separated by ;")
+    parser.add_argument("--commit", help="commit of a copy without git")
+    parser.add_argument("--pretend", action="store_true", help="tiny sizes on the CPU, to check that everything works")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do the steps that are left, as far as the time goes; 1 if one failed."""
+    """Run the remaining steps within the time limit; return 1 if one failed."""
     options, began = parse(arguments), time.monotonic()
     if not options.pretend and not torch.cuda.is_available():
-        raise ValueError("torch finds no GPU here: give --pretend (make gpu PRETEND=1) to try the steps on the CPU")
+        raise ValueError("torch finds no GPU: give --pretend (make gpu PRETEND=1) to try the steps on the CPU")
     output: Path = options.output or Path("runs/gpu-pretended" if options.pretend else "runs/gpu")
     output.mkdir(parents=True, exist_ok=True)
     if MISSING:
-        print(f"not installed, and done without: {', '.join(MISSING)}")
+        print(f"not installed and not used: {', '.join(MISSING)}")
     report: dict[str, Any] = {"schema": SCHEMA, "commit": options.commit or commit(), "pretended": options.pretend}
     report |= {"models": "random weights that count; acceptance is forced", "not_installed": MISSING, "steps": {}}
     kept = output / "suite.json"
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begins = tuple(options.steps.split(";"))
     chosen = [name for name in STEPS if name.startswith(begins)]
     if not chosen:
-        raise ValueError(f"no step begins with {options.steps}: choose of {'; '.join(STEPS)}")
+        raise ValueError(f"no step begins with {options.steps}: choose among {'; '.join(STEPS)}")
     todo = [name for name in chosen if not report["steps"].get(name, {}).get("done")]
     for index, name in enumerate(todo):
         remaining = 60 * options.minutes - (time.monotonic() - began) - 5
@@ -228,6 +228,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         code: int | str = main()
-    except ValueError as error:  # of what was given: what goes wrong later is in the report
+    except ValueError as error:  # wrong options; later errors are in the report
         code = str(error)
     sys.exit(code)

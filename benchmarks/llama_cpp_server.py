@@ -1,9 +1,9 @@
-"""llama.cpp as a server on the loopback, in exact arithmetic: run by the Python that `make engines` installs.
+"""llama.cpp as a server on the loopback, in exact arithmetic; needs the Python that `make engines` installs.
 
     .venv-engines/bin/python benchmarks/llama_cpp_server.py PLACES TARGET.gguf [DRAFT.gguf TOKENS METHOD]
 
-It decodes PLACES texts of up to 1,024 tokens at a time. METHOD is simple, dspark or dflash. Its first line of output is
-its address; it ends with its standard input.
+It decodes PLACES texts of up to 1,024 tokens at a time. METHOD is simple, dspark or dflash. Its first output line is
+its address; it stops when its standard input ends.
 """
 
 import os
@@ -17,7 +17,7 @@ CONTEXT = 1024
 def main(places: str, target: str, *speculation: str) -> None:
     """Serve until standard input ends."""
     address = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed
+    os.dup2(2, 1)  # all other output goes to standard error
     import xllamacpp
 
     case = {"target": target, "speculation": None, "prompts": [], "max_new_tokens": 0}
@@ -29,7 +29,7 @@ def main(places: str, target: str, *speculation: str) -> None:
     server = xllamacpp.Server(parameters)
     print(server.listening_address, file=address, flush=True)
     sys.stdin.read()
-    os._exit(0)  # its threads have nothing left to say
+    os._exit(0)  # do not wait for its threads
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""An 8B target on one GPU: rows, hours and disk, computed and not measured; and what trainers store for each token.
+"""An 8B target on one GPU: rows, hours and disk, computed rather than measured; and bytes stored per token by trainers.
 
-The recipes are those of recipes/any; the target is Qwen3-8B's shape without weights. `CARDS` and `ASSUMED` are inputs.
+The recipes are in recipes/any; the target has Qwen3-8B's shape and no weights. `CARDS` and `ASSUMED` are inputs.
 
     python benchmarks/one_gpu.py FILE.json && python scripts/publish_results.py FILE.json one_gpu
 """
 
-# ruff: noqa: E402  # the path comes first
+# ruff: noqa: E402  # the path is set first
 import json
 import sys
 from pathlib import Path
@@ -34,15 +34,15 @@ from trainer.target.features import FeatureIdentity
 from trainer.target.teacher_cache import TeacherIdentity
 
 CARDS = {"RTX 4090": (24, 165, 1008), "L40S": (48, 362, 864), "H100": (80, 989, 3350)}
-"""GB, dense bf16 TFLOPS and GB/s of memory, as NVIDIA publishes them."""
+"""Memory in GB, dense bf16 TFLOPS and memory bandwidth in GB/s, as published by NVIDIA."""
 ASSUMED = {"prompt": 256, "answer": 768, "flops": 0.35, "bandwidth": 0.6, "spare_gb": 4, "texts": 256, "evening_h": 6}
-"""Tokens of a text; shares of a card's peaks; GB left for activations; most texts at a time; hours."""
+"""Tokens of a text, shares of a card's peaks, GB left for activations, most texts at a time, and hours."""
 QWEN3_8B = AutoConfig.for_model(
     "qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8
 )
 QWEN3_8B.update({"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False})
 LM_HEAD, KV = 4096 * 151936, 2 * 36 * 8 * 128 * 2
-"""Weights of the lm_head; bytes of keys and values for each token of a text that is being written."""
+"""Weights of the lm_head, and bytes of keys and values per token of a text."""
 _SPECULATORS = "https://github.com/vllm-project/speculators/blob/02c0fadc66a810673349f210dea2362d18f4865a/docs/user_guide/tutorials/train_eagle3_offline.md"
 _DEEPSPEC = (
     "https://github.com/deepseek-ai/DeepSpec/blob/40c413ead7b70df49c9e734e4542dedef86badf1/scripts/data/README.md"
@@ -51,19 +51,19 @@ OTHERS = (
     (f"[speculators]({_SPECULATORS}), EAGLE-3: four states", 4 * 4096 * 2),
     (f"[DeepSpec]({_DEEPSPEC}), DSpark: six states", 6 * 4096 * 2 + 6),
 )
-"""By the formula on the first page, and by estimate_target_cache_size.py next to the second."""
+"""From the formula on the first page, and from estimate_target_cache_size.py next to the second."""
 SET = ("name=x", "target=x", "output=x", "data.train=x", "data.heldout=x")
 
 
 def stored(kind: type[Any], **fields: Any) -> int:
-    """Return the bytes that a store of this identity keeps for each token."""
+    """Return the bytes per token in a store with this identity."""
     known = {"target": "", "tokenizer": "", "data": "", "vocab_size": 151936, "dtype": "bfloat16"}
     row_bytes: int = kind(**known, **fields).row_bytes
     return row_bytes
 
 
 def evening(name: str, target: int, heads: int, draft: DSparkDraft) -> dict[str, Any]:
-    """Return what an evening holds. A draft, if it fits beside the target, sees each row once and stores no states."""
+    """Return what one evening allows. A draft that fits next to the target reads each row once and stores no states."""
     (memory, tflops, bandwidth), text = CARDS[name], ASSUMED["prompt"] + ASSUMED["answer"]
     all_of_it, layers = count(draft), count(draft.layers)
     is_draft = 2 * target + 16 * all_of_it + ASSUMED["spare_gb"] * 1e9 <= memory * 1e9

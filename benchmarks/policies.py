@@ -1,15 +1,15 @@
-"""The default policy with every drafter: its speed over plain decoding and over always drafting.
+"""The default policy with every drafter: its speed relative to plain decoding and to always drafting.
 
-In a cell (target, temperature, batch size) plain decoding and each drafter under both policies take turns on each group
-of prompts, so that a machine that slows down slows all alike; figures are medians of the ratios of a turn, prefills
-excluded. Policies learn from turn to turn; the first turn warms up and does not count. The widened target computes
-exactly what the small one does (`widen.py`).
+In a cell (target, temperature, batch size) plain decoding and each drafter under each policy take turns on each group
+of prompts, so a machine that slows down slows all alike. Figures are medians of the ratios within a turn, without
+prefills. Policies learn from turn to turn; the first turn warms up and does not count. The widened target computes
+exactly the small target's function (`widen.py`).
 
     python benchmarks/policies.py --target FOLDER --draft FOLDER --heads markov=FOLDER --dspark FOLDER \\
         --prompts FILE.jsonl --output FILE.json
 """
 
-# ruff: noqa: E402  # waiting of threads is set before torch is imported
+# ruff: noqa: E402  # how threads wait is set before torch is imported
 import argparse
 import json
 from collections import Counter
@@ -51,7 +51,7 @@ class Cell(NamedTuple):
 
 
 class Counted(AdaptivePolicy):
-    """The default policy, with a count of its choices."""
+    """The default policy, which also counts its choices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def measure(
     config: DecodingConfig,
     turns: int,
 ) -> list[dict[str, Any]]:
-    """Decode groups of prompts by every method in turn; return a row of figures for each drafter."""
+    """Decode groups of prompts by every method in turns; return a row of figures per drafter."""
     engines = {(PLAIN, PLAIN): Engine(target)}
     for name, drafter in drafters.items():
         engines[name, FIXED] = Engine(target, drafter, FixedPolicy())
@@ -96,7 +96,7 @@ def measure(
 
 
 def figures(rates: Mapping[tuple[str, str], Sequence[float]], name: str) -> dict[str, float]:
-    """Return medians of ratios of tokens in a second, turn by turn."""
+    """Return the medians over turns of ratios of tokens per second."""
 
     def over(first: tuple[str, str], second: tuple[str, str]) -> float:
         return median(one / other for one, other in zip(rates[first], rates[second], strict=True))
@@ -109,15 +109,15 @@ def figures(rates: Mapping[tuple[str, str], Sequence[float]], name: str) -> dict
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder or hub id of the target")
-    parser.add_argument("--draft", help="folder of a draft of it")
-    parser.add_argument("--heads", nargs="+", default=[], metavar="NAME=FOLDER", help="heads on it")
-    parser.add_argument("--dspark", help="folder of a DSpark draft of it")
+    parser.add_argument("--draft", help="folder of a draft for the target")
+    parser.add_argument("--heads", nargs="+", default=[], metavar="NAME=FOLDER", help="heads for the target")
+    parser.add_argument("--dspark", help="folder of a DSpark draft for the target")
     parser.add_argument("--prompts", required=True, help=".jsonl file")
     parser.add_argument("--limit", type=int, default=64, help="prompts")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--turns", type=int, default=7, help="turns at batch 8 and 16; twice as many at 4 and less")
-    parser.add_argument("--widen", type=float, default=150e6, help="parameters to widen to; 0 for not at all")
+    parser.add_argument("--turns", type=int, default=7, help="turns at batch sizes above 4; twice as many below")
+    parser.add_argument("--widen", type=float, default=150e6, help="parameters of the widened target; 0 for none")
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     return parser.parse_args(arguments)

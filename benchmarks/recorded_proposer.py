@@ -1,4 +1,4 @@
-"""Our proposer in vLLM, which also keeps what it drafted: `served_vllm` gives it back."""
+"""Our proposer for vLLM, extended to record its drafts, which `served_vllm` returns."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ PROPOSALS: list[tuple[list[int], list[int]]] = []
 
 
 class Recorded(HeadsProposer):
-    """A `HeadsProposer` whose drafts are in `PROPOSALS`."""
+    """A `HeadsProposer` that records its drafts in `PROPOSALS`."""
 
     def propose(self, sampled: Any, counts: Any, tokens: Any, slot_mappings: Any = None) -> list[list[int]]:
         drafts = super().propose(sampled, counts, tokens)

@@ -1,13 +1,13 @@
-"""Comparison of exports in other people's engines with our own loop: greedy texts, passes, accepted drafts.
+"""Comparison of exports in other engines with our loop: greedy texts, passes, accepted drafts.
 
-One row for each engine and artefact, in fp32: how many texts equal our plain decoding's, and both sides' counts. An
-engine without its environment is left out: `make engines` makes llama.cpp's, `make vllm` makes vLLM's.
+One row per engine and artefact, in fp32: how many texts equal our plain decoding's, and the counts of engine and loop.
+An engine without its environment is left out: `make engines` creates llama.cpp's, `make vllm` vLLM's.
 
     python benchmarks/served.py --target FOLDER --draft RUN --heads RUN --shared-heads RUN --dspark RUN \
         --dflash RUN --prompts FILE.jsonl --output FILE.json
 """
 
-# ruff: noqa: E402  # waiting of threads is set before torch is imported
+# ruff: noqa: E402  # how threads wait is set before torch is imported
 import argparse
 import json
 import tempfile
@@ -40,11 +40,11 @@ METHODS = ("dspark", "dflash")
 ARTEFACTS = (
     {"draft": "draft"} | dict.fromkeys(("heads", "shared-heads"), "headstart") | dict.fromkeys(METHODS, "dspark")
 )
-"""Names -> the formats in which vLLM takes them."""
+"""Names -> the formats that vLLM loads."""
 
 
 class Bench(NamedTuple):
-    """A target in fp32, the folders of what was trained for it, and an empty folder to export to."""
+    """A target in fp32, the folders of its trained artefacts, and an empty folder for exports."""
 
     folder: str
     target: CausalLM
@@ -53,13 +53,13 @@ class Bench(NamedTuple):
     exported: Path
 
     def export(self, name: str, format: str, **options: Any) -> ExportSummary:
-        """Export without decoding, which follows here."""
+        """Export without the exporter's test decoding, because decoding follows here."""
         source = Path(self.folder) if name == "target" else self.trained[name]
         folder = self.exported / f"{name}-{format}"
         return export(source, folder, format, target=self.folder, prompts=NO_PROMPTS, **options)
 
     def chain(self, name: str, folder: str, tokens: int) -> Drafter:
-        """Return the drafter that a server is: one chain."""
+        """Return the drafter that corresponds to a server: a single chain."""
         if name == "draft":
             return DraftModelDrafter(load_draft(folder, self.target, self.tokenizer), tokens)
         if name in METHODS:
@@ -69,7 +69,7 @@ class Bench(NamedTuple):
 
 
 def vllm_cases(bench: Bench) -> list[engines.VllmCase]:
-    """Return a start of vLLM for plain decoding and for each artefact, by the command that its export prints."""
+    """Return starts of vLLM for plain decoding and for each artefact, by the command that its export prints."""
     cases = [engines.VllmCase("plain decoding")]
     for name in bench.trained:
         summary = bench.export(name, ARTEFACTS[name])
@@ -80,7 +80,7 @@ def vllm_cases(bench: Bench) -> list[engines.VllmCase]:
 
 
 def llama_cpp_cases(bench: Bench) -> list[engines.LlamaCppCase]:
-    """Return a start of llama.cpp for plain decoding and one with each draft, by files in fp32."""
+    """Return starts of llama.cpp for plain decoding and for each draft, with files in fp32."""
     target = bench.export("target", "gguf", type="f32").folder / "model.gguf"
     cases = [engines.LlamaCppCase("plain decoding", target)]
     for name in bench.trained.keys() & {"draft", *METHODS}:
@@ -92,7 +92,7 @@ def llama_cpp_cases(bench: Bench) -> list[engines.LlamaCppCase]:
 
 
 def measure(bench: Bench, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[dict[str, Any]]:
-    """Return the rows of every engine whose environment is there."""
+    """Return the rows of every engine with an installed environment."""
     rows = []
     if engines.LLAMA_CPP.is_file():
         ends = eos_token_ids(bench.target.model, bench.tokenizer)
@@ -100,7 +100,7 @@ def measure(bench: Bench, prompts: Sequence[Sequence[int]], max_new_tokens: int)
     if engines.vllm_python() is not None:
         rows += engines.serve_vllm(Path(bench.folder), bench.target, vllm_cases(bench), prompts, max_new_tokens)
     if not rows:
-        raise SystemExit("no engine is here: make engines, or make vllm")
+        raise SystemExit("no engine is installed: run make engines, or make vllm")
     return [{key: value for key, value in row.items() if key not in _LEFT_OUT} for row in rows]
 
 
@@ -108,14 +108,14 @@ _LEFT_OUT = ("texts", "logprobs", "tokenised")
 
 
 def without_folders(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row fit to publish: folders of exports by their last part."""
+    """Return a row for publication, with folders cut to their last part."""
     speculation = row.get("speculation") or {}
     cut = {key: basename(value) if isinstance(value, str) else value for key, value in speculation.items()}
     return {**row, "speculation": cut or None}
 
 
 def table(report: dict[str, Any]) -> Table:
-    """Return the rows for a terminal."""
+    """Return the rows as a table for the terminal."""
     shown = Table("engine", "artefact", "batch", "texts equal", "passes", "drafted", "accepted by position", "start")
     for row in report["rows"]:
         theirs, ours = row.get("theirs") or {}, row.get("ours") or {}
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder of the target")
     for name in ARTEFACTS:
-        parser.add_argument(f"--{name}", type=Path, help="folder of a training run; left out if not given")
+        parser.add_argument(f"--{name}", type=Path, help="folder of a training run (optional)")
     parser.add_argument("--prompts", required=True, help=".jsonl file")
     parser.add_argument("--limit", type=int, default=20, help="prompts")
     parser.add_argument("--max-new-tokens", type=int, default=96)

@@ -1,17 +1,17 @@
-"""Texts, counters and logits of real llama.cpp, for the proof that exports hold there: one JSON task, one JSON answer.
+"""Texts, counters and logits of real llama.cpp, to prove that exports work there: one JSON task, one JSON answer.
 
-Run by the Python of the engines' own environment (`make engines` makes it); imports `xllamacpp` and the standard
-library alone. The task on standard input is ``{"cases": [case, ...]}``, a case being
+Runs in the engines' environment, which `make engines` creates; imports only `xllamacpp` and the standard library. The
+task on standard input is ``{"cases": [case, ...]}``. A case is
 
     {"artefact": NAME, "target": FILE, "speculation": {"draft": FILE, "tokens": K, "method": "dspark"} or null,
      "prompts": [[id, ...], ...], "max_new_tokens": n, "probed": [[id, ...], ...], "texts": [text, ...]}
 
-The answer on standard output has one result for each case. ``theirs`` holds llama.cpp's own counters: a pass is a
-decode of the target behind a text's prefill; ``accepted`` are accepted drafted tokens by position, without those that
-end a text and have drafted tokens behind them. ``texts`` are new token ids, ``logprobs`` the log-probabilities of all
-tokens behind each text of ``probed``, by token id, and ``tokenised`` llama.cpp's own token ids of ``texts``, special
-tokens in them read as such. Weights are those of the files; the cache is fp32, sampling greedy, one thread, one text at
-a time. A case that llama.cpp refuses has its ``error``.
+The answer on standard output has a result per case. ``theirs`` contains llama.cpp's own counters: a pass is a decode of
+the target after a text's prefill; ``accepted`` counts accepted drafted tokens by position, without those that end a
+text and are followed by drafted tokens. ``texts`` are new token ids. ``logprobs`` are, for each text of ``probed``, the
+log-probabilities of all next tokens, by token id. ``tokenised`` are llama.cpp's token ids of the case's ``texts``, with
+special tokens parsed. Weights are as in the files, the cache is fp32, decoding is greedy, with one thread, one text at
+a time. If llama.cpp rejects a case, the result has ``error``.
 """
 
 import json
@@ -29,7 +29,7 @@ _POSITIONS = "spec_decode_num_accepted_tokens_per_pos"
 
 
 def main() -> None:
-    """Answer the task; whatever else is printed goes to standard error."""
+    """Answer the task; all other output goes to standard error."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     began = time.monotonic()
@@ -40,11 +40,11 @@ def main() -> None:
     version = f"xllamacpp {xllamacpp.__version__}"
     json.dump({"engine": "llama.cpp", "version": version, "import_seconds": imported, "results": results}, answer)
     answer.close()
-    os._exit(0)  # threads of servers have nothing left to say
+    os._exit(0)  # do not wait for servers' threads
 
 
 def served(case: dict[str, Any]) -> dict[str, Any]:
-    """Start a server for a case and return its result; one with ``error`` if it does not start."""
+    """Start a server for a case and return the result, with ``error`` if the server does not start."""
     import xllamacpp
 
     about = {"artefact": case["artefact"], "speculation": case["speculation"], "batch_size": 1}
@@ -69,7 +69,7 @@ def served(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def parameters_of(case: dict[str, Any]) -> Any:
-    """Return llama.cpp's parameters: exact arithmetic, and nothing that depends on the machine."""
+    """Return llama.cpp's parameters for exact arithmetic that does not depend on the machine."""
     import xllamacpp
 
     parameters, f32 = xllamacpp.CommonParams(), xllamacpp.ggml_type.GGML_TYPE_F32
@@ -93,14 +93,14 @@ def parameters_of(case: dict[str, Any]) -> Any:
 
 
 def _text(server: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
-    """Decode one prompt greedily; its end token, if it comes to one, is the last."""
+    """Decode one prompt greedily; return the new tokens, including the end token if any."""
     request = {"prompt": prompt, "n_predict": max_new_tokens, "return_tokens": True}
     tokens: list[int] = _post(server, "/completion", {**request, **_GREEDY})["tokens"]
     return tokens
 
 
 def _counts(page: str, texts: int) -> dict[str, Any]:
-    """Return llama.cpp's counters since it started; each text began with a decode of its prompt, which is no pass."""
+    """Return llama.cpp's counters since its start; the decode of each text's prompt does not count as a pass."""
     found = _COUNTER.findall(page)
     single = {name: int(value) for name, position, value in found if not position}
     by_position = {int(position): int(value) for name, position, value in found if name == _POSITIONS and position}
@@ -112,10 +112,9 @@ def _counts(page: str, texts: int) -> dict[str, Any]:
 
 
 def _logprobs(server: Any, prompt: list[int]) -> list[float]:
-    """Return the log-probabilities of the token behind a text, by token id.
+    """Return the log-probabilities of the token after a text, by token id.
 
-    They come with a token that is made certain afterwards, an ``a``: llama.cpp keeps one back that is no whole
-    character.
+    A bias then forces the token ``a``, because llama.cpp holds back a token that is not a whole character.
     """
     certain = [[_tokens(server, "a")[-1], 1e9]]
     request = {"prompt": prompt, "n_predict": 1, "n_probs": _ALL, "logit_bias": certain}
@@ -125,14 +124,14 @@ def _logprobs(server: Any, prompt: list[int]) -> list[float]:
 
 
 def _tokens(server: Any, text: str) -> list[int]:
-    """Return a text's tokens, with those that llama.cpp adds before and behind."""
+    """Return a text's tokens, including those that llama.cpp adds at its start and end."""
     request = {"content": text, "add_special": True, "parse_special": True}
     tokens: list[int] = _post(server, "/tokenize", request)["tokens"]
     return tokens
 
 
 def _post(server: Any, path: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Ask the server in this process; its own functions tell neither token ids nor all log-probabilities."""
+    """Send a request to the server in this process; its Python functions return neither token ids nor all logprobs."""
     headers = {"Content-Type": "application/json"}
     asked = urllib.request.Request(server.listening_address + path, json.dumps(request).encode(), headers)
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked) as answer:

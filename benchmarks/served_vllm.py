@@ -1,17 +1,18 @@
-"""Texts and counters of real vLLM, for the proof that exports hold there: one process, one JSON task, one JSON answer.
+"""Texts and counters of real vLLM, to prove that exports work there: one process, one JSON task, one JSON answer.
 
-Run by the Python of vLLM's own environment (`make vllm` makes it); imports vLLM, our proposer and the standard library.
-The task on standard input is ``{"cases": [case, ...]}``, a case being
+Runs in vLLM's environment, which `make vllm` creates; imports vLLM, our proposer and the standard library. The task on
+standard input is ``{"cases": [case, ...]}``. A case is
 
     {"artefact": NAME, "target": FOLDER, "speculation": vLLM's speculative_config or null, "prompts": [[id, ...], ...],
      "batch_sizes": [1, 4], "max_new_tokens": 96, "engine": {further arguments of vLLM's LLM},
-     "crowd": [[prompt, new tokens], ...] to be asked for at once, in place of "prompts"}
+     "crowd": [[prompt, new tokens], ...] to be sent at once, instead of "prompts"}
 
-The answer on standard output has one result for each case and batch size. ``theirs`` holds vLLM's own counters: a pass
-is a step of one text behind its prefill; ``accepted`` are accepted drafted tokens by position, those behind a text's
-end included. Passes of plain decoding, which vLLM does not count, are its tokens behind the first. ``proposals``, of a
-`Recorded` proposer: (text, drafted tokens) of each draft. A case that vLLM refuses has its ``error`` in place of
-texts and counts. Decoding is greedy, in fp32; end of text is ignored, so all texts have ``max_new_tokens`` tokens.
+The answer on standard output has a result per case and batch size. ``theirs`` contains vLLM's own counters: a pass is a
+step of one text after its prefill; ``accepted`` counts accepted drafted tokens by position, including those after a
+text's end. vLLM does not count passes of plain decoding; they are the tokens after the first. ``proposals`` of a
+`Recorded` proposer are (text, drafted tokens) of each draft. If vLLM rejects a case, the result has ``error`` instead
+of texts and counts. Decoding is greedy, in fp32; the end of text is ignored, so all texts have ``max_new_tokens``
+tokens.
 """
 
 import gc
@@ -23,7 +24,7 @@ from collections.abc import Iterator
 from typing import Any
 
 SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # counters are in this process, and so is the engine
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # keeps engine and counters in this process
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
@@ -35,7 +36,7 @@ _LONGEST_ERROR = 500
 
 
 def main() -> None:
-    """Answer the task; whatever else is printed goes to standard error."""
+    """Answer the task; all other output goes to standard error."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ.update(SETTINGS)
@@ -50,12 +51,12 @@ def main() -> None:
 
 
 def served(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Start vLLM for a case and yield its results, one for each batch size; one with ``error`` if it does not start."""
+    """Start vLLM for a case and yield a result per batch size, or one with ``error`` if it does not start."""
     about = {"artefact": case["artefact"], "speculation": case["speculation"]}
     began = time.monotonic()
     try:
         llm = _started(case)
-    except Exception as error:  # noqa: BLE001  # of any library; it is the result
+    except Exception as error:  # noqa: BLE001  # any library may fail; the error is the result
         yield about | {"error": f"{type(error).__name__}: {error}"[:_LONGEST_ERROR], "parsed": _parsed(case)}
         _forget()
         return
@@ -67,7 +68,7 @@ def served(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _parsed(case: dict[str, Any]) -> Any:
-    """Return what vLLM's own config reads of a DSpark folder that it then refuses to run."""
+    """Return what vLLM's config reads from a DSpark folder that vLLM then refuses to run."""
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 
     if case["speculation"]["method"] != "dspark":
@@ -93,13 +94,13 @@ def _started(case: dict[str, Any]) -> Any:
         "max_model_len": max(map(len, case["prompts"])) + 2 * case["max_new_tokens"],
         "enable_prefix_caching": False,
         "speculative_config": case["speculation"],
-        "disable_log_stats": False,  # which counts
+        "disable_log_stats": False,  # needed for counters
     }
     return LLM(**arguments | case["engine"])
 
 
 def _decoded(llm: Any, case: dict[str, Any], batch_size: int) -> dict[str, Any]:
-    """Return texts and counts of the prompts, ``batch_size`` of them in the engine at a time."""
+    """Decode the prompts, ``batch_size`` at a time; return texts and counts."""
     from vllm import SamplingParams
 
     count = case["max_new_tokens"]
@@ -113,7 +114,7 @@ def _decoded(llm: Any, case: dict[str, Any], batch_size: int) -> dict[str, Any]:
         lengths = [greedy.clone() for _ in crowd]
         for place, (_, wanted) in enumerate(crowd):
             lengths[place].max_tokens = wanted
-            lengths[place].prompt_logprobs = None if place % 5 else 1  # whose states are not those of a step
+            lengths[place].prompt_logprobs = None if place % 5 else 1  # its states differ from those of a step
         everything = [{"prompt_token_ids": prompt} for prompt, _ in crowd]
         texts = [list(output.outputs[0].token_ids) for output in llm.generate(everything, lengths, use_tqdm=False)]
         prompts = []
@@ -141,7 +142,7 @@ def _decoded(llm: Any, case: dict[str, Any], batch_size: int) -> dict[str, Any]:
 
 
 def _counters(llm: Any) -> dict[str, Any]:
-    """Return vLLM's counters of speculation, the beginning of their names cut off; zeros before the first draft."""
+    """Return vLLM's counters of speculation without their names' prefix; zeros before the first draft."""
     found: dict[str, Any] = {"drafts": 0, "draft_tokens": 0, "accepted_tokens_per_pos": [], "preemptions": 0}
     for metric in llm.get_metrics():
         if metric.name.startswith((_COUNTERS, _PREEMPTIONS)):
@@ -158,7 +159,7 @@ def _difference(after: Any, before: Any) -> Any:
 
 
 def _forget() -> None:
-    """Let the engine go, so that the next one can be started in this process."""
+    """Release the engine, so that another can be started in this process."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     gc.collect()

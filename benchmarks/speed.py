@@ -1,13 +1,13 @@
 """Decoding speed against `transformers` in one run: a trained target, and the same function at a larger target's cost.
 
-Everything is a ratio of runs that took turns in one process. The widened target computes exactly what the small one
-does (`widen.py`), so its acceptance is the small one's: figures of it say "widened".
+All figures are ratios of runs that took turns in one process. The widened target computes exactly the small target's
+function (`widen.py`) and thus has its acceptance; its figures are marked "widened".
 
     python benchmarks/speed.py --target FOLDER --draft FOLDER --heads medusa=FOLDER markov=FOLDER --dspark FOLDER \\
         --prompts FILE.jsonl --output FILE.json
 """
 
-# ruff: noqa: E402  # waiting of threads is set before torch is imported
+# ruff: noqa: E402  # how threads wait is set before torch is imported
 import argparse
 import json
 from collections.abc import Mapping, Sequence
@@ -42,19 +42,19 @@ CHAIN = f"draft model, {DEPTH} tokens"
 
 @dataclass(frozen=True)
 class Trained:
-    """Everything trained for a target: a draft, heads by name, a DSpark draft; or a part of these."""
+    """Artefacts trained for a target, any of: a draft, heads by name, a DSpark draft."""
 
     draft: CausalLM | None
     heads: Mapping[str, MedusaHeads]
     dspark: DSparkDraft | None
 
     def widened(self, target: CausalLM, width: int) -> "Trained":
-        """Return the same for ``target``, widened by ``width``; an ordinary draft needs no change."""
+        """Return these artefacts for ``target``, widened by ``width``; an ordinary draft stays as it is."""
         heads = {name: widened_heads(each, width) for name, each in self.heads.items()}
         return Trained(self.draft, heads, None if self.dspark is None else widened_dspark(self.dspark, target, width))
 
     def drafters(self) -> dict[str, Drafter]:
-        """Make every way to draft with these, and the lookup, which needs no weights."""
+        """Make all drafters with these artefacts, and the lookup, which needs no weights."""
         found: dict[str, Drafter] = {}
         if self.draft is not None:
             found[CHAIN] = named_drafter("draft", self.draft, tokens=DEPTH)
@@ -72,28 +72,28 @@ class Trained:
 def measure(
     target: CausalLM, trained: Trained, prompts: Sequence[Sequence[int]], config: EvaluationConfig
 ) -> dict[str, Any]:
-    """Measure every way to draft for one target, one text at a time."""
+    """Measure all drafters on one target, one text at a time."""
     return evaluate(target, standard_methods(target, trained.drafters(), config), prompts, config)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder or hub id of the target")
-    parser.add_argument("--draft", help="folder of a draft of it")
-    parser.add_argument("--heads", nargs="+", default=[], metavar="NAME=FOLDER", help="heads on it")
-    parser.add_argument("--dspark", help="folder of a DSpark draft of it")
+    parser.add_argument("--draft", help="folder of a draft for the target")
+    parser.add_argument("--heads", nargs="+", default=[], metavar="NAME=FOLDER", help="heads for the target")
+    parser.add_argument("--dspark", help="folder of a DSpark draft for the target")
     parser.add_argument("--prompts", required=True, help=".jsonl file")
     parser.add_argument("--limit", type=int, default=20, help="prompts")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3, help="how often each method decodes each prompt")
-    parser.add_argument("--widen", type=float, default=150e6, help="parameters to widen to; 0 for not at all")
+    parser.add_argument("--widen", type=float, default=150e6, help="parameters of the widened target; 0 for none")
     parser.add_argument("--dtype", default="fast")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     return parser.parse_args(arguments)
 
 
 def read_trained(options: argparse.Namespace, target: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Trained:
-    """Load the folders that ``--draft``, ``--heads`` and ``--dspark`` name."""
+    """Load the folders given by ``--draft``, ``--heads`` and ``--dspark``."""
     return Trained(
         load_draft(options.draft, target, tokenizer) if options.draft else None,
         {name: load_heads(folder, target) for name, folder in (each.split("=", 1) for each in options.heads)},

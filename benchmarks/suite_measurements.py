@@ -1,4 +1,4 @@
-"""What the suite measures. A step is a function that yields (name, measurement); a measurement returns JSON values."""
+"""Steps of the GPU suite: functions that yield (name, measurement); a measurement returns JSON values."""
 
 import os
 import re
@@ -66,10 +66,10 @@ with stand_ins():
 
 
 def gpu_tests(bench: Bench) -> Measurements:
-    """Run the tests marked ``gpu`` in a process of their own, without the other tests' conftest and plugins."""
+    """Run the tests marked ``gpu`` in a separate process, without the other tests' conftest and plugins."""
 
     def run() -> dict[str, Any]:
-        import pytest  # noqa: F401  # which not every machine has
+        import pytest  # noqa: F401  # may be missing
 
         command = [sys.executable, "-c", _RUN_TESTS.format(root=str(ROOT)), str(GPU_TESTS), f"--confcutdir={GPU_TESTS}"]
         command += ["-m", "gpu", "-p", "no:cacheprovider", "-v", "--tb=short"]
@@ -84,7 +84,7 @@ def gpu_tests(bench: Bench) -> Measurements:
 
 
 def machine(bench: Bench) -> Measurements:
-    """The machine, its copy bandwidth, and its rate of products in the models' dtype."""
+    """Measure the machine: its copy bandwidth, and its rate of matrix products in the models' dtype."""
     yield "machine", lambda: {**hardware(), **versions(), "attention": str(torch._C._get_sdp_priority_order())}
 
     def timed(run: Callable[[], Any]) -> float:
@@ -123,7 +123,7 @@ def _batches(bench: Bench) -> tuple[int, ...]:
 
 
 def _ours(target: CausalLM, drafter: Drafter | None, prompts: Sequence[Sequence[int]], new: int) -> dict[str, Any]:
-    """Decode twice, the first time to record the graphs; prefill excluded."""
+    """Decode twice, because the first time records the graphs; return figures without prefill."""
     engine = Engine(target, drafter)
     for _ in range(2):
         texts = list(engine.decode(prompts, DecodingConfig(new), batch_size=len(prompts)))
@@ -148,7 +148,7 @@ def _ours(target: CausalLM, drafter: Drafter | None, prompts: Sequence[Sequence[
 
 
 class _Clock:
-    """A stopping criterion that stops nothing: it notes when each token of transformers' generate is there."""
+    """A stopping criterion that never stops, but records when transformers' generate has each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -160,7 +160,7 @@ class _Clock:
 
 
 def _theirs(model: Any, prompts: Sequence[Sequence[int]], new: int, static: bool) -> dict[str, Any]:
-    """transformers' generate, its first token excluded; a static cache is compiled by transformers on a GPU."""
+    """Time transformers' generate without its first token; on a GPU transformers compiles for a ``static`` cache."""
     ids = torch.tensor(prompts, device=model.device)
     options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
     for _ in range(3 if static else 2):
@@ -179,7 +179,7 @@ def _theirs(model: Any, prompts: Sequence[Sequence[int]], new: int, static: bool
 
 
 def _against_memory(bench: Bench, found: dict[str, Any], bytes_read: float, tokens: float) -> dict[str, Any]:
-    """Add the share of what memory allows: a step that reads ``bytes_read`` and writes ``tokens`` tokens."""
+    """Add the ideal time of a step that reads ``bytes_read`` and writes ``tokens`` tokens, and our share of it."""
     if bench.bandwidth is None:
         return found
     ideal = bytes_read / bench.bandwidth
@@ -187,7 +187,10 @@ def _against_memory(bench: Bench, found: dict[str, Any], bytes_read: float, toke
 
 
 def decoding(bench: Bench, size: str, compiled: bool = False) -> Measurements:
-    """Plain decoding, ours and transformers', by context and batch; ``compiled``: transformers with a static cache."""
+    """Measure plain decoding, ours and transformers', by context and batch.
+
+    ``compiled`` measures transformers with a static cache instead.
+    """
     model, new = counting_model(bench, size), bench.pick(48, 3)
     for context in _contexts(bench):
         for batch in _batches(bench):
@@ -216,7 +219,7 @@ def decoding(bench: Bench, size: str, compiled: bool = False) -> Measurements:
 
 
 def verification(bench: Bench, size: str) -> Measurements:
-    """A pass over 1 to 64 nodes, by context and batch."""
+    """Measure a pass over 1 to 64 nodes, by context and batch."""
     model, sizes = counting_model(bench, size), bench.pick((1, 2, 4, 8, 16, 24, 32, 48, 64), (1, 4))
     for context in _contexts(bench):
         for batch in _batches(bench)[:2]:
@@ -237,7 +240,7 @@ def verification(bench: Bench, size: str) -> Measurements:
 
 
 def speculation(bench: Bench, size: str) -> Measurements:
-    """Share of tokens per pass × memory's speed that the loop keeps, at forced acceptances, batch 1."""
+    """Measure which share of tokens per pass × memory's speed the loop reaches, at forced acceptance, batch 1."""
     model, new, context = counting_model(bench, size), bench.pick(192, 8), _contexts(bench)[0]
     for kind in ("chain", "medusa", "dspark"):
         for share in (0.8, 0.6):
@@ -251,7 +254,7 @@ def speculation(bench: Bench, size: str) -> Measurements:
                     head = model.get_output_embeddings().weight.nbytes
                     if kind == "chain":
                         read += DRAFTED * weight_bytes(drafter.draft.model)
-                    else:  # a DSpark draft reads the target's lm_head once more
+                    else:  # a DSpark draft also reads the target's lm_head
                         read += weight_bytes(drafter.heads) if kind == "medusa" else weight_bytes(drafter.draft) + head
                     return _against_memory(bench, found, read, found["tokens_per_pass"])
 
@@ -266,7 +269,7 @@ _DRY_RUN_STEPS = 4
 
 
 def training(bench: Bench, size: str, kind: str) -> Measurements:
-    """Steps of 32 sequences of 1,024 tokens, 4 at a time, as recipes have them; heads also from stored states."""
+    """Measure training steps of 32 sequences of 1,024 tokens, 4 at a time; heads also with stored states."""
     target = CausalLM(counting_model(bench, size))
     batch, micro, length = bench.pick((32, 4, 1024), (4, 2, 32))
     examples = [Example(bench.text(length, row), (True,) * length, 0) for row in range(2 * batch)]
@@ -301,7 +304,7 @@ def training(bench: Bench, size: str, kind: str) -> Measurements:
 def _train(
     bench: Bench, objective: Objective, examples: Sequence[Example], batch_size: int, micro: int
 ) -> dict[str, Any]:
-    """Whole optimizer steps as `trainer.run.loop` does them in one process, without accelerate."""
+    """Time whole optimizer steps like `trainer.run.loop` in one process, without accelerate."""
     section = TrainingSection(steps=100, batch_size=batch_size, micro_batch_size=micro)
     optimizers = build_optimizers(objective.module, section)
     seconds, losses, memory, tokens = list[float](), list[float](), list[int](), 0
@@ -356,12 +359,12 @@ def _train(
 
 
 def _flop_of_sum(onto: Any, left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
-    """Count a product that is added; torch's own count refuses one with a dtype for the sum."""
+    """Count a product that is added to a sum; torch's own count rejects a dtype for the sum."""
     return 2 * left[0] * left[1] * right[1]
 
 
 def losses(bench: Bench) -> Measurements:
-    """The fused loss against the plain one: forward and backward of 4,096 tokens over the whole vocabulary."""
+    """Compare the fused and the plain loss: forward and backward of 4,096 tokens over the whole vocabulary."""
     for hidden_size in bench.pick((2048, 4096), (32,)):
         for fused in (True, False):
 

@@ -1,9 +1,9 @@
-"""Models of the suite: Llama shapes of 1B and 8B with random weights, and drafters of a chosen acceptance.
+"""Models of the suite: Llama shapes of 1B and 8B with random weights, and drafters with a chosen acceptance.
 
-Random weights write texts of near ties, which every rounding changes, and no draft foresees them. These count instead:
-the layers cost what they cost and add almost nothing, and the lm_head writes token x + 1 after token x. A drafter that
-counts too is always right; one whose lm_head has the rows of a random share of all tokens exchanged is wrong after
-these. Speeds are thus those of real sizes, acceptance is forced, and every figure says so.
+Purely random weights would write near-ties that any rounding changes and no draft predicts. These models count instead:
+the layers have their usual cost but add almost nothing, and the lm_head writes token x + 1 after token x. A drafter
+that counts too is always right. If the lm_head rows of a random share of tokens are exchanged, it is wrong after these
+tokens. Speeds are thus those of real sizes, acceptance is forced, and every figure says so.
 """
 
 import gc
@@ -32,9 +32,9 @@ DRAFTED = 4
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and at what sizes the suite measures. ``bandwidth``: bytes per second; ``peak``: products' FLOP per second.
+    """Device and sizes of the suite, with ``bandwidth`` in bytes/s and ``peak`` of matrix products in FLOP/s.
 
-    Both are measured before; None if that failed.
+    An earlier step measures bandwidth and peak; they are None if it failed.
     """
 
     pretend: bool
@@ -50,11 +50,11 @@ class Bench:
         return torch.float32 if self.pretend else torch.bfloat16
 
     def pick(self, full: Any, pretended: Any) -> Any:
-        """Return the value for a GPU, or the tiny one."""
+        """Return ``full`` on a GPU, else ``pretended``."""
         return pretended if self.pretend else full
 
     def text(self, length: int, first: int) -> tuple[int, ...]:
-        """Return a text that counts from a token on."""
+        """Return a text of ``length`` tokens that counts up; ``first`` selects where it starts."""
         return tuple((first * 101 + index) % self.vocab for index in range(length))
 
     @property
@@ -63,7 +63,7 @@ class Bench:
 
 
 def free() -> None:
-    """Give back the memory of what nothing refers to; graphs and what they were recorded from hold each other."""
+    """Release unreferenced memory; graphs and the objects they were recorded from form reference cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -75,7 +75,7 @@ def synchronize() -> None:
 
 
 def counting_model(bench: Bench, size: str, share: float = 1.0) -> PreTrainedModel:
-    """Make a model that counts, right after this share of all tokens."""
+    """Make a model that counts correctly after a ``share`` of all tokens."""
     hidden, intermediate, layers, heads, key_heads = (PRETENDED if bench.pretend else SHAPES)[size]
     config = LlamaConfig(
         vocab_size=bench.vocab,
@@ -102,7 +102,7 @@ def counting_model(bench: Bench, size: str, share: float = 1.0) -> PreTrainedMod
 
 
 def after(embeddings: Tensor, ahead: int, share: float) -> Tensor:
-    """Return the lm_head that writes token x + ``ahead`` after x, but after a random 1 - ``share`` of all tokens."""
+    """Return an lm_head that writes token x + ``ahead`` after x, except after a random 1 - ``share`` of all tokens."""
     generator = torch.Generator().manual_seed(ahead)  # heads are wrong at different tokens
     wrong = (torch.rand(len(embeddings), generator=generator) >= share).nonzero()[:, 0].to(embeddings.device)
     damaged = embeddings.clone()
@@ -111,7 +111,7 @@ def after(embeddings: Tensor, ahead: int, share: float) -> Tensor:
 
 
 def drafter_of(bench: Bench, kind: str, target: CausalLM, size: str, share: float, static: str | None) -> Drafter:
-    """Make a ``chain`` by a smaller model, ``medusa`` heads or a ``dspark`` draft: each drafts a chain."""
+    """Make a chain drafter: ``chain`` is a smaller model, ``medusa`` heads, ``dspark`` a DSpark draft."""
     if kind == "chain":
         draft = counting_model(bench, DRAFT_OF[size], share)
         return DraftModelDrafter(CausalLM(draft, static=static), DRAFTED)
@@ -126,7 +126,7 @@ def drafter_of(bench: Bench, kind: str, target: CausalLM, size: str, share: floa
         return MedusaDrafter(heads)
     block = dspark_draft(target).to(bench.device, bench.dtype).requires_grad_(False).eval()
     assert block.markov is not None
-    # Its bias alone decides: the block's logits are far smaller.
+    # Only the bias decides, because the block's logits are far smaller.
     table = torch.randn(block.markov.embedding.weight.shape, generator=torch.Generator().manual_seed(2)).to(embeddings)
     block.markov.embedding.weight.copy_(table)
     block.markov.output.weight.copy_(after(table, 1, share))
@@ -134,19 +134,19 @@ def drafter_of(bench: Bench, kind: str, target: CausalLM, size: str, share: floa
 
 
 def dspark_draft(target: CausalLM) -> DSparkDraft:
-    """Make an untrained draft as recipes have it, whose mask is the last token."""
+    """Make an untrained draft as in recipes; its mask is the last token."""
     tokenizer: Any = SimpleNamespace(get_vocab=lambda: {"mask": target.vocab_size - 1})
     return initial_dspark(target, tokenizer, dspark_section(target), ())
 
 
 def dspark_section(target: CausalLM) -> DraftSection:
-    """Return the section of a recipe; in words, because nothing fills it in where pydantic is missing."""
+    """Return a recipe's section; all values are given, because without pydantic there are no defaults."""
     rank = 256 if target.vocab_size > 1000 else 64
     return DraftSection(dspark=DSparkSection(mask_token="mask", markov_rank=rank))
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Count the bytes of weights that a pass reads: all but the input embeddings."""
+    """Count the bytes of weights that a pass reads: all except the input embeddings."""
     embeddings = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
     read = sum(parameter.nbytes for parameter in model.parameters())
     return int(read - (0 if embeddings is None else embeddings.weight.nbytes))

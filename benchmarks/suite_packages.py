@@ -1,7 +1,7 @@
-"""Stand-ins for packages that `decoding` and `trainer` import but the suite can do without.
+"""Stand-ins for packages that `decoding` and `trainer` import but the suite does not need.
 
-A machine with a GPU may have torch and transformers and nothing else. The suite uses these packages' names in
-annotations only, and settings that are plain values.
+A machine with a GPU may have only torch and transformers. The suite uses these packages' names only in annotations and
+for settings with plain values.
 """
 
 import sys
@@ -15,14 +15,14 @@ from typing import Any
 PACKAGES = ("accelerate", "datasets", "jaxtyping", "jinja2", "omegaconf", "pydantic", "rich", "scipy", "yaml")
 
 
-class Nothing(Exception):  # an exception so that it may stand in an except clause too
-    """Anything such a package has: a settings class, a decorator, an array's annotation."""
+class Nothing(Exception):  # an exception, so that except clauses accept it
+    """Stand-in for anything in such a package: a settings class, a decorator, an array annotation."""
 
     def __init__(self, *_: Any, **values: Any) -> None:
         self.__dict__.update(values)
 
     def __class_getitem__(cls, item: Any) -> Any:
-        """``Float[Tensor, "rows vocab"]`` is a Tensor."""
+        """Return the array type: ``Float[Tensor, "rows vocab"]`` is Tensor."""
         return item[0] if isinstance(item, tuple) else cls
 
     def __call__(self, decorated: Any) -> Any:
@@ -30,7 +30,7 @@ class Nothing(Exception):  # an exception so that it may stand in an except clau
 
 
 class _Silent(Nothing):
-    """What prints, and here prints nothing: whatever it is asked for is one more of these."""
+    """Stand-in for printers: prints nothing, and every attribute is another such stand-in."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -49,7 +49,7 @@ class _Package(ModuleType):
 
 
 class _Finder:
-    """A finder and loader of the missing packages and of all that is imported from them."""
+    """Finder and loader of the missing packages and everything imported from them."""
 
     def __init__(self, missing: Sequence[str]) -> None:
         self._missing = missing
@@ -66,13 +66,13 @@ class _Finder:
 
 @contextmanager
 def stand_ins(packages: Sequence[str] = PACKAGES) -> Iterator[list[str]]:
-    """While this context lasts, what is not installed can be imported all the same; yields the names of that."""
+    """Make missing packages importable within the context; yield their names."""
     missing = [name for name in packages if name not in sys.modules and find_spec(name) is None]
     finder = _Finder(missing)
-    sys.meta_path.append(finder)  # type: ignore[arg-type]  # a finder needs no more
+    sys.meta_path.append(finder)  # type: ignore[arg-type]  # a finder needs only these methods
     try:
         yield missing
     finally:
         sys.meta_path.remove(finder)  # type: ignore[arg-type]
         for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
-            del sys.modules[name]  # others look here to learn what is installed
+            del sys.modules[name]  # others check here what is installed

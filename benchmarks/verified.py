@@ -1,13 +1,13 @@
-"""Verdicts of `headstart verify` on real servers, greedy and sampled: one row for each server.
+"""Verdicts of `headstart verify` on real servers, greedy and sampled: one row per server.
 
-A server is given by its engine, its method and the command that starts it; words are split as in a shell. The command
-serves on port 8123, or prints its address as its first line.
+A server is given by its engine, its method and the command that starts it, split into words as in a shell. The command
+must serve on port 8123 or print its address as the first line.
 
     python benchmarks/verified.py --target FOLDER --prompts FILE.jsonl --output FILE.json \
         --server "llama.cpp" "DSpark, 6 tokens" "COMMAND" --server "vLLM 0.32" "plain" "COMMAND --port 8123"
 """
 
-# ruff: noqa: E402  # waiting of threads is set before torch is imported
+# ruff: noqa: E402  # how threads wait is set before torch is imported
 import argparse
 import json
 import shlex
@@ -33,7 +33,7 @@ START_SECONDS = 900
 
 @contextmanager
 def served(command: str) -> Iterator[tuple[str, str]]:
-    """Start a server; yields its address and its model's name once it answers."""
+    """Start a server; yield its address and its model's name once it answers."""
     with tempfile.NamedTemporaryFile() as printed:
         pipes = {"stdin": subprocess.PIPE, "stdout": printed, "stderr": subprocess.DEVNULL}
         with subprocess.Popen(shlex.split(command), **pipes) as process:
@@ -44,7 +44,7 @@ def served(command: str) -> Iterator[tuple[str, str]]:
 
 
 def ready(process: "subprocess.Popen[bytes]", printed: Path) -> tuple[str, str]:
-    """Wait for the first answer; RuntimeError for a server that ends, or that is not ready in time."""
+    """Wait for the first answer; raise RuntimeError if the server exits or is not ready in time."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until and process.poll() is None:
         time.sleep(1)
@@ -59,7 +59,7 @@ def ready(process: "subprocess.Popen[bytes]", printed: Path) -> tuple[str, str]:
 
 
 def verified(engine: str, method: str, command: str, proof: Sequence[str]) -> dict[str, Any]:
-    """Return the verdict on one server, and its findings by test."""
+    """Return the verdict on one server with the findings of all tests."""
     with served(command) as (address, model), tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "verdict.json"
         asked = ["--endpoint", address, "--model", model, "--json", str(written)]
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", required=True, help=".jsonl file")
     parser.add_argument("--limit", default="20", help="prompts")
     parser.add_argument("--server", nargs=3, action="append", required=True, metavar=("ENGINE", "METHOD", "COMMAND"))
-    parser.add_argument("--output", type=Path, required=True, help="JSON to write, anew after each server")
+    parser.add_argument("--output", type=Path, required=True, help="JSON to write, rewritten after each server")
     options = parser.parse_args(arguments)
     proof = ["--target", options.target, "--prompts", options.prompts, "--limit", options.limit, "--dtype", "fp32"]
     about = {"target": basename(options.target), "set": basename(options.prompts), "prompts": int(options.limit)}

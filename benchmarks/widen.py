@@ -1,16 +1,15 @@
 """Benchmark stand-ins: a model with the outputs of a small trained model, at the cost of a larger one.
 
 A small target can be trained anywhere, but its pass is so cheap that drafting saves little time. Widened and deepened,
-the same target writes the same texts with the same acceptance, while a pass costs as much as a larger model's. Every
-figure measured with a stand-in must say so: its speed is that of the larger size, its behaviour that of the small
-model.
+it writes the same texts with the same acceptance, while a pass costs as much as a larger model's. Every figure measured
+with a stand-in must say so: it has the speed of the larger size and the behaviour of the small model.
 
-The added part of the residual stream is zero throughout, and an added layer adds zeros to the stream. RMSNorm stays
-the same by weight × sqrt(H/H') and eps × H/H' (H and H': the hidden sizes before and after). H'/H is a power of 4, so
-that both factors are powers of 2, exact in every dtype. Added weights that cannot change the result are random and
-never zero, so that they cost as much as real ones; only weights that write to the residual stream (embeddings, the
-output projections of attention and MLP) are padded with zeros. Growing a network without changing its function follows
-Net2Net (1511.05641).
+The added part of the residual stream is always zero, and an added layer adds zeros to the stream. RMSNorm is preserved
+by weight × sqrt(H/H') and eps × H/H' (H and H': the hidden sizes before and after). H'/H is a power of 4, so the two
+factors are powers of 2, exact in every dtype. Weights that write to the residual stream (embeddings, the output
+projections of attention and MLP) are padded with zeros. All other added weights cannot change the result; they are
+random and never zero, to cost as much as real ones. Growing a network without changing its function follows Net2Net
+(1511.05641).
 """
 
 import copy
@@ -29,13 +28,13 @@ from decoding.model.heads import MedusaHeads
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 WIDTHS = (1, 4, 16)
-"""Width factors that `widened_to` tries, in this order."""
+"""Width factors tried by `widened_to`, in this order."""
 
 _WIDER = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 _WRITES_RESIDUAL = ("embed_tokens", "o_proj", "down_proj", "fc")
 _WEIGHT_SIZE = 0.02
 _BLOCK = 1_048_573
-"""Count of random numbers made. A prime, so that the rows of a matrix start at different ones."""
+"""Count of random numbers; a prime, so rows of a matrix start at different numbers."""
 
 
 def widened(
@@ -47,13 +46,13 @@ def widened(
 ) -> PreTrainedModel:
     """Make a model with ``model``'s function, ``width`` times its width and ``extra_layers`` more layers.
 
-    Hidden size, attention heads, key-value heads and intermediate size grow by ``width``, a power of 4; head size and
-    vocabulary stay; the extra layers are spread evenly between the real ones. Logits differ from ``model``'s by the
-    order of summation only. The lm_head reads ``model``'s hidden state followed by zeros: see `widened_heads`. Built
-    in the model's dtype directly on ``device`` (None: the model's device); the padding is drawn from ``generator`` (on
-    the CPU). ``config.stand_in`` describes the result.
+    Hidden size, attention heads, key-value heads and intermediate size grow by ``width``, a power of 4. Head size and
+    vocabulary stay. The extra layers are spread evenly between the real ones. Logits differ from ``model``'s only by
+    the order of summation. The lm_head reads ``model``'s hidden state followed by zeros (see `widened_heads`). The
+    model is built in the same dtype directly on ``device`` (None: the model's device); ``generator`` (on the CPU) draws
+    the padding. ``config.stand_in`` describes the result.
 
-    ValueError for another width, a family not in `FAMILIES`, or parameters other than those of a plain model of it.
+    Raises ValueError for another width, a family not in `FAMILIES`, or parameters that a plain model does not have.
     """
     _refuse_unfit(model, width, extra_layers)
     place = torch.device(device) if device is not None else model.device
@@ -83,15 +82,15 @@ def widened_to(
     generator: torch.Generator | None = None,
     max_layers: int = 64,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Make the narrowest `widened` model of at least ``parameters`` parameters in at most ``max_layers`` layers.
+    """Make the narrowest `widened` model with at least ``parameters`` parameters and at most ``max_layers`` layers.
 
-    Returns it with its description (``config.stand_in``). ValueError if the model already has ``parameters``, or if
-    none of `WIDTHS` reaches them.
+    Returns the model and its description (``config.stand_in``). Raises ValueError if the model already has so many
+    parameters, or if no width in `WIDTHS` reaches them.
     """
     have = model.num_parameters()
     _refuse_unfit(model, 1, 0)
     if have >= parameters:
-        raise ValueError(f"the model has {have:,} parameters already: ask for more than that, not for {parameters:,}")
+        raise ValueError(f"the model already has {have:,} parameters: give a number above that, not {parameters:,}")
     layers = model.config.num_hidden_layers
     for width in WIDTHS:
         smallest = _count(model.config, width, 0)
@@ -101,14 +100,14 @@ def widened_to(
             wide = widened(model, width, extra_layers, device, generator)
             return wide, dict(wide.config.stand_in)
     most = smallest + per_layer * max(0, max_layers - layers)
-    raise ValueError(f"{max_layers} layers make {most:,} parameters at most, not {parameters:,}: raise max_layers")
+    raise ValueError(f"{max_layers} layers have at most {most:,} parameters, not {parameters:,}: raise max_layers")
 
 
 def widened_heads(heads: MedusaHeads, width: int, generator: torch.Generator | None = None) -> MedusaHeads:
-    """Make heads for a target `widened` by ``width``, with the predictions of ``heads`` for the original target.
+    """Make heads for a target `widened` by ``width``, with the predictions of ``heads`` on the original target.
 
-    They read the hidden state, ignore the zeros after it, and cost as much as trained heads of the wide size.
-    ValueError for sequential heads: the zeros would change their embeddings, which are normalised.
+    They read the hidden state, ignore the zeros after it, and cost as much as trained heads of the wide size. Raises
+    ValueError unless ``width`` is a power of 4.
     """
     _refuse_factor(width)
     first = next(heads.parameters())
@@ -121,15 +120,15 @@ def widened_heads(heads: MedusaHeads, width: int, generator: torch.Generator | N
         for name, parameter in wide.named_parameters():
             noise.fill(parameter, _WEIGHT_SIZE)
             if ".blocks." in name:
-                parameter[heads.config.hidden_size :] = 0  # the next block must read zeros there
+                parameter[heads.config.hidden_size :] = 0  # the next block must read zeros here
             _paste(parameter, real[name])
     return wide.eval()
 
 
 def widened_dspark(draft: DSparkDraft, target: CausalLM, width: int) -> DSparkDraft:
-    """Make a DSpark draft for ``target``, `widened` by ``width``, with the drafts of ``draft`` for the original one.
+    """Make a DSpark draft for ``target``, `widened` by ``width``, that drafts like ``draft`` on the original target.
 
-    It costs as much as one that was trained for the wide target, but for the rank of its bias.
+    Except for the rank of its bias, it costs as much as a draft trained for the wide target.
     """
     _refuse_factor(width)
     old, first = draft.config, draft.fc.weight
@@ -158,7 +157,7 @@ def widened_dspark(draft: DSparkDraft, target: CausalLM, width: int) -> DSparkDr
 
 
 class _Noise:
-    """Random numbers of magnitude 0.5 to 1.5 and either sign: made once, then copied into tensors."""
+    """Random numbers with magnitudes from 0.5 to 1.5 and either sign, drawn once and copied into tensors."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> None:
         self._generator = generator or torch.Generator().manual_seed(0)
@@ -167,7 +166,7 @@ class _Noise:
         self._block = (magnitude * sign).to(device, dtype)
 
     def fill(self, tensor: Tensor, size: float) -> None:
-        """Overwrite a contiguous tensor with ``size`` times the numbers, from a random one on; zeros if it is 0."""
+        """Overwrite a contiguous tensor with ``size`` times the numbers, starting at a random one; with zeros for 0."""
         if not size:
             tensor.zero_()
             return
@@ -178,15 +177,15 @@ class _Noise:
 
 
 def _paste(wide: Tensor, real: Tensor, factor: float = 1.0) -> None:
-    """Write the real weights, times ``factor``, into the first rows and columns of the wide ones."""
+    """Write the real weights, times ``factor``, into the first rows and columns of the wide weights."""
     wide[tuple(slice(length) for length in real.shape)].copy_(real * factor)
 
 
 def _sizes(name: str, family: str, width: int) -> tuple[float, float]:
     """Return the size of a parameter's padding (0: zeros), and the factor of its real part.
 
-    Qwen3 also normalises each query and key head. The head size stays, but the config has only one eps, which shrinks:
-    queries and keys smaller by sqrt(1/width) make up for it.
+    Qwen3 also normalises each query and key head. Their size stays, but the config's only eps shrinks. Scaling queries
+    and keys by sqrt(1/width) compensates for this.
     """
     part = name.split(".")[-2]
     if part in _WRITES_RESIDUAL:
@@ -199,12 +198,12 @@ def _sizes(name: str, family: str, width: int) -> tuple[float, float]:
 
 
 def _real_layers(layers: int, extra_layers: int) -> dict[int, int]:
-    """Map the index of each real layer in the wide model to its index in the real model; layer 0 is a real one."""
+    """Map the index of each real layer in the wide model to its index in the real model; layer 0 is real."""
     return {index * (layers + extra_layers) // layers: index for index in range(layers)}
 
 
 def _source_name(name: str, real_layers: dict[int, int]) -> str | None:
-    """Return the name of a wide parameter in the real model; None if it belongs to an extra layer."""
+    """Return the real model's name of a wide parameter; None if the parameter belongs to an extra layer."""
     if not name.startswith("model.layers."):
         return name
     index, rest = name.removeprefix("model.layers.").split(".", 1)
@@ -212,7 +211,7 @@ def _source_name(name: str, real_layers: dict[int, int]) -> str | None:
 
 
 def _widened_config(config: PreTrainedConfig, width: int, extra_layers: int) -> PreTrainedConfig:
-    """Return the config of the wide model; an extra layer has the attention type of the real layer before it."""
+    """Return the config of the wide model; extra layers have the attention type of the previous real layer."""
     wide = copy.deepcopy(config)
     for name in _WIDER:
         setattr(wide, name, getattr(config, name) * width)
@@ -234,7 +233,7 @@ def _new_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
-    """Return the shape of every parameter of a model of this config, without allocating any."""
+    """Return the shape of every parameter of a model with this config, without allocating memory."""
     with torch.device("meta"):
         model = _new_model(copy.deepcopy(config), torch.float32)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -248,7 +247,7 @@ def _refuse_factor(width: int) -> None:
     root = math.isqrt(max(width, 0))
     if width < 1 or root * root != width or root & (root - 1):
         raise ValueError(
-            f"width is {width}: give a power of 4 (1, 4, 16, 64), whose square root scales the norms without rounding"
+            f"width is {width}: give a power of 4 (1, 4, 16, 64), so that its square root scales norms without rounding"
         )
 
 
@@ -258,12 +257,12 @@ def _refuse_unfit(model: PreTrainedModel, width: int, extra_layers: int) -> None
         raise ValueError(f"extra_layers is {extra_layers}: give 0 or more")
     family = model.config.model_type
     if family not in FAMILIES:
-        raise ValueError(f"{family} cannot be widened: give a model of one of {', '.join(FAMILIES)}")
+        raise ValueError(f"{family} cannot be widened: give a model from {', '.join(FAMILIES)}")
     expected = _shapes(model.config)
     found = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     if other := sorted({name for name, _ in expected.items() ^ found.items()}):
         raise ValueError(
-            f"{', '.join(other[:3])}{', …' if other[3:] else ''}: not what a plain {family} of this config has; "
+            f"{', '.join(other[:3])}{', …' if other[3:] else ''} differ from a plain {family} with this config: "
             "give a causal LM without adapters or quantisation"
         )
 
@@ -279,8 +278,8 @@ def _describe(model: PreTrainedModel, wide: PreTrainedModel, width: int, extra_l
         "source_parameters": have,
         "parameters": parameters,
         "note": (
-            f"benchmark stand-in: computes what a model of {_short(have)} parameters computes, "
-            f"at the cost of one of {_short(parameters)}"
+            f"benchmark stand-in: computes the function of a model of {_short(have)} parameters "
+            f"at the cost of {_short(parameters)}"
         ),
     }
 

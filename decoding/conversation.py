@@ -16,12 +16,12 @@ class Conversation:
     """Turns of questions and answers; each turn runs only the tokens that the target has not run before.
 
     Each turn encodes all messages anew with the chat template, or joins them by line ends if there is none. Its answer
-    is therefore the one that `Engine` decodes for these messages, whatever was interrupted or undone before. The target
+    is therefore the same that `Engine` decodes for these messages, even after interrupted or undone turns. The target
     reuses its cache up to the first token that differs. Part of an answer runs again if the template changes it or its
     text is tokenized differently. Drafts keep no cache between turns.
 
-    ``messages`` are the messages of finished turns, as chat templates take them. ``answer_limit`` is the most tokens
-    that the last answer could have: ``max_new_tokens``, or fewer if the context has less room.
+    ``messages`` are the messages of finished turns, in the form that chat templates take. ``answer_limit`` is the token
+    limit of the last answer: ``max_new_tokens``, or less if the context has less room.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Conversation:
 
     @property
     def max_positions(self) -> int | None:
-        """Length of the longest conversation that target and drafter can hold, in tokens; None without a limit."""
+        """Longest conversation that target and drafter support, in tokens; None for no limit."""
         drafter = self.engine.drafter
         limits = (self.engine.target.max_positions, None if drafter is None else drafter.max_positions)
         return min((limit for limit in limits if limit is not None), default=None)

@@ -1,4 +1,4 @@
-"""Dtypes by users' names for them, int8 weights, and the default device."""
+"""Dtypes by the names that users give, int8 weights, and the default device."""
 
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ def parse_dtype(name: str) -> torch.dtype:
 def fast_dtype() -> str:
     """Return ``bf16`` if the default device multiplies it natively, else ``fp32``.
 
-    A processor without AVX512-BF16, AMX or Arm's BF16 was measured to take 50 times as long as in fp32.
+    Without AVX512-BF16, AMX or Arm's BF16, a processor was measured to be 50 times slower in bf16 than in fp32.
     """
     if torch.cuda.is_available():
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"

@@ -25,7 +25,7 @@ _ROLES = {
 """ShareGPT's speaker names -> roles of chat templates."""
 _ABOUT = ("input", "context")  # fields with the text that an instruction refers to, in Alpaca and Dolly
 _TEXT_ANSWERS = ("answer", "response", "completion")
-"""Fields that make ``text`` in the same row a prompt. ``code`` does too in mbpp, whose rows have a ``task_id``."""
+"""Fields that make ``text`` in the same row a prompt. So does ``code`` in mbpp, recognised by its ``task_id``."""
 
 
 def find_prompt(row: dict[str, Any]) -> str | None:

@@ -32,9 +32,9 @@ from decoding.text import StopCheck, Text, check_ids
 class DecodingConfig:
     """Settings of decoding. ``rule`` None means greedy at temperature 0, else the lossless rule that fits the draft.
 
-    Text i (from 0) of a batch is decoded with the seed ``seed + i``, whatever other texts are in the batch.
-    ``logprobs`` returns each new token's log-probability under the target itself, before any sampling control;
-    ``trees`` returns each step's drafted tree.
+    Text i (from 0) of a batch is decoded with the seed ``seed + i``, independent of the other texts in the batch.
+    ``logprobs`` returns each new token's log-probability under the target, before any sampling control; ``trees``
+    returns each step's drafted tree.
     """
 
     max_new_tokens: int = 128
@@ -57,7 +57,7 @@ class DecodingConfig:
 
     @property
     def label(self) -> str:
-        """ "lossless" if the rule keeps the target's own distribution, else "lossy"."""
+        """ "lossless" if the rule preserves the target's distribution, else "lossy"."""
         return "lossless" if self.rule is None else self.rule.label
 
 
@@ -97,7 +97,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished text: its new tokens, and the steps that made them."""
+    """A finished text: its new tokens and the steps that wrote them."""
 
     tokens: tuple[int, ...]
     steps: tuple[Step, ...]
@@ -152,7 +152,10 @@ class DecodingBatch:
             target.turns.give_back(self)
 
     def _open(self, cache: PreallocatedCache | None) -> None:
-        """Open the drafter's session and a cache, on a static target in its turn; ValueError for what does not fit."""
+        """Open the drafter's session and a cache, after waiting for a static target's cache.
+
+        Raises ValueError if the target or the length does not fit the drafter.
+        """
         target = self.target
         if target.is_static:
             target.turns.take(self)
@@ -225,11 +228,11 @@ class DecodingBatch:
         return self.policy.choose(self.budgets, len(self.texts))
 
     def _rooms(self) -> list[int]:
-        """Return how many tokens may be drafted for each row: none if the cache must first take the accepted tokens."""
+        """Return how many tokens may be drafted in each row: none if accepted tokens must first run into the cache."""
         return [0 if self.cache.is_full(row) else text.draft_room for row, text in enumerate(self.texts)]
 
     def _propose(self, budget: Budget) -> list[Proposal]:
-        """Draft a tree for each row: the root alone without a drafter or without room."""
+        """Draft a tree for each row; without a drafter or room the tree is the root alone."""
         depths = [min(budget.depth, room) for room in self._rooms()]
         if self.session is None or not any(depths):
             return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]

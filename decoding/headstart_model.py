@@ -32,9 +32,9 @@ from decoding.text import TextDecoder, check_tensor_of_ids
 class HeadstartModel:
     """A target and its drafter (None: plain decoding), with transformers' `generate`.
 
-    Policies are kept between calls. Without a ``policy``, one learns how much drafting pays at each temperature; a call
-    with a ``seed`` above temperature 0 drafts a fixed amount, to make its texts repeatable. Several threads may call
-    one model; their steps alternate.
+    Policies are kept between calls. Without ``policy``, a policy per temperature learns how much drafting pays; a call
+    with ``seed`` above temperature 0 drafts a fixed amount, so that its texts are repeatable. Several threads may call
+    the same model; their steps alternate.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class HeadstartModel:
             check_tensor_of_ids(input_ids)
             padding = config.pad_token_id
             if attention_mask is None and padding is not None and padding not in _token_list(config.eos_token_id):
-                attention_mask = input_ids.ne(padding)  # as `generate` does; otherwise padding may be a text's end
+                attention_mask = input_ids.ne(padding)  # as `generate` does; an EOS may end a text
         return Prompts.of_tensor(input_ids, attention_mask).repeated(config.num_return_sequences or 1)
 
     def _policy_for(self, seed: int | None, sampling: SamplingConfig) -> Policy:
@@ -207,7 +207,7 @@ def _refuse_arguments(options: dict[str, Any]) -> None:
 def _resolve(
     defaults: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]
 ) -> GenerationConfig:
-    """Merge ``options`` over ``given`` over ``defaults``; a value that nobody sets stays unset."""
+    """Merge ``options`` over ``given`` over ``defaults``; a value that is set nowhere stays unset."""
     config: GenerationConfig = copy.deepcopy(given) if given is not None else GenerationConfig()
     config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
     unknown = [name for name, value in config.update(**options).items() if value is not None]

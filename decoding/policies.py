@@ -1,7 +1,7 @@
-"""Policies: before each step they choose how much to draft, a fixed amount or whatever is fastest.
+"""Policies that choose before each step how much to draft: a fixed amount, or the amount expected to be fastest.
 
-The caller keeps one policy for each pair of target and drafter; it learns over texts and batches. No policy changes
-what a lossless rule guarantees. The loop measures the seconds of each step; only the adaptive policy reads them.
+The caller keeps one policy per pair of target and drafter; it learns over texts and batches. No policy affects the
+guarantee of a lossless rule. The loop measures the seconds of each step; only the adaptive policy reads them.
 """
 
 import math
@@ -61,7 +61,7 @@ class FixedPolicy:
 
 
 class _Acceptance:
-    """Conditional acceptance at each depth; older trials weigh less."""
+    """Per-position acceptance by depth; older trials weigh less."""
 
     def __init__(self, like: "_Acceptance | None" = None, factor: float = 1.0) -> None:
         """Start from ``factor`` times the shares of ``like``."""
@@ -77,7 +77,7 @@ class _Acceptance:
             self._hits[depth] = _MEMORY * self._hits[depth] + (depth < step.accepted)
 
     def _share(self, depth: int) -> tuple[float, float]:
-        """Return the acceptance after ``depth`` accepted tokens, and its trials, with a weighted first guess."""
+        """Return the acceptance after ``depth`` accepted tokens, and its trials, both with a weighted first guess."""
         if self._like is not None:
             guess, weight = self._factor * self._like._share(depth)[0], 4.0
         else:
@@ -96,7 +96,7 @@ class _Acceptance:
 
 
 class _Seconds:
-    """Seconds of steps by budget, for one number of rows: medians of recent steps, grouped by tree size."""
+    """Seconds of steps by budget, for a given number of rows: medians of recent steps, grouped by tree size."""
 
     def __init__(self) -> None:
         self._of: dict[Budget, dict[int, deque[float]]] = {}
@@ -129,7 +129,7 @@ class _Seconds:
         return mean, math.hypot(_NOISE / math.sqrt(min(trials, _KEPT)), age / _AGEING)
 
     def guess(self, budget: Budget, known: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        """Guess the same for an untried budget from ``known``: sorted pairs (`_rough`, seconds) of tried budgets."""
+        """Guess the same figures for an untried budget from ``known``: sorted (`_rough`, seconds) of tried budgets."""
         rough = _rough(budget)
         after = bisect_right(known, (rough, math.inf))
         if 0 < after < len(known):
@@ -165,9 +165,9 @@ def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
 
 _MEMORY = 0.9975  # weight of a trial relative to the next one
 _GUESS, _OF_LARGER = 0.75, 0.8
-"""Acceptance assumed before any trial; acceptance of a chain relative to the tree that contains it."""
+"""Per-position acceptance assumed before any trial; a chain's acceptance relative to the tree that contains it."""
 _KEPT, _STALE, _AGEING = 31, 500, 4000.0
-"""Steps kept per budget; steps after which they are forgotten; steps that raise their doubt by a factor of e."""
+"""Steps kept per budget; steps after which a budget's seconds are forgotten; steps until their doubt grows e-fold."""
 _NOISE, _BETWEEN, _BEYOND = 0.15, 0.04, 0.3
 """Relative standard deviations: of a step's seconds, and of guesses between and beyond tried budgets."""
 _CAUTION = 0.5  # share of a standard deviation that is explored; half of it is always added to the acceptance
@@ -177,10 +177,10 @@ _HELD = 2  # steps between two choices
 class AdaptivePolicy:
     """The budget expected to write the most tokens per second, or `PLAIN` if drafting does not pay.
 
-    Tokens follow from the running acceptance by depth, seconds from recent steps; an untried budget is interpolated
-    between its neighbours. A budget is chosen as often as it may well be the best (Thompson 1933), so known losers are
-    rarely retried. Seconds depend on the number of texts decoded together, so each power of two is learned separately.
-    The policy reads the clock: sampled texts of a seed differ from run to run.
+    Tokens are predicted from the running per-position acceptance, seconds from recent steps. Untried budgets are
+    interpolated between their neighbours. A budget is chosen about as often as it is likely to be the best (Thompson
+    1933), so bad ones are rarely retried. Seconds depend on the number of texts decoded together, so each power of two
+    is learned separately. The policy reads the clock, so sampled texts with the same seed differ from run to run.
     """
 
     name = "adaptive"

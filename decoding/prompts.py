@@ -14,8 +14,8 @@ from decoding.fields import Tools
 def with_variables(template: str, variables: Mapping[str, Any]) -> str:
     """Return a chat template with variables set, such as ``enable_thinking`` (``chat_template_kwargs`` of requests).
 
-    The variables become part of the template's text: they apply wherever it is used, and they change its digest. Raises
-    ValueError for a name that the template does not read.
+    The variables become part of the template's text, so they apply to every use of the template and change its digest.
+    Raises ValueError for a name that the template does not read.
     """
     for name in variables:
         if not name.isidentifier() or not re.search(rf"\b{name}\b", template):
@@ -50,11 +50,10 @@ def set_variables(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None
 def encode_prompt(
     prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, chat: bool, tools: Tools | None = None
 ) -> tuple[int, ...]:
-    """Return the token ids that ask for an answer to a user's message or to a list of messages.
+    """Return the token ids that prompt an answer to a user's message or to a list of messages.
 
-    Without ``chat`` or a chat template these are the tokens of the plain text, which a model continues. ``tools`` are
-    as in `decoding.fields.tools_of`. Raises ValueError for text that is not UTF-8 and for messages that the template
-    rejects.
+    Without ``chat`` or a chat template these are the tokens of the plain text, to be continued. ``tools`` are as in
+    `decoding.fields.tools_of`. Raises ValueError for text that is not UTF-8, or if the template rejects the messages.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:

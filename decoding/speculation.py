@@ -29,7 +29,7 @@ class SpeculativeOutput:
     """Decoded texts.
 
     ``sequences`` are the prompts, with their padding on the left, followed by the new tokens; shorter texts are padded
-    on the right. ``logprobs``, if requested, are the new tokens' log-probabilities under the target itself, before any
+    on the right. ``logprobs``, if requested, are the new tokens' log-probabilities under the target, before any
     sampling control, and 0 after a text's end. ``generations`` contain every step. ``label`` is the rule's label:
     lossless or lossy.
     """
@@ -76,7 +76,7 @@ def speculate(
     (``temperature=0.7``); the default is greedy. ``rule`` may be a name in `RULES`. ``policy`` may be ``adaptive`` or
     ``fixed``; the default is ``fixed`` if a ``seed`` (None: 0) must repeat sampled texts, else ``adaptive``. Texts end
     at ``eos_token_ids`` (default: from the model's generation config) or at ``stop_strings``, which need the
-    ``tokenizer``. Prompt i is decoded with the seed ``seed + i``, whatever other prompts are in the batch.
+    ``tokenizer``. Prompt i is decoded with the seed ``seed + i``, independent of the other prompts in the batch.
     """
     if sampling is not None and controls:
         raise ValueError(f"both sampling and {', '.join(controls)} are given: give one or the other")

@@ -10,14 +10,14 @@ from decoding.text import TextDecoder
 
 
 class Piece(NamedTuple):
-    """A stretch of text. ``drafted`` says that its last token was drafted, not written by the target."""
+    """A piece of text. ``drafted`` is True if its last token was drafted, not written by the target."""
 
     text: str
     drafted: bool
 
 
 class Detokenizer:
-    """Converter of growing tokens into text; it holds back incomplete characters.
+    """Converter of a growing token list into text; it holds back incomplete characters.
 
     Each token is decoded together with a few tokens before it, because its text may depend on its neighbours.
     """
@@ -72,8 +72,8 @@ def decode_text(tokens: Iterable[int], tokenizer: TextDecoder, hidden: Container
 class Tally:
     """Figures of the steps added so far. A prefill counts only in ``prefill_seconds``.
 
-    ``lengths`` maps a number of accepted drafted tokens to its passes. Seconds are the loop's own, without its caller's
-    work between two steps.
+    ``lengths`` counts passes by their number of accepted drafted tokens. Seconds exclude the caller's work between two
+    steps.
     """
 
     passes: int = 0

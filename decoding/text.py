@@ -1,4 +1,4 @@
-"""A text during decoding: its tokens, random numbers and end; and checks of prompts."""
+"""A text during decoding, with its tokens, random numbers and end; and checks of prompts."""
 
 from collections.abc import Iterable, Sequence, Sized
 from numbers import Integral

@@ -9,8 +9,8 @@ _SPINS = "1000"
 def spin_briefly() -> None:
     """Let idle threads of this process and its children sleep soon. Call this before torch is imported.
 
-    When other work shares the cores this is up to 25 times faster, and alone it is not slower; results do not change. A
-    GOMP_SPINCOUNT or OMP_WAIT_POLICY set by the user stays.
+    This is up to 25 times faster if other work shares the cores, and not slower otherwise; results do not change. A
+    GOMP_SPINCOUNT or OMP_WAIT_POLICY set by the user is kept.
     """
     if "GOMP_SPINCOUNT" not in os.environ and "OMP_WAIT_POLICY" not in os.environ:
         os.environ["GOMP_SPINCOUNT"] = _SPINS

@@ -1,4 +1,4 @@
-"""Decode with a drafter: one call, a stream in two colours, a batch with its figures.
+"""Decode with a drafter: one call, a stream in two colours, and a batch with its figures.
 
 python examples/decode.py
 python examples/decode.py --target ORG/NAME --drafter heads:runs/heads/final --prompt "def quicksort("
@@ -21,19 +21,19 @@ parser.add_argument("--prompt", default="class Stack:\n    def __init__(self):\n
 parser.add_argument("--max-new-tokens", type=int, default=64)
 options = parser.parse_args()
 
-target = prepare_target(options.target)  # trains the embedded target once, and returns any other name as it came
+target = prepare_target(options.target)  # trains the embedded target once; other names are unchanged
 tokenizer = load_tokenizer(target)
-# In fp32 the greedy text is that of plain decoding to the token. In bf16, the default and faster, near-ties may differ.
+# In fp32 the greedy text equals plain decoding's. In bf16, the faster default, near-ties may differ.
 model = HeadstartModel.from_pretrained(target, options.drafter, dtype=torch.float32)
 
-# 1. One call, in place of `generate` of transformers: the same options, the same result.
+# 1. One call instead of `generate` of transformers, with the same options and the same result.
 inputs = tokenizer(options.prompt, return_tensors="pt").to(model.device)
 lengths = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
 written = model.generate(**inputs, **lengths)
 same = torch.equal(written, model.target.model.generate(**inputs, **lengths))
 print(f"the text of transformers' generate: {'equal' if same else 'DIFFERENT'}")
 
-# 2. A stream: each step of the loop is one target pass. Drafted tokens are green, the target's own are plain.
+# 2. A stream: each step of the loop is one target pass. Drafted tokens are green, tokens by the target are plain.
 console = Console(highlight=False)
 config = DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(model.target.model, tokenizer))
 tally = Tally()  # running figures, up to date at every piece
@@ -41,9 +41,9 @@ steps = Engine(model.target, model.drafter).steps(inputs["input_ids"][0].tolist(
 console.print(options.prompt, style="dim", end="", markup=False)
 for piece in stream_pieces(tally.watch(steps), tokenizer, hidden=config.eos_token_ids):
     console.print(piece.text, style="green" if piece.drafted else None, end="", markup=False)
-print(f"\n{tally.tokens_per_pass:.2f} tokens per pass, {tally.tokens_per_second:.0f} tokens/s")
+print(f"\n{tally.tokens_per_pass:.2f} tokens per target pass, {tally.tokens_per_second:.0f} tokens/s")
 
-# 3. A batch, sampled: every row accepts its own number of tokens, and has a seed of its own.
+# 3. A sampled batch: rows accept different numbers of tokens and have different seeds.
 prompts = [tokenizer(text)["input_ids"] for text in ("import os\n", "def main():\n", "for key, value in ")]
 output = speculate(
     model.target,
@@ -54,7 +54,7 @@ output = speculate(
     pad_token_id=tokenizer.eos_token_id,
 )
 figures = output.acceptance
-print(f"a batch of {len(prompts)}, {output.label}: {output.tokens_per_pass:.2f} tokens per pass")
+print(f"a batch of {len(prompts)}, {output.label}: {output.tokens_per_pass:.2f} tokens per target pass")
 print(f"passes by the number of drafted tokens that they kept: {figures.length_histogram}")
 for position, share in enumerate(figures.conditional[:4], start=1):
-    print(f"drafted token {position}, if those before it were kept: kept in {share.value:.0%} of {share.observations}")
+    print(f"per-position acceptance {position}: {share.value:.0%} of {share.observations}")

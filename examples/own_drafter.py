@@ -1,10 +1,10 @@
-"""A drafter of your own in 40 lines: n-grams of your texts, and of the text that is being decoded.
+"""Your own drafter in 40 lines: n-grams of your texts and of the text being decoded.
 
     python examples/own_drafter.py
     python examples/own_drafter.py --target ORG/NAME --corpus manual.txt --prompt "To reset the device, "
 
-It pays where answers repeat a known text (code, a manual, a form) or themselves, and costs no model and no training.
-The target checks every token, so that a bad drafter costs time and never changes the text.
+It pays if answers repeat a known text (code, a manual, a form) or themselves, and needs neither a model nor training.
+The target checks every token, so a bad drafter costs time but never changes the text.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from trainer import prepare_target
 
 # --- the drafter ------------------------------------------------------------------------------------------------------
 def learn(followers: MutableMapping[tuple[int, ...], int], tokens: Sequence[int], begin: int, longest: int) -> None:
-    """Note the token that follows each n-gram, from place ``begin`` on; the latest one stays."""
+    """Record the token that follows each n-gram, from position ``begin`` on; later tokens replace earlier ones."""
     for place in range(begin, len(tokens)):
         for size in range(1, min(longest, place) + 1):
             followers[tuple(tokens[place - size : place])] = tokens[place]
@@ -37,7 +37,7 @@ class NgramDrafter(TextDrafter):
 
     def __init__(self, corpus: Sequence[int], longest: int = 4, depth: int = 6) -> None:
         self.longest = longest
-        self.budgets = chain_budgets(depth)  # the sizes of draft that a policy may choose from
+        self.budgets = chain_budgets(depth)  # sizes of drafts from which a policy may choose
         self.followers: dict[tuple[int, ...], int] = {}
         learn(self.followers, corpus, 1, longest)
 
@@ -46,16 +46,16 @@ class NgramDrafter(TextDrafter):
 
 
 class NgramText:
-    """One text being decoded: it sees the corpus's n-grams, and its own before them."""
+    """One text being decoded; its own n-grams take precedence over the corpus's."""
 
     def __init__(self, drafter: NgramDrafter, device: torch.device) -> None:
         self.longest, self.device, self.seen = drafter.longest, device, 1
-        self.followers = ChainMap({}, drafter.followers)  # writes go into the first
+        self.followers = ChainMap({}, drafter.followers)  # writes go to the first map
 
     def propose(self, request: DraftRequest) -> Proposal:
         learn(self.followers, request.tokens, self.seen, self.longest)
         self.seen = len(request.tokens)
-        text, drafted = list(request.tokens[-self.longest :]), [request.tokens[-1]]  # a tree's root is not drafted
+        text, drafted = list(request.tokens[-self.longest :]), [request.tokens[-1]]  # the root is not drafted
         while len(drafted) <= request.max_depth:
             endings = (tuple(text[-size:]) for size in range(self.longest, 0, -1))
             token = next((self.followers[ending] for ending in endings if ending in self.followers), None)
@@ -63,18 +63,18 @@ class NgramText:
                 break
             text.append(token)
             drafted.append(token)
-        # A function of the text alone: all rules for that kind are lossless with it, also for sampled texts.
+        # The draft depends on the text alone, so it is deterministic, and rules for this kind stay lossless with it.
         return Proposal(TokenTree.chain(drafted, self.device), ProposalKind.DETERMINISTIC)
 
     def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
-        """Ignore the target's logits at the drafted tokens; a drafter may learn from them."""
+        """Ignore the target's logits at the drafted tokens; other drafters may learn from them."""
 
 
 # --- its use ----------------------------------------------------------------------------------------------------------
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--target", default="quickstart", help="folder or hub id; the default is trained on first use")
 parser.add_argument(
-    "--corpus", type=Path, nargs="+", help="texts to count in; by default files of Python's own library"
+    "--corpus", type=Path, nargs="+", help="texts for the n-grams; by default files of Python's standard library"
 )
 parser.add_argument("--prompt", default="class Stack:\n    def __init__(self):\n        self.items = []\n")
 parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -90,7 +90,7 @@ print(f"{len(drafter.followers):,} n-grams of {len(tokens):,} tokens")
 model = HeadstartModel.from_pretrained(target, dtype=torch.float32)
 prompt = [tokenizer(options.prompt)["input_ids"]]
 for temperature in (0.0, 1.0):
-    # At a temperature the rule draws from the target as plain decoding does: the same seed gives the same text.
+    # Above temperature 0 the rule draws from the target like plain decoding, so the same seed gives the same text.
     texts = {"temperature": temperature, "max_new_tokens": options.max_new_tokens, "policy": "fixed"}
     plain = speculate(model.target, None, prompt, **texts)
     drafted = speculate(model.target, drafter, prompt, **texts)
@@ -98,5 +98,6 @@ for temperature in (0.0, 1.0):
     kept = drafted.acceptance.accepted_per_drafted
     print(
         f"T={temperature:g}, {drafted.label}: {'the same text' if same else 'ANOTHER TEXT'}, "
-        f"{drafted.tokens_per_pass:.2f} tokens per pass, {kept.value:.0%} of {kept.observations} drafted tokens kept"
+        f"{drafted.tokens_per_pass:.2f} tokens per target pass, "
+        f"{kept.value:.0%} of {kept.observations} drafted tokens kept"
     )

@@ -1,10 +1,10 @@
-"""Medusa heads for a model of a class of your own: one that transformers does not have.
+"""Medusa heads for your own model class, one that transformers does not have.
 
     python examples/own_model.py
 
-The model here runs one block several times, each time with keys and values of its own. Such a class needs four things:
-position ids, a key-value cache, attention by transformers' interface (so that it takes a tree's mask), and an lm_head.
-Registered with transformers' auto classes, it is a target like any other, for training and for decoding.
+The model here runs one block several times, each time with separate keys and values. Such a class needs position ids, a
+key-value cache, attention through transformers' interface (to support a tree's mask), and an lm_head. Once registered
+with transformers' auto classes, it is a target like any other, for training and for decoding.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 class LoopedModel(PreTrainedModel, GenerationMixin):
     config_class = LoopedConfig
-    _supports_sdpa = _supports_attention_backend = True  # it looks its attention up in the interface
+    _supports_sdpa = _supports_attention_backend = True  # attention is looked up in transformers' interface
 
     def __init__(self, config: LoopedConfig) -> None:
         super().__init__(config)
@@ -95,7 +95,7 @@ class LoopedModel(PreTrainedModel, GenerationMixin):
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=x,
-            attention_mask=attention_mask,  # a tree's mask, with a row for each token, comes back unchanged
+            attention_mask=attention_mask,  # a tree's mask, with a row per token, is returned unchanged
             past_key_values=past_key_values,
             position_ids=position_ids,
         )
@@ -106,20 +106,20 @@ class LoopedModel(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
 
 
-# From here on every loader of transformers, and so every one of this project, knows a folder of this model. Another
-# program must import the classes and register them, too, before it loads one.
+# From here on all loaders of transformers, and thus of this project, can load this model. Another program must also
+# import and register the classes before loading it.
 AutoConfig.register("looped", LoopedConfig)
 AutoModelForCausalLM.register(LoopedConfig, LoopedModel)
 
-# --- a model of it ----------------------------------------------------------------------------------------------------
+# --- a model of this class --------------------------------------------------------------------------------------------
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=150, help="training steps of the model")
 parser.add_argument("--output", type=Path, default=Path("runs/examples/own-model"))
-parser.add_argument("changes", nargs="*", help="of the heads' recipe, such as training.steps=100")
+parser.add_argument("changes", nargs="*", help="changes of the heads' recipe, such as training.steps=100")
 options = parser.parse_args()
 
-corpus = build_corpus()  # the texts and the tokenizer of the embedded target: files of Python's standard library
+corpus = build_corpus()  # texts (files of Python's standard library) and tokenizer of the embedded target
 tokenizer = load_tokenizer(str(corpus))
 folder = options.output / "target"
 if not (folder / "config.json").is_file():
@@ -145,7 +145,7 @@ if not (folder / "config.json").is_file():
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
-# --- heads for it, as for any target ----------------------------------------------------------------------------------
+# --- heads for the model, as for any target ---------------------------------------------------------------------------
 
 settings = {
     "name": "heads of my own model",

@@ -1,10 +1,10 @@
-"""Acceptance rules of your own, and the proof that one is lossless and another is not.
+"""Your own acceptance rules, and the proof that one is lossless and another is not.
 
     python examples/own_rule.py
     python examples/own_rule.py --target ORG/NAME --drafter draft:runs/draft/final,tokens=4
 
-A rule sees a proposal (a tree of drafted tokens, and the q they were drawn from), the target's distribution p at every
-node, and a source of random decisions. It returns the nodes to keep and the token to write after them.
+A rule gets a proposal (a tree of drafted tokens, and the q from which they were drawn), the target's distribution p at
+every node, and a source of random decisions. It returns the nodes to keep and the token to write after them.
 """
 
 import argparse
@@ -25,22 +25,22 @@ from trainer import prepare_target
 
 
 def rejection(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    """Keep a drafted x with probability p(x)/q(x); at the first that is refused, write from what p has beyond q."""
+    """Keep a drafted x with probability p(x)/q(x); at the first rejection, draw from the part of p above q."""
     for place, token in enumerate(proposal.tree.token_list[1:]):
         q = one_hot(torch.tensor(token), p.shape[1]).to(p) if proposal.q is None else proposal.q[place]
         if not source.accept(float(p[place, token] / q[token])):
             beyond = (p[place] - q).clamp(min=0)
-            return Verdict(path(place), source.draw(beyond if beyond.any() else p[place]))  # none: p = q, but rounded
+            return Verdict(path(place), source.draw(beyond if beyond.any() else p[place]))  # else p = q up to rounding
     length = len(proposal.tree) - 1
     return Verdict(path(length), source.draw(p[length]))
 
 
 def path(length: int) -> tuple[int, ...]:
-    """Return the first ``length`` nodes of a chain; its root, node 0, was written before."""
+    """Return the first ``length`` nodes of a chain after its root, node 0, which is already written."""
     return tuple(range(1, length + 1))
 
 
-# The kinds say how drafted tokens may have been chosen: a draft of another kind is refused before anything is decoded.
+# The kinds say how drafted tokens may be chosen; a draft of another kind is rejected before decoding starts.
 KINDS = frozenset({ProposalKind.SAMPLED, ProposalKind.DETERMINISTIC})
 MINE = Rule("my rejection", True, KINDS, rejection, chains_only=True)
 
@@ -48,7 +48,7 @@ MINE = Rule("my rejection", True, KINDS, rejection, chains_only=True)
 
 
 def careless(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    """Write from p after a refusal too, where the refused token may come after all: it comes too often."""
+    """Draw from the whole p after a rejection; the rejected token may be drawn again and thus comes too often."""
     nodes, _ = rejection(proposal, p, source)
     return Verdict(nodes, source.draw(p[len(nodes)]))
 
@@ -59,27 +59,27 @@ CARELESS = Rule("careless rejection", True, KINDS, careless, chains_only=True)
 
 
 def near_the_best(top: int, factor: float) -> Rule:
-    """Make a rule that keeps one of the target's ``top`` tokens, at least ``factor`` times as likely as its best."""
+    """Make a rule that keeps any of the target's ``top`` tokens with at least ``factor`` times the best one's p."""
 
     def decide(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
         tree, best = proposal.tree, p.topk(min(top, p.shape[1])).values
         least = torch.maximum(best[:, -1], factor * best[:, 0]).tolist()
-        kept = [0]  # parents come before their children, and the last node kept is among the deepest
+        kept = [0]  # parents come before their children
         for node, parent in enumerate(tree.shape.parents[1:], start=1):
             if parent in kept and float(p[parent, tree.token_list[node]]) >= least[parent]:
                 kept.append(node)
         last = max(kept, key=lambda node: tree.shape.depths[node])
         return Verdict(tree.shape.path(last), source.draw(p[last]))
 
-    return Rule(f"among the best {top}", False, frozenset(ProposalKind), decide)  # False: it is labelled lossy
+    return Rule(f"among the best {top}", False, frozenset(ProposalKind), decide)  # False: label it lossy
 
 
 LOSSY = near_the_best(top=3, factor=0.3)
 
 # --- proofs -----------------------------------------------------------------------------------------------------------
 
-# Every outcome of drafting and verifying, with its probability: over drafts of each kind and shape that a rule takes,
-# no text's probability may differ from the target's own by more than rounding.
+# The proof enumerates every outcome of drafting and verifying with its probability, for drafts of each kind and shape
+# that the rule supports. No text's probability may differ from the target's by more than rounding.
 for rule in (MINE, CARELESS, LOSSY):
     proof = prove_rule(rule)
     found = "proved lossless" if proof.lossless else f"NOT lossless: {proof.worst}"
@@ -97,8 +97,8 @@ options = parser.parse_args()
 target = prepare_target(options.target)
 tokenizer = load_tokenizer(target)
 model = HeadstartModel.from_pretrained(target, options.drafter)
-prompts = [tokenizer(options.prompt)["input_ids"]] * 4  # each has a seed of its own
-for chosen in (None, MINE, LOSSY):  # None: the lossless rule that keeps the most of what this drafter proposes
+prompts = [tokenizer(options.prompt)["input_ids"]] * 4  # each with a different seed
+for chosen in (None, MINE, LOSSY):  # None: the lossless rule that keeps most tokens of this drafter
     output = speculate(
         model.target,
         model.drafter,
@@ -110,5 +110,6 @@ for chosen in (None, MINE, LOSSY):  # None: the lossless rule that keeps the mos
         pad_token_id=tokenizer.eos_token_id,
     )
     print(
-        f"{chosen.name if chosen else 'the default rule'}: {output.label}, {output.tokens_per_pass:.2f} tokens per pass"
+        f"{chosen.name if chosen else 'the default rule'}: {output.label}, "
+        f"{output.tokens_per_pass:.2f} tokens per target pass"
     )

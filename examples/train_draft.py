@@ -3,7 +3,7 @@
     python examples/train_draft.py
     python examples/train_draft.py target=ORG/NAME data.train=answers.jsonl data.heldout=test.jsonl training.steps=1000
 
-Words behind the program change the recipe, as behind `headstart train`. A run that was stopped goes on.
+Arguments change the recipe, as in `headstart train`. A stopped run is resumed.
 """
 
 import statistics
@@ -21,17 +21,17 @@ from trainer import load_recipe, prepare_target, run_recipe
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart" / "draft.yaml"
 PROMPTS = ["import os\nimport sys\n\n", "class Stack:\n    def __init__(self):\n", "def main():\n    parser = "]
 
-# 1. The draft starts as the target's first layer, and learns the target's distribution on the target's own answers.
+# 1. The draft starts as the target's first layer and learns the target's distribution on answers by the target.
 recipe = load_recipe(RECIPE, sys.argv[1:])
 draft = run_recipe(recipe)
 print(f"the draft is in {draft}: a model like any other, which transformers can load too")
 
-# 2. One more drafted token saves a pass where it is kept, and costs a pass of the draft where it is not: measure it.
+# 2. Each further drafted token costs a pass of the draft, and saves a target pass if it is kept: measure what pays.
 target = prepare_target(recipe.target)
 tokenizer = load_tokenizer(target)
 prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
 
-# In fp32 greedy texts are equal to the token; in bf16, the default and faster, near-ties may turn out differently.
+# In fp32 greedy texts equal plain decoding's; in bf16, the faster default, near-ties may differ.
 plain = HeadstartModel.from_pretrained(target, dtype=torch.float32)
 models = {"plain decoding": plain}
 for tokens in (2, 4, 6):
@@ -40,7 +40,7 @@ for tokens in (2, 4, 6):
     )
 outputs: dict[str, SpeculativeOutput] = {}
 seconds: dict[str, list[float]] = {name: [] for name in models}
-for turn in range(4):  # all take turns, so that a busy machine slows all alike; the first turn warms up
+for turn in range(4):  # taking turns, a busy machine slows all models alike; the first turn warms up
     for name, model in models.items():
         outputs[name] = speculate(
             model.target,
@@ -57,6 +57,6 @@ for name, output in outputs.items():
     same = torch.equal(output.sequences, outputs["plain decoding"].sequences)
     speed = statistics.median(seconds["plain decoding"]) / statistics.median(seconds[name])
     print(
-        f"{name}: {'the same texts' if same else 'OTHER TEXTS'}, {output.tokens_per_pass:.2f} tokens per pass, "
+        f"{name}: {'the same texts' if same else 'OTHER TEXTS'}, {output.tokens_per_pass:.2f} tokens per target pass, "
         f"{speed:.2f} times the speed"
     )

@@ -3,7 +3,7 @@
     python examples/train_heads.py
     python examples/train_heads.py target=ORG/NAME data.train=answers.jsonl data.heldout=test.jsonl training.steps=1000
 
-Words behind the program change the recipe, as behind `headstart train`. A run that was stopped goes on.
+Arguments change the recipe, as in `headstart train`. A stopped run is resumed.
 """
 
 import sys
@@ -18,16 +18,16 @@ from trainer import load_recipe, prepare_target, run_recipe
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart" / "medusa1.yaml"
 PROMPTS = ["import os\nimport sys\n\n", "class Stack:\n    def __init__(self):\n", "def main():\n    parser = "]
 
-# 1. The recipe: typed settings from YAML, with overrides. A misspelt key is an error with the nearest right one.
+# 1. The recipe: typed settings from YAML, with overrides. A misspelt key raises an error that suggests the right one.
 recipe = load_recipe(RECIPE, sys.argv[1:])
 print(f"{recipe.training.steps} steps on {recipe.target}: {recipe.data.train}")
 
-# 2. The run. The embedded target is trained first if it is not there, and writes the answers that the heads learn.
+# 2. The run. If the embedded target is missing, it is trained first; it writes the answers that the heads learn.
 heads = run_recipe(recipe)
 print(f"the heads are in {heads}")
 
-# 3. The heads propose a tree in each step, and the target keeps what it would have written itself. In fp32 the text
-#    is that of plain decoding to the token; in bf16, the default and faster, near-ties may turn out differently.
+# 3. In each step the heads propose a tree, and the target keeps the tokens that it would have written itself. In fp32
+#    every token equals plain decoding's; in bf16, the faster default, near-ties may differ.
 target = prepare_target(recipe.target)
 tokenizer = load_tokenizer(target)
 model = HeadstartModel.from_pretrained(target, f"heads:{heads}", dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The moving picture of decoding, drawn from a report of `record_decode.py`: an SVG that moves by CSS alone."""
+"""The animated picture of decoding: an SVG with CSS animations, drawn from a report of `record_decode.py`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -8,21 +8,21 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 PLAYED = 9.0
-"""Seconds that the slower run takes in the picture, about: the stretch is a whole number."""
+"""Approximate seconds of the slower run in the picture; the exact time follows from a whole-number stretch."""
 LEAD, HOLD = 0.8, 4.5
-"""Seconds before the first token, and after the last one."""
+"""Seconds before the first token and after the last."""
 CHARACTER, LINE = 8.4, 20.0
 """Width of a character and height of a line, in user units."""
 COLUMNS = 41
-"""Most characters of a line."""
+"""Most characters in a line."""
 LETTER = 0.56
-"""Average width of a letter in a sans-serif font, in sizes of the font; few fonts are wider."""
+"""Average width of a letter in a sans-serif font, relative to the font size; few fonts are wider."""
 RUNS = ("plain", "speculative")
 INSET, HEADER, MARGIN = 14.0, 66.0, 16.0
 
 
 class Mark(NamedTuple):
-    """A token in its place: the column and the line of its first character, both from 0, and the step that wrote it."""
+    """A token with the column and line (from 0) of its first character, and the step that wrote it."""
 
     text: str
     column: int
@@ -32,7 +32,7 @@ class Mark(NamedTuple):
 
 
 def laid_out(steps: Sequence[Mapping[str, Any]], columns: int = COLUMNS) -> list[Mark]:
-    """Put the tokens of a report's steps into lines of at most ``columns`` characters, broken between tokens."""
+    """Lay out the tokens of a report's steps in lines of at most ``columns`` characters, broken between tokens."""
     marks, column, line = [], 0, 0
     for number, step in enumerate(steps):
         for place, text in enumerate(step["tokens"]):
@@ -52,14 +52,14 @@ def laid_out(steps: Sequence[Mapping[str, Any]], columns: int = COLUMNS) -> list
 
 
 def _lines(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the lines of a token's text, each with True where a newline ends it."""
+    """Yield the lines of a token's text, each with True if a newline ends it."""
     *whole, last = text.split("\n")
     yield from ((part, True) for part in whole)
     yield last, False
 
 
 class Counter(NamedTuple):
-    """Figures of a run from one moment to the next, both in per cent of the loop."""
+    """Figures of a run, shown from one moment to the next; moments are in percent of the loop."""
 
     text: str
     at: float
@@ -67,9 +67,9 @@ class Counter(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One run in the picture: its corner, its tokens, and the moments of its steps in per cent of the loop.
+    """One run in the picture: its corner, its tokens, and the moments of its steps in percent of the loop.
 
-    ``key`` begins the names of its animations. ``share``: its seconds over those of the slower run.
+    ``key`` is the prefix of its animations' names. ``share``: its seconds divided by the slower run's seconds.
     """
 
     key: str
@@ -84,7 +84,7 @@ class Panel(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """Time in the picture: one real second takes ``stretch`` seconds; the picture begins again after ``loop``."""
+    """Time in the picture: a real second takes ``stretch`` seconds, and the picture restarts after ``loop`` seconds."""
 
     stretch: int
     loop: float
@@ -96,12 +96,12 @@ class Clock(NamedTuple):
         return Clock(stretch, LEAD + slower * stretch + HOLD)
 
     def moment(self, seconds: float) -> float:
-        """Return the place of a moment after the first token, in per cent of the loop."""
+        """Return the moment ``seconds`` after the first token, in percent of the loop."""
         return 100 * (LEAD + seconds * self.stretch) / self.loop
 
 
 def picture(report: Mapping[str, Any], narrow: bool = False) -> str:
-    """Return the SVG of a report: two runs side by side, or one above the other where it is ``narrow``."""
+    """Return the SVG of a report: two runs next to each other, or one above the other if ``narrow``."""
     clock = Clock.of(report)
     marks = {run: laid_out(report[run]["steps"]) for run in RUNS}
     width = COLUMNS * CHARACTER + 2 * INSET
@@ -135,7 +135,7 @@ def picture(report: Mapping[str, Any], narrow: bool = False) -> str:
 
 
 def _told(report: Mapping[str, Any], clock: Clock) -> str:
-    """Return the line below the prompt: models, machine, and the stretch of time."""
+    """Return the line below the prompt: models, machine, and how much time is slowed."""
     threads = report["hardware"]["threads"]
     machine = f"{report['hardware']['processor']}, {threads} thread{'s' * (threads > 1)}"
     return f"{report['target']} · {report['drafter']} · {machine} · slowed {clock.stretch} times"
@@ -161,7 +161,7 @@ def _panel(report: Mapping[str, Any], run: str, corner: tuple[float, float], mar
     told = report[run]
     ends = list(accumulate(step["seconds"] for step in told["steps"]))
     moments = [clock.moment(end) for end in ends]
-    first, *later = accumulate(len(step["tokens"]) for step in told["steps"])  # the prefill's token is in no rate
+    first, *later = accumulate(len(step["tokens"]) for step in told["steps"])  # rates exclude the prefill's token
     texts = [f"{first} token"]
     for passes, (tokens, end) in enumerate(zip(later, ends[1:], strict=True), start=1):
         written = tokens - first
@@ -180,7 +180,7 @@ def _panel(report: Mapping[str, Any], run: str, corner: tuple[float, float], mar
 
 
 def _wrapped(text: str, size: int, width: float) -> list[str]:
-    """Break a text in letters of this size between words."""
+    """Break a text with letters of this size into lines between words."""
     columns, lines = int(width / (LETTER * size)), [""]
     for word in text.split():
         if len(lines[-1]) + 1 + len(word) > columns and lines[-1]:

@@ -1,10 +1,9 @@
-"""The main job from end to end (``make demo``): a target, its own answers, heads and drafts that learn them, and their
-speed-ups. Nothing is downloaded.
+"""The whole job from end to end (``make demo``): a target, its answers, heads and drafts trained on them, speed-ups.
 
-HEADSTART_DEMO=short runs the same code on less data, for continuous integration.
+Nothing is downloaded. HEADSTART_DEMO=short runs the same code on less data, for continuous integration.
 """
 
-# ruff: noqa: E402  # waiting of threads is set before torch is imported
+# ruff: noqa: E402  # how threads wait is set before torch is imported
 import json
 import os
 import resource
@@ -37,7 +36,7 @@ SHORT = os.environ.get("HEADSTART_DEMO") == "short"
 
 
 def main() -> None:
-    """Run seven stages and print the seconds of each."""
+    """Run seven stages and print how many seconds each took."""
     if SHORT:
         os.environ.setdefault("HEADSTART_QUICKSTART_STEPS", "10")
     console = Console(highlight=False)
@@ -65,7 +64,7 @@ def build_target() -> None:
 
 
 def discard_stale(recipe: str) -> None:
-    """Remove a finished run on another target (a new Python, another cache) or by another recipe: it is not resumed."""
+    """Remove a finished run with another target (a new Python, another cache) or recipe, which cannot be resumed."""
     provenance = Path(artefact(recipe)) / "provenance.json"
     if provenance.is_file():
         stored = json.loads(provenance.read_text())
@@ -79,10 +78,10 @@ def discard_stale(recipe: str) -> None:
 
 
 def launch(recipe: str) -> None:
-    """Train a recipe as a user would: ``accelerate launch`` of the training script; when short, the heads alone."""
+    """Train a recipe as a user would, by ``accelerate launch``; if `SHORT`, only the heads are launched."""
     discard_stale(recipe)
     changes = ["training.steps=4", "evaluation.prompts=2", f"output={OUTPUT / 'short' / recipe}"] if SHORT else []
-    if SHORT and recipe != "medusa1":  # another launch would only import everything again
+    if SHORT and recipe != "medusa1":  # a second launch would only repeat all imports
         run_recipe(load_recipe(ROOT / "recipes" / "quickstart" / f"{recipe}.yaml", changes))
         return
     command = [
@@ -104,10 +103,10 @@ def artefact(recipe: str) -> str:
 
 
 def measure() -> None:
-    """Measure what was trained, alone and joined to a lookup, and the lookup alone.
+    """Measure each trained drafter alone and combined with a lookup, and the lookup alone.
 
-    Sampling comes first: greedy texts of so small a target repeat themselves, and a lookup copies them. A draft costs
-    about half a pass of this target (least_gain).
+    Sampling comes first, because greedy texts of such a small target repeat themselves and a lookup copies them. A
+    draft costs about half a pass of this target (least_gain).
     """
     trained = []
     for kind, name in (("dspark", "dspark"), ("heads", "medusa1"), ("draft", "draft")):
@@ -128,7 +127,7 @@ def measure() -> None:
 
 
 def export_all() -> None:
-    """Export the heads for this project, and the drafts for servers, each with its card."""
+    """Export the heads for this project and the drafts for servers, each with its model card."""
     report = OUTPUT / "report.json"
     for recipe, form in (("medusa1", "headstart"), ("dspark", "dspark"), ("draft", "draft")):
         folder = OUTPUT / "export" / f"{recipe}-{form}"

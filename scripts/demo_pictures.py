@@ -1,9 +1,9 @@
-"""Take the pictures of the web demo for its page: a real run of `headstart demo` in headless Chromium, light and dark.
+"""Take the pictures of the web demo for its page: a run of `headstart demo` in headless Chromium, light and dark.
 
 Usage: scripts/demo_pictures.py [--output docs/pictures] [--pass N] [OPTIONS OF headstart demo ...]
 
-Without options the demo shows the embedded target with the drafters that `make demo` trained, found in runs/quickstart.
-The pictures show its first example, and the pass that kept the most nodes of its tree.
+Without options the demo uses the embedded target and the drafters that `make demo` trained in runs/quickstart. The
+pictures show its first example, and the pass that kept the most nodes of its tree.
 """
 
 import argparse
@@ -26,7 +26,7 @@ MOST_BYTES = 250_000
 
 @contextmanager
 def served(options: Sequence[str]) -> Iterator[str]:
-    """Start the demo on a free port; yield its address once it answers, and end it afterwards."""
+    """Start the demo on a free port; yield its address once it answers, and stop it afterwards."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "trainer.cli", "demo", "--port", str(port), *options]
@@ -55,7 +55,7 @@ def decoded(browser: Browser, address: str, scheme: str) -> Page:
 
 
 def show_pass(page: Page, number: int | None) -> int:
-    """Move the slider to a pass, None: to the one that kept the most nodes; return its number."""
+    """Move the slider to a pass (None: the pass that kept the most nodes); return its number."""
     slider = page.locator("#pass input[type=range]")
     last = int(slider.get_attribute("max") or 0)
     kept = page.locator("#tree .node.kept")
@@ -79,13 +79,13 @@ def wait_for_pass(page: Page, number: int) -> None:
 
 
 def save(page: Page, path: Path) -> None:
-    """Write the whole page with a palette of 128 colours, which its flat areas need no more of."""
+    """Write the whole page with a palette of 128 colours, which suffice for its flat areas."""
     page.mouse.move(0, 0)
     image = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
     image.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
     size = path.stat().st_size
     if size > MOST_BYTES:
-        raise ValueError(f"{path} has {size} bytes: at most {MOST_BYTES} go into the repository")
+        raise ValueError(f"{path} has {size} bytes, but the repository allows {MOST_BYTES}: use fewer colours")
     print(f"written: {path}, {size} bytes")
 
 
@@ -94,12 +94,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "pictures", help="folder of the pictures")
     parser.add_argument(
-        "--pass", type=int, dest="number", help="pass to show; that with the most kept nodes if not given"
+        "--pass", type=int, dest="number", help="pass to show; by default the one with the most kept nodes"
     )
     options, others = parser.parse_known_args()
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
-        sys.exit("no Chromium here: install Debian's package chromium")
+        sys.exit("Chromium is not installed: install Debian's package chromium")
     options.output.mkdir(parents=True, exist_ok=True)
     with served(others) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

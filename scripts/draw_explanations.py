@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/explanation, and write the tables of its pages: every number computed by the project.
+"""Draw the pictures of docs/explanation and write the tables of its pages; the project computes every number.
 
 Usage: scripts/draw_explanations.py
 """
@@ -16,7 +16,7 @@ FOLDER = ROOT / "docs" / "explanation"
 
 
 def page_of(name: str, page: str) -> str:
-    """Return a page's text with the tables of now."""
+    """Return a page's text with its tables renewed."""
     for mark, write in BLOCKS[name].items():
         page = renewed(page, mark, write(), MAKER)
     return page

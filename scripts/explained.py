@@ -1,7 +1,7 @@
-"""Numbers of docs/explanation: every outcome of the acceptance rules on one small p and q, and the speed-up's law.
+"""Numbers of docs/explanation: every outcome of the acceptance rules on a small p and q, and the law of the speed-up.
 
-The rules are those that decode, their outcomes those of the enumeration that proves them; the law is that of
-`decoding.metrics` and `decoding.rules.best_tree`. Nothing here has a formula of its own.
+The rules are the ones used in decoding, and the enumeration that proves them computes their outcomes. The law comes
+from `decoding.metrics` and `decoding.rules.best_tree`. This module adds no formulas.
 """
 
 import json
@@ -35,9 +35,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TOKENS = "abc"
 P = (0.5, 0.3, 0.2)
-"""The target's distribution of the next token, in every context."""
+"""The target's next-token distribution, in every context."""
 Q = (0.25, 0.6, 0.15)
-"""The draft's."""
+"""The draft's next-token distribution, in every context."""
 
 SAMPLED, WITHOUT, FIXED = (ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT, ProposalKind.DETERMINISTIC)
 ONE, TWO, CHAIN, BRANCHES = (TreeShape(parents) for parents in ((-1, 0), (-1, 0, 0), (-1, 0, 1), (-1, 0, 0, 1, 2)))
@@ -46,7 +46,7 @@ SHAPES = {"one token": ONE, "a chain of two": CHAIN, "two children": TWO, "two b
 
 @dataclass(frozen=True)
 class Example:
-    """A rule on a draft of one token or of two sibling tokens. ``rule``: its name in `RULES`."""
+    """A rule applied to a draft of one token or two sibling tokens. ``rule``: its name in `RULES`."""
 
     title: str
     rule: str
@@ -66,7 +66,7 @@ EXAMPLES = {
 
 
 def same_everywhere(row: Sequence[float], depth: int) -> ContextModel:
-    """Make the model whose next token has this distribution in every context of up to ``depth`` tokens."""
+    """Make a model with this next-token distribution in every context of up to ``depth`` tokens."""
     values, contexts = torch.tensor(row, dtype=torch.float64), [()]
     level: list[tuple[int, ...]] = [()]
     for _ in range(depth):
@@ -76,16 +76,16 @@ def same_everywhere(row: Sequence[float], depth: int) -> ContextModel:
 
 
 def wanted(rule: str) -> tuple[float, ...]:
-    """Return the distribution that a rule has to write: p, or p at temperature 0 where the rule is greedy."""
+    """Return the distribution that a rule must produce: p, or p at temperature 0 for the greedy rule."""
     return tuple(float(chance == max(P)) for chance in P) if rule == "greedy" else P
 
 
 @cache
 def split(name: str) -> tuple[tuple[float, ...], ...]:
-    """Return the probability of each token as the first one written, by origin.
+    """Return the probability of each token to be written first, by origin.
 
-    Entry [token][k] is that of the token written as drafted child k (from 0) that was kept; the last entry is that of
-    the token written by the target.
+    Entry [token][k] is the probability that the token is written because drafted child k (from 0) was kept. The last
+    entry is the probability that the target writes it.
     """
     example = EXAMPLES[name]
     children = len(example.shape) - 1
@@ -102,9 +102,9 @@ def split(name: str) -> tuple[tuple[float, ...], ...]:
 
 @cache
 def pairs(rule: str) -> Mapping[tuple[int, ...], tuple[float, float, float]]:
-    """Return the probability of each text of two tokens, by the number of kept tokens of a drafted chain of two.
+    """Return the probability of each text of two tokens, by how many tokens of a drafted chain of two are kept.
 
-    Texts that a turn leaves shorter go on from p, as the next turn would.
+    Shorter texts are continued from p, as the next turn would do.
     """
     p = same_everywhere(P, 3)
     total = {text: [0.0, 0.0, 0.0] for text in p.joint(2)}
@@ -118,14 +118,14 @@ def pairs(rule: str) -> Mapping[tuple[int, ...], tuple[float, float, float]]:
 
 @cache
 def kept_tokens(rule: str, kind: ProposalKind, shape: str) -> float | None:
-    """Return the expected number of kept tokens of a draft; None where the rule does not take such a draft."""
+    """Return the expected number of kept tokens of a draft; None if the rule does not support such a draft."""
     fits = kind in RULES[rule].kinds and (SHAPES[shape].is_chain or not RULES[rule].chains_only)
     return _turn(rule, kind, shape).accepted_length if fits else None
 
 
 @cache
 def distance(rule: str, kind: ProposalKind, shape: str) -> float:
-    """Return the largest difference of a text's probability from the target's own."""
+    """Return the largest difference between a text's probability and the target's."""
     return _turn(rule, kind, shape).distance
 
 
@@ -143,7 +143,7 @@ DRAFT_COSTS = (0.0, 0.1, 0.3)
 """Costs of one drafted token, in target passes over one token."""
 MOST_DEPTH = 16
 BUSY = "storyteller-11m, widened to 164M"
-"""Target of the report whose measured cost curve stands beside the flat one."""
+"""Target in the report whose measured cost curve is compared with a flat one."""
 
 
 def speed_report() -> dict[str, Any]:
@@ -155,7 +155,7 @@ def speed_report() -> dict[str, Any]:
 
 @cache
 def measured_costs() -> Mapping[str, Mapping[int, float]]:
-    """Return v(n) of each target of the report on speed: its seconds over n tokens by those over one."""
+    """Return v(n) of each target in the speed report: seconds of a pass over n tokens / seconds over one."""
     targets = speed_report()["targets"]
     curves = {name: targets[name]["drafters"]["cost_curve_ms"] for name in targets}
     return {name: {int(n): ms / curve["1"] for n, ms in curve.items()} for name, curve in curves.items()}
@@ -163,19 +163,22 @@ def measured_costs() -> Mapping[str, Mapping[int, float]]:
 
 @cache
 def law_costs() -> Mapping[int, float]:
-    """Return v(n) of `BUSY` for the law: a pass that looks cheaper than one over fewer tokens is noise."""
+    """Return v(n) of `BUSY` made non-decreasing: a pass that looks cheaper than one over fewer tokens is noise."""
     curve = measured_costs()[BUSY]
     return dict(zip(curve, accumulate(curve.values(), max), strict=True))
 
 
 def speedup(rate: float, depth: int, draft_cost: float, curve: Mapping[int, float] | None = None) -> float:
-    """Return the speed-up of a chain of ``depth`` tokens by its acceptance; without a curve every pass costs 1."""
+    """Return the speed-up of a chain of ``depth`` tokens at per-position acceptance ``rate``.
+
+    Without a curve every pass costs 1.
+    """
     verify = Costs(curve).pass_over(depth + 1) if curve else 1.0
     return predicted_speedup(expected_tokens(rate, depth), draft_cost * depth, verify)
 
 
 def best_depth(rate: float, draft_cost: float, curve: Mapping[int, float] | None = None) -> tuple[int, float]:
-    """Return the depth of at most `MOST_DEPTH` with the largest speed-up, and that speed-up; depth 0 is plain."""
+    """Return the depth up to `MOST_DEPTH` with the largest speed-up, and the speed-up; depth 0 is plain decoding."""
     found = {depth: speedup(rate, depth, draft_cost, curve) for depth in range(1, MOST_DEPTH + 1)}
     depth = max(found, key=lambda each: found[each])
     return (depth, found[depth]) if found[depth] > 1 else (0, 1.0)
@@ -184,12 +187,12 @@ def best_depth(rate: float, draft_cost: float, curve: Mapping[int, float] | None
 # --- a tree -----------------------------------------------------------------------------------------------------------
 
 SHARES = ((0.6, 0.2, 0.1), (0.45, 0.2, 0.1), (0.35, 0.15, 0.1))
-"""Share of steps in which the token of each rank is right, by depth: those of a head, in round numbers."""
+"""Share of steps in which the token of each rank is right, by depth: round numbers, typical of heads."""
 NODES = 8
 
 
 def example_tree() -> tuple[TreeShape, tuple[tuple[int, ...], ...], tuple[float, ...]]:
-    """Return the best tree of `NODES` drafted tokens, its paths, and each path's probability to be kept."""
+    """Return the best tree of `NODES` drafted tokens, its paths, and the probability that each path is kept."""
     paths = best_tree(SHARES, NODES)
     chances = tuple(expected_accepted([path], SHARES) for path in paths)
     return TreeShape.from_paths(paths)[0], paths, chances

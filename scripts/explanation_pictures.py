@@ -1,6 +1,6 @@
-"""Pictures of docs/explanation, drawn from the numbers of `explained.py`.
+"""Pictures of docs/explanation, drawn from the numbers in `explained.py`.
 
-Each is a card as wide as a phone's page: two stand side by side on a wide one.
+Each picture is a card as wide as a phone's screen; wide pages show two next to each other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ Colours = Mapping[str, str]
 
 
 def number(value: float) -> str:
-    """Write a probability with as many digits as it needs, two to four."""
+    """Write a probability with the two to four digits it needs."""
     return f"{value:.4f}".rstrip("0").ljust(4, "0")
 
 
@@ -33,7 +33,7 @@ def heading(pen: Pen, top: float, title: str, below: str) -> None:
 
 
 def segments(pen: Pen, x: float, y: float, parts: Sequence[tuple[float, str]], scale: float, height: float) -> None:
-    """Draw a bar of (probability, role) parts end to end, with the number in each part that has the room."""
+    """Draw a bar of (probability, role) parts end to end; parts with enough room contain their number."""
     for value, role in parts:
         width = value * scale
         if width < 0.5:
@@ -48,12 +48,12 @@ def segments(pen: Pen, x: float, y: float, parts: Sequence[tuple[float, str]], s
 
 
 def mark(pen: Pen, x: float, y: float, height: float) -> None:
-    """Draw the line at which a bar has to end."""
+    """Draw the line at which a bar must end."""
     pen.axes.plot([x, x], [y - height / 2, y + height / 2], color=pen.colours["ink"], linewidth=1.6, zorder=5)
 
 
 def legend(pen: Pen, y: float, entries: Sequence[tuple[str, str]]) -> None:
-    """Draw roles and their names from the left; the role "ink" is the line of `mark`."""
+    """Draw roles and their names from left to right; role "ink" is the line drawn by `mark`."""
     x = EDGE
     for role, name in entries:
         if role == "ink":
@@ -67,7 +67,7 @@ def legend(pen: Pen, y: float, entries: Sequence[tuple[str, str]]) -> None:
 
 
 def draw_rule(name: str, colours: Colours) -> Figure:
-    """Draw the first token that a rule writes: for each token its probability by origin, p, and the draft's q."""
+    """Draw the first token that a rule writes: each token's probability by origin, with p and the draft's q."""
     rows, goal = explained.split(name), explained.wanted(EXAMPLES[name].rule)
     kept = sum(sum(row[:-1]) for row in rows)
     height = ROW * len(rows) + 72
@@ -87,7 +87,7 @@ def draw_rule(name: str, colours: Colours) -> Figure:
 
 
 def draw_pairs(rule: str, title: str, colours: Colours) -> Figure:
-    """Draw the texts of two tokens that a rule writes after a drafted chain of two, by the number of kept tokens."""
+    """Draw the probability of each text of two tokens, by how many tokens of a drafted chain of two are kept."""
     rows = explained.pairs(rule)
     step = 18.0
     height = step * len(rows) + 66
@@ -126,25 +126,22 @@ def name_curve(axes: Axes, x: float, y: float, text: str, colour: str, **more: o
 
 
 def draw_expected(colours: Colours) -> Figure:
-    """Draw the expected tokens of a pass against the acceptance, for chains of several depths."""
-    figure, axes = plot(210, "Tokens per target pass", "by the acceptance of each drafted token", colours)
+    """Draw the expected tokens per target pass over per-position acceptance, for chains of several depths."""
+    figure, axes = plot(210, "Tokens per target pass", "by per-position acceptance", colours)
     for depth, role in zip(explained.DEPTHS, ("dropped edge", "own edge", "kept edge", "ink"), strict=True):
         values = [expected_tokens(rate, depth) for rate in explained.RATES]
         axes.plot(explained.RATES, values, color=colours[role], linewidth=1.8, label=f"K = {depth}")
         name_curve(axes, 1.015, values[-1], f"{depth}", colours[role])
     axes.set(
-        xlim=(0, 1.09),
-        ylim=(0, 9.4),
-        yticks=range(1, 10, 2),
-        xlabel="acceptance; at the lines' ends: K, tokens drafted",
+        xlim=(0, 1.09), ylim=(0, 9.4), yticks=range(1, 10, 2), xlabel="per-position acceptance; at line ends: K drafted"
     )
     return figure
 
 
 def draw_speedup(colours: Colours) -> Figure:
-    """Draw the speed-up against the acceptance, for several costs of a drafted token and two depths."""
+    """Draw the speed-up over per-position acceptance, for several costs of a drafted token and two depths."""
     figure, axes = plot(
-        210, "Speed-up, if a pass costs the same", "c: a drafted token's cost, in target passes", colours
+        210, "Speed-up, if all passes cost the same", "c: a drafted token's cost, in target passes", colours
     )
     for cost, role in zip(explained.DRAFT_COSTS, ("ink", "kept edge", "own edge"), strict=True):
         for depth, style in ((4, "-"), (8, (0, (4, 2)))):
@@ -155,12 +152,12 @@ def draw_speedup(colours: Colours) -> Figure:
     axes.plot([], [], color=colours["muted"], linewidth=1.4, label="K = 4")
     axes.plot([], [], color=colours["muted"], linewidth=1.4, linestyle=(0, (4, 2)), label="K = 8")
     axes.legend(frameon=False, fontsize=8, labelcolor=colours["ink"], loc="upper left")
-    axes.set(xlim=(0, 1), ylim=(0, 5.2), yticks=range(6), xlabel="acceptance of each drafted token")
+    axes.set(xlim=(0, 1), ylim=(0, 5.2), yticks=range(6), xlabel="per-position acceptance")
     return figure
 
 
 def draw_costs(colours: Colours) -> Figure:
-    """Draw the measured cost of a target pass against its new tokens, beside a cost that grows with them."""
+    """Draw the measured cost of a target pass over its new tokens, next to a cost proportional to the tokens."""
     figure, axes = plot(
         210, "Cost of a target pass, measured", "in passes over one token, two targets on a CPU", colours
     )
@@ -178,11 +175,11 @@ def draw_costs(colours: Colours) -> Figure:
 # --- a tree -----------------------------------------------------------------------------------------------------------
 
 KEPT = (1, 5)
-"""Nodes that the pictured pass keeps."""
+"""Nodes kept in the pictured pass."""
 
 
 def draw_example_tree(colours: Colours) -> Figure:
-    """Draw the example's tree: its nodes by number, the kept path, and the token that the target writes behind it."""
+    """Draw the example's tree: its numbered nodes, the kept path, and the token that the target writes after it."""
     shape, _, _ = explained.example_tree()
     tree = TokenTree.of_list(list(range(len(shape))), shape)
     step = Step((*KEPT, 0), len(KEPT), shape.max_depth, len(shape) - 1, tree=tree, path=KEPT)
@@ -201,7 +198,7 @@ def draw_example_tree(colours: Colours) -> Figure:
 
 
 def draw_mask(colours: Colours) -> Figure:
-    """Draw the ancestor mask of the example's tree behind the text: in row i column j is filled where i reads j."""
+    """Draw the ancestor mask of the example's tree after the text: column j of row i is filled if i attends to j."""
     shape, _, _ = explained.example_tree()
     mask = shape.ancestor_mask.tolist()
     size, prefix = 17.0, 40.0
@@ -225,7 +222,7 @@ def draw_mask(colours: Colours) -> Figure:
 
 
 def draw_cache(colours: Colours) -> Figure:
-    """Draw the cache's positions behind the text, before and after the commit of the kept path."""
+    """Draw the cache's positions after the text, before and after the commit of the kept path."""
     shape, _, _ = explained.example_tree()
     height, size, prefix = 118.0, 19.0, 42.0
     figure, pen = card(WIDTH, height, colours)
@@ -253,4 +250,4 @@ PICTURES: dict[str, Callable[[Colours], Figure]] = {
     "mask": draw_mask,
     "cache": draw_cache,
 }
-"""Name of a picture in docs/explanation, and the function that draws it in the colours of one scheme."""
+"""Name of a picture in docs/explanation -> function that draws it in the colours of one scheme."""

@@ -1,4 +1,4 @@
-"""Tables of docs/explanation, written from the numbers of `explained.py`: marked blocks of the pages."""
+"""Tables of docs/explanation, written from the numbers in `explained.py` into marked blocks of the pages."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +43,7 @@ COSTS = (0.05, 0.1, 0.2, 0.3)
 
 
 def depths() -> str:
-    """Return the best depth and its speed-up by acceptance and draft cost, with the measured costs of a pass."""
+    """Return the best depth and its speed-up by per-position acceptance and draft cost, for measured pass costs."""
     curve = explained.law_costs()
 
     def cell(rate: float, cost: float) -> str:
@@ -51,14 +51,14 @@ def depths() -> str:
         return f"{depth}: {speedup:.2f}×" if depth else "plain"
 
     rows = [[f"{rate:g}", *(cell(rate, cost) for cost in COSTS)] for rate in RATES]
-    return table(["acceptance", *(f"c = {cost:g}" for cost in COSTS)], rows)
+    return table(["per-position acceptance", *(f"c = {cost:g}" for cost in COSTS)], rows)
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 
 def overview() -> str:
-    """Return every rule with its promise and the proposals that it takes."""
+    """Return every rule with its promise and the proposals that it accepts."""
     rows = []
     for name, rule in RULES.items():
         kinds = "any" if rule.kinds == set(ProposalKind) else ", ".join(sorted(kind.value for kind in rule.kinds))
@@ -70,13 +70,13 @@ def overview() -> str:
 
 
 def first_refused() -> tuple[float, list[float]]:
-    """Return the probability that one drafted token is refused, and the distribution written then."""
+    """Return the probability that a single drafted token is rejected, and the distribution written then."""
     residual = [max(0.0, p - q) for p, q in zip(P, Q, strict=True)]
     return sum(residual), [part / sum(residual) for part in residual]
 
 
 def by_hand_token() -> str:
-    """Return token rejection by hand."""
+    """Return token rejection worked out by hand."""
     rows = [
         [token, *map(number, (q, min(1, p / q), q * min(1, p / q), max(0.0, p - q), p))]
         for token, p, q in zip(TOKENS, P, Q, strict=True)
@@ -85,7 +85,7 @@ def by_hand_token() -> str:
 
 
 def second_q(kind: object) -> Sequence[float]:
-    """Return q of the second child, after the first was refused."""
+    """Return q for the second child after the first was rejected."""
     if kind is SAMPLED:
         return Q
     (refusable,) = [place for place, (p, q) in enumerate(zip(P, Q, strict=True)) if q > p]
@@ -93,7 +93,7 @@ def second_q(kind: object) -> Sequence[float]:
 
 
 def by_hand_recursive(kind: object) -> str:
-    """Return recursive rejection of two children by hand."""
+    """Return recursive rejection of two children, worked out by hand."""
     refused, p_two = first_refused()
     q_two = second_q(kind)
     rows = []
@@ -113,22 +113,22 @@ def by_hand_recursive(kind: object) -> str:
 
 
 def by_hand_top() -> str:
-    """Return the top-k rule on the two best tokens of q by hand."""
+    """Return the top-k rule on the two best tokens of q, worked out by hand."""
     first, second = sorted(range(len(Q)), key=lambda place: -Q[place])[:2]
     left = [0.0 if place == first else p / (1 - P[first]) for place, p in enumerate(P)]
     last = [0.0 if place in (first, second) else p / (1 - P[first] - P[second]) for place, p in enumerate(P)]
     rest = 1 - P[first]
     kept_second = rest * left[second]
     return (
-        f"{TOKENS[first]} is kept with p = {number(P[first])}. Refused, p becomes {numbers(left)}, and "
-        f"{TOKENS[second]} is kept with {number(rest)} × {number(left[second])} = {number(kept_second)}. Refused too, "
-        f"p becomes {numbers(last)}, and the target writes from it with the remaining {number(rest - kept_second)}. "
-        f"Something drafted is kept with p(S) = {number(P[first] + P[second])}."
+        f"{TOKENS[first]} is kept with p = {number(P[first])}. If it is rejected, p becomes {numbers(left)}, and "
+        f"{TOKENS[second]} is kept with {number(rest)} × {number(left[second])} = {number(kept_second)}. If that is "
+        f"rejected too, p becomes {numbers(last)}, and the target draws from it with {number(rest - kept_second)}. "
+        f"A drafted token is kept with p(S) = {number(P[first] + P[second])}."
     )
 
 
 def by_hand_block() -> str:
-    """Return block verification of the chain b, a by hand, beside token rejection of it."""
+    """Return block verification of the chain b, a by hand, compared with token rejection."""
     first, second = TOKENS.index("b"), TOKENS.index("a")
     ratios = [P[place] / Q[place] for place in (first, second)]
     reach_one = min(1, ratios[0])
@@ -141,22 +141,22 @@ def by_hand_block() -> str:
         f"The draft draws b, a with {number(Q[first])} × {number(Q[second])} = {number(drafted)}. Token rejection "
         f"keeps b with {number(min(1, ratios[0]))} and then a with {number(min(1, ratios[1]))}: both with "
         f"{number(token)}. Block verification has P₁ = {number(reach_one)} and P₂ = min(1, {number(reach_one)} × "
-        f"{number(ratios[1])}) = {number(reach_two)}: it keeps both with {number(reach_two)}, and so writes ba with "
+        f"{number(ratios[1])}) = {number(reach_two)}. It keeps both with {number(reach_two)} and writes ba with "
         f"{number(drafted)} × {number(reach_two)} = {number(drafted * reach_two)}, all of p(b) p(a) = "
-        f"{number(P[first] * P[second])}. Nothing is left to b alone: S = {number(residual)}, h = {number(share)}."
+        f"{number(P[first] * P[second])}. So b is never kept alone: S = {number(residual)}, h = {number(share)}."
     )
 
 
 def by_hand_typical() -> str:
-    """Return typical acceptance by hand."""
+    """Return typical acceptance worked out by hand."""
     epsilon, delta = 0.09, 0.3
     entropy = -sum(p * math.log(p) for p in P)
     bound = min(epsilon, delta * math.exp(-entropy))
     passing = [token for token, p in zip(TOKENS, P, strict=True) if p > bound]
     written = [sum(row) for row in explained.split("typical")]
     return (
-        f"H(p) = {number(entropy)}, δ exp(−H) = {number(delta * math.exp(-entropy))}, so that the bound is "
-        f"{number(bound)}. All of {', '.join(passing)} pass, so everything drafted is kept: the text is distributed "
+        f"H(p) = {number(entropy)}, δ exp(−H) = {number(delta * math.exp(-entropy))}, so the bound is "
+        f"{number(bound)}. {', '.join(passing)} all pass, so every drafted token is kept: the text is distributed "
         f"as q, {numbers(written)}, not as p, {numbers(P)}."
     )
 
@@ -175,7 +175,7 @@ HOW = {SAMPLED: "drawn", WITHOUT: "drawn without replacement", FIXED: "best of q
 
 
 def kept() -> str:
-    """Return the expected kept tokens of each draft by every lossless rule that takes it, the most first."""
+    """Return the expected kept tokens of each draft by every lossless rule that supports it, largest first."""
     rows = []
     for shape, kind in DRAFTS:
         rules: dict[str, list[str]] = {}
@@ -184,25 +184,25 @@ def kept() -> str:
                 rules.setdefault(f"{value:.3f}", []).append(f"`{name}`")
         cells = [f"{', '.join(names)} {value}" for value, names in sorted(rules.items(), reverse=True)]
         rows.append(f"| {shape}, {HOW[kind]} | {' · '.join(cells)} |")
-    return "\n".join(["| draft | kept tokens, the most first |", "| --- | --- |", *rows])
+    return "\n".join(["| draft | expected kept tokens, largest first |", "| --- | --- |", *rows])
 
 
 def distances() -> str:
-    """Return the largest distance from p over the drafts of `kept`, of the lossless rules and of the lossy one."""
+    """Return the largest distance from p over the drafts of `kept`, for lossless rules and for the lossy rule."""
     found = {True: 0.0, False: 0.0}
     for shape, kind in DRAFTS:
         for name in _kept(shape, kind):
             lossless = RULES[name].lossless
             found[lossless] = max(found[lossless], explained.distance(name, kind, shape))
-    assert found[True] < LOSSLESS, "a lossless rule is not"
+    assert found[True] < LOSSLESS, "a rule labelled lossless is not"
     return (
-        f"Over all these drafts, the largest difference of a text's probability from the target's own is below "
+        f"Over all these drafts, the largest difference between a text's probability and the target's is below "
         f"{LOSSLESS:g} for the lossless rules, and {found[False]:.2f} for `typical`."
     )
 
 
 def _kept(shape: str, kind: ProposalKind) -> dict[str, float]:
-    """Return the expected kept tokens of each sampling rule that takes such a draft."""
+    """Return the expected kept tokens of each sampling rule that supports such a draft."""
     values = {name: explained.kept_tokens(name, kind, shape) for name in RULES if name != "greedy"}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -211,7 +211,7 @@ def _kept(shape: str, kind: ProposalKind) -> dict[str, float]:
 
 
 def shares() -> str:
-    """Return the shares that the example's tree is chosen by."""
+    """Return the shares from which the example's tree is chosen."""
     ranks = range(len(explained.SHARES[0]))
     rows = [
         [f"depth {depth}", *(number(row[rank]) for rank in ranks)]
@@ -221,7 +221,7 @@ def shares() -> str:
 
 
 def nodes() -> str:
-    """Return the example's nodes: path of ranks, and probability to be kept."""
+    """Return the example's nodes: path of ranks, and the probability of being kept."""
     _, paths, probabilities = explained.example_tree()
     rows = [
         [str(node), ", ".join(map(str, path)), number(probability)]
@@ -231,7 +231,7 @@ def nodes() -> str:
 
 
 def trees() -> str:
-    """Return the expected kept tokens of the best chain and the best tree by their number of drafted tokens."""
+    """Return the expected kept tokens of the best chain and the best tree, by number of drafted tokens."""
     sizes = (1, 2, 3, 4, 8, 16)
     found = [explained.kept_of_trees(size) for size in sizes]
     rows = [
@@ -255,4 +255,4 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "distances": distances,
     },
 }
-"""Page of docs/explanation -> mark of a block in it -> the function that writes the block."""
+"""Page of docs/explanation -> mark of a block -> function that writes the block."""

@@ -1,4 +1,4 @@
-"""Cards of the pictures of docs/explanation, the pen that draws on them, and a tree with its kept and dropped nodes."""
+"""Drawing for docs/explanation: cards, a pen that draws on them, and trees with kept and dropped nodes."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ GAPS = 26.0, 96.0  # least and most between two columns
 
 @dataclass
 class Pen:
-    """Draws boxes, words and curves in the colours of one scheme. Places are in points, y upwards."""
+    """Pen for boxes, words and curves in the colours of one scheme. Coordinates are in points, y upwards."""
 
     axes: Axes
     colours: Mapping[str, str]
@@ -45,7 +45,7 @@ class Pen:
         self.axes.text(x, y, text, fontsize=size, color=self.colours[colour], **{"va": "center", **more})  # type: ignore[arg-type]
 
     def box(self, x: float, y: float, width: float, height: float, fill: str, edge: str, **more: object) -> None:
-        """Draw a rounded box whose left edge is at x and whose middle is at y."""
+        """Draw a rounded box with its left edge at x and its middle at y."""
         style = "round,pad=0,rounding_size=" + str(more.pop("radius", 4))
         patch = FancyBboxPatch((x, y - height / 2), width, height, boxstyle=style, **more)  # type: ignore[arg-type]
         patch.set(facecolor=self.colours[fill], edgecolor=self.colours[edge])
@@ -74,7 +74,7 @@ def token_width(text: str, size: float) -> float:
 
 
 class Placed(NamedTuple):
-    """A node of the drawn tree: its text, its role, its place and its parent among the placed nodes (-1: the root)."""
+    """A node of the drawn tree: its text, role, place, and parent among the placed nodes (-1: the root)."""
 
     text: str
     role: str
@@ -84,10 +84,10 @@ class Placed(NamedTuple):
 
 
 def place_tree(step: Step, texts: Sequence[str], left: float, right: float) -> list[Placed]:
-    """Place the nodes below the root between ``left`` and ``right``, the first leaf at height 0, the others below it.
+    """Place the nodes below the root between ``left`` and ``right``; the first leaf is at height 0, others are below.
 
-    ``texts``: those of the tree's nodes, then the token that the target wrote, which stands behind the last kept node.
-    A node stands level with its kept child, else with its first.
+    ``texts``: the texts of the tree's nodes, then of the token that the target wrote after the last kept node. A node
+    is level with its kept child, else with its first child.
     """
     assert step.tree is not None
     shape, path = step.tree.shape, (0, *step.path)
@@ -104,7 +104,7 @@ def place_tree(step: Step, texts: Sequence[str], left: float, right: float) -> l
 
 
 def _columns(depths: Sequence[int], texts: Sequence[str], left: float, right: float) -> list[float]:
-    """Return the left edge of each node; nodes of one depth stand below one another."""
+    """Return the left edge of each node; nodes of equal depth are aligned."""
     widths = [0.0] * (max(depths) + 1)
     for depth, text in zip(depths[1:], texts[1:], strict=True):
         widths[depth] = max(widths[depth], token_width(text, TREE_SIZE))
@@ -113,11 +113,11 @@ def _columns(depths: Sequence[int], texts: Sequence[str], left: float, right: fl
 
 
 def _heights(children: Sequence[Sequence[int]], kept: Collection[int]) -> dict[int, float]:
-    """Return the height of each node: leaves one below another, every parent level with a child of its own."""
+    """Return the height of each node: leaves are below one another, and every parent is level with one child."""
     heights: dict[int, float] = {}
 
     def visit(node: int, leaves: int) -> int:
-        """Place what hangs on a node, below ``leaves`` leaves; returns the leaves placed by then."""
+        """Place a node's subtree below ``leaves`` leaves; return the number of leaves placed so far."""
         for child in children[node]:
             leaves = visit(child, leaves)
         level = next((child for child in children[node] if child in kept), next(iter(children[node]), None))
@@ -140,7 +140,7 @@ def draw_tree(pen: Pen, nodes: Sequence[Placed], root: tuple[float, float]) -> N
 
 
 def card(width: float, height: float, colours: Mapping[str, str]) -> tuple[Figure, Pen]:
-    """Make an empty picture, a framed card of this size in points, and the pen that draws on it."""
+    """Make an empty picture, which is a framed card of this size in points, and a pen that draws on it."""
     figure = plt.figure(figsize=(width / 72, height / 72), dpi=144, facecolor="none")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(0, height))
@@ -151,7 +151,7 @@ def card(width: float, height: float, colours: Mapping[str, str]) -> tuple[Figur
 
 
 def with_schemes(svg: str) -> str:
-    """Let a light picture take its dark colours where the reader's scheme is dark."""
+    """Let a light picture switch to dark colours if the reader's scheme is dark."""
     rules = [
         f'[style*="{name}: {LIGHT[role]}"] {{ {name}: {DARK[role]} !important }}'
         for role in LIGHT
@@ -163,8 +163,8 @@ def with_schemes(svg: str) -> str:
 
 
 def save(figure: Figure, output: Path, source: str) -> None:
-    """Write an .svg of the light colours; it gets the dark ones, too, and names its source."""
-    plt.rcParams["svg.hashsalt"] = "loop"  # the same text, the same file
+    """Write an .svg in light colours, with dark colours for dark schemes; its metadata names ``source``."""
+    plt.rcParams["svg.hashsalt"] = "loop"  # equal pictures give equal files
     figure.savefig(output, metadata={"Date": None, "Source": source})
     lines = with_schemes(output.read_text()).splitlines()
     output.write_text("\n".join(line.rstrip() for line in lines) + "\n")

@@ -1,6 +1,6 @@
 """Copy a report to benchmarks/results/<hardware>/ and renew the tables and pictures that show it.
 
-Usage: scripts/publish_results.py REPORT NAME, with a NAME of `PLACES`.
+Usage: scripts/publish_results.py REPORT NAME; NAME is a key of `PLACES`.
 """
 
 import json
@@ -39,7 +39,7 @@ def machine_of(report: Report) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: int) -> str:
-    """Write a Markdown table whose last ``numbers`` columns are aligned to the right."""
+    """Write a Markdown table; its last ``numbers`` columns are right-aligned."""
     head = list(head)
     marks = ["---"] * (len(head) - numbers) + ["---:"] * numbers
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, marks, *rows))
@@ -54,7 +54,7 @@ def _value(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def headline(report: Report) -> str:
-    """Return one sentence with one figure: the fastest trained drafter of the report's first setting."""
+    """Return a sentence on the fastest trained drafter in the report's first setting."""
     setting = report["rows"][0]["setting"]
     rows = [row for row in report["rows"] if row["setting"] == setting and row.get("artefact")]
     best = max(rows, key=lambda row: _value(row, "speedup_of_totals") or 0.0)
@@ -62,13 +62,13 @@ def headline(report: Report) -> str:
     place = machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}"
     return (
         f"**{estimate(best['speedup_of_totals'], '×')} the speed of plain decoding** ({text(best['method'])}, "
-        f"{text(setting)}), after minutes of training by `make demo`: a target of {report['parameters'] / 1e6:.0f}M "
-        f"parameters on {place}."
+        f"{text(setting)}), after minutes of training by `make demo`, with a target of "
+        f"{report['parameters'] / 1e6:.0f}M parameters on {place}."
     )
 
 
 def short_table(report: Report) -> str:
-    """Return the first drafters, transformers at its best and plain decoding, under the report's two settings."""
+    """Return the first drafters, transformers' fastest method and plain decoding, in the report's two settings."""
     first, second = list(dict.fromkeys(row["setting"] for row in report["rows"]))[:2]
     found = {(row["setting"], row["method"]): row for row in report["rows"]}
     of_first = {method: row for (setting, method), row in found.items() if setting == first}
@@ -92,15 +92,9 @@ def short_table(report: Report) -> str:
 
 
 def tasks_table(report: Report) -> str:
-    """Return for each setting a row per method and a column per task: speed-up over plain, and tokens per pass."""
+    """Return per setting a table of methods by tasks: speed-up over plain decoding, and tokens per target pass."""
     rows = [{**row, "task": "all"} for row in report["rows"]] + report["tasks"]
     return _by_column(report, rows, lambda row: str(row["task"]))
-
-
-def cells_table(report: Report) -> str:
-    """Return for each setting a row per method and a column per context and batch size."""
-    rows = report["rows"] + report["grid"]
-    return _by_column(report, rows, lambda row: f"{row['context'] or 'own'} tokens, batch {row['batch_size']}")
 
 
 def _by_column(report: Report, rows: Iterable[Report], column: Callable[[Report], str]) -> str:
@@ -113,13 +107,17 @@ def _by_column(report: Report, rows: Iterable[Report], column: Callable[[Report]
         methods = dict.fromkeys(method for method, _ in found)
         cells = ([text(method), *(found.get((method, name), NONE) for name in names)] for method in methods)
         parts.append(table([text(setting), *map(text, names)], cells, len(names)))
+    parts.append(f"Speed-up over plain decoding, then tokens per target pass. {conditions(report)}")
+    return "\n\n".join(parts)
+
+
+def conditions(report: Report) -> str:
+    """Return target, prompts and machine of an evaluation."""
     cut = f" ({report['prompts_cut']} too long, cut)" if report.get("prompts_cut") else ""
-    parts.append(
-        "Speed-up over plain decoding, then tokens per target pass. "
+    return (
         f"{report['parameters'] / 1e6:.0f}M-parameter target in {report['dtype']}; {report['prompts']} prompts{cut}, "
         f"up to {report['max_new_tokens']} new tokens; {machine_of(report)}"
     )
-    return "\n\n".join(parts)
 
 
 def _gain(row: Report) -> str:
@@ -132,7 +130,7 @@ def _gain(row: Report) -> str:
 
 
 def drafters_table(report: Report) -> str:
-    """Return a row for each way to draft and each peer, with a column for each target and setting."""
+    """Return a row per drafter and peer, and a column per target and setting."""
     rows = [(name, row) for name, part in report["targets"].items() for row in part["drafters"]["rows"]]
     found = {(row["method"], name, row["setting"]): row for name, row in rows}
     places = list(dict.fromkeys((name, setting) for _, name, setting in found))
@@ -152,7 +150,7 @@ def drafters_table(report: Report) -> str:
 
 
 def served_table(report: Report) -> str:
-    """Return a row for every engine, artefact and batch size: equal texts, and the counts of both sides."""
+    """Return a row per engine, artefact and batch size: equal texts, and the counts of server and this project."""
 
     def compared(theirs: str, ours: str) -> str:
         return f"{theirs}, as here" if theirs == ours else f"{theirs}; here {ours}"
@@ -160,7 +158,7 @@ def served_table(report: Report) -> str:
     rows = []
     for row in report["rows"]:
         if "error" in row:
-            raise ValueError(f"{row['engine']} refused {row['artefact']} ({row['error']}): mend that, measure again")
+            raise ValueError(f"{row['engine']} rejected {row['artefact']} ({row['error']}): fix it and measure again")
         drafted = row["speculation"] or {}
         theirs, ours = row["theirs"], row["ours"]
         rows.append(
@@ -183,7 +181,7 @@ def served_table(report: Report) -> str:
 
 
 def verified_table(report: Report) -> str:
-    """Return a row for each server of `benchmarks/verified.py`: what each test found, and the verdict."""
+    """Return a row per server of `benchmarks/verified.py`: the finding of each test, and the verdict."""
 
     def cell(row: Report, *checks: str) -> str:
         found = [finding for finding in row["findings"] if finding["check"] in checks]
@@ -208,7 +206,7 @@ def verified_table(report: Report) -> str:
 
 
 def _evidence(finding: Report) -> str:
-    """Return what a test found in a few words: equal texts, or a p-value."""
+    """Return a test's finding in a few words: equal texts, or a p-value."""
     figures = finding["figures"]
     if finding["status"] == "open":
         return "open"
@@ -229,13 +227,13 @@ EVENING = {
 
 
 def evening_table(report: Report) -> str:
-    """Return a column for each card of `benchmarks/one_gpu.py`."""
+    """Return a column per card of `benchmarks/one_gpu.py`."""
     head, *body = [(name, *(form.format_map(card) for card in report["cards"])) for name, form in EVENING.items()]
     return table(head, body, len(head) - 1) + "\n\nComputed, not measured."
 
 
 def stored_by_token(report: Report) -> str:
-    """Return what trainers store for each token of a text."""
+    """Return the bytes that trainers store per token of a text."""
     rows = ((what, " / ".join(f"{size:,}" for size in sizes)) for what, *sizes in report["stored"])
     return table(("stored for each token (Qwen3-8B)", "bytes"), rows, 1)
 
@@ -246,7 +244,7 @@ def stored_by_token(report: Report) -> str:
 def lead_table(report: Report) -> str:
     """Return for each timed target the fastest greedy method on the first prompt set, and the same arm at T=1.
 
-    Only methods that were timed on the most prompts compete.
+    Only methods timed on the largest number of prompts are compared.
     """
     rows, first = [], report["rows"][0]["set"]
     for target in dict.fromkeys(target for row in report["rows"] for target in row["speed"]):
@@ -261,14 +259,14 @@ def lead_table(report: Report) -> str:
         method = f"*{text(best['arm'])}*, {text(best['drafting'])}"
         rows.append((text(target), method, _gains(best["speed"][target]), at_one, prompts))
     return table(("target", "method", "greedy", "T=1", "prompts"), rows, 3) + (
-        "\n\nOver plain decoding, and in brackets over assisted generation of `transformers` with its defaults and the "
-        f"ordinary draft of the same data and steps, on prompts of {text(first)} that no training saw. A *widened* "
-        "target computes the same function at a larger one's cost. [Every method](docs/results.md)."
+        "\n\nOver plain decoding; in brackets over assisted generation of `transformers` with its defaults and an "
+        f"ordinary draft of the same data and steps, on held-out prompts of {text(first)}. A *widened* "
+        "target computes the same function at a larger target's cost. [All methods](docs/results.md)."
     )
 
 
 def _fastest(rows: list[Report], target: str) -> Report | None:
-    """Return the fastest of the rows that were timed on the most prompts; None without rows."""
+    """Return the fastest row among those timed on the most prompts; None without rows."""
 
     def rank(row: Report) -> tuple[int, float]:
         gain = row["speed"][target]["over_plain"]
@@ -282,12 +280,12 @@ def _gains(speed: Report) -> str:
 
 
 def accepted_table(report: Report) -> str:
-    """Return tokens per pass of every arm and way to draft, a column for each prompt set and setting."""
+    """Return tokens per target pass by arm and drafting, with a column per prompt set and setting."""
     return _by_place(report, lambda row: estimate(row["tokens_per_pass"]), "tokens_per_pass")
 
 
 def gained_table(report: Report) -> str:
-    """Return speed-ups over plain decoding on the first target, and in brackets over assisted generation."""
+    """Return speed-ups over plain decoding on the first target; in brackets over assisted generation."""
     target = next(iter(report["rows"][0]["speed"]), None) or "storyteller-11m"
 
     def cell(row: Report) -> str:
@@ -318,7 +316,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "quickstart": {"README.md": (("headline", headline), ("table", short_table))},
     "spec_bench": {RESULTS: (("spec_bench", tasks_table),)},
     "spec_bench_sampled": {RESULTS: (("spec_bench_sampled", tasks_table),)},
-    "crossover": {RESULTS: (("crossover", cells_table),)},
+    "crossover": {RESULTS: (("crossover", conditions),)},
     "speed": {RESULTS: (("drafters", drafters_table),)},
     "verified": {"docs/how-to/verify.md": (("verified", verified_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
@@ -328,27 +326,27 @@ PLACES: dict[str, dict[str, Blocks]] = {
         RESULTS: (("accepted", accepted_table), ("gained", gained_table)),
     },
 }
-"""Name of a report -> page -> the marked blocks in it, each with the function that writes it."""
+"""Name of a report -> page -> its marked blocks, each with the function that writes it."""
 PICTURES = {"crossover": crossover_figure}
 MAKER = "scripts/publish_results.py"
 
 
 def block(name: str, content: str, maker: str = MAKER) -> str:
-    """Return a block with the markers that `renewed` finds it by; they name the script that writes it."""
+    """Return a block between the marks that `renewed` looks for; the marks name the script that writes it."""
     return f"<!-- {name}: {maker} -->\n{content}\n<!-- end of {name} -->"
 
 
 def renewed(page: str, name: str, content: str, maker: str = MAKER) -> str:
-    """Return the page with another content in its block; ValueError if the page has no such block."""
+    """Return the page with new content in a block; raise ValueError unless the page has exactly one such block."""
     begin, end = (re.escape(mark) for mark in block(name, "\n", maker).split("\n\n\n"))
     changed, count = re.subn(rf"{begin}.*?{end}", lambda _: block(name, content, maker), page, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"the page has {count} blocks between the marks of {name!r}: give it one")
+        raise ValueError(f"the page has {count} blocks marked {name!r}: it needs exactly one")
     return changed
 
 
 def main(source: str, name: str) -> None:
-    """Copy the report, and renew its blocks in the pages and its picture."""
+    """Copy the report; renew its blocks in the pages and its picture."""
     report = json.loads(Path(source).read_text())
     pages = {}
     for place, blocks in PLACES.get(name, {}).items():
@@ -358,10 +356,10 @@ def main(source: str, name: str) -> None:
     destination = results_folder(report) / f"{name}.json"
     destination.parent.mkdir(parents=True, exist_ok=True)
     destination.write_text(json.dumps(report, indent=1) + "\n")
-    for place, page in pages.items():  # all of them were made before anything is written
+    for place, page in pages.items():  # all pages are complete before any is written
         (ROOT / place).write_text(page)
     if name in PICTURES:
-        plt.rcParams["svg.hashsalt"] = name  # the same figures, the same file
+        plt.rcParams["svg.hashsalt"] = name  # equal figures give equal files
         picture = ROOT / "docs" / "pictures" / f"{name}.svg"
         PICTURES[name](report).savefig(picture, bbox_inches="tight", metadata={"Date": None})
     print(f"written: {destination.relative_to(ROOT)}")

@@ -1,14 +1,14 @@
-"""Record one text decoded plainly and speculatively, and draw both runs as a moving picture.
+"""Record one text decoded plainly and speculatively, and draw the two runs as an animated picture.
 
 Usage: scripts/record_decode.py --target MODEL --drafter SPEC --prompt TEXT --report FILE.json --output FILE.svg
        scripts/record_decode.py --redraw --report FILE.json --output FILE.svg
 
-Both runs are greedy and must write the same text. They take turns; each step lasts the median of its seconds over the
-runs. The report holds them with hardware and commit, and the picture shows the report's figures and nothing else, all
-slowed down alike. Beside FILE.svg a FILE-narrow.svg has one run above the other, for narrow screens.
+Both decodings are greedy and must write the same text. They alternate over several runs, and each step lasts its median
+seconds. The report contains all steps with hardware and commit. The picture shows only figures of the report, slowed
+down equally. FILE-narrow.svg, for narrow screens, shows one decoding above the other.
 """
 
-# ruff: noqa: E402  # waiting of threads is set before torch is imported
+# ruff: noqa: E402  # how threads wait is set before torch is imported
 import argparse
 import json
 import statistics
@@ -37,7 +37,7 @@ from trainer import prepare_target
 
 
 def median_steps(runs: Sequence[Sequence[Step]]) -> list[Step]:
-    """Return the steps of repeated runs, each with its median seconds; ValueError if the runs differ in any token."""
+    """Return the steps of repeated runs with median seconds; raise ValueError if the runs differ in any token."""
     if len({tuple(step.tokens for step in run) for run in runs}) > 1:
         raise ValueError("repeated runs wrote different tokens: give --dtype fp32")
     return [
@@ -53,7 +53,7 @@ def _seconds(step: Step) -> tuple[float, float, float]:
 def told(
     steps: Sequence[Step], runs: Sequence[Sequence[Step]], tokenizer: PreTrainedTokenizerBase, eos: Sequence[int]
 ) -> dict[str, Any]:
-    """Return a run as it stands in the report. Time begins at the first token: the prefill has seconds of its own."""
+    """Return a run's entry in the report. Its seconds start at the first token; the prefill is given separately."""
     tally, detokenizer, rows = Tally.of(steps), Detokenizer(tokenizer), []
     for step in steps:
         texts = ["" if token in eos else detokenizer.push(token) for token in step.tokens]
@@ -73,7 +73,7 @@ def told(
 
 
 def record(options: argparse.Namespace) -> dict[str, Any]:
-    """Decode in turns and return the report."""
+    """Decode plainly and speculatively in turns; return the report."""
     name = prepare_target(options.target)
     model = HeadstartModel.from_pretrained(name, options.drafter, dtype=parse_dtype(options.dtype))
     assert model.drafter is not None
@@ -91,7 +91,7 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
     if texts[0] != texts[1]:
         place = next((n for n, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), 0)
         raise ValueError(
-            f"the two texts differ from token {place + 1} on, where {options.dtype} rounds a near-tie the other way: "
+            f"the two texts differ from token {place + 1} on, because {options.dtype} rounds a near-tie differently: "
             "give another prompt, or --dtype fp32"
         )
     report: dict[str, Any] = {
@@ -110,17 +110,17 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the options, record unless a report is drawn again, draw."""
+    """Read the options, record unless --redraw is given, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="hub id or folder of the target, or quickstart")
     parser.add_argument("--drafter", help="drafter, as for headstart generate")
-    parser.add_argument("--prompt", help="text to answer, or to continue where there is no chat template")
+    parser.add_argument("--prompt", help="text to answer, or to continue without a chat template")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="longest continuation, in tokens")
     parser.add_argument("--dtype", default="fast", help="fast, bf16, fp16 or fp32")
-    parser.add_argument("--runs", type=int, default=5, help="runs over which medians are taken")
-    parser.add_argument("--report", type=Path, required=True, help="JSON of the figures")
-    parser.add_argument("--output", type=Path, required=True, help="the picture, .svg")
-    parser.add_argument("--redraw", action="store_true", help="draw a report that is there, and measure nothing")
+    parser.add_argument("--runs", type=int, default=5, help="number of runs for the medians")
+    parser.add_argument("--report", type=Path, required=True, help="JSON file with the figures")
+    parser.add_argument("--output", type=Path, required=True, help="file of the picture, .svg")
+    parser.add_argument("--redraw", action="store_true", help="draw an existing report without measuring")
     options = parser.parse_args()
     for path in (options.report, options.output):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,12 +8,12 @@ python=${PYTHON:-python3}
     exit 1
 }
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-# Modules are compiled when they are first imported: most never are, and compiling all takes longer than installing.
+# Modules are compiled when first imported: most never are, and compiling all of them takes longer than installing.
 pip=".venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile"
 torch=$(grep '^torch==' requirements.lock)
 
-# PyTorch first. Where there is no NVIDIA GPU the CPU build is wanted, which is gigabytes smaller; outside Linux on
-# x86-64 the ordinary build is one for the CPU.
+# PyTorch first. Without an NVIDIA GPU, install the CPU build, which is gigabytes smaller. On other systems than Linux
+# x86-64 the ordinary build already is for the CPU.
 if [ "$(uname -sm)" = "Linux x86_64" ] && ! command -v nvidia-smi >/dev/null 2>&1; then
     $pip "$torch+cpu" 2>/dev/null || $pip "$torch+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
 else

@@ -1,8 +1,8 @@
-"""Hook of the documentation site: a page's links to files of the repository lead to pages that show these files.
+"""Hook of the documentation site: makes links to repository files lead to pages that show these files.
 
-Links are written so that they work where the repository is read: ``../../PAPERS.md``. A linked file outside docs/ joins
-the site: Markdown as a page, JSON and pictures unchanged, other text as a listing. So the site shows the files of its
-own commit and needs no address of a repository.
+Links in the sources work within the repository: ``../../PAPERS.md``. A linked file outside docs/ is added to the site:
+Markdown as a page, JSON and pictures unchanged, other text as a listing. The site thus shows the files of its own
+commit and needs no repository address.
 """
 
 import posixpath
@@ -26,13 +26,13 @@ _LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Lead from each page to its source where the repository's address is known."""
+    """Link each page to its source if the repository's address is known."""
     if config.repo_url:
         config.edit_uri = "edit/main/docs/"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add every file outside docs/ that the nav names, a page links to, or such a file in turn."""
+    """Add every file outside docs/ that is in the nav or linked from a page, and the files that those link to."""
     in_nav = {uri.removeprefix(FOLDER) for uri in _uris(config.nav) if uri.startswith(FOLDER)}
     found = set(in_nav)
     for page in files.documentation_pages():
@@ -52,7 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to files outside docs/, and links of such files, into links within the site."""
+    """Turn links to files outside docs/, and links in such files, into links within the site."""
     uri = page.file.src_uri
     path = uri.removeprefix(FOLDER) if uri.startswith(FOLDER) else f"docs/{uri}"
     folder = posixpath.dirname(uri)
@@ -63,21 +63,21 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def uri_of(path: str) -> str:
-    """Return where the site keeps a file of the repository, both as paths with slashes."""
+    """Return the site's path of a repository file; paths have slashes."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"{FOLDER}{path}" if path.endswith((".md", *_UNCHANGED)) else f"{FOLDER}{path}.md"
 
 
 def _outside(path: str, text: str) -> Iterator[str]:
-    """Yield the files outside docs/ that a file's text links to; PluginError if there is no such file."""
+    """Yield the files outside docs/ that a file's text links to; raise PluginError if one does not exist."""
     links: list[str] = []
     _outside_code(text, lambda prose: links.extend(_LINK.findall(prose)) or prose)
     for link in links:
         target = _resolved(path, link)
         if not target.startswith("docs/"):
             if not (ROOT / target).is_file():
-                raise PluginError(f"{path} links to {link}: there is no file {target}")
+                raise PluginError(f"{path} links to {link}, but {target} does not exist")
             yield target
 
 
@@ -97,7 +97,7 @@ def _content(path: str) -> str | bytes:
 
 
 def _outside_code(markdown: str, change: Callable[[str], str]) -> str:
-    """Change the text between fenced blocks and spans of code."""
+    """Apply ``change`` to the text outside fenced blocks and code spans."""
     parts, end = [], 0
     for code in _CODE.finditer(markdown):
         parts += [change(markdown[end : code.start()]), code[0]]

@@ -1,6 +1,6 @@
-"""Hook of the documentation site: formulas become MathML when the site is built; no page needs a script for them.
+"""Hook of the documentation site: turns formulas into MathML when the site is built, so pages need no script.
 
-``$...$`` in a line and ``$$...$$`` alone are LaTeX, as they are where the repository is read.
+As in the repository's Markdown, LaTeX is written ``$...$`` within a line and ``$$...$$`` on separate lines.
 """
 
 import html
@@ -21,7 +21,7 @@ def on_page_content(content: str, **_: Any) -> str:
         latex = html.unescape(found[3].strip())
         mathml = convert(latex, display=display)
         if "\\" in mathml:
-            raise PluginError(f"a formula has a command that its MathML shows as text: {latex}")
+            raise PluginError(f"a formula contains a command that MathML would show as text: {latex}")
         return f'<div class="formula">{mathml}</div>' if display == "block" else mathml
 
     return _FORMULA.sub(formula, content)

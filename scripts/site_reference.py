@@ -1,10 +1,10 @@
-"""Hook of the documentation site: reference pages written from the code when the site is built.
+"""Hook of the documentation site: writes reference pages from the code when the site is built.
 
-The commands come from the typer application, the drafters from their registry, the keys of recipes from their classes.
-A page holds a mark where the text belongs, such as ``<!-- every command -->``.
+Commands come from the typer application, drafters from their registry, recipe keys from their classes. A page contains
+a mark, such as ``<!-- every command -->``, in place of the generated text.
 """
 
-# ruff: noqa: E402  # the repository joins the path before its packages are imported
+# ruff: noqa: E402  # the repository is added to the path before its packages are imported
 import inspect
 import json
 import re
@@ -33,7 +33,7 @@ PROGRAM = "headstart"
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Put the generated texts in the place of their marks."""
+    """Replace each mark by its generated text."""
     for mark, write in (
         ("<!-- every command -->", commands),
         ("<!-- every drafter -->", drafters),
@@ -45,7 +45,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def commands() -> str:
-    """Return a section for each command: what it does, its example, its arguments and options."""
+    """Return a section per command: its description, example, arguments and options."""
     group: Any = get_command(app)
     return "\n\n".join(_command(path, command) for path, command in _commands_of(PROGRAM, group))
 
@@ -88,7 +88,7 @@ def _command(path: str, command: Any) -> str:
 
 
 def _record(context: Any) -> Callable[[Any], tuple[str, str]]:
-    """Return a function from an option, also a hidden one, to its name and its meaning, as a help shows them."""
+    """Return a function from an option, also a hidden one, to its name and meaning as in the help text."""
 
     def record(option: Any) -> tuple[str, str]:
         option.hidden = False
@@ -99,12 +99,12 @@ def _record(context: Any) -> Callable[[Any], tuple[str, str]]:
 
 
 def examples(epilog: str) -> list[str]:
-    """Return the command lines of a help's end."""
+    """Return the command lines in a help text's epilog."""
     return re.findall(r"^ *(headstart .*)$", re.sub(r"\\\n *", "", epilog), re.MULTILINE)
 
 
 def recipes() -> str:
-    """Return a section for each kind of recipe: every key with its type, default and meaning."""
+    """Return a section per kind of recipe: every key with its type, default and meaning."""
     parts = []
     shown: set[tuple[type[BaseModel], str]] = set()
     for recipe in AnyRecipe.__args__:
@@ -114,7 +114,7 @@ def recipes() -> str:
 
 
 def _keys(section: type[BaseModel], prefix: str, shown: set[tuple[type[BaseModel], str]]) -> str:
-    """Return the tables of a section and of those in it; a section that was shown before is referred to."""
+    """Return the tables of a section and its subsections; a section shown before is only referred to."""
     rows, below = [], []
     for name, field in section.model_fields.items():
         if name == "kind":
@@ -133,13 +133,13 @@ def _keys(section: type[BaseModel], prefix: str, shown: set[tuple[type[BaseModel
             continue
         shown.add((inner, path))
         parts.append(f"### {path}")
-        left_out = " Left out unless given." if field.default is None else ""
+        left_out = " Not used unless given." if field.default is None else ""
         parts += [f"{_prose(inner.__doc__)}{left_out}", _keys(inner, f"{path}.", shown)]
     return "\n\n".join(parts)
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that an annotation is of, alone or beside None."""
+    """Return the section class in an annotation, alone or in a union with None."""
     for each in (annotation, *getattr(annotation, "__args__", ())):
         if isinstance(each, type) and issubclass(each, BaseModel):
             return each
@@ -148,13 +148,13 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 @cache
 def _module(name: str) -> Any:
-    """Return a module as griffe reads it, without importing it."""
+    """Return a module parsed by griffe, without importing it."""
     path = ROOT.joinpath(*name.split(".")).with_suffix(".py")
     return griffe.visit(name, path, path.read_text())
 
 
 def _attribute(section: type[BaseModel], name: str) -> tuple[str, str]:
-    """Return a key's type as it stands in the source, without its bounds' wrapping, and its docstring."""
+    """Return a key's type as written in the source, without the wrapping of its bounds, and its docstring."""
     for owner in section.__mro__:
         if name in inspect.get_annotations(owner):
             module = _module(owner.__module__)
@@ -165,7 +165,7 @@ def _attribute(section: type[BaseModel], name: str) -> tuple[str, str]:
 
 
 def _spelled_out(written: str, module: Any) -> str:
-    """Replace names of types that a module of the recipes gives by their values."""
+    """Replace names of types that recipe modules define by their values."""
     for name in re.findall(r"\b[A-Z]\w+", written):
         found = module.members.get(name)
         if found is not None and found.is_alias:
@@ -177,7 +177,7 @@ def _spelled_out(written: str, module: Any) -> str:
 
 
 def _type(written: str) -> str:
-    """Return an annotation for readers: bounds as they are read, choices alone."""
+    """Return an annotation for readers: bounds with signs, and choices without ``Literal``."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
     def bounded(found: re.Match[str]) -> str:
@@ -189,7 +189,7 @@ def _type(written: str) -> str:
 
 
 def _prose(text: str | None) -> str:
-    """Return a docstring as Markdown: its code in single backticks, other marks of Markdown and HTML escaped."""
+    """Return a docstring as Markdown: code in single backticks, other Markdown and HTML escaped."""
     single = re.sub(r"``(.+?)``", r"`\1`", inspect.cleandoc(text or ""))
     return re.sub(r"(`[^`]*`)|([\[<*])", lambda found: found[1] or f"\\{found[2]}", single)
 

@@ -1,6 +1,6 @@
-"""Check that the project keeps its size: code lines (no blanks, comments, docstrings), words of pages, options.
+"""Check that the project stays small: code lines (without blanks, comments, docstrings), words of pages, options.
 
-Usage: python scripts/sizes.py; prints each size with its bound; the exit code is 1 if one is exceeded.
+Usage: python scripts/sizes.py; prints each size with its bound, and exits with 1 if a bound is exceeded.
 """
 
 import ast
@@ -32,7 +32,7 @@ NOT_CODE = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tok
 
 
 def code_lines(source: str, tree: ast.Module) -> int:
-    """Count the lines with a token of code; those of docstrings, of fields too, are none."""
+    """Count the lines that contain code; docstrings, also of fields, are not code."""
     documented = set[int]()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -47,7 +47,7 @@ def code_lines(source: str, tree: ast.Module) -> int:
 
 
 def options_of(command: Any) -> Iterator[int]:
-    """Yield the number of options of each command that does work, below ``command``."""
+    """Yield the number of options of each command below ``command``; groups of commands do not count."""
     if hasattr(command, "commands"):
         for each in command.commands.values():
             yield from options_of(each)
@@ -94,7 +94,7 @@ def main() -> int:
     Console().print(table)
     exceeded = [name for name, bound in BOUNDS.items() if measured[name] > bound]
     if exceeded:
-        print(f"too large: {', '.join(exceeded)}; take away as much as was added", file=sys.stderr)
+        print(f"too large: {', '.join(exceeded)}; remove as much as was added", file=sys.stderr)
     return len(exceeded) > 0
 
 

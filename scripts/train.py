@@ -1,4 +1,4 @@
-"""Train a recipe under ``accelerate launch``, which starts this on every process: as ``headstart train`` does."""
+"""Train a recipe like ``headstart train``; ``accelerate launch`` starts this script in every process."""
 
 import sys
 

@@ -242,7 +242,7 @@ def test_requests_are_under_way_together_and_a_finished_cell_is_not_asked_again(
         chosen = options(tmp_path, endpoint=endpoint.address, concurrency=(2,))
         report = run_evaluate(chosen, Console(file=io.StringIO()))
         again = run_evaluate(chosen, Console(file=io.StringIO()))
-        with pytest.raises(ValueError, match="holds runs with max_new_tokens 96, not 12"):
+        with pytest.raises(ValueError, match="contains runs with max_new_tokens 96, not 12"):
             run_evaluate(replace(chosen, max_new_tokens=12), Console(file=io.StringIO()))
     assert len(seen) == PROMPTS + 1 and again["rows"] == report["rows"]
     assert json.loads((tmp_path / "out" / "report.json").read_text())["served"]

@@ -40,7 +40,7 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class TextStart:
-    """A text that begins in a row: its first ``prompt_length`` tokens are the prompt; ``source`` draws for it alone."""
+    """A text that begins in a row: the length of its prompt, and the random source for this text alone."""
 
     prompt_length: int
     source: GeneratorSource
@@ -49,7 +49,7 @@ class TextStart:
 class TextRows:
     """Random source and history of the text in each row, under the same sampling controls.
 
-    ``vocab_size`` is the target's. ``device`` is where the controls are applied to logits.
+    ``vocab_size`` is the target's. ``device`` is the device on which the controls are applied to logits.
     """
 
     def __init__(self, sampling: SamplingConfig, vocab_size: int, device: torch.device) -> None:
@@ -75,7 +75,7 @@ class TextRows:
 
 
 class DraftSession(Protocol):
-    """A drafter's work on one batch, with all state of the generation; drafter and model stay stateless."""
+    """A drafter's work on one batch, with all state of the generation; drafter and model are stateless."""
 
     def admit(self, slot: int, start: TextStart) -> None:
         """Begin a new text in row ``slot``, and forget the row's last text."""
@@ -121,16 +121,16 @@ class RowsSession:
 
 
 class Drafter(ABC):
-    """A way to draft: opens sessions. Its models and settings never change."""
+    """A way of drafting, which opens sessions. Its models and settings never change."""
 
     name: str
     artefact: str | None = None
-    """Kind of trained artefact that drafts: "heads", "draft", or None."""
+    """Kind of the trained artefact used for drafting: "heads", "draft", or None."""
     rough_cost: float = 0.1
     """Rough cost of its largest draft, in target passes; used for decisions that must not read the clock."""
 
     max_positions: int | None = None
-    """Length of the longest text that it can draft for, in tokens; None if its own models set no limit."""
+    """Longest text for which it can draft, in tokens; None if its models set no limit."""
     taps: tuple[int, ...] = ()
     """Layers of the target (from 0, increasing) after which it reads the target's states."""
     budgets: tuple[Budget, ...]
@@ -176,7 +176,7 @@ class Drafter(ABC):
 
     @property
     def max_nodes(self) -> int:
-        """Number of nodes of its largest tree, the root included."""
+        """Number of nodes of its largest tree, including the root."""
         return self.budgets[-1].nodes
 
 

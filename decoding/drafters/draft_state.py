@@ -13,7 +13,7 @@ from decoding.rules.tree import TokenTree
 
 
 def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
-    """Raise ValueError for a draft whose context is too short, or that writes tokens unknown to the target."""
+    """Raise ValueError if the draft's context is too short, or if it writes tokens unknown to the target."""
     if draft.no_trees is not None:
         raise ValueError(f"{draft.no_trees}, so it cannot draft: give a small model with full attention")
     if draft.max_text is not None and max_length > draft.max_text:
@@ -55,7 +55,7 @@ class DraftState:
         self._longest = max_length
         # One more position takes the padding of shorter rows: see `PreallocatedCache.begin`.
         self._room = min(max_length, self._most_held()) + max_nodes + 1
-        """Positions of each row; the buffers may be larger, for steps of fixed shapes or after a long block."""
+        """Positions per row; the buffers may be larger, for steps with fixed shapes or after a long block."""
         self.cache = draft.new_cache(self._room, rows)
         self._lease = self.cache.take()
         self._committed = [0] * rows
@@ -86,9 +86,7 @@ class DraftState:
         return self.over_target_vocabulary(logits)
 
     def _prefill_fresh(self, texts: Sequence[Sequence[int]]) -> None:
-        """Run the prompts of new rows up to their last tokens; together with old rows they would pad these to their
-        length.
-        """
+        """Run the prompts of new rows up to their last tokens, separately: old rows would be padded to their length."""
         fresh = [slot for slot, text in enumerate(texts) if self._committed[slot] == 0 and len(text) > 1]
         if fresh:
             unseen = [max(0, len(texts[slot]) - 1 - self._reach()) for slot in fresh]
@@ -105,7 +103,7 @@ class DraftState:
         return 1 << 62 if self._window is None else self.draft.num_layers * (self._window - 1)
 
     def _most_held(self) -> int:
-        """Return the positions of a row's text that the cache is made for: at least two windows, to copy rarely."""
+        """Return for how many positions of a row's text the cache has room: at least two windows, to copy rarely."""
         return 1 << 62 if self._window is None else max(self._reach(), 2 * self._window)
 
     def _make_room(self, slot: int, new: int) -> None:
@@ -123,7 +121,7 @@ class DraftState:
         return blocks
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        # A token unknown to the draft is read as the draft's last token: q is poorer, but any q is lossless.
+        # A token unknown to the draft is replaced by the draft's last token: q is worse, but any q is lossless.
         last = self.draft.vocab_size - 1
         return [min(token, last) for token in tokens]
 

@@ -1,4 +1,4 @@
-"""A draft model whose tree grows at its likeliest nodes, anew at each step (EAGLE-2, 2406.16858, section 4)."""
+"""A draft model with a tree that grows at its likeliest nodes in each step (EAGLE-2, 2406.16858, section 4)."""
 
 import heapq
 import math

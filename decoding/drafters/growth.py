@@ -92,8 +92,8 @@ class StaticTree:
 class ConditionalLogits:
     """Logits computed for all depths at once, with a bias by the previous token: a `NodeLogits`.
 
-    ``base[d]`` predicts the children of the nodes at depth d of every row. With ``bias`` None they do not depend on
-    drafted tokens. ``finish`` maps them to the target's vocabulary; None if they already are over it.
+    ``base[d]`` predicts the children of the nodes at depth d of every row. With ``bias`` None the logits do not depend
+    on drafted tokens. ``finish`` maps the logits to the target's vocabulary; None if they already cover it.
     """
 
     base: Float[Tensor, "depths rows outputs"]
@@ -156,9 +156,9 @@ class Growth:
 
     Drawn (``sampled``, above temperature 0): a node's children are drawn without replacement from q, the distribution
     after the node's path and every sampling control. If q has fewer tokens than the shape has children, the other
-    children and their subtrees are not drafted. A shape is cut to a request before anything is drawn: the draft would
-    not be lossless if drawn tokens decided what is kept. Each node takes one number from its row's source: rows do
-    not affect one another.
+    children and their subtrees are not drafted. A shape is cut to a request before anything is drawn, because drafts
+    would not be lossless if drawn tokens decided which nodes are kept. Each node takes one number from its row's
+    source, so rows do not affect one another.
 
     Not drawn: a node's child of rank r is the r-th best token (from 0) after its path, with penalties and processors
     applied.

@@ -103,7 +103,7 @@ class _Mean:
 
 
 class _FirstChoice:
-    """One text's decisions on drafting with the first drafter, and the results behind them."""
+    """One text's decisions on drafting with the first drafter, and the results on which they are based."""
 
     def __init__(self) -> None:
         self._looked_up = [_Mean() for _ in range(_LENGTHS)]
@@ -136,7 +136,7 @@ class _FirstChoice:
 
 
 class HybridSession:
-    """Sessions of both drafters. Each follows the texts by itself, whichever branch was accepted."""
+    """Sessions of the two drafters. Each follows the texts independently, whichever branch was accepted."""
 
     def __init__(self, drafter: HybridDrafter, sessions: Sequence[DraftSession]) -> None:
         self._drafter = drafter
@@ -202,8 +202,8 @@ def graft(first: Proposal, lookup: Proposal) -> GraftedProposal:
         whole, root = (first, [0]) if len(lookup.tree) == 1 else (lookup, [0])
         every = list(range(len(whole.tree)))
         return GraftedProposal(whole, (first, lookup), (every, root) if whole is first else (root, every))
-    # The kind follows from both kinds even if the second tree adds no node: that depends on the drawn tokens. Keeping q
-    # for some draws and dropping it for others would make q wrong for the draws that keep it.
+    # The kind depends only on the two kinds, even if the second tree adds no node, because that depends on the drawn
+    # tokens. Keeping q for some draws and dropping it for others would make q wrong for the draws that keep it.
     kind = _kind(first.kind, lookup.kind)
     trie = TokenTrie(first.tree.token_list[0])
     own = [0, *(trie.grow(parent, token) for parent, token in _below_root(first.tree))]

@@ -1,7 +1,7 @@
 """Prompt lookup (Saxena 2023): drafts the tokens that followed an earlier occurrence of the last few tokens.
 
-It looks up the longest suffix of the text that occurs earlier, at most ``ngram`` tokens long. Its latest earlier
-occurrence is continued; `transformers` (``prompt_lookup_num_tokens``) continues the first one.
+It looks up the longest suffix of the text, at most ``ngram`` tokens long, that occurs earlier, and continues its latest
+earlier occurrence. `transformers` (``prompt_lookup_num_tokens``) continues the first one.
 """
 
 from collections.abc import Iterator, Sequence

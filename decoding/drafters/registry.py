@@ -1,8 +1,8 @@
-"""The one list of drafters by name, for the command line, `HeadstartModel.from_pretrained` and training's evaluation.
+"""Registry of drafters by name, for the command line, `HeadstartModel.from_pretrained` and training's evaluation.
 
 A drafter is written as ``NAME[:PATH][,option=value,…]``: ``lookup``, ``heads:runs/heads/final``,
-``draft-tree:runs/draft/final,depth=5``. A path alone means its heads or draft, joined with a lookup. A path is a
-folder, or ORG/NAME or ORG/NAME@REVISION on the Hub.
+``draft-tree:runs/draft/final,depth=5``. A path alone means the heads or draft in it, combined with a lookup. A path is
+a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,7 +60,7 @@ _PREFIX = "lookup_"
 
 
 def _hybrid(first: Entry | None = None) -> Entry:
-    """Make the entry of a lookup joined to ``first``; None gives the registry's entry, before ``of`` is known.
+    """Make the entry of ``first`` combined with a lookup; None gives the registry's entry, before ``of`` is known.
 
     The lookup's options begin with `_PREFIX`.
     """

@@ -151,7 +151,7 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
         for name in {**wanted, **found}:
             if found.get(name) != wanted.get(name):
                 raise ValueError(
-                    f"{file} holds runs with {name} {json.dumps(found.get(name)):.60}, not "
+                    f"{file} contains runs with {name} {json.dumps(found.get(name)):.60}, not "
                     f"{json.dumps(wanted.get(name)):.60}: give another --output, or --restart to delete them"
                 )
 

@@ -39,7 +39,7 @@ def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Paths:
 def expected_accepted(tree: Sequence[Sequence[int]], shares: Sequence[Sequence[float]]) -> float:
     """Return the expected accepted tokens: the sum over all nodes of the product of shares along the path.
 
-    This is F(T) without the root, whose token the target itself writes.
+    This is F(T) without the root: the target writes the root's token.
     """
     total = 0.0
     for path in tree:

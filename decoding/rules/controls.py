@@ -44,7 +44,7 @@ continuous_batching_config renormalize_logits transformers_version output_attent
 output_logits return_dict_in_generate
 """
 """Supported options, and options that are harmless here: ends of a text (see `DecodingConfig`), options that only beam
-search or an assistant reads, and options of how `generate` computes and what it returns.
+search or an assistant reads, and options that control how `generate` computes and what it returns.
 """
 _KNOWN = frozenset(_KNOWN_NAMES.split())
 

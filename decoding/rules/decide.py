@@ -1,8 +1,8 @@
 """Verdicts for the rows of a batch: sampling controls on the target's logits, then each row's acceptance rule.
 
 `sampled_verify` and block verification of drawn chains can decide many rows at once, with the same arithmetic on the
-same random numbers. All other rules decide row by row. So do these two on most CPU batches: one row stays in the
-processor's cache and stops as soon as it is decided.
+same random numbers. All other rules decide row by row. On most CPU batches these two also decide row by row: a single
+row stays in the processor's cache and stops as soon as it is decided.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def decide(
 
 
 def _rule_of(proposal: Proposal, rule: Rule | None) -> Rule:
-    """Return the rule of a row. A root alone is never rejected for its kind: every rule draws from p after it."""
+    """Return the rule of a row. A root alone fits every rule, because all rules draw from p after it."""
     if len(proposal.tree) == 1:
         return SAMPLED_VERIFY
     of_row = rule or lossless_rule(proposal)
@@ -90,7 +90,7 @@ class _Target:
     """The target's distribution at the nodes of all trees, computed only at the nodes that a rule reads.
 
     Nodes are numbered across all trees: ``first[row]`` is the row's root, and its other nodes follow. ``logits`` has a
-    row for each number, padding included.
+    row for each number, including padding.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class RandomSource(Protocol):
 
 
 NO_WEIGHT = "no token has any weight: loosen the sampling controls; a processor may forbid every token"
-_BLOCK = 32  # least count of numbers that a source draws from its generator at once
+_BLOCK = 32  # fewest numbers that a source draws from its generator at once
 
 
 class GeneratorSource:

@@ -1,7 +1,7 @@
 """Sampling controls: logits to probabilities, with the same code for target and draft.
 
 The controls are applied in the order of `transformers`: penalties, processors, temperature, top-k, top-p, min-p,
-typical-p. Probabilities are fp32 (fp64 for fp64 logits), whatever the dtype of the model.
+typical-p. Probabilities are fp32 (fp64 for fp64 logits) for models of any dtype.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -148,9 +148,9 @@ class History:
     def at(self, tokens: Sequence[int], tree: TokenTree, nodes: Sequence[int] | None = None) -> HistoryRows:
         """Return one row for each of ``nodes`` (None: all nodes): the history before the token that follows the node.
 
-        It is ``tokens``, the whole text so far, which ends with the root of ``tree``, then the path from below the root
-        down to the node. Only tokens appended since the last call are read: between calls a text may grow but must not
-        change.
+        The history is ``tokens``, the whole text so far that ends with the root of ``tree``, followed by the path from
+        below the root to the node. Only tokens appended since the last call are read: between calls a text may grow but
+        must not change.
         """
         if not self._sampling.needs_history:
             return HistoryRows()

@@ -1,6 +1,6 @@
 """Token trees, proposed by a drafter and verified by one target pass.
 
-Node 0 is the root: the last token already emitted, whose keys and values the target has yet to compute. Every other
+Node 0 is the root: the last token already emitted, before the target has computed its keys and values. Every other
 node is a drafted token that follows its parent. A chain is a tree with one branch.
 """
 

@@ -1,8 +1,8 @@
 """Acceptance rules: which drafted tokens the target keeps, and which token it writes after them.
 
 Each rule is a pure function of a proposal, the target's distribution at every node, and a random source. p is the
-target's distribution and q the draft's, both after every sampling control. A *lossless* rule emits tokens distributed
-exactly as p, whatever q is; the tests prove it by enumerating every outcome.
+target's distribution and q the draft's, after every sampling control. A *lossless* rule emits tokens distributed
+exactly as p for any q; the tests prove this by enumerating every outcome.
 
 In the formulas (y)+ is the positive part of y, and delta(x) the distribution with all its mass on x.
 """
@@ -97,9 +97,9 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
 
     A deterministic child x counts as drawn from delta(x), as in Medusa (2401.10774) and EAGLE (2401.15077): it is kept
     with probability p(x), and the order of the children does not matter. Such verdicts have the same distribution as
-    with `sampled_verify`. Grafted children come after the drawn ones, with q = delta(x). Of one drawn and one grafted
-    child x, one is kept with probability p(x) + sum over y != x of min(p(y), q(y)): at least as often as either child
-    alone.
+    with `sampled_verify`. Grafted children come after the drawn ones, with q = delta(x). With one drawn child and one
+    grafted child x, a child is kept with probability p(x) + sum over y != x of min(p(y), q(y)), at least as often as
+    with either child alone.
     """
     tree = proposal.tree
     path: list[int] = []

@@ -37,7 +37,7 @@ def test_the_suite_pretends_with_torch_and_transformers_alone(tmp_path: Path) ->
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(packages)}
     command = [sys.executable, "-S", str(SCRIPT), "--pretend", "--output", str(output)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd="/")
-    assert done.stdout.startswith("not installed, and done without: accelerate"), done.stderr
+    assert done.stdout.startswith("not installed and not used: accelerate"), done.stderr
     assert done.stdout.endswith("Nothing is left.\n"), done.stdout
     assert sorted(path.name for path in output.iterdir()) == ["suite.json", "suite.md"]
     report = read(output)
@@ -107,8 +107,8 @@ def test_a_step_that_fails_or_does_not_end_keeps_what_it_measured_and_is_done_ag
         {"first": one},
     ]
     assert found["fails"]["errors"] == {"fails": "ValueError: out of luck"}
-    assert found["endless"]["errors"]["the rest"].startswith("its time was up")
-    assert found["dies"]["errors"] == {"the rest": "its process ended with 7"}
+    assert found["endless"]["errors"]["the rest"].startswith("stopped after its time limit")
+    assert found["dies"]["errors"] == {"the rest": "its process exited with code 7"}
     assert not any(step["done"] for step in found.values())
     assert gpu_suite.left_of(report) == ["Left: fails; endless; dies. Run `make gpu` again."]
     # Once more: what is done by now is kept.
@@ -122,7 +122,8 @@ def test_a_step_that_fails_or_does_not_end_keeps_what_it_measured_and_is_done_ag
 
 
 def test_the_page_runs_the_suite() -> None:
-    page, makefile = (ROOT / "docs/how-to/gpu.md").read_text(), (ROOT / "Makefile").read_text()
+    page = (ROOT / "docs/how-to/one-gpu.md").read_text().partition("## Measure your GPU")[2]
+    makefile = (ROOT / "Makefile").read_text()
     blocks = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
     assert [line.split("#")[0].strip() for block in blocks for line in block.splitlines()] == [
         "git clone REPOSITORY headstart && cd headstart",

@@ -39,7 +39,8 @@ DATA = (ROOT / "docs" / "how-to" / "data.md").read_text()
 MACHINES = (ROOT / "docs" / "how-to" / "machines.md").read_text()
 ONE_GPU = (ROOT / "docs" / "how-to" / "one-gpu.md").read_text()
 VERIFY = (ROOT / "docs" / "how-to" / "verify.md").read_text()
-WATCH = (ROOT / "docs" / "how-to" / "watch.md").read_text()
+EXTEND = (ROOT / "docs" / "how-to" / "extend.md").read_text()
+TARGETS = (ROOT / "docs" / "reference" / "targets.md").read_text()
 _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
     "evaluation.max_new_tokens=4 tracking=none"
@@ -136,13 +137,12 @@ def test_the_readme_names_its_commands() -> None:
 
 
 def test_every_page_with_commands_or_a_program_is_one_that_a_test_runs() -> None:
-    """The tutorial and the page on GPUs have tests of their own."""
+    """The tutorial has a test of its own."""
     marked = re.compile(r"^ *```(?:sh|bash|shell|console|python)$", re.MULTILINE)
     found = {path for path in (ROOT / "docs").rglob("*.md") if marked.search(path.read_text())}
-    others = {ROOT / "docs" / "tutorial.md", ROOT / "docs" / "how-to" / "gpu.md"}
-    run_here = (PYTHON, TRAINING, DRAFTS, PLAN, EVALUATE, SERVING, DATA, MACHINES, ONE_GPU)
+    run_here = (PYTHON, TRAINING, DRAFTS, PLAN, EVALUATE, SERVING, DATA, MACHINES, ONE_GPU, VERIFY, EXTEND, TARGETS)
     assert len(found) >= 10
-    assert [path for path in sorted(found - others) if path.read_text() not in (*run_here, VERIFY, WATCH)] == []
+    assert [path for path in sorted(found) if path.read_text() not in run_here] == [ROOT / "docs" / "tutorial.md"]
 
 
 def test_every_command_of_the_readme_runs_in_the_order_given(
@@ -154,6 +154,7 @@ def test_every_command_of_the_readme_runs_in_the_order_given(
     assert (desk / "runs" / "measured" / "report.html").is_file()
     assert (desk / "exported" / "heads" / "README.md").is_file()
     _run_the_python_block(README, desk, warm)
+    assert "lossless" in _run_the_python_block(EXTEND, desk, warm)
     assert "accepted of" in _run_the_python_block(PYTHON, desk, warm)  # with the heads trained above
 
 
@@ -198,26 +199,22 @@ def test_every_command_of_the_page_on_data_runs_on_a_table_of_other_names(
     assert (desk / "runs" / "own" / "final" / "model.safetensors").is_file()
 
 
-def test_every_command_of_the_page_on_machines_runs_in_the_order_given(
-    desk: Path, environment: dict[str, str], warm: WarmProgram
+@pytest.mark.parametrize(
+    ("page", "runs"),
+    [
+        (MACHINES, ("stored", "cached", "tapped")),
+        (ONE_GPU.partition("## Measure your GPU")[0], ("evening", "evening-draft")),  # the rest: test_gpu_suite.py
+    ],
+    ids=("machines", "one GPU"),
+)
+def test_every_command_of_a_page_on_hardware_runs_in_the_order_given(
+    page: str, runs: tuple[str, ...], desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
-    found = commands(MACHINES)
+    found = commands(page)
     assert len(found) == 3
     for command in found:  # on the answers that the README's command writes
         run(command, desk, environment, warm)
-    for name in ("stored", "cached", "tapped"):
-        assert (desk / "runs" / name / "final" / "model.safetensors").is_file()
-
-
-def test_every_command_of_the_page_on_one_gpu_runs_in_the_order_given(
-    desk: Path, environment: dict[str, str], warm: WarmProgram
-) -> None:
-    found = commands(ONE_GPU)
-    assert len(found) == 3
-    for command in found:
-        run(command, desk, environment, warm)
-    for name in ("evening", "evening-draft"):
-        assert (desk / "runs" / name / "final" / "model.safetensors").is_file()
+    assert all((desk / "runs" / name / "final" / "model.safetensors").is_file() for name in runs)
 
 
 def test_every_command_of_the_page_on_plans_runs_in_the_order_given(
@@ -233,7 +230,7 @@ def test_every_command_of_the_page_on_plans_runs_in_the_order_given(
 def test_every_command_that_shows_decoding_in_a_terminal_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
-    *alone, into_file, from_pipe = commands(WATCH.partition("## In a terminal")[2].partition("## On a page")[0])
+    *alone, into_file, from_pipe = commands(PYTHON.partition("## On a web page")[0])
     assert len(alone) == 2
     for command in alone:  # with the heads that the README trains
         run(command, desk, environment, warm)
@@ -301,10 +298,10 @@ def test_every_command_of_the_page_on_diagnoses_runs_beside_a_server(
     assert len(endpoint.requests) > 10
 
 
-def test_every_command_of_the_page_on_the_doctor_runs_in_the_order_given(
+def test_every_command_of_the_page_on_targets_runs_in_the_order_given(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
-    found = commands(WATCH.partition("## In a terminal")[0])
+    found = commands(TARGETS)
     assert len(found) == 4
     for command in found:
         run(command, desk, environment, warm)
@@ -316,7 +313,7 @@ def test_every_command_of_the_page_on_the_doctor_runs_in_the_order_given(
 
 def test_every_command_of_the_page_on_the_demo_serves_it_until_ctrl_c(desk: Path, warm: WarmProgram) -> None:
     pytest.importorskip("gradio")
-    found = commands(WATCH.partition("## On a page")[2])
+    found = commands(PYTHON.partition("## On a web page")[2])
     assert len(found) == 2
     for command in found:  # the embedded target; then one with the heads that the README trains
         with socket.create_server(("127.0.0.1", 0)) as free:

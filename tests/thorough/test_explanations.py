@@ -65,7 +65,7 @@ def test_the_blocks_by_hand_name_the_enumerated_figures() -> None:
     )
     top = explained.split("top-k")
     assert f"p(S) = {pictures.number(sum(sum(row[:-1]) for row in top))}" in tables.by_hand_top()
-    assert f"the remaining {pictures.number(sum(row[-1] for row in top))}." in tables.by_hand_top()
+    assert f"draws from it with {pictures.number(sum(row[-1] for row in top))}." in tables.by_hand_top()
     assert pictures.number(sum(explained.split("typical")[1])) in tables.by_hand_typical()
 
 

@@ -19,7 +19,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, common_length
 
 _LOOKBEHIND = 10  # number of earlier tokens that are encoded with the new ones, to split them as in the whole text
-_HALF = "\ufffd"  # replacement character, which a decoder writes for the bytes of an incomplete character
+_HALF = "\ufffd"  # replacement character, written by decoders for the bytes of an incomplete character
 
 
 class OtherTokenizerDrafter(TextDrafter):
