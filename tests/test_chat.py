@@ -123,7 +123,7 @@ def test_marks_of_a_template_that_drops_earlier_thinking_give_a_sequence_for_eac
     shifting = template.replace(
         "m.content + ';' }}{% endif %}{% endg", "m.content ~ messages | length }}{% endif %}{% endg"
     )
-    with pytest.raises(ValueError, match=r"row: the chat template writes earlier answers in another way"):
+    with pytest.raises(ValueError, match=r"row: the chat template rewrites earlier answers"):
         encode(shifting, messages)
 
 
@@ -150,21 +150,17 @@ def test_a_prompt_that_the_template_rewrites_once_answered_is_refused() -> None:
     template = (
         "{% for m in messages %}{{ 'asked' if loop.last and m.role == 'user' else m.role }}:{{ m.content }}{% endfor %}"
     )
-    with pytest.raises(ValueError, match=r"row: the chat template writes what stands before .* data\.chat_template"):
+    with pytest.raises(ValueError, match=r"row: the chat template rewrites the text before .* data\.chat_template"):
         encode(template, turns("a", "b"))
 
 
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
-        (
-            GEMMA3,
-            [*turns("a", "b"), {"role": "assistant", "content": "c"}],
-            "cannot hold this .*: roles must alternate",
-        ),
-        (LLAMA, [{"role": "assistant", "content": "a"}], "begins with the assistant: begin it with the user's message"),
-        (LLAMA, turns("a"), "has no answer of the assistant's, so nothing would be trained"),
-        ("{% if %}", turns("a", "b"), "cannot hold this conversation: Expected an expression"),
+        (GEMMA3, [*turns("a", "b"), {"role": "assistant", "content": "c"}], "rejects this .*: roles must alternate"),
+        (LLAMA, [{"role": "assistant", "content": "a"}], "begins with the assistant; begin it with a user message"),
+        (LLAMA, turns("a"), "has no assistant's answer to train on"),
+        ("{% if %}", turns("a", "b"), "rejects this conversation: Expected an expression"),
     ],
 )
 def test_a_conversation_that_does_not_fit_is_named(template: str, messages: list[dict[str, Any]], message: str) -> None:

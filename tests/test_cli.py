@@ -212,7 +212,7 @@ ERRORS = {
         ["generate", "--target", "TARGET", "--drafter", "lookup", "--plan", "p.json", "--prompt", "a"],
         "--plan and --drafter are both given: omit one",
     ),
-    "a recipe that is not there": (["train", "nowhere.yaml"], "there is no recipe nowhere.yaml"),
+    "a recipe that is not there": (["train", "nowhere.yaml"], "recipe nowhere.yaml does not exist"),
     "an export of nothing": (["export", "nowhere", "out", "--format", "headstart"], "nowhere"),
     "a push of nothing": (["push", "nowhere", "org/name"], "nowhere"),
 }

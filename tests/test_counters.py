@@ -36,7 +36,7 @@ def test_only_the_counts_between_two_readings_are_those_of_a_replay() -> None:
     later = later.replace(" 70.0", " 105.0").replace(" 35.0", " 50.0")
     counts = parse_counts(later).since(parse_counts(VLLM_PAGE))
     assert counts == Counts("vLLM", 50, 150, 50, (35, 15, 0), cumulative=True)
-    with pytest.raises(ValueError, match="started again"):
+    with pytest.raises(ValueError, match="restarted"):
         parse_counts(VLLM_PAGE).since(parse_counts(later))
 
 

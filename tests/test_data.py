@@ -69,12 +69,12 @@ def test_the_usual_fields_of_prompts_and_answers_are_found_by_their_names(
 
 def test_a_template_that_marks_everything_is_refused_naming_the_line(tmp_path: Path) -> None:
     everything = "{% for message in messages %}{% generation %}{{ message['content'] }} {% endgeneration %}{% endfor %}"
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: the chat template marks all of 3 tokens .*alone"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: the chat template marks all of 3 tokens .*only"):
         load(tmp_path, [chat("a b", "c")], everything)
 
 
 def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="line 1: the tokenizer has no chat template, which 'messages' rows need"):
+    with pytest.raises(ValueError, match="line 1: 'messages' rows need a chat template, and the tokenizer has none"):
         load(tmp_path, [chat("a", "b")])
 
 
@@ -90,11 +90,11 @@ def test_a_plain_text_is_trained_on_whole_and_cut_into_pieces(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("row", "changes", "message"),
     [
-        ({"body": "x", "id": 1}, {}, r"line 2: the row has the fields \['body', 'id'\] but training needs 'messages'"),
-        ({"prompt": "a"}, {}, r"line 2: the row has the fields \['prompt'\] but .* an answer \(answer, .*or 'text'"),
-        ({"question": "a", "answer": "b"}, {"prompt_field": "prompt"}, r"\['answer', 'question'\] but .* \(prompt\)"),
+        ({"body": "x", "id": 1}, {}, r"line 2: the row has the fields \['body', 'id'\], but training needs 'messages'"),
+        ({"prompt": "a"}, {}, r"line 2: the row has the fields \['prompt'\], but .* an answer \(answer, .*or 'text'"),
+        ({"question": "a", "answer": "b"}, {"prompt_field": "prompt"}, r"\['answer', 'question'\], but .* \(prompt\)"),
         ({"instruction": "a", "instances": []}, {}, "line 2: the instances are .*, not a list of inputs"),
-        ({"text": 5}, {}, "line 2: field 'text' holds int, not text"),
+        ({"text": 5}, {}, "line 2: field 'text' contains int, not text"),
         (
             {"q": "a", "a": None},
             {"prompt_field": "q", "answer_field": "a"},
@@ -108,13 +108,15 @@ def test_a_row_that_cannot_be_used_is_named_by_its_line(
     good = {"text": "a b c d e f g h", "prompt": "a", "answer": "b"}
     with pytest.raises(ValueError, match=message) as error:
         load(tmp_path, [{**good, "q": "a", "a": "b"}, row], **changes)
-    assert str(error.value).endswith("; data.bad_rows=skip leaves such rows out")
+    assert str(error.value).endswith("; set data.bad_rows=skip to skip such rows")
 
 
 def test_a_file_in_which_nothing_is_left_to_train_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rows\.jsonl holds nothing to train on"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl contains nothing to train on"):
         load(tmp_path, [{"prompt": "a b c d e f g h", "answer": "i"}], max_length=8)
-    with pytest.raises(ValueError, match=r"holds nothing to train on: .*; the first of 2 bad ones: .*line 1: the row"):
+    with pytest.raises(
+        ValueError, match=r"contains nothing to train on: .*; the first of 2 bad rows: .*line 1: the row"
+    ):
         load(tmp_path, [{"x": 1}, {"y": 1}], bad_rows="skip")
 
 
@@ -130,7 +132,7 @@ def test_a_bad_row_stops_the_run_unless_it_is_to_be_skipped(tmp_path: Path, capl
     path = tmp_path / "rows.jsonl"
     good, bad = '{"text": "a b c d e f g h"}\n', '{"text": 1}\n{"text": \n'
     path.write_text(bad + good + bad + bad + good)
-    with pytest.raises(ValueError, match="line 1: field 'text' holds int"):
+    with pytest.raises(ValueError, match="line 1: field 'text' contains int"):
         load_dataset(str(path), section(), tiny_tokenizer())
     assert not caplog.messages
     dataset = load_dataset(str(path), section(bad_rows="skip"), tiny_tokenizer())
@@ -160,7 +162,7 @@ def test_a_heldout_prompt_is_what_stands_before_the_answer_or_the_first_tokens()
     ]
     assert heldout_prompts(examples, 3, prompt_tokens=3, longest=100) == [(1, 2), (5, 6, 7), (9,)]
     assert heldout_prompts(examples, 3, prompt_tokens=3, longest=2) == [(1, 2), (9,), (11, 12)]
-    with pytest.raises(ValueError, match="no held-out prompt has at most 0 tokens: give shorter prompts or fewer new"):
+    with pytest.raises(ValueError, match="no held-out prompt has at most 0 tokens: use shorter prompts or fewer new"):
         heldout_prompts(examples, 2, prompt_tokens=8, longest=0)
 
 

@@ -166,11 +166,11 @@ def test_an_untouched_copy_has_no_difference(tmp_path: Path, target: tuple[Path,
     [
         ("target_layer_ids", [1], "target_layer_ids"),
         ("target_layer_ids", [1, 2], "cannot be read"),
-        ("block_size", 3, "block_size 3 where 4"),
-        ("mask_token_id", 3, "mask_token_id 3 where 261"),
+        ("block_size", 3, "block_size 3, but was trained with 4"),
+        ("mask_token_id", 3, "mask_token_id 3, but was trained with 261"),
         ("is_causal", True, "is_causal is True"),
-        ("sample_from_anchor", False, "sample_from_anchor False where True"),
-        ("rope_parameters", {"rope_theta": 5e5}, "rope_theta 500000.0 where 10000.0"),
+        ("sample_from_anchor", False, "sample_from_anchor False, but was trained with True"),
+        ("rope_parameters", {"rope_theta": 5e5}, "rope_theta 500000.0, but was trained with 10000.0"),
     ],
 )
 def test_a_setting_that_differs_is_named(
@@ -205,7 +205,7 @@ def test_a_bias_by_other_ids_and_another_vocabulary_are_found(tmp_path: Path, ta
     weights["markov_head.markov_w1.weight"] = weights["markov_head.markov_w1.weight"].roll(1, 0)
     save_file(weights, served / "model.safetensors")
     top_1 = diagnosed(source, served, target)[-1]
-    assert top_1.status == "problem" and "the served weights are other weights" in top_1.found
+    assert top_1.status == "problem" and "the served weights differ" in top_1.found
     wider = CausalLM(tiny_model("llama", num_hidden_layers=3, **{**SIZES, "vocab": 300}))
     vocabulary = compare_vocabularies(wider, byte_level(), served)
-    assert vocabulary.status == "problem" and "predict 264 tokens and the target knows 300" in vocabulary.found
+    assert vocabulary.status == "problem" and "predict 264 tokens, but the target has 300" in vocabulary.found

@@ -92,7 +92,7 @@ def test_where_all_ids_are_words_the_mask_is_a_byte_that_no_text_has() -> None:
 
 def test_the_mask_may_be_named_and_must_be_where_no_token_is_free() -> None:
     assert mask_token(tiny_tokenizer(), 16, "k") == WORDS.index("k")
-    with pytest.raises(ValueError, match="mask_token, 'zz', is not a token of the target: give one that is"):
+    with pytest.raises(ValueError, match="mask_token, 'zz', is not a token of the target: give an existing token"):
         mask_token(tiny_tokenizer(), 16, "zz")
     with pytest.raises(ValueError, match="has no spare token for the mask: set draft"):
         mask_token(tiny_tokenizer(), 16)

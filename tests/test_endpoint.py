@@ -172,9 +172,9 @@ def test_the_client_repeats_what_may_pass_with_the_same_seed(tmp_path: Path, fir
     [
         (BROKEN, 1 + RETRIES, "failed", "HTTP 500: "),
         ((400, {"error": {"message": "prompt too long"}}), 2, "failed", "prompt too long"),
-        ((200, "{half a json"), 1, "failed", "the endpoint sent what is not JSON"),
-        ((200, [1]), 1, "failed", "no completion"),
-        ((200, {"choices": []}), 1, "failed", "no completion"),
+        ((200, "{half a json"), 1, "failed", "the endpoint's response is not JSON"),
+        ((200, [1]), 1, "failed", "not a completion"),
+        ((200, {"choices": []}), 1, "failed", "not a completion"),
         (chat(" \n"), 1, "empty", "the answer is empty"),
     ],
     ids=str,
@@ -220,7 +220,7 @@ def test_an_answer_that_is_cut_off_is_kept_and_marked(tmp_path: Path) -> None:
 def test_an_answer_that_is_cut_off_can_be_dropped_and_is_not_asked_for_again(tmp_path: Path) -> None:
     with serve(lambda request: chat("half", "length")) as endpoint:
         for _ in range(2):
-            with pytest.raises(ValueError, match="did not end within the tokens allowed"):
+            with pytest.raises(ValueError, match="did not end within the allowed tokens"):
                 regenerate(options(tmp_path, endpoint.address, keep_truncated=False))
     assert len(endpoint.requests) == 1
     assert not (tmp_path / "answers.jsonl").exists()
@@ -234,10 +234,10 @@ def test_a_run_ends_when_no_endpoint_is_reached_and_goes_on_where_it_was(tmp_pat
     twelve = tuple(f"row {i}" for i in range(12))
     with serve(in_turn(chat("A"), DROPPED)) as one, serve(in_turn(chat("A"), DROPPED)) as other:
         secret = [each.address.replace("http://", "http://me:secret@") for each in (one, other)]
-        with pytest.raises(ValueError, match=r"what was answered is kept.*start the same command again") as caught:
+        with pytest.raises(ValueError, match=r"finished answers are saved.*run the same command again") as caught:
             regenerate(options(tmp_path, "", twelve, endpoint=secret, concurrency=1))
     hosts = [each.address.removeprefix("http://").removesuffix("/v1") for each in (one, other)]
-    assert all(f"no connection to {host}, is" in str(caught.value) for host in hosts)
+    assert all(f"cannot connect to {host}; is" in str(caught.value) for host in hosts)
     assert "secret" not in str(caught.value) and answers(tmp_path) == ["A", "A"]
     assert not (tmp_path / "answers.jsonl.failed.jsonl").exists()
     with serve(echo) as elsewhere:
@@ -246,7 +246,7 @@ def test_a_run_ends_when_no_endpoint_is_reached_and_goes_on_where_it_was(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("status", "sentence", "debug"), [(401, "refuses the key", False), (404, "knows no model 'tiny'", True)]
+    ("status", "sentence", "debug"), [(401, "rejects the key", False), (404, "does not know the model 'tiny'", True)]
 )
 def test_a_wrong_key_or_model_ends_the_run_at_once_and_the_key_is_not_printed(
     tmp_path: Path,
@@ -281,7 +281,7 @@ def test_the_key_is_in_no_file_even_if_the_server_repeats_it(tmp_path: Path, mon
 
 @pytest.mark.parametrize("address", ["localhost:8000/v1", "http://me:secret@127.0.0.1:99999/v1"])
 def test_what_is_no_address_is_refused_without_repeating_it(tmp_path: Path, address: str) -> None:
-    with pytest.raises(ValueError, match="not the address of a server: give one such as http://local") as caught:
+    with pytest.raises(ValueError, match="not a server's address: pass one such as http://local") as caught:
         regenerate(options(tmp_path, address))
     assert "secret" not in str(caught.value) and not (tmp_path / "answers.jsonl.meta.json").exists()
 
@@ -290,7 +290,7 @@ def test_a_run_in_which_everything_fails_ends(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(endpoint_module, "HOPELESS", 3)
     with (
         serve(lambda request: BROKEN) as endpoint,
-        pytest.raises(ValueError, match="3 conversations failed one after the other, the last one so: HTTP 500"),
+        pytest.raises(ValueError, match="3 conversations failed in a row, the last one because: HTTP 500"),
     ):
         regenerate(options(tmp_path, endpoint.address, map(str, range(9)), concurrency=1))
     assert len(endpoint.requests) < 9 * (1 + RETRIES) and len(set_aside(tmp_path)) == 3

@@ -296,7 +296,7 @@ def test_a_baseline_that_counts_drafts_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "complaint"),
     [
-        (lambda request: chat("Yes"), "the endpoint streams nothing: give the address"),
+        (lambda request: chat("Yes"), "the endpoint does not stream: pass the address"),
         (Fake(Clock(), names=("tiny", "tiny", "large")), "answered as 'tiny', then as 'large': measure a server"),
         (lambda request: (200, iter([{"error": {"message": "out of memory"}}])), "out of memory"),
     ],

@@ -55,7 +55,7 @@ def test_a_row_that_is_cut_or_left_out_says_so(tmp_path: Path) -> None:
     overrides = ["data.max_length=8", "data.bad_rows=skip"]
     path = write_rows(tmp_path / "rows.jsonl", [*rows, "a b", {"x": 1}])
     text = inspected(tmp_path, path, rows=4, overrides=overrides)
-    assert "line 4: the row has the fields ['x'] but training needs" in text
+    assert "line 4: the row has the fields ['x'], but training needs" in text
     assert lines_of_table(text)["rows, bad and skipped"] == "1"
     assert "line 1: prompt_answer, 10 tokens, cut to 8, 2 trained" in text
     assert "line 2: prompt_answer, 12 tokens, left out: no answer begins in the first 8" in text

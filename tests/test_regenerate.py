@@ -152,7 +152,7 @@ def test_an_answer_that_training_would_refuse_is_set_aside(tmp_path: Path) -> No
     with AnswerFile(tmp_path / "answers.jsonl", {}, {}, keep_truncated=True) as answers:
         answers.add([AnsweredConversation(conversation, (answer_message("half \ud83d"),), 1, truncated=False)])
     (row,) = set_aside(tmp_path)
-    assert row["problem"] == "failed" and "training would refuse it: " in row["reason"]
+    assert row["problem"] == "failed" and "training would reject it: " in row["reason"]
     assert not (tmp_path / "answers.jsonl").exists()
 
 
@@ -214,7 +214,9 @@ def test_a_damaged_line_is_named_and_said_to_be_answered_again_once_it_is_delete
     with AnswerFile(path, {}, {}, keep_truncated=True):
         (tmp_path / file).write_bytes(content)
     for _ in range(2):  # what is refused is not left locked
-        with pytest.raises(ValueError, match=f"{complaint}.*: delete that line, and what it held is answered again"):
+        with pytest.raises(
+            ValueError, match=f"{complaint}.*: delete that line; its conversation is then answered again"
+        ):
             AnswerFile(path, {}, {}, keep_truncated=True)
     assert (tmp_path / file).read_bytes() == content
 

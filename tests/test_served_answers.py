@@ -200,7 +200,7 @@ def test_a_disk_that_takes_no_more_is_named_and_loses_nothing(tmp_path: Path) ->
     with serve(script) as endpoint:
         try:
             with pytest.raises(
-                OSError, match=r"answers\.jsonl cannot be written .*: make room there, then start the same"
+                OSError, match=r"answers\.jsonl cannot be written .*: free some disk space, then run the same"
             ):
                 regenerate(options(tmp_path, endpoint.address, ("one", "two", "three"), concurrency=1))
         finally:
@@ -241,7 +241,7 @@ def test_answers_by_two_models_end_the_run_and_name_both(tmp_path: Path) -> None
     def answering(model: str) -> Any:
         return lambda request: (200, {**chat("Yes")[1], "model": model})
 
-    both = r"127\..* answered as 'large', but .* as 'tiny' before; what was answered is kept"
+    both = r"127\..* answered as 'large', but .* as 'tiny' before; finished answers are saved"
     with serve(in_turn(answering("tiny")(None), answering("large")(None))) as endpoint:
         chosen = options(tmp_path, endpoint.address, ("one", "two"), concurrency=1)
         with pytest.raises(ValueError, match=both):
@@ -250,7 +250,7 @@ def test_answers_by_two_models_end_the_run_and_name_both(tmp_path: Path) -> None
     (tmp_path / "pair").mkdir()
     with serve(answering("tiny")) as one, serve(answering("large")) as other:
         chosen = options(tmp_path / "pair", "", ("one", "two"), endpoint=[one.address, other.address])
-        with pytest.raises(ValueError, match="give endpoints that serve one model"):
+        with pytest.raises(ValueError, match="pass endpoints that serve the same model"):
             regenerate(chosen)
 
 
@@ -259,7 +259,7 @@ def test_variables_of_the_chat_template_go_with_every_turn_and_belong_to_the_ans
     with serve(lambda request: chat("Yes")) as endpoint:
         chosen = options(tmp_path, endpoint.address, [["one", "two"]], chat_template_kwargs=given)
         regenerate(chosen)
-        with pytest.raises(ValueError, match=r"was begun with chat_template_kwargs '.*', not None"):
+        with pytest.raises(ValueError, match=r"was started with chat_template_kwargs '.*', not None"):
             regenerate(replace(chosen, chat_template_kwargs=None))
     sent = [request.body["chat_template_kwargs"] for request in endpoint.requests]
     assert sent == [json.loads(given)] * 2

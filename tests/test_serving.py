@@ -113,11 +113,11 @@ def test_a_chat_is_sent_as_messages() -> None:
 @pytest.mark.parametrize(
     ("reply", "sentence"),
     [
-        ((401, {"error": {"message": f"bad key {KEY}"}}), "refuses the key"),
-        ((404, {"error": {"message": "no model"}}), "knows no model 'tiny'"),
-        ((500, {"error": {"message": f"out of memory, {KEY}"}}), "gave no answer: HTTP 500"),
+        ((401, {"error": {"message": f"bad key {KEY}"}}), "rejects the key"),
+        ((404, {"error": {"message": "no model"}}), "does not know the model 'tiny'"),
+        ((500, {"error": {"message": f"out of memory, {KEY}"}}), "did not answer: HTTP 500"),
         ((200, "{half"), "not JSON"),
-        ((200, {"choices": []}), "no completion"),
+        ((200, {"choices": []}), "not a completion"),
     ],
 )
 def test_an_error_is_one_sentence_without_the_key(reply: Reply, sentence: str) -> None:
@@ -145,7 +145,7 @@ def test_the_end_that_a_server_leaves_out_is_put_back(target: CausalLM) -> None:
 def test_ids_beside_the_log_probabilities_are_read(target: CausalLM) -> None:
     told = {"logprobs": {"content": [{"id": 3, "token": "a"}, {"id": 4, "token": "b"}]}}
     with writing(lambda request: choice(**(told if "logprobs" in request.body else {})), target) as writer:
-        assert writer.source == "token ids beside the log-probabilities"
+        assert writer.source == "token ids with the log-probabilities"
         assert writer.write([(1, 2)], 2, False, 0)[0].tokens == (3, 4) and writer.retold == 0
 
 
@@ -187,7 +187,7 @@ def test_controls_that_a_server_does_not_take_are_left_out_unless_they_are_to_be
         assert writer.takes_ids and writer.refused_controls == ("top_k",)
         assert writer.write([(1,)], 1, False, 0)[0].tokens == (3,)
         assert "top_k" not in endpoint.requests[-1].body
-        with pytest.raises(ValueError, match="takes no top_k"):
+        with pytest.raises(ValueError, match="rejects top_k"):
             ServedWriter(model, Reference(target, SamplingConfig(0.7, top_k=5)), None, (1,))
 
 

@@ -152,10 +152,15 @@ def not_thinking(desk: Desk) -> SpeculatingServer:
 
 
 SERVERS: dict[str, tuple[Plant, str, str, str]] = {
-    "a system prompt": (system_prompt, TEMPLATE, r"puts 16 tokens .*'system\]Be kind.\['", "system prompt"),
+    "a system prompt": (system_prompt, TEMPLATE, r"adds 16 tokens .*'system\]Be kind.\['", "system prompt"),
     "thinking switched off": (not_thinking, TEMPLATE, "has the thinking mode off", "'enable_thinking': true"),
-    "another target": (other_target, TEXT, r"the target.s best is", "the same revision"),
-    "a worse draft": (bad_draft, ACCEPTANCE, r"a real difference from position 1 on", "number of drafted tokens"),
+    "another target": (other_target, TEXT, r"the target.s best is", "same revision"),
+    "a worse draft": (
+        bad_draft,
+        ACCEPTANCE,
+        r"a significant difference from position 1 on",
+        "number of drafted tokens",
+    ),
     "argmax drafts": (by_argmax, SAMPLING, "the server drafts by argmax", '"draft_sample_method": "probabilistic"'),
 }
 """Name -> the faulty server, the step that must be named first, and patterns of what is found and of the remedy."""
@@ -209,7 +214,7 @@ def test_a_rope_theta_that_only_transformers_5_finds_is_named_first(desk: Desk, 
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 7.0}, ROPE, "served draft has"),
         ({"max_position_embeddings": 40}, ROPE, "after the draft's 40 positions"),
         ({"headstart_output_tokens": "output_tokens.json"}, VOCABULARY, "servers ignore output_tokens.json"),
-        ({"tie_word_embeddings": True}, TOP_1, "lm_head.weight is not read, as tie_word_embeddings is true"),
+        ({"tie_word_embeddings": True}, TOP_1, "servers ignore its lm_head.weight because tie_word_embeddings is true"),
     ],
 )
 def test_a_config_that_the_server_reads_otherwise_is_named(
@@ -231,7 +236,7 @@ def test_a_draft_of_another_vocabulary_size_is_named(desk: Desk, tmp_path: Path)
 def test_other_weights_are_named_by_their_top_1(desk: Desk, tmp_path: Path) -> None:
     write_draft(CausalLM(tiny_model(seed=5, **SIZES)), desk.tokenizer, tmp_path / "served")
     fine, printed = diagnosed(desk, exported=tmp_path / "served")
-    assert not fine and printed.startswith(f"first difference: {TOP_1}\n") and "other weights" in printed
+    assert not fine and printed.startswith(f"first difference: {TOP_1}\n") and "served weights differ" in printed
 
 
 def test_a_metrics_page_alone_is_compared_too(desk: Desk, tmp_path: Path) -> None:
@@ -240,11 +245,11 @@ def test_a_metrics_page_alone_is_compared_too(desk: Desk, tmp_path: Path) -> Non
         diagnosed(desk, None, endpoint=endpoint.address, model="tiny", temperature=0.0)
     (tmp_path / "page.txt").write_text(server.page())
     fine, printed = diagnosed(desk, metrics=str(tmp_path / "page.txt"))
-    assert fine and re.search(r"no real difference, which \d\.\d\d would be; the page may count other", printed)
+    assert fine and re.search(r"no significant difference \(threshold \d\.\d\d\); the page may count other", printed)
     (tmp_path / "page.txt").write_text("sglang:spec_accept_length 1.02\n")
     fine, printed = diagnosed(desk, metrics=str(tmp_path / "page.txt"))
     assert not fine and printed.startswith(f"first difference: {ACCEPTANCE}\n")
-    assert "acceptance length 1.02" in printed
+    assert "tokens per target pass 1.02" in printed
 
 
 def test_a_server_that_tells_only_the_number_of_tokens_is_compared_by_it(desk: Desk) -> None:
@@ -253,7 +258,7 @@ def test_a_server_that_tells_only_the_number_of_tokens_is_compared_by_it(desk: D
     assert fine and "have the same number of tokens" in printed and "--metrics" in printed
     server = replace(no_generation_prompt(desk), **silent)
     fine, printed = diagnosed(desk, server)
-    assert not fine and "as one that lacks the generation prompt" in printed
+    assert not fine and "as if it lacks the generation prompt" in printed
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -58,6 +58,6 @@ def test_other_settings_than_it_was_begun_with_are_refused(
     regenerate(options(tmp_path, models / "plain", ["a", "b"], dtype="fp32"))
     before = (tmp_path / "answers.jsonl").read_bytes()
     target = models / change.pop("target", "plain")
-    with pytest.raises(ValueError, match=f"was begun with {complaint}.*or another output"):
+    with pytest.raises(ValueError, match=f"was started with {complaint}.*or another output"):
         regenerate(options(tmp_path, target, change.pop("rows", ["a", "b"]), **{"dtype": "fp32", **change}))
     assert (tmp_path / "answers.jsonl").read_bytes() == before

@@ -1,1 +1,1 @@
-"""Rows to conversations, to token ids with a loss mask, to batches."""
+"""The path from rows to conversations, to token ids with a loss mask, and to batches."""

@@ -1,4 +1,4 @@
-"""Rows of answers on disk: written as they come and sorted at the end, with 16 bytes of memory for each."""
+"""Answer rows on disk: appended as they arrive, sorted at the end, 16 bytes of memory per row."""
 
 import json
 import os
@@ -17,23 +17,23 @@ from trainer.files.shards import write_lines
 
 _KEY = AnswerKey._fields
 _MOST_SAMPLES = 2**20
-"""Samples of one row that a packed key has room for."""
+"""Number of samples per row for which a packed key has room."""
 
 
 class RowFile:
-    """A .jsonl file of rows with a ``row`` and a ``sample``, which grows by whole lines; memory holds their places."""
+    """A .jsonl file of rows with ``row`` and ``sample``. It grows by whole lines; memory holds only their offsets."""
 
     def __init__(
         self, path: Path, fields: Set[str] = frozenset(), drops: Callable[[dict[str, Any]], bool] | None = None
     ) -> None:
-        """Read the file, and cut off the half line that a kill may have left. UserError names a damaged line.
+        """Read the file, and cut off an incomplete last line. Raises UserError that names a damaged line.
 
-        ``fields``: what each row has besides its key. ``drops``: True for a row that no longer counts; `settle` leaves
-        it out.
+        Each row has ``fields`` besides its key. ``drops`` returns True for a row that no longer counts; `settle`
+        removes it.
         """
         self.path, self._end, self._dropped = path, 0, False
         self.keys, self._places = array("q"), array("q")
-        """Each line's packed key, and the byte at which it begins."""
+        """Each line's packed key, and its byte offset."""
         if not path.exists():
             return
         with path.open("rb") as lines:
@@ -49,7 +49,7 @@ class RowFile:
                 except ValueError as error:
                     raise UserError(
                         f"{path}, line {number} is damaged ({first_line(error)})",
-                        "delete that line, and what it held is answered again",
+                        "delete that line; its conversation is then answered again",
                     ) from error
                 self._note(row, line, counts=drops is None or not drops(row))
         if self._end < path.stat().st_size:
@@ -63,7 +63,7 @@ class RowFile:
         self._end += len(line)
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write the rows and wait until the disk has them."""
+        """Write the rows and wait until they are on the disk."""
         if not rows:
             return
         lines = [f"{json.dumps(row)}\n".encode() for row in rows]
@@ -75,7 +75,7 @@ class RowFile:
             self._note(row, line)
 
     def settle(self) -> None:
-        """Sort the file by row and sample, each once, in one step, unless it is so already."""
+        """Sort the file by row and sample and remove repeats, atomically. Does nothing if it is already sorted."""
         keys, order = np.unique(np.array(self.keys, dtype=np.int64), return_index=True)
         if not self._dropped and np.array_equal(order, np.arange(len(self.keys))):
             return
@@ -100,7 +100,7 @@ class RowFile:
 
 
 class KeySet(Container[AnswerKey]):
-    """The keys of the answers that a file held when it was opened."""
+    """The keys of the answers that were in a file when it was opened."""
 
     def __init__(self, *packed: "array[int]") -> None:
         self.keys = np.unique(np.concatenate([np.array(each, dtype=np.int64) for each in packed]))
@@ -113,17 +113,17 @@ class KeySet(Container[AnswerKey]):
 
 
 def _packed(key: AnswerKey) -> int:
-    """Return a key as one number of 64 bits, in the same order."""
+    """Return a key as one 64-bit number, in the same order."""
     return key.row * _MOST_SAMPLES + key.sample
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file, and the remedy, in the error of a disk that takes no more."""
+    """Add the file and the remedy to the error of a failed write."""
     try:
         yield
     except OSError as error:
         raise OSError(
-            f"{path} cannot be written ({error.strerror or error}): make room there, then start the same command "
-            "again; what was answered before is kept"
+            f"{path} cannot be written ({error.strerror or error}): free some disk space, then run the same command "
+            "again; finished answers are saved"
         ) from error

@@ -1,7 +1,7 @@
-"""Answers that a target writes to conversations, the files that keep them through a kill, and a run that writes them.
+"""Regenerated answers: the run that requests them, and files that survive a kill.
 
-Beside the answers (``NAME.jsonl``) stand ``NAME.jsonl.meta.json`` with the settings that made them, and
-``NAME.jsonl.failed.jsonl`` with the conversations that were set aside, each with its reason.
+``NAME.jsonl`` contains the answers, ``NAME.jsonl.meta.json`` their settings, and ``NAME.jsonl.failed.jsonl`` the
+conversations that were set aside, each with a reason.
 """
 
 import json
@@ -43,16 +43,17 @@ class AnsweredConversation:
     conversation: OpenConversation
     answers: tuple[Message, ...]
     tokens: int
-    """Tokens of all answers together, their ends included."""
+    """Number of tokens of all answers, including end tokens."""
     truncated: bool
-    """True if the last answer did not end within the tokens allowed."""
+    """True if the last answer did not end within the allowed tokens."""
     answer_tokens: tuple[tuple[int, ...], ...] | None = None
-    """The target's own tokens of each answer, with the end if it came to one; None from an endpoint that keeps them to
-    itself."""
+    """The target's tokens of each answer, with the end token if it was reached; None if an endpoint does not report
+    them.
+    """
     prompt_tokens: tuple[tuple[int, ...], ...] | None = None
-    """The tokens before each answer as an endpoint rendered them; None for those of the target's own template."""
+    """The tokens before each answer as an endpoint rendered them; None for the target's own template."""
     model: str | None = None
-    """The model that answered, by its server's name."""
+    """The server's name for the model that answered."""
 
 
 @dataclass(frozen=True)
@@ -63,30 +64,30 @@ class FailedConversation:
     problem: Problem
     reason: str
     again: bool = False
-    """True if another run should try again: the problem may pass."""
+    """True if another run should retry: the problem may be temporary."""
 
 
 Outcome = AnsweredConversation | FailedConversation
 
 
 class Backend(Protocol):
-    """A writer of answers: the target in this process, or endpoints."""
+    """A source of answers: the target in this process, or endpoints."""
 
     @property
     def encoder(self) -> TranscriptEncoder | None:
-        """The encoder of rows as training has it; None where only a server knows the tokenizer."""
+        """The encoder that training uses; None if only a server knows the tokenizer."""
 
     def outcomes(
         self, conversations: Iterable[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """Yield the outcomes of the conversations that are not ``done``, a few at a time, to be written at once.
+        """Yield the outcomes of conversations that are not ``done``, in small groups to be written at once.
 
         ``on_tokens`` is called with the number of tokens written since its last call.
         """
 
 
 class AnswerFile:
-    """The answers on disk, held by one run at a time; opened again with the same settings, it knows which are done."""
+    """The answers on disk, locked by one run. A file reopened with the same settings knows which answers are done."""
 
     def __init__(
         self,
@@ -96,10 +97,10 @@ class AnswerFile:
         keep_truncated: bool,
         encoder: TranscriptEncoder | None = None,
     ) -> None:
-        """``encoder``: as of `Backend`; a row that it refuses is set aside."""
+        """Open or create the file. ``encoder`` is `Backend.encoder`; rows that it rejects are set aside."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.set_aside_path = path.with_name(path.name + SET_ASIDE)
-        """The file of the conversations without an answer, each with its reason."""
+        """The file of conversations without an answer, each with a reason."""
         self._keep_truncated, self._encoder = keep_truncated, encoder
         with ExitStack() as until_read:
             until_read.enter_context(hold_file(path))
@@ -117,45 +118,45 @@ class AnswerFile:
         self._held.close()
 
     def add(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Write the outcomes that are not in the file yet; return these."""
+        """Write the outcomes that are not in the file yet; return them."""
         news = [self._judged(outcome) for outcome in outcomes if outcome.conversation.key not in self.done]
         self._answers.append([_row_of(outcome) for outcome in news if isinstance(outcome, AnsweredConversation)])
         self._set_aside.append([_row_of(outcome) for outcome in news if isinstance(outcome, FailedConversation)])
         return news
 
     def finish(self) -> None:
-        """Sort both files by row and sample: they were written in the order in which outcomes came."""
+        """Sort both files by row and sample; outcomes were written as they arrived."""
         for lines in (self._answers, self._set_aside):
             lines.settle()
 
     def check_not_empty(self) -> None:
-        """Raise ValueError if no conversation was answered by any run."""
+        """Raise ValueError if no run answered any conversation."""
         if self._answers.keys:
             return
         first = self._set_aside.first()
         raise ValueError(
-            f"nothing was answered: all {len(self._set_aside.keys)} conversations were set aside, that of line "
-            f"{first['row']} because: {first['reason']}; {self.set_aside_path} names every reason"
+            f"nothing was answered: all {len(self._set_aside.keys)} conversations were set aside, the one of line "
+            f"{first['row']} because: {first['reason']}; {self.set_aside_path} lists all reasons"
         )
 
     def _judged(self, outcome: Outcome) -> Outcome:
-        """Return the outcome, or what is wrong with an answer: an empty one, or one that training would refuse."""
+        """Return the outcome, or a failure for an answer that is empty or that training would reject."""
         if isinstance(outcome, FailedConversation):
             return outcome
         conversation = outcome.conversation
         if any(map(is_empty, outcome.answers)):
             return FailedConversation(conversation, "empty", "the answer is empty")
         if outcome.truncated and not self._keep_truncated:
-            return FailedConversation(conversation, "truncated", "the answer did not end within the tokens allowed")
+            return FailedConversation(conversation, "truncated", "the answer did not end within the allowed tokens")
         try:
             fields = parse_row(json.dumps(_row_of(outcome)).encode(), "the answer")
             transcript = transcript_of(Row("the answer", fields), DataSection(train="", heldout=""))
             if self._encoder is not None:
                 self._encoder.encode(transcript)
         except ValueError as error:
-            if outcome.answer_tokens is not None:  # the text alone may do
+            if outcome.answer_tokens is not None:  # the text alone may be usable
                 return self._judged(replace(outcome, answer_tokens=None, prompt_tokens=None))
-            return FailedConversation(conversation, "failed", f"training would refuse it: {error}")
+            return FailedConversation(conversation, "failed", f"training would reject it: {error}")
         return outcome
 
 
@@ -178,7 +179,7 @@ def _row_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
-    """Write down the settings that make the answers, or compare them with those that made the file."""
+    """Record the settings of the answers, or check that they equal the settings of an existing file."""
     meta = path.with_name(path.name + ".meta.json")
     try:
         written = json.loads(meta.read_bytes())["settings"]
@@ -188,14 +189,14 @@ def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[st
         for name in {**written, **settings}:
             if written.get(name) != settings.get(name):
                 raise UserError(
-                    f"{path} was begun with {name} {written.get(name)!r}, not {settings.get(name)!r}",
-                    "give what it was begun with, or another output",
+                    f"{path} was started with {name} {written.get(name)!r}, not {settings.get(name)!r}",
+                    "use the original settings, or another output",
                 )
         return
     if any(file.exists() and file.stat().st_size for file in (path, set_aside)):
         what = "is damaged" if meta.exists() else "is missing"
-        raise UserError(f"{meta} {what}, so nothing says how {path} was made", "put it back, or name another output")
-    with writing(path):  # nothing was answered yet; the settings are on the disk before any answer is
+        raise UserError(f"{meta} {what}, so the settings of {path} are unknown", "restore it, or use another output")
+    with writing(path):  # settings are on the disk before any answer
         write_text(meta, json.dumps({"settings": settings, "about": about}, indent=2) + "\n")
 
 
@@ -206,8 +207,9 @@ def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[st
 class Summary:
     """Counts of one run.
 
-    ``reasoned``: answers with reasoning; ``reasoned_only``: those with nothing else. ``other_models``: conversations
-    that ask for another model than the one that answered. ``texts_alone``: those without the target's own tokens.
+    ``reasoned`` counts answers with reasoning, ``reasoned_only`` answers with nothing else. ``other_models`` counts
+    conversations that name another model than the one that answered. ``texts_alone`` counts conversations without the
+    target's tokens.
     """
 
     rows: int = 0
@@ -246,7 +248,7 @@ class Summary:
 
     @property
     def set_aside(self) -> int:
-        """Conversations without an answer to train on."""
+        """Number of conversations without an answer to train on."""
         return self.dropped + self.empty + self.failed
 
 
@@ -257,9 +259,9 @@ def answer(
     console: Console,
     total: int | None = None,
 ) -> Summary:
-    """Answer the conversations that the file lacks, and write each outcome as it comes; returns the counts.
+    """Answer the conversations that the file lacks, and write each outcome as it arrives. Returns the counts.
 
-    Conversations are read as they are asked. ``total``: their number, if it is known.
+    Conversations are read only when needed. ``total`` is their number, if known.
     """
     summary = Summary()
     tokens, before = 0, min(len(answers.done.keys), total or 0)

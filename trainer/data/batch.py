@@ -1,7 +1,7 @@
-"""Examples and the batches made of them.
+"""Training examples and the batches built from them.
 
-The examples of a step are a function of the seed and the step alone, so a run resumes exactly and does not depend on
-the number of processes that share a batch.
+The examples of a step depend only on the seed and the step. So a run resumes exactly, and the number of processes that
+share a batch does not matter.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-if TYPE_CHECKING:  # batches are of tensors alone
+if TYPE_CHECKING:  # batches contain only tensors
     from transformers import PreTrainedModel
 
 
 class Example:
-    """One sequence of token ids with its loss mask. Two with the same content are equal."""
+    """One sequence of token ids with its loss mask. Examples with equal content are equal."""
 
     __slots__ = ("lengths", "prompt_length", "tokens", "trained")
 
@@ -32,14 +32,14 @@ class Example:
     ) -> None:
         self.tokens: Int[np.ndarray, " positions"] = np.asarray(tokens, np.int32)
         self.trained: Bool[np.ndarray, " positions"] = np.asarray(trained, np.bool_)
-        """``trained[i]``: predicting token i is part of the loss."""
+        """``trained[i]`` is True if predicting token i is part of the loss."""
         self.prompt_length = prompt_length
         """Tokens before the first answer; 0 for a plain text."""
         self.lengths = tuple(lengths)
-        """Lengths of the documents packed into the sequence one after the other; empty for a single document."""
+        """Lengths of the documents packed into the sequence, in order; empty for a single document."""
 
     def text(self) -> tuple[bytes, bytes]:
-        """Return tokens and document lengths as bytes, the same on every machine."""
+        """Return tokens and document lengths as bytes that are the same on every machine."""
         return self.tokens.astype("<i4", copy=False).tobytes(), np.array(self.lengths, "<i8").tobytes()
 
     def content(self) -> tuple[bytes, ...]:
@@ -47,7 +47,7 @@ class Example:
         return *self.text(), self.trained.tobytes(), self.prompt_length.to_bytes(8, "little")
 
     def predicted(self) -> Int[np.ndarray, " predicted"]:
-        """Return the trained tokens but each document's first, which nothing predicts."""
+        """Return the trained tokens except each document's first token, which has no prediction."""
         trained = self.trained.copy()
         trained[np.cumsum((0, *self.lengths[:-1]))] = False
         predicted: Int[np.ndarray, " predicted"] = self.tokens[trained]
@@ -78,14 +78,14 @@ class Batch:
     examples: tuple[int, ...]
     """Index of each row's example in the data set; -1 for a sequence from elsewhere."""
     packed: bool
-    """True where a row has several documents."""
+    """True if any row has several documents."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """Copy to a device; ``non_blocking``: from pinned memory, without a wait."""
+        """Copy to a device. ``non_blocking`` copies from pinned memory without waiting."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """Copy to memory from which a GPU reads by itself."""
+        """Copy to pinned memory, which a GPU reads directly."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
@@ -95,7 +95,7 @@ class Batch:
         return replace(self, **changed)
 
     def labelled(self, ahead: int) -> Bool[Tensor, "batch positions"]:
-        """Mark the positions t whose label, token t + ``ahead``, is trained and in the same document."""
+        """Mark the positions t for which token t + ``ahead`` (the label) is trained and in the same document."""
         found = torch.zeros_like(self.trained)
         if ahead < self.trained.shape[1]:
             same = self.documents[:, ahead:] == self.documents[:, :-ahead]
@@ -103,21 +103,21 @@ class Batch:
         return found
 
     def label_places(self, ahead: int) -> Int[Tensor, " labels"]:
-        """Return where `labelled` is True, as places in the flattened batch, in order.
+        """Return the indices in the flattened batch at which `labelled` is True, in order.
 
-        A GPU is waited for: to be called on the host, before the batch is moved.
+        This waits for a GPU, so call it on the host before moving the batch.
         """
         return self.labelled(ahead).flatten().nonzero()[:, 0]
 
     def model_inputs(self) -> dict[str, Any]:
         """Return the arguments for a transformers model, to be called with ``use_cache=False``.
 
-        Padding needs no mask: it stands behind all tokens of a row, which attend to what is before them alone, and what
-        a model computes at padding is not read. Without a mask attention is plainly causal, the fastest kind.
+        Padding needs no mask: it follows all tokens of a row, tokens attend only to earlier positions, and outputs at
+        padding are not read. Without a mask, attention is plainly causal, which is fastest.
 
-        In packed documents positions begin anew: without an attention mask that tells transformers to keep documents
-        apart, in every kind of layer. Padding is then a document too. With a cache transformers would not look at the
-        positions, and each document would see the ones before it. OPT and Falcon never look at them: see
+        In packed documents, positions restart at 0. Without an attention mask, this makes transformers separate
+        documents in every kind of layer; padding counts as one more document. With a cache, transformers would ignore
+        the positions, and documents would see earlier ones. OPT and Falcon always ignore positions: see
         `check_documents_are_apart`.
         """
         if not self.packed:
@@ -137,25 +137,25 @@ class Batch:
 
 
 def flat_rows(values: Tensor, places: Int[Tensor, " places"]) -> Tensor:
-    """Return some rows of (batch, positions, *) by their places in the flattened batch."""
+    """Return rows of a (batch, positions, *) tensor by their indices in the flattened batch."""
     return values.flatten(0, 1).index_select(0, places)
 
 
 @torch.no_grad()
 def check_documents_are_apart(model: "PreTrainedModel") -> None:
-    """Raise ValueError for a model whose own masks let packed documents see one another."""
+    """Raise ValueError if the model lets packed documents see one another."""
     documents = [((1, 2), (5, 6, 7)), ((3, 4), (5, 6, 7))]
     rows = [Example(first + second, (True,) * 5, 0, (2, 3)) for first, second in documents]
     logits = model(**collate(rows).to(model.device).model_inputs(), use_cache=False).logits[:, 2:].float()
     if not torch.allclose(logits[0], logits[1], rtol=0, atol=1e-3 * float(logits.abs().max())):
         raise ValueError(
-            f"data.packing is on, but a {model.config.model_type} model lets packed texts see one another: "
-            "set data.packing=false"
+            f"data.packing is on, but {model.config.model_type} models let packed texts see one another: set "
+            "data.packing=false"
         )
 
 
 def collate(examples: Sequence[Example], indices: Sequence[int] = ()) -> Batch:
-    """Pad examples on the right to the longest; ``indices`` are their places in the data set."""
+    """Pad examples on the right to the longest; ``indices`` are their indices in the data set."""
     longest = max(len(example.tokens) for example in examples)
     shape = (len(examples), longest)
     tokens, attention_mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -179,7 +179,7 @@ def collate(examples: Sequence[Example], indices: Sequence[int] = ()) -> Batch:
 
 
 def cut(example: Example, length: int) -> Example | None:
-    """Return the first ``length`` tokens of an example; None if none of these is trained."""
+    """Return the first ``length`` tokens of an example; None if none of them is trained."""
     if not example.trained[:length].any():
         return None
     if len(example.tokens) <= length:
@@ -188,7 +188,7 @@ def cut(example: Example, length: int) -> Example | None:
 
 
 def batch_indices(step: int, batch_size: int, dataset_size: int, seed: int) -> list[int]:
-    """Return the examples of step ``step`` (from 0): epoch after epoch, each in an order of its own."""
+    """Return the example indices of step ``step`` (from 0). Every epoch has a different order."""
     chosen: list[int] = []
     position = step * batch_size
     while len(chosen) < batch_size:

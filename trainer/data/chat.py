@@ -1,4 +1,4 @@
-"""Conversations become token ids, with the assistant's own tokens marked as trained."""
+"""Encoding of conversations as token ids, with the assistant's tokens marked as trained."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,25 +20,25 @@ from trainer.recipe.common import DataSection
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARKED = "the template's generation marks"
 COMPARED = "prefixes of the template compared"
-_GOES_ON = "\ue000"  # for private use: no template has it
-_SHORTEST_TEXT = 8  # tokens; a shorter last piece of a text is left out
+_GOES_ON = "\ue000"  # a private-use character that no template contains
+_SHORTEST_TEXT = 8  # in tokens; shorter last pieces of a text are skipped
 
 Messages = Sequence[dict[str, Any]]
 
 
 class Encoded(NamedTuple):
-    """The sequences of a transcript, not yet cut to the longest length."""
+    """The sequences of a transcript, before cutting to the maximum length."""
 
     transcript: Transcript
     mask_source: str
-    """The way in which the trained tokens were found, in words."""
+    """How the trained tokens were found, in words."""
     examples: tuple[Example, ...]
     ignored: tuple[str, ...] = ()
-    """Fields of the conversation that the chat template leaves out."""
+    """Fields of the conversation that the chat template ignores."""
 
 
 class TranscriptEncoder:
-    """Encodes transcripts with a tokenizer as a recipe's data section says."""
+    """Encoder of transcripts with a tokenizer, according to a recipe's data section."""
 
     def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
         self._max_length = section.max_length
@@ -47,13 +47,13 @@ class TranscriptEncoder:
         self._vocabulary = frozenset(tokenizer.get_vocab().values())
 
     def encode(self, transcript: Transcript) -> Encoded:
-        """Return the transcript's sequences; ValueError, naming the row, for one that cannot be encoded."""
+        """Return the transcript's sequences. Raises a ValueError that names the row if it cannot be encoded."""
         template = self._template and self._template.with_tools(transcript.tools)
         ignored = self.ignored(transcript.messages, transcript.tools)
         return self._encoded(transcript, template)._replace(ignored=ignored)
 
     def ignored(self, messages: Messages, tools: Tools | None) -> tuple[str, ...]:
-        """Return "tools", and the fields of the messages, that the chat template leaves out."""
+        """Return the names of message fields, and "tools", that the chat template ignores."""
         if self._template is None:
             return ("tools",) if tools else ()
         return self._template.with_tools(tools).ignored(messages)
@@ -63,29 +63,29 @@ class TranscriptEncoder:
         if transcript.format == "text":
             return Encoded(transcript, "the whole text", self._text_pieces(transcript.text))
         if transcript.format == "prompt_answer":
-            if not messages[1]["content"].strip():  # a model would be trained to stay silent
+            if not messages[1]["content"].strip():  # training would teach the model to stay silent
                 return Encoded(transcript, "nothing: the answer is empty", ())
             if template is None and transcript.answer_tokens is None:
-                return Encoded(transcript, "the answer behind its prompt", (self._answer_behind_prompt(transcript),))
+                return Encoded(transcript, "the answer after its prompt", (self._answer_behind_prompt(transcript),))
         if transcript.answer_tokens is not None:
             return Encoded(transcript, "the target's own tokens", self._own_tokens(transcript, template))
         if template is None:
             raise ValueError(
-                f"{where}: the tokenizer has no chat template, which {transcript.format!r} rows need: name a file with "
-                "one in data.chat_template, or use prompt and answer"
+                f"{where}: {transcript.format!r} rows need a chat template, and the tokenizer has none: set "
+                "data.chat_template to a file, or use prompt and answer"
             )
         marked = template.encode(messages, where, transcript.cut_off)
         examples = tuple(Example(tokens, trained, trained.index(True)) for tokens, trained in marked)
         return Encoded(transcript, template.mask_source, examples)
 
     def _text_pieces(self, text: str) -> tuple[Example, ...]:
-        """Cut a plain text into consecutive sequences; every token is trained."""
+        """Cut a plain text into consecutive sequences. Every token is trained."""
         tokens: list[int] = self._tokenizer(text)["input_ids"]
         pieces = [tokens[i : i + self._max_length] for i in range(0, len(tokens), self._max_length)]
         return tuple(Example(tuple(piece), (True,) * len(piece), 0) for piece in pieces if len(piece) >= _SHORTEST_TEXT)
 
     def _answer_behind_prompt(self, transcript: Transcript) -> Example:
-        """Join the prompt, the answer and, unless the answer was cut off, the end of the text, without a template."""
+        """Join prompt, answer and end-of-text token without a template; a cut-off answer gets no end-of-text token."""
         prompt, answer = (message["content"] for message in transcript.messages)
         prompt_tokens: list[int] = self._tokenizer(prompt)["input_ids"]
         answer_tokens: list[int] = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
@@ -95,9 +95,9 @@ class TranscriptEncoder:
         return Example(tuple(prompt_tokens + answer_tokens), tuple(mask), len(prompt_tokens))
 
     def _own_tokens(self, transcript: Transcript, template: "ChatTemplate | None") -> tuple[Example, ...]:
-        """Return a sequence for each answer, of the very tokens that the target wrote.
+        """Return one sequence per answer, made of exactly the tokens that the target wrote.
 
-        The answer's text may be other tokens when it is tokenized again, and a cut-off answer has no end to train.
+        Tokenizing the answer's text again may give other tokens, and a cut-off answer has no end to train.
         """
         messages, where, written = transcript.messages, transcript.where, transcript.answer_tokens
         indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -113,7 +113,7 @@ class TranscriptEncoder:
             examples.append(Example((*prompt, *tokens), trained, len(prompt)))
         if len(examples) != len(indices) or len(written) != len(indices):
             raise UserError(
-                f"{where}: {ANSWER_TOKENS} does not hold the tokens of each answer under this tokenizer",
+                f"{where}: {ANSWER_TOKENS} does not contain the tokens of each answer under this tokenizer",
                 "regenerate the answers with this target, or remove the field",
             )
         return tuple(examples)
@@ -124,7 +124,7 @@ class TranscriptEncoder:
         return integers and self._vocabulary.issuperset(tokens)
 
     def _reads(self, tokens: Any, answer: dict[str, Any], truncated: bool) -> bool:
-        """Return True for a list of this tokenizer's tokens that are the answer; of one with reasoning a part is."""
+        """Return True if ``tokens`` are token ids that spell the answer; with reasoning, they may spell more."""
         if not isinstance(tokens, list) or not self._knows(tokens):
             return False
         text, content = read_answer(self._tokenizer, tokens, truncated).strip(), answer["content"].strip()
@@ -137,35 +137,35 @@ class TranscriptEncoder:
 
 
 def read_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], truncated: bool) -> str:
-    """Return the text of an answer's tokens, as regeneration writes it down and training compares it."""
+    """Return the text of an answer's tokens; regeneration stores this text and training compares it."""
     text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return whole_characters(str(text), truncated)
 
 
 def whole_characters(answer: str, truncated: bool) -> str:
-    """Return the answer without the half character that a cut may leave at its end."""
+    """Return the answer; if it was truncated, without a half character at its end."""
     return answer.rstrip("\N{REPLACEMENT CHARACTER}") if truncated else answer
 
 
 class Marked(NamedTuple):
-    """A sequence of token ids; ``trained`` marks the assistant's own, its end of turn included."""
+    """A sequence of token ids. ``trained`` marks the assistant's tokens, including the end of its turn."""
 
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
 
     @property
     def end(self) -> int:
-        """The number of tokens up to the last marked one."""
+        """Number of tokens up to the last marked one."""
         return max((index + 1 for index, mark in enumerate(self.trained) if mark), default=0)
 
 
 class ChatTemplate:
-    """A tokenizer's chat template that tells the assistant's tokens from the others.
+    """A tokenizer's chat template that separates the assistant's tokens from the others.
 
-    A template with ``{% generation %}`` marks says so itself. Without marks, two texts are compared: the prompt that
-    asks for an answer, and the conversation with the answer, whose surplus is the answer. Some templates write earlier
-    turns differently once others follow (Qwen3 leaves out its thinking): such a conversation gives one sequence for
-    each answer, as the target saw it when it wrote that answer.
+    A template with ``{% generation %}`` marks says which tokens are the assistant's. Without marks, two texts are
+    compared: the prompt for an answer, and the conversation with the answer; the surplus is the answer. Some templates
+    write earlier turns differently once others follow (Qwen3 omits their thinking). Then each answer gives its own
+    sequence: what the target saw when it wrote the answer.
     """
 
     def __init__(
@@ -175,32 +175,32 @@ class ChatTemplate:
         tools: Tools | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """``template`` None: the tokenizer's own, of several the one for ``tools``, which every conversation has.
+        """Use ``template``; None means the tokenizer's template (of several, the one for ``tools``).
 
-        ``variables`` are those of `decoding.prompts.with_variables`.
+        Every conversation has these ``tools``. ``variables`` are as in `decoding.prompts.with_variables`.
         """
         self._tokenizer, self._given, self._tools, self._variables = tokenizer, template, tools, variables or {}
         self._template = with_variables(tokenizer.get_chat_template(template, tools), self._variables)
         self._has_marks = _GENERATION.search(self._template) is not None
         if not tokenizer.is_fast:
             raise ValueError(
-                "the tokenizer cannot say which characters a token stands for, which finding the assistant's tokens "
-                "needs: give a target with a tokenizer.json"
+                "finding the assistant's tokens needs a tokenizer that maps tokens to characters: use a target with "
+                "a tokenizer.json"
             )
         added: Any = tokenizer.added_tokens_decoder
         self._specials = tuple(token.content for token in added.values() if token.special)
 
     @property
     def mask_source(self) -> str:
-        """The way in which the assistant's tokens are found, in words."""
+        """How the assistant's tokens are found, in words."""
         return MARKED if self._has_marks else COMPARED
 
     def with_tools(self, tools: Tools | None) -> "ChatTemplate":
-        """Return the template of conversations whose assistant may call ``tools``."""
+        """Return the template for conversations in which the assistant may call ``tools``."""
         return self if tools == self._tools else ChatTemplate(self._tokenizer, self._given, tools, self._variables)
 
     def ignored(self, messages: Messages) -> tuple[str, ...]:
-        """Return "tools", and the fields of the messages, that change nothing in the text of a conversation."""
+        """Return the names of message fields, and "tools", that do not change the text of a conversation."""
         fields = [name for name in sorted(UNSPOKEN) if any(message.get(name) for message in messages)]
         without = {name: (self, [{**message, name: None} for message in messages]) for name in fields}
         if self._tools:
@@ -210,37 +210,38 @@ class ChatTemplate:
     def _is_same(self, messages: Messages, template: "ChatTemplate", others: Messages) -> bool:
         try:
             return self._render(messages) == template._render(others)
-        except (TemplateError, TypeError):  # raised by others that lack what the template needs
+        except (TemplateError, TypeError):  # raised if the template needs a removed field
             return False
 
     def prompt(self, messages: Messages, where: str) -> tuple[int, ...]:
-        """Return the tokens that ask for an answer to ``messages``; ``where`` names the row in errors."""
+        """Return the tokens that prompt for an answer to ``messages``; ``where`` names the row in errors."""
         try:
             text = self._asking(messages, where)
         except (TemplateError, TypeError) as error:
-            raise ValueError(f"{where}: the chat template cannot hold this conversation: {error}") from error
+            raise ValueError(f"{where}: the chat template rejects this conversation: {error}") from error
         tokens: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return tuple(tokens)
 
     def encode(self, messages: Messages, where: str, cut_off: bool = False) -> list[Marked]:
-        """Return one sequence, or one for each answer; ``where`` names the row in errors.
+        """Return one sequence, or one per answer; ``where`` names the row in errors.
 
-        With ``cut_off`` the end that the template puts behind the last answer is not marked: nobody wrote it.
+        With ``cut_off``, the end that the template adds after the last answer is not marked, since the target did not
+        write it.
         """
         if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError(f"{where}: the conversation has no answer of the assistant's, so nothing would be trained")
+            raise ValueError(f"{where}: the conversation has no assistant's answer to train on")
         try:
             encoded = self._by_marks(messages, where) if self._has_marks else self._by_comparison(messages, where)
             if cut_off and messages[-1]["role"] == "assistant":
                 encoded[-1] = self._without_end(messages, encoded[-1])
-        except (TemplateError, TypeError) as error:  # TypeError: a template adds texts to what is none
-            raise ValueError(f"{where}: the chat template cannot hold this conversation: {error}") from error
+        except (TemplateError, TypeError) as error:  # TypeError: the template adds a text to a value that is not text
+            raise ValueError(f"{where}: the chat template rejects this conversation: {error}") from error
         for sequence in encoded:
             self._check(sequence.trained, where)
         return encoded
 
     def _by_marks(self, messages: Messages, where: str) -> list[Marked]:
-        """Return one sequence; one for each answer if the template rewrites answers once others follow."""
+        """Return one sequence, or one per answer if the template rewrites answers once others follow."""
         whole, answers = self._marked(messages), [i for i, each in enumerate(messages) if each["role"] == "assistant"]
         if len(answers) == 1:
             return [whole]
@@ -252,9 +253,8 @@ class ChatTemplate:
             tokens, trained = found[place]
             if tokens[: before.end] != before.tokens[: before.end]:
                 raise ValueError(
-                    f"{where}: the chat template writes earlier answers in another way once a later one is there, so "
-                    "no sequence is what the target saw: give conversations of one answer, or another template in "
-                    "data.chat_template"
+                    f"{where}: the chat template rewrites earlier answers once a later one follows, so no sequence is "
+                    "what the target saw: use conversations of one answer, or another template in data.chat_template"
                 )
             found[place] = Marked(tokens, (False,) * before.end + trained[before.end :])
         return found
@@ -270,7 +270,10 @@ class ChatTemplate:
         return Marked(tuple(encoded["input_ids"]), tuple(bool(mark) for mark in encoded["assistant_masks"]))
 
     def _without_end(self, messages: Messages, marked: Marked) -> Marked:
-        """Unmark the tokens from where the text would change if the last answer, or its reasoning alone, went on."""
+        """Unmark the end that the template adds after the last answer.
+
+        It begins at the first character that changes if the answer, or its reasoning without content, grows.
+        """
         *before, last = messages
         text = self._render(messages)
         field = "content" if last["content"] or not last.get("reasoning_content") else "reasoning_content"
@@ -289,9 +292,9 @@ class ChatTemplate:
             answered = self._render(messages[: index + 1])
             if not answered.startswith(asked):
                 raise ValueError(
-                    f"{where}: the chat template writes what stands before an answer in another way once the answer is "
-                    "there, so the answer's tokens cannot be told: put {% generation %} ... {% endgeneration %} around "
-                    "the assistant's content in a template of your own, and name its file in data.chat_template"
+                    f"{where}: the chat template rewrites the text before an answer once the answer follows, so the "
+                    "answer's tokens cannot be found: put {% generation %} ... {% endgeneration %} around the "
+                    "assistant's content in a template file, and set data.chat_template to it"
                 )
             texts.append(answered)
             spans.append((len(asked), self._end_of_answer(answered)))
@@ -302,7 +305,7 @@ class ChatTemplate:
 
     def _asking(self, messages: Messages, where: str) -> str:
         if not messages:
-            raise ValueError(f"{where}: the conversation begins with the assistant: begin it with the user's message")
+            raise ValueError(f"{where}: the conversation begins with the assistant; begin it with a user message")
         return self._render(messages, add_generation_prompt=True)
 
     def _render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
@@ -316,12 +319,12 @@ class ChatTemplate:
         return str(text)
 
     def _end_of_answer(self, text: str) -> int:
-        """Return the place behind the end of turn: a line break after it is the template's, not the target's."""
+        """Return the index after the end of turn. A line break after it belongs to the template, not to the target."""
         stripped = text.rstrip()
         return len(stripped) if stripped.endswith(self._specials) else len(text)
 
     def _tokenize(self, text: str, spans: Sequence[tuple[int, int]]) -> Marked:
-        """Tokenize the text, marking each token of which any character lies in ``spans``."""
+        """Tokenize the text, and mark each token with a character in ``spans``."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         offsets = np.array(encoded["offset_mapping"]).reshape(-1, 2)
         marks = np.zeros(len(offsets), np.bool_)
@@ -337,18 +340,18 @@ class ChatTemplate:
         raise UserError(
             f"{where}: the chat template marks {found} of {len(trained)} tokens as the assistant's, so {wrong}: "
             f"{shorten(self._template, 160, placeholder=' ...')}",
-            "put {% generation %} ... {% endgeneration %} around the assistant's content alone",
+            "put {% generation %} ... {% endgeneration %} around the assistant's content only",
         )
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> ChatTemplate | None:
-    """Return the template in a Jinja file, else the tokenizer's own; None without either."""
+    """Return the template in a Jinja file, else the tokenizer's own, else None."""
     file, variables, given = section.chat_template, section.chat_template_kwargs, None
     if file is not None:
         if not Path(file).is_file():
-            raise ValueError(f"there is no chat template {file}: data.chat_template names a Jinja file")
+            raise ValueError(f"chat template {file} does not exist: set data.chat_template to a Jinja file")
         given = Path(file).read_text(encoding="utf-8")
     elif tokenizer.chat_template is None:
-        with_variables("", variables)  # which reads none
+        with_variables("", variables)  # rejects any variables
         return None
     return ChatTemplate(tokenizer, given, variables=variables)

@@ -1,4 +1,4 @@
-"""Rows become conversations: with their answers to train on, or without answers for a target to write them."""
+"""Conversations read from rows: with answers for training, or without, for a target to answer."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,16 +27,16 @@ from trainer.data.rows import Row
 from trainer.recipe.common import DataSection
 
 ANSWER_TOKENS = "answer_tokens"
-"""Field in which `headstart regenerate` keeps the target's own tokens, a list of token ids for each answer."""
+"""Field in which `headstart regenerate` stores the target's tokens: a list of token ids per answer."""
 PROMPT_TOKENS = "prompt_tokens"
-"""Field in which it keeps the tokens before each answer as a server rendered them."""
+"""Field in which it stores the tokens before each answer as a server rendered them."""
 TRUNCATED = "truncated"
-"""Field in which `headstart regenerate` says that the last answer was cut off, so that it has no end."""
+"""Field in which `headstart regenerate` records that the last answer was cut off and lacks its end token."""
 _PROMPT_ALONE = tuple(name for name in PROMPT_FIELDS if name not in ("messages", "conversations"))
-"""Fields of prompts whose answers stand in another field."""
+"""Prompt fields whose answers are in another field."""
 
 _ASKED = ("role", "content", "name", "tool_call_id")
-"""Fields of a message that are sent to a target."""
+"""Message fields that are sent to a target."""
 
 Message = dict[str, Any]
 Format = Literal["messages", "sharegpt", "prompt_answer", "text"]
@@ -44,29 +44,29 @@ Format = Literal["messages", "sharegpt", "prompt_answer", "text"]
 
 @dataclass(frozen=True)
 class Transcript:
-    """A row understood: a conversation with its answers, or a plain text."""
+    """An interpreted row: a conversation with answers, or a plain text."""
 
     where: str
-    """The row's place, as errors name it."""
+    """The row's location for error messages."""
     format: Format
     messages: tuple[Message, ...] = ()
     """The conversation; empty for a plain text."""
     text: str = ""
     """The plain text; empty for a conversation."""
     fields: tuple[str, str] | None = None
-    """The fields of the prompt and of its answer in ``prompt_answer`` rows."""
+    """Names of the prompt and answer fields in ``prompt_answer`` rows."""
     answer_tokens: Any = None
-    """The row's `ANSWER_TOKENS`, unchecked; None without that field."""
+    """The row's `ANSWER_TOKENS`, unchecked; None if absent."""
     prompt_tokens: Any = None
-    """The row's `PROMPT_TOKENS`, unchecked; None without that field."""
+    """The row's `PROMPT_TOKENS`, unchecked; None if absent."""
     cut_off: bool = False
-    """True if the last answer was cut off, so that it has no end to train."""
+    """True if the last answer was cut off, so its end is not trained."""
     tools: Tools | None = None
     """The functions that the assistant may call."""
 
 
 def transcript_of(row: Row, section: DataSection) -> Transcript:
-    """Understand a row as the recipe's data section says; ValueError, naming the row, for one that cannot be used."""
+    """Interpret a row as the recipe's data section says; raise a ValueError that names an unusable row."""
     fields, where = row.fields(), row.where
     format = _format_of(fields, section, where)
     if format == "text":
@@ -79,7 +79,7 @@ def transcript_of(row: Row, section: DataSection) -> Transcript:
     else:
         question, prompt = prompt_of(fields, section.prompt_field, where)
         reply = section.answer_field or find_answer(fields)
-        assert reply is not None, "the format says that there is one"
+        assert reply is not None, "the format guarantees an answer field"
         found, answer = (question, reply), answer_of(fields, reply, where)
         messages = [
             {"role": "user", "content": _text(prompt, question, where)},
@@ -99,7 +99,7 @@ def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Form
         "prompt_answer": alone and {prompt, answer} <= fields.keys(),
         "text": section.text_field in fields,
     }
-    named = section.prompt_field or section.answer_field  # must be there, not only a text
+    named = section.prompt_field or section.answer_field  # named fields are required, a text is not enough
     possible: list[Format] = [name for name in found if not (named and name == "text")]
     wanted = possible if section.format == "auto" else [section.format]
     format = next((name for name in wanted if found[name]), None)
@@ -112,7 +112,7 @@ def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Form
             "text": repr(section.text_field),
         }
         raise UserError(
-            f"{where}: the row has the fields {sorted(fields)} but training needs "
+            f"{where}: the row has the fields {sorted(fields)}, but training needs "
             f"{' or '.join(needed[name] for name in wanted)}",
             "set data.format, data.prompt_field, data.answer_field or data.text_field",
         )
@@ -121,13 +121,13 @@ def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Form
 
 def _text(value: Any, field: str, where: str) -> str:
     if not isinstance(value, str):
-        held = "is empty (null)" if value is None else f"holds {type(value).__name__}"
+        held = "is empty (null)" if value is None else f"contains {type(value).__name__}"
         raise ValueError(f"{where}: field {field!r} {held}, not text")
     return value
 
 
 class AnswerKey(NamedTuple):
-    """Identity of an answer: the source's line (from 1) and the sample of that line (from 0)."""
+    """Identity of an answer: the line in the source (from 1) and the sample of that line (from 0)."""
 
     row: int
     sample: int
@@ -135,10 +135,10 @@ class AnswerKey(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenConversation:
-    """A conversation to be answered. ``turns[i]`` are the messages between answer i - 1 and answer i.
+    """A conversation to be answered. ``turns[i]`` are the messages between answers i - 1 and i.
 
-    ``index`` (from 0) counts all conversations of a run; seeds are made of it. Without ``chat`` there is one turn of
-    one message, whose text is to be continued. ``tools``: the functions that the target may call; ``model``: the model
+    ``index`` (from 0) counts all conversations of a run and determines the seeds. Without ``chat`` there is one turn of
+    one message, whose text is continued. ``tools`` are the functions that the target may call. ``model`` is the model
     that the row names.
     """
 
@@ -160,17 +160,17 @@ class OpenConversation:
 
     @property
     def text(self) -> str:
-        """The text to be continued where there is no chat."""
+        """The text to continue if there is no chat."""
         return str(self.turns[0][0]["content"])
 
 
 def answer_message(content: str, **unspoken: Any) -> Message:
-    """Return an answer as a message; of the fields in `decoding.fields.UNSPOKEN` those that hold something."""
+    """Return an answer as a message, with the non-empty fields among `decoding.fields.UNSPOKEN`."""
     return {"role": "assistant", "content": content, **{name: held for name, held in unspoken.items() if held}}
 
 
 def is_empty(answer: Message) -> bool:
-    """Return True for an answer without text, reasoning and calls."""
+    """Return True for an answer without text, reasoning and tool calls."""
     return not answer["content"].strip() and not UNSPOKEN & answer.keys()
 
 
@@ -183,13 +183,14 @@ def read_conversations(
     stream: Iterable[dict[str, Any]] | None = None,
     on_bad: Callable[[ValueError], None] | None = None,
 ) -> Iterator[OpenConversation]:
-    """Yield the first ``limit`` rows of a file as they are read, each as ``samples`` conversations without answers.
+    """Yield ``samples`` conversations without answers for each of a file's first ``limit`` rows, as they are read.
 
-    ``stream``: rows in place of the file's. ``on_bad``: called for each row that is no prompt, which is left out then.
+    ``stream`` replaces the rows of the file. ``on_bad`` is called for each row that is not a prompt; such rows are
+    skipped.
 
-    The prompt's field is found as `decoding.prompts.read_prompts` finds it. A row of several turns, or of messages
-    with the assistant's between them, becomes a conversation of several turns, which only a ``chat`` can hold.
-    ValueError for a file without prompts and for a row that is none.
+    The prompt's field is found as in `decoding.prompts.read_prompts`. A row with several turns, or with messages
+    separated by the assistant's, becomes a conversation of several turns. Such a conversation requires ``chat``. Raises
+    ValueError for a file without prompts, and for a row that is not a prompt unless ``on_bad`` is given.
     """
     count = 0
     for number, row in read_rows(path) if stream is None else enumerate(map(without_nulls, stream), start=1):
@@ -202,7 +203,7 @@ def read_conversations(
             on_bad(error)
             continue
         if not chat and (len(turns) > 1 or len(turns[0]) > 1):
-            raise ValueError(f"{where}: a conversation of several messages needs a chat template: give one text a row")
+            raise ValueError(f"{where}: a conversation of several messages needs a chat template: use one text per row")
         model = row["model"] if isinstance(row.get("model"), str) else None
         for sample in range(samples):
             yield OpenConversation(AnswerKey(number, sample), count, turns, chat, tools, model)
@@ -210,7 +211,7 @@ def read_conversations(
         if limit is not None and count >= limit * samples:
             break
     if not count:
-        raise ValueError(f"{path} holds no prompts: give a .jsonl file with one a line, and a limit above 0")
+        raise ValueError(f"{path} contains no prompts: use a .jsonl file with one prompt per line, and a limit above 0")
 
 
 def _turns(value: Any, where: str) -> tuple[tuple[Message, ...], ...]:
@@ -228,7 +229,7 @@ def _turns(value: Any, where: str) -> tuple[tuple[Message, ...], ...]:
             raise ValueError(f"{where}: the prompt is {value!r:.60}, not text")
         found = tuple(({"role": "user", "content": text},) for text in texts)
     if not found:
-        raise ValueError(f"{where}: the conversation has nothing to answer: give at least one message of the user")
+        raise ValueError(f"{where}: the conversation has nothing to answer: add at least one user message")
     return found
 
 
@@ -240,9 +241,10 @@ def read_heldout(
     holds: int,
     max_new_tokens: int,
 ) -> list[tuple[OpenConversation, tuple[int, ...]]]:
-    """Return the first ``limit`` prompts of a file with their token ids, without those that are too long.
+    """Return the first ``limit`` prompts of a file with their token ids, skipping prompts that are too long.
 
-    ``holds``: the longest text, in tokens, that target and speculator can hold. ValueError if no prompt is left.
+    ``holds`` is the longest text, in tokens, that both target and speculator support. Raises ValueError if no prompt is
+    left.
     """
     chat = tokenizer.chat_template is not None
     conversations = read_conversations(path, field, limit, 1, chat)

@@ -1,6 +1,7 @@
-"""A data set: every row of a source as sequences of token ids with a loss mask, and an account of all rows.
+"""A data set: all rows of a source as token ids with a loss mask, plus counts of the rows.
 
-A row goes down once: `rows` reads it, `conversations` understands it, `chat` encodes it, `batch` holds the examples.
+Each row passes through four modules: `rows` reads it, `conversations` interprets it, `chat` encodes it, and `batch`
+defines the examples.
 """
 
 import hashlib
@@ -26,15 +27,15 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Dataset:
-    """The examples of a source, and an account of its rows."""
+    """The examples of a source, and counts of its rows."""
 
     examples: Sequence[Example]
-    """The sequences to train on, packed if the section asks for it; each is made anew when it is asked for."""
+    """The sequences to train on, packed if the section says so. Each access builds the example again."""
     firsts: Sequence[Example]
-    """The first sequence of each row, never packed; a long text gives several sequences."""
+    """The first sequence of each row, never packed. A long text has several sequences."""
     path: str
     sha256: str
-    """Digest of the whole source, and of the chat template's file if there is one."""
+    """Digest of the whole source, and of the chat template's file, if any."""
     account: Account
     max_length: int
     packed: bool
@@ -43,11 +44,11 @@ class Dataset:
 
     @property
     def fill(self) -> float:
-        """Share of the sequences' room, ``max_length`` tokens each, that holds tokens."""
+        """Share of the sequences' capacity (``max_length`` tokens each) that holds tokens."""
         return self.account.tokens / (len(self.examples) * self.max_length)
 
     def describe(self) -> str:
-        """Return one sentence with every count."""
+        """Return one sentence with all counts."""
         account = self.account
         formats = " and ".join(f"{count:,} {name}" for name, count in account.formats.items())
         found = f": {' and '.join(account.fields)}" if account.fields else ""
@@ -59,7 +60,7 @@ class Dataset:
         if account.truncated:
             parts.append(f"{account.truncated:,} cut at {self.max_length} tokens")
         if account.skipped:
-            parts.append(f"{account.skipped:,} left out with nothing to train in {self.max_length} tokens")
+            parts.append(f"{account.skipped:,} skipped with nothing to train in {self.max_length} tokens")
         if account.bad_rows:
             parts.append(f"{account.bad_rows:,} bad rows skipped")
         if self.packed:
@@ -70,20 +71,20 @@ class Dataset:
 
 
 def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Load every row of a source, of a hub data set those of ``section.split``, as sequences with a loss mask.
+    """Load all rows of a source as sequences with a loss mask; a hub data set is read from ``section.split``.
 
-    ValueError for a source without a trained token, and for a bad row unless the section skips these.
+    Raises ValueError for a source without a trained token, and for a bad row unless the section skips bad rows.
     """
     source = open_source(path, section)
     sequences, firsts, account = load_sequences(source, section, tokenizer)
     for error in account.named:
         _LOGGER.warning("skipped: %s", error)
     for field, count in account.ignored.items():
-        remedy = "name a template that writes this field in data.chat_template"
-        _LOGGER.warning("%s rows have %s, which the chat template leaves out: %s", f"{count:,}", field, remedy)
+        remedy = "set data.chat_template to a template that uses this field"
+        _LOGGER.warning("%s rows have %s, but the chat template ignores this field: %s", f"{count:,}", field, remedy)
     if not sequences:
-        why = f"; the first of {account.bad_rows} bad ones: {account.named[0]}" if account.named else ""
-        raise ValueError(f"{path} holds nothing to train on: no row is left with a trained token in it{why}")
+        why = f"; the first of {account.bad_rows} bad rows: {account.named[0]}" if account.named else ""
+        raise ValueError(f"{path} contains nothing to train on: no row has a trained token{why}")
     digest = source.sha256
     if section.chat_template is not None:
         digest = hashlib.sha256(digest.encode() + Path(section.chat_template).read_bytes()).hexdigest()
@@ -102,13 +103,13 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
 
 
 def load_splits(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
-    """Load the training data and the held-out data, which is never packed. ValueError for rows that cannot be used."""
+    """Load the training data and the held-out data (never packed). Raises ValueError for unusable rows."""
     heldout = load_heldout_data(section, tokenizer)
     return load_training_data(section, tokenizer), heldout
 
 
 def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Load the held-out data alone, never packed."""
+    """Load only the held-out data, never packed."""
     apart = section.model_copy(update={"split": section.heldout_split, "packing": False})
     try:
         return load_dataset(resolve(section.heldout), apart, tokenizer)
@@ -117,20 +118,20 @@ def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) 
 
 
 def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Load the training data alone. Every process calls this: one machine may have to tokenize it."""
+    """Load only the training data. Every process must call this, since one per machine may tokenize."""
     return agreed(lambda: load_dataset(resolve(section.train), section, tokenizer), patient=True)
 
 
 def not_held_out(heldout: str, train: str) -> str:
-    """Return a warning that two settings name the same rows."""
-    return f"warning: {heldout} is the same data as {train}, so held-out figures are of texts that were learnt"
+    """Return a warning that two settings name the same data."""
+    return f"warning: {heldout} is the same data as {train}, so held-out figures are measured on training data"
 
 
 def heldout_prompts(examples: Sequence[Example], count: int, prompt_tokens: int, longest: int) -> list[tuple[int, ...]]:
-    """Return up to ``count`` prompts to decode from: the tokens before the answer, or a plain text's first tokens.
+    """Return up to ``count`` prompts to decode from: the tokens before the answer, or the beginning of a plain text.
 
-    A plain text gives ``prompt_tokens`` tokens. Prompts of more than ``longest`` tokens are passed over; ValueError if
-    none is left.
+    A plain text gives ``prompt_tokens`` tokens. Prompts of more than ``longest`` tokens are skipped. Raises ValueError
+    if no prompt is left.
     """
     prompts = []
     for example in examples:
@@ -140,5 +141,5 @@ def heldout_prompts(examples: Sequence[Example], count: int, prompt_tokens: int,
         if len(prompts) == count:
             break
     if not prompts:
-        raise ValueError(f"no held-out prompt has at most {longest} tokens: give shorter prompts or fewer new tokens")
+        raise ValueError(f"no held-out prompt has at most {longest} tokens: use shorter prompts or fewer new tokens")
     return prompts

@@ -1,4 +1,4 @@
-"""Rows to sequences, with an account of every row; in other processes too, for large sources."""
+"""Encoding of rows as sequences, with counts, in several processes for large sources."""
 
 import os
 from collections import Counter
@@ -18,48 +18,48 @@ from trainer.data.conversations import transcript_of
 from trainer.data.rows import Row, RowSource
 from trainer.recipe.common import DataSection
 
-_NAMED_ROWS = 5  # bad rows that are named; all are counted
+_NAMED_ROWS = 5  # bad rows to name; all are counted
 _ROWS_AT_ONCE = 64
-_START = "spawn"  # a fork of this process would hold its threads' locks and its devices
+_START = "spawn"  # a fork would hold this process's thread locks and devices
 
 
 @dataclass
 class Account:
-    """Counts of the rows of a source, and of the sequences that they became."""
+    """Counts of a source's rows and of their sequences."""
 
     formats: Counter[str] = field(default_factory=Counter)
     """Format -> rows."""
     fields: Counter[str] = field(default_factory=Counter)
     """Fields of prompt and answer, such as "question with answer" -> rows."""
     mask_sources: Counter[str] = field(default_factory=Counter)
-    """Way in which the trained tokens were found -> rows."""
+    """How the trained tokens were found -> rows."""
     ignored: Counter[str] = field(default_factory=Counter)
-    """Field of a conversation that the chat template leaves out, such as "tools" -> rows."""
+    """Field of a conversation that the chat template ignores, such as "tools" -> rows."""
     sequences: int = 0
-    """Before they are packed."""
+    """Number of sequences before packing."""
     tokens: int = 0
     trained_tokens: int = 0
     truncated: int = 0
-    """Sequences cut off at ``max_length``."""
+    """Sequences cut at ``max_length``."""
     skipped: int = 0
-    """Sequences left out: the first answer begins behind ``max_length``, or the text has fewer than 8 tokens."""
+    """Skipped sequences: the first answer starts after ``max_length``, or the text has fewer than 8 tokens."""
     bad_rows: int = 0
-    """Rows left out because they cannot be used."""
+    """Skipped rows that are unusable."""
     named: list[str] = field(default_factory=list)
     """The first bad rows, each with its error."""
 
     @property
     def num_rows(self) -> int:
-        """Rows that were read, the bad ones included."""
+        """Number of rows read, including bad rows."""
         return sum(self.formats.values()) + self.bad_rows
 
     def count_bad(self, error: ValueError) -> None:
-        """Count a row that cannot be used."""
+        """Count an unusable row."""
         self.bad_rows += 1
         self.named = [*self.named, str(error)][:_NAMED_ROWS]
 
     def count(self, encoded: Encoded, kept: Sequence[Example | None]) -> None:
-        """Count a row: its sequences, and for each the part that is kept."""
+        """Count a row with its sequences and, for each, the part that is kept."""
         self.formats[encoded.transcript.format] += 1
         self.mask_sources[encoded.mask_source] += 1
         self.ignored.update(encoded.ignored)
@@ -76,30 +76,30 @@ class Account:
         self.skipped += not kept
 
     def add(self, later: "Account") -> None:
-        """Count the rows of an account of later rows too."""
+        """Add the counts of later rows."""
         for name, value in vars(later).items():
             setattr(self, name, getattr(self, name) + value)
         self.named = self.named[:_NAMED_ROWS]
 
 
 class RowEncoder:
-    """Encodes rows as a recipe's data section says."""
+    """Encoder of rows according to a recipe's data section."""
 
     def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
         self._section = section
         self._encoder = TranscriptEncoder(section, tokenizer)
 
     def encode(self, row: Row) -> Encoded | ValueError:
-        """Return a row's sequences; raise the ValueError of a bad row, or return it where the section skips these."""
+        """Return a row's sequences. For a bad row, raise its ValueError, or return it if the section skips bad rows."""
         try:
             return self._encoder.encode(transcript_of(row, self._section))
         except ValueError as error:
             if self._section.bad_rows == "stop":
-                raise ValueError(f"{error}; data.bad_rows=skip leaves such rows out") from error
+                raise ValueError(f"{error}; set data.bad_rows=skip to skip such rows") from error
             return error
 
     def encode_all(self, rows: Sequence[Row]) -> tuple[list[list[Example]], Account]:
-        """Return the sequences of each row, cut to ``max_length``, and an account of the rows."""
+        """Return the sequences of each row, cut to ``max_length``, and the counts of the rows."""
         account, found = Account(), []
         for row in rows:
             encoded = self.encode(row)
@@ -115,9 +115,9 @@ class RowEncoder:
 def encoded_rows(
     source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase, processes: int
 ) -> Iterator[tuple[list[list[Example]], Account]]:
-    """Yield `RowEncoder.encode_all` of up to ``max_rows`` rows, some rows at a time, in their order.
+    """Yield `RowEncoder.encode_all` of up to ``max_rows`` rows, in groups, in order.
 
-    No more processes are started than there are cores; their number changes no sequence.
+    At most one process per core is started. The number of processes does not affect the sequences.
     """
     rows = islice(source.read(), section.max_rows)
     tasks = iter(lambda: list(islice(rows, _ROWS_AT_ONCE)), [])
@@ -130,12 +130,12 @@ def encoded_rows(
             while some := list(islice(tasks, 4 * processes)):
                 yield from pool.map(_encode_here, some)
         except BrokenProcessPool as error:
-            message = f"one of the {processes} processes that tokenize was ended from outside, perhaps for its memory"
+            message = f"one of the {processes} tokenizing processes was killed, perhaps for lack of memory"
             raise UserError(message, "lower data.num_proc") from error
 
 
 _HERE: list[RowEncoder] = []
-"""The encoder of a process that encodes for another one."""
+"""The encoder in a worker process."""
 
 
 def _begin(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:

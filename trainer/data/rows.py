@@ -1,7 +1,7 @@
-"""Rows of a data source in a fixed order: .jsonl and .parquet files, folders of them, data sets on the hub.
+"""Rows of a data source in a fixed order: .jsonl and .parquet files, folders of them, hub data sets.
 
-A hub data set is named ORG/NAME[@REVISION][:CONFIG]. If it is streamed, its rows are fetched while they are read, and
-no copy of its files is left on the disk.
+A hub data set is named ORG/NAME[@REVISION][:CONFIG]. A streamed data set is fetched while its rows are read, and leaves
+no copy on the disk.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ from trainer.files.folders import sha256_of
 from trainer.recipe.common import DataSection
 
 SET_ASIDE = ".failed.jsonl"
-"""End of the name of a file with conversations that `headstart regenerate` set aside."""
+"""Suffix of files with conversations that `headstart regenerate` set aside."""
 _SUFFIXES = (".jsonl", ".parquet")
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([^\s:@]+))?(?::([\w.-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Preset(NamedTuple):
-    """A set of prompts on the hub, the field of its prompts, and its licence as its card has it."""
+    """A set of prompts on the hub, its prompt field, and its licence according to its card."""
 
     source: str
     field: str
@@ -49,16 +49,16 @@ PRESETS = {
     "gsm8k": Preset("openai/gsm8k:main", "question", "mit"),
     "codealpaca": Preset("sahil2801/CodeAlpaca-20k", "instruction", "cc-by-4.0"),
 }
-"""Prompts by name."""
+"""Sets of prompts by name."""
 
 
 class Row(NamedTuple):
     """One row: its fields by name, or the reason why it has none."""
 
     where: str
-    """The file and the line, or the data set and the row, as errors name them."""
+    """The row's location for error messages: file and line, or data set and row."""
     content: dict[str, Any] | ValueError
-    """ValueError for a line that is not a JSON object; the reader decides whether it stops the run."""
+    """ValueError for a line that is not a JSON object; the reader decides whether this stops the run."""
 
     def fields(self) -> dict[str, Any]:
         """Return the fields; raise the row's ValueError if it has none."""
@@ -69,17 +69,18 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSource:
-    """Rows of files or of a hub data set, and a digest of all of them."""
+    """Rows of files or of a hub data set, and a digest of all rows."""
 
     name: str
     sha256: str
-    """Digest of the file; of a folder's names and digests; of a hub data set's name, split and fingerprint; of a
-    stream's name, split and commit."""
+    """Digest of a file; or of a folder's file names and digests; or of a hub data set's name, split and fingerprint
+    (for a stream: name, split and commit).
+    """
     files: tuple[Path, ...] = ()
     hub: Iterable[dict[str, Any]] | None = None
-    """The rows of a hub data set, in place of files."""
+    """The rows of a hub data set; then ``files`` is empty."""
     commit: str | None = None
-    """The commit of a hub data set that is streamed."""
+    """The commit of a streamed hub data set."""
 
     @property
     def num_bytes(self) -> int | None:
@@ -87,7 +88,7 @@ class RowSource:
         return sum(file.stat().st_size for file in self.files) if self.hub is None else None
 
     def read(self) -> Iterator[Row]:
-        """Yield every row, file after file; lines and rows count from 1."""
+        """Yield all rows, file after file; lines and rows count from 1."""
         for number, fields in enumerate(self.hub or (), start=1):
             yield Row(f"{self.name}, row {number}", without_nulls(fields))
         for file in self.files:
@@ -98,30 +99,30 @@ class RowSource:
 
 
 def open_source(name: str, section: DataSection) -> RowSource:
-    """Open a file, a folder's files in the order of their names, or the section's split of a data set on the hub.
+    """Open a file, a folder's files in order of name, or the section's split of a hub data set.
 
-    Hidden files and conversations that `headstart regenerate` set aside are not data of a folder. Of a streamed set
-    only the commit is asked for here. ValueError for a source that is not there or cannot be read.
+    A folder's hidden files and its files set aside by `headstart regenerate` are ignored. For a streamed data set, this
+    only requests the commit. Raises ValueError for a missing or unreadable source.
     """
     path = Path(name)
     if path.is_dir():
         files = tuple(sorted(file for file in path.iterdir() if _is_data(file.name)))
         if not files:
-            raise UserError(f"folder {name} holds no data", "put .jsonl or .parquet files into it")
+            raise UserError(f"folder {name} contains no data", "add .jsonl or .parquet files")
         digests = "".join(f"{file.name} {sha256_of(file)}\n" for file in files)
         return RowSource(name, hashlib.sha256(digests.encode()).hexdigest(), files)
     if path.is_file():
         return RowSource(name, sha256_of(path), (path,))
     found = None if name.endswith((*_SUFFIXES, ".json")) else _HUB_NAME.fullmatch(name)
     if found is None:
-        remedy = "give a .jsonl or .parquet file, a folder of them, or ORG/NAME on the hub"
-        raise UserError(f"there is no data file {name}", remedy)
+        remedy = "pass a .jsonl or .parquet file, a folder of them, or ORG/NAME on the hub"
+        raise UserError(f"data file {name} does not exist", remedy)
     hub = HubName(found[1], found[2])
     return (_streamed if section.streaming else _downloaded)(name, hub, found[3], section)
 
 
 def stream_prompts(name: str) -> RowSource:
-    """Stream ORG/NAME[@REVISION][:CONFIG][:SPLIT] from the hub; ORG/NAME::SPLIT has no configuration."""
+    """Stream ORG/NAME[@REVISION][:CONFIG][:SPLIT] from the hub. ORG/NAME::SPLIT has no configuration."""
     repository, config, split = (*name.split(":", 2), "", "")[:3]
     section = DataSection(train=name, heldout=name, streaming=True, split=split or "train")
     return open_source(f"{repository}:{config}" if config else repository, section)
@@ -151,15 +152,15 @@ def _downloaded(name: str, hub: HubName, config: str | None, section: DataSectio
         rows: Any = datasets.load_dataset(hub.repo_id, config, split=section.split, revision=hub.revision)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"there is no file or folder {name}, and split {section.split!r} of a hub data set of that name cannot be "
-            f"read: {first_line(error)}"
+            f"file or folder {name} does not exist, and split {section.split!r} of the hub data set with that name "
+            f"cannot be read: {first_line(error)}"
         ) from error
     digest = hashlib.sha256(f"{name}\n{section.split}\n{rows._fingerprint}".encode()).hexdigest()
     return RowSource(name, digest, hub=rows)
 
 
 def _streamed(_: str, hub: HubName, config: str | None, section: DataSection) -> RowSource:
-    """Return a stream under a name without its revision: the cached tokens are the same if the commit is."""
+    """Return a stream whose name omits the revision, so that equal commits share cached tokens."""
     name = ":".join(part for part in (hub.repo_id, config) if part)
     commit = _commit_of(hub)
     digest = hashlib.sha256(repr((name, section.split, commit, "streamed")).encode()).hexdigest()
@@ -168,7 +169,7 @@ def _streamed(_: str, hub: HubName, config: str | None, section: DataSection) ->
 
 @dataclass(frozen=True)
 class _Stream:
-    """Rows of a hub data set's split, fetched while they are read, always those of one commit."""
+    """Rows of one split of a hub data set at one commit, fetched while they are read."""
 
     hub: HubName
     config: str | None
@@ -176,7 +177,7 @@ class _Stream:
     commit: str
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows from the first on; ValueError, in one sentence, if they cannot be fetched or read."""
+        """Yield all rows; raise a one-sentence ValueError if they cannot be fetched or read."""
         import datasets
 
         unreadable = (HTTPError, OSError, ValueError, TypeError, EOFError, RuntimeError)
@@ -188,10 +189,9 @@ class _Stream:
             return
         except (*unreadable, datasets.exceptions.DatasetsError) as error:
             problem = str(error) if isinstance(error, UserError) else _explained(error, self.hub)
-        # Raised here, outside the handler: an exception's context would hold the request and its header.
+        # Raise outside the handler: the exception's context would hold the request and its header.
         raise ValueError(
-            f"the stream of {name} broke off after {number:,} rows: {problem}; the next start reads it from its first "
-            "row"
+            f"the stream of {name} broke off after {number:,} rows: {problem}; the next run reads it from the first row"
             if number
             else f"{name} cannot be streamed from the hub: {problem}"
         )
@@ -199,14 +199,15 @@ class _Stream:
     def _open(self) -> Iterable[dict[str, Any]]:
         import datasets
 
-        HfApi().auth_check(self.hub.repo_id, repo_type="dataset")  # the datasets library hides why it is refused
+        HfApi().auth_check(self.hub.repo_id, repo_type="dataset")  # the datasets library hides the reason for a refusal
         splits: Any = datasets.load_dataset(self.hub.repo_id, self.config, revision=self.commit, streaming=True)
         if self.split not in splits:
             remedy = (
-                "give one as data.split or data.heldout_split, or as ORG/NAME::SPLIT of --prompts, and take a part of "
+                "set data.split or data.heldout_split to one of these, or pass ORG/NAME::SPLIT to --prompts; select "
+                "a part "
             )
-            remedy += "it by data.max_rows, or --limit"
-            raise UserError(f"it has no split {self.split!r} but {' and '.join(splits)}", remedy)
+            remedy += "with data.max_rows or --limit"
+            raise UserError(f"it has no split {self.split!r}, only {' and '.join(splits)}", remedy)
         rows: Iterable[dict[str, Any]] = splits[self.split]
         return rows
 
@@ -215,20 +216,20 @@ def _commit_of(hub: HubName) -> str:
     if hub.revision is not None and _COMMIT.fullmatch(hub.revision):
         return hub.revision
     try:
-        # Not the list of the set's files, which may be long.
+        # expand avoids fetching the list of files, which may be long.
         sha = HfApi().dataset_info(hub.repo_id, revision=hub.revision, expand=["sha"]).sha
     except (HTTPError, OSError, ValueError) as error:
         problem = _explained(error, hub)
     else:
-        assert sha is not None, "it was asked for"
+        assert sha is not None, "the request expands the sha"
         return sha
-    raise ValueError(f"there is no file or folder {hub.repo_id}, and it cannot be streamed from the hub: {problem}")
+    raise ValueError(f"file or folder {hub.repo_id} does not exist, and the hub data set cannot be streamed: {problem}")
 
 
 def _explained(error: Exception, hub: HubName) -> str:
-    """Say in one sentence why nothing was fetched, and what helps, without the queries of addresses (signatures)."""
+    """Explain in one sentence why fetching failed and how to fix it. URL queries (signatures) are removed."""
     address = without_login(constants.ENDPOINT)
-    remedy = "or name the commit whose tokens are cached here, as ORG/NAME@COMMIT"
+    remedy = "or pass the commit whose tokens are cached here, as ORG/NAME@COMMIT"
     problem, cause = shortened(error) or type(error).__name__, error
     causes: list[BaseException] = []
     while cause is not None:
@@ -238,7 +239,7 @@ def _explained(error: Exception, hub: HubName) -> str:
         if isinstance(each, OfflineModeIsEnabled):
             problem = f"HF_HUB_OFFLINE is set: unset it, {remedy}"
         elif isinstance(each, RemoteEntryNotFoundError) and each is not error:
-            continue  # a set need not have a card
+            continue  # a data set may lack a card
         elif isinstance(each, HfHubHTTPError):
             problem = explained(each, hub, f"{address}/datasets/{hub.repo_id}")
         elif isinstance(each, HTTPError):

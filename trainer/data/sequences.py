@@ -1,4 +1,4 @@
-"""Sequences of token ids, mapped from a file, and views that choose among sequences or pack them."""
+"""Sequences of token ids mapped from a file, and views that select or pack sequences."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from trainer.data.batch import Example
 
 
 class _Examples(Sequence[Example]):
-    """Sequences that are made when they are asked for."""
+    """Sequences that are built on access."""
 
     def _at(self, index: int) -> Example:
         raise NotImplementedError
@@ -42,14 +42,14 @@ class StoredExamples(_Examples):
 
     def _at(self, index: int) -> Example:
         tokens, trained, prompt_length = (column[index] for column in self._columns)
-        mask = trained.values.to_numpy(zero_copy_only=False)  # a bit each in the file
+        mask = trained.values.to_numpy(zero_copy_only=False)  # the file stores one bit per token
         return Example(tokens.values.to_numpy(), mask, prompt_length.as_py())
 
 
 class Packed(_Examples):
     """Sequences of another set, joined into longer ones.
 
-    Example i holds the documents ``order[bounds[i] : bounds[i + 1]]``.
+    Example i contains the documents ``order[bounds[i] : bounds[i + 1]]``.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ def chosen(examples: Sequence[Example], indices: Int[np.ndarray, " chosen"]) -> 
 
 
 def pack(examples: Sequence[Example], max_length: int) -> Packed:
-    """Pack examples into sequences of at most ``max_length`` tokens by best fit.
+    """Pack examples by best fit into sequences of at most ``max_length`` tokens.
 
-    Examples are placed in their order, each where it leaves the least room, so the same examples give the same
-    sequences. They are joined when they are read.
+    Examples are placed in order, each in the sequence that it fills most, so equal examples give equal sequences. They
+    are joined on access.
     """
     packed: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (free tokens, index of the sequence), sorted

@@ -1,8 +1,8 @@
-"""Token ids on disk: the rows of a source are tokenized once on a machine, and mapped by every process that trains.
+"""Cache of token ids: one process per machine tokenizes a source, all map the result.
 
-A folder in the cache holds the sequences as an Arrow file of the datasets library, and an account of the rows. Its name
-is a digest of all that decides the sequences. It appears whole or not at all, with checksums. The library's own cache
-would know neither that the tokenizer or this code changed, nor that a file is damaged, and would copy streamed rows.
+A cache folder contains the sequences as an Arrow file of the datasets library, and counts of the rows. Its name is
+a digest of everything that determines the sequences. It appears whole or not at all, with checksums. The library's own
+cache would not notice a changed tokenizer, changed code or a damaged file, and would copy streamed rows.
 """
 
 import json
@@ -35,24 +35,24 @@ from trainer.recipe.common import DataSection
 
 _SEQUENCES, _ACCOUNT = "sequences.arrow", "account.json"
 _FEW_ROWS, _FEW_BYTES = 256, 1 << 20
-"""So few rows are tokenized as fast as a file of them is found."""
+"""Up to these sizes, tokenizing is as fast as finding the cached file."""
 _DECIDES = (
     *("format", "text_field", "prompt_field", "answer_field", "max_length", "max_rows", "bad_rows"),
     "chat_template_kwargs",
 )
-"""The fields of a data section that decide the sequences, besides the chat template's file and the source."""
+"""Fields of a data section that determine the sequences, besides the chat template's file and the source."""
 _CODE = ("rows", "conversations", "chat", "encoding", "sequences", "batch", "token_cache")
 _LOGGER = logging.getLogger(__name__)
 
 Tokenized = tuple[Sequence[Example], Int[np.ndarray, " rows"], Account]
-"""The sequences of a source, the index of each row's first one, and the account of all rows."""
+"""The sequences of a source, the index of each row's first sequence, and counts of all rows."""
 
 
 def load_sequences(source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
-    """Return the sequences of a source, from the cache or into it; those of few rows are kept in memory.
+    """Return the sequences of a source from the cache, filling it if needed; few rows are only kept in memory.
 
-    Of the processes on a machine the first tokenizes, and the others wait for it. ValueError for bad rows and for a
-    cache that cannot be written.
+    The first process on a machine tokenizes while the others wait. Raises ValueError for bad rows and for a cache that
+    cannot be written.
     """
     if source.num_bytes is not None and (
         source.num_bytes <= _FEW_BYTES or (section.max_rows is not None and section.max_rows <= _FEW_ROWS)
@@ -69,24 +69,24 @@ def load_sequences(source: RowSource, section: DataSection, tokenizer: PreTraine
                 found = _read(folder)
     except OSError as error:
         raise UserError(
-            f"the tokens of {source.name} cannot be kept in {folder.parent} ({error})",
-            "make room there, or name another folder in HEADSTART_CACHE",
+            f"the tokens of {source.name} cannot be stored in {folder.parent} ({error})",
+            "free some disk space, or set HEADSTART_CACHE to another folder",
         ) from error
     assert found is not None, f"{folder} was written and cannot be read"
     return found
 
 
 def cache_folder() -> Path:
-    """Return the folder of all token files; whatever is in it may be deleted, and is then written again."""
+    """Return the folder of all token files. Its files may be deleted; they are then written again."""
     return cache_root() / "tokens"
 
 
 def fingerprint(source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a digest of all that decides the sequences and the account of a source's rows, the code included."""
+    """Return a digest of everything that determines the sequences and counts of a source, including the code."""
     decides: dict[str, Any] = {name: getattr(section, name) for name in _DECIDES}
     if section.chat_template is not None:
         decides["chat_template"] = sha256_of(Path(section.chat_template))
-    with TemporaryDirectory() as folder:  # the files that a tokenizer is saved as are all that it is
+    with TemporaryDirectory() as folder:  # the saved files describe a tokenizer completely
         tokenizer.save_pretrained(folder)
         files = {path.name: sha256_of(path) for path in sorted(Path(folder).iterdir())}
     versions = [transformers.__version__, tokenizers.__version__]
@@ -95,7 +95,7 @@ def fingerprint(source: RowSource, section: DataSection, tokenizer: PreTrainedTo
 
 @cache
 def _digest_of_code() -> str:
-    """Return a digest of the code that makes sequences of rows, so that no change of it is forgotten here."""
+    """Return a digest of the code that turns rows into sequences, so that a code change invalidates the cache."""
     names = [
         *(("trainer.data", name) for name in _CODE),
         *(("decoding", name) for name in ("fields", "jsonl", "prompts")),
@@ -114,7 +114,7 @@ def _in_memory(source: RowSource, section: DataSection, tokenizer: PreTrainedTok
 
 
 def _say_once(sentence: str) -> None:
-    """Say it once on a machine."""
+    """Log the sentence once per machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         _LOGGER.warning("%s", sentence)
 
@@ -123,7 +123,7 @@ def _write(folder: Path, source: RowSource, section: DataSection, tokenizer: Pre
     from datasets import Features, List, Value
     from datasets.arrow_writer import ArrowWriter
 
-    from trainer.terminal.console import standard_error  # few rows are read where rich is not installed
+    from trainer.terminal.console import standard_error  # importing this module must not require rich
     from trainer.terminal.progress import ProgressBar
 
     columns = {"tokens": List(Value("int32")), "trained": List(Value("bool"))}
@@ -143,7 +143,7 @@ def _write(folder: Path, source: RowSource, section: DataSection, tokenizer: Pre
 
 
 def _read(folder: Path) -> Tokenized | None:
-    """Map a folder's sequences; None without a folder, and, with a warning, for a damaged one."""
+    """Map the sequences in a folder; None if the folder is missing, or, with a warning, damaged."""
     if not folder.is_dir():
         return None
     try:
@@ -156,6 +156,6 @@ def _read(folder: Path) -> Tokenized | None:
         examples = StoredExamples(folder / _SEQUENCES)
         firsts = np.flatnonzero(examples.dataset.data.column("first").to_numpy())
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _say_once(f"the tokens in {folder} are damaged ({first_line(error)}): the rows are tokenized again")
+        _say_once(f"the tokens in {folder} are damaged ({first_line(error)}); tokenizing the rows again")
         return None
     return examples, firsts, account

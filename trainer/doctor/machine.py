@@ -90,7 +90,7 @@ def check_hub(environment: Mapping[str, str]) -> Finding:
     """Report the Hub's endpoint and which keys are set; never show a key."""
     keys = [f"{key} {'set' if environment.get(key) else 'not set'}" for key in _KEYS]
     offline = "offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else without_login(constants.ENDPOINT)
-    return ok("Hub", f"{offline}, {'no token' if get_token() is None else 'a token is there'}; {', '.join(keys)}")
+    return ok("Hub", f"{offline}, {'no token' if get_token() is None else 'token set'}; {', '.join(keys)}")
 
 
 def free_bytes() -> int | None:
@@ -111,7 +111,7 @@ def free_bytes() -> int | None:
 
 
 def _free_beneath(path: Path) -> int:
-    """Return the free bytes on the disk of a folder, which need not exist."""
+    """Return the free bytes on the disk of a folder; the folder may be missing."""
     return shutil.disk_usage(next(each for each in (path, *path.absolute().parents) if each.exists())).free
 
 

@@ -84,7 +84,7 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
         method = quantisation(folder)
         for key, stored in weights_header(folder, _COPY).items() if any(folder.glob("*.safetensors")) else ():
             if method is not None:
-                break  # packed weights have other shapes, and scales
+                break  # packed weights have other shapes and extra scales
             if shapes.get(key, tuple(stored.shape)) != tuple(stored.shape):
                 found = f"{key} has shape {tuple(stored.shape)}, but config.json says {shapes[key]}"
                 raise UserError(found, _COPY)
@@ -103,7 +103,7 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
 
 
 def fitting_recipes(target: CausalLM) -> tuple[str, ...]:
-    """Return the names in recipes/any that train for a target. One that verifies chains alone is no draft itself."""
+    """Return the names in recipes/any that train for a target. A target that verifies only chains cannot be a draft."""
     if why_no_chains(target.model):
         return ()
     return ("medusa1", "draft") if target.no_trees is None else ("medusa1", "dspark")
@@ -116,8 +116,8 @@ def _files(name: str, folder: Path) -> Finding:
     if (missing := _not_fetched(name, folder)) is not None:
         return missing
     if not any(folder.glob("*.safetensors")):
-        remedy = "load it in a trusted place and save it again with save_pretrained"
-        raise UserError(f"{name} has no safetensors files, and we never read pickled weights", remedy)
+        remedy = "load it in a trusted environment, and save it again with save_pretrained"
+        raise UserError(f"{name} lacks safetensors files, and pickled weights are never read", remedy)
     check_model_folder(folder)
     held = weights_header(folder, _COPY)
     return ok("files", f"{len(held)} tensors" if held else f"adapters of {adapted_model(folder)}")
@@ -148,7 +148,7 @@ def target_findings(target: Skeleton) -> list[Finding]:
 def check_vocabulary(target: Skeleton) -> Finding:
     """Compare the tokenizer's number of tokens with the model's; the model may have padding."""
     known, named = target.model.vocab_size, len(target.tokenizer)
-    found = f"the tokenizer has {named} tokens and the model knows {known}"
+    found = f"the tokenizer has {named} tokens and the model has {known}"
     if target.tokenizer.vocab_size > known:
         return problem("vocabulary", found, "use the model's own tokenizer")
     if named > known:
@@ -164,7 +164,7 @@ def check_end(target: Skeleton) -> Finding:
         remedy = "set eos_token_id in generation_config.json, or limit texts by --max-new-tokens and --stop"
         return note("end of text", "neither config nor tokenizer names a token that ends texts", remedy)
     if max(ends) >= target.model.vocab_size:
-        found = f"the end-of-text token is {max(ends)}, but the model knows 0 to {target.model.vocab_size - 1}"
+        found = f"the end-of-text token is {max(ends)}, but the model has tokens 0 to {target.model.vocab_size - 1}"
         return problem("end of text", found, "correct eos_token_id in generation_config.json")
     names = [f"{target.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in ends]
     return ok("end of text", ", ".join(names))
@@ -195,7 +195,7 @@ def check_drafter(spec: DrafterSpec, target: Skeleton, trusted: bool = False) ->
     """Compare a drafter's weights with the target. Raises ValueError if the path does not exist."""
     weights = weights_of(spec)
     if weights is None or spec.path is None:
-        return DrafterCheck([ok("weights", f"{spec.name} has no weights: it drafts from the text, for any target")])
+        return DrafterCheck([ok("weights", f"{spec.name} needs no weights: it drafts from the text, for any target")])
     folder = local_folder(spec.path, weights=False)
     if weights in ("heads", "dspark draft"):
         bytes_of: list[int] = []
@@ -229,7 +229,7 @@ def _tokens(draft: Skeleton, target: Skeleton) -> Finding:
     try:
         check_same_tokenizer(target.tokenizer, draft.tokenizer)
     except UserError as error:
-        remedy = f"{error.remedy}, or other-tokenizer:{draft.name}, which drafts by text"
+        remedy = f"{error.remedy}, or use other-tokenizer:{draft.name}, which drafts by text"
         raise UserError(error.message, remedy) from error
     return ok("tokens", "the target's tokenizer")
 
@@ -257,7 +257,7 @@ def _origin(folder: Path, target: Skeleton, trusted: bool, reads_target: bool) -
     found = stored_fingerprint(target.name, trusted)
     if found == wanted:
         return ok("origin", f"trained on this target ({found})")
-    difference = f"trained on another target ({wanted}) than this one ({found})"
+    difference = f"trained on another target ({wanted}; this one is {found})"
     if reads_target:
         adapted = folder / "target"
         remedy = f"give --target {adapted}" if adapted.is_dir() else "train them again on this target"

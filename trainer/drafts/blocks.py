@@ -32,11 +32,11 @@ class Blocks(NamedTuple):
 
 
 def sample_blocks(batch: Batch, anchors: int, depth: int, seed: int, step: int) -> Blocks:
-    """Draw up to ``anchors`` of each row's positions whose next token is trained, and label the next ``depth`` tokens.
+    """Draw up to ``anchors`` positions per row whose next token is trained, and label the next ``depth`` tokens.
 
-    A block's labels stop at the first token not trained or in another document. Call this with the batch on the host:
-    it would wait for a GPU. The draw depends only on the seed, the step and the row's tokens, so other rows, the number
-    of processes and interruptions do not change it.
+    A block's labels stop at the first token that is not trained or in another document. Call this with the batch on the
+    host; otherwise it waits for the GPU. The draw depends only on the seed, the step and the row's tokens, so other
+    rows, the number of processes and interruptions do not change it.
     """
     drawn = [
         _drawn(possible.nonzero()[:, 0], anchors, f"{seed} {step} {text[: int(length)].tolist()}")

@@ -85,7 +85,7 @@ class OnlineTeacher:
 
 
 class DraftInputs(NamedTuple):
-    """Inputs of a draft's step: its forward's, and the labels with their positions."""
+    """Inputs of a draft's step: the forward's inputs, and the labels with their positions."""
 
     model_inputs: Mapping[str, Any]
     places: Int[Tensor, " labels"]
@@ -110,7 +110,8 @@ class DistillTraining(nn.Module):
     def forward(self, inputs: DraftInputs) -> TermSums:
         """Return losses and hits, (terms,) each.
 
-        Hits of soft terms are Σ min(p, q), the acceptance of token rejection; of cross entropy alone, correct argmaxes.
+        Hits of soft terms are Σ min(p, q), the per-position acceptance; hits of cross entropy alone are correct
+        argmaxes.
         """
         hidden = lm_head_input(self.draft, inputs.model_inputs)
         return run_in_lm_head(self.draft, hidden, partial(self._on_logits, inputs))
@@ -169,7 +170,7 @@ class DistillObjective:
         return (DraftInputs(batch.model_inputs(), ahead.places, labels, teacher),)
 
     def writing_draft(self) -> CausalLM:
-        """Return a copy of the draft with its present weights, in the target's dtype."""
+        """Return a copy of the draft with its current weights, in the target's dtype."""
         draft: Any = copy.deepcopy(self.module.draft)
         draft.to(self._dtype)
         draft.config.dtype = self._dtype

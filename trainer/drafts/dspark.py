@@ -86,7 +86,7 @@ def _stored_draft(
 
 
 def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DSparkSection) -> DSparkConfig:
-    """Return the sizes of a recipe's draft: by default those of the target's layers.
+    """Return the sizes of a recipe's draft; the defaults are the sizes of the target's layers.
 
     Attention heads have the target's width, or the next wider one for which servers have a kernel.
     """
@@ -130,7 +130,7 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | 
     known = tokenizer.get_vocab()
     if name is not None:
         if known.get(name, vocab_size) >= vocab_size:
-            raise ValueError(f"draft.dspark.mask_token, {name!r}, is not a token of the target: give one that is")
+            raise ValueError(f"draft.dspark.mask_token, {name!r}, is not a token of the target: give an existing token")
         return int(known[name])
     used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
     template = str(tokenizer.chat_template or "")
@@ -191,7 +191,8 @@ class DSparkTraining(nn.Module):
     def forward(self, inputs: DSparkInputs) -> TermSums:
         """Return losses and hits, (terms,) each.
 
-        Hits of soft terms are Σ min(p, q), the acceptance of token rejection; of cross entropy alone, correct argmaxes.
+        Hits of soft terms are Σ min(p, q), the per-position acceptance; hits of cross entropy alone are correct
+        argmaxes.
         """
         hidden = run_blocks(self.draft, inputs.states, inputs.embedded, inputs.blocks)
         if self.draft.markov is None:
@@ -292,7 +293,7 @@ class DSparkObjective:
         hidden, states = self._states.tapped(batch, config.target_layer_ids, stored)
         given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
         labels = tuple(labels_of(batch, blocks, depth, config.slots) for depth in range(config.block_size))
-        lm_head = self._states.lm_head.to(batch.tokens.device)  # a spread target may keep it elsewhere
+        lm_head = self._states.lm_head.to(batch.tokens.device)  # a target spread over devices may keep it elsewhere
         teachers = tuple(
             HiddenTeacher(flat_rows(hidden, of_depth.text), lm_head, self._states.transform) for of_depth in labels
         )
@@ -300,11 +301,11 @@ class DSparkObjective:
         return (DSparkInputs(states, embedded, given, labels, teachers, lm_head),)
 
     def writing_draft(self) -> DSparkDraft:
-        """Return a copy of the draft with its present weights, in the target's dtype."""
+        """Return a copy of the draft with its current weights, in the target's dtype."""
         return copy.deepcopy(self.module.draft).to(self._target.device, self._target.dtype).requires_grad_(False).eval()
 
     def drafter(self) -> Drafter:
-        """Return a drafter of the fitted tree; before there is one, of a chain of K."""
+        """Return a drafter of the fitted tree; before fitting, a drafter of a chain of K tokens."""
         return DSparkDrafter(self.writing_draft())
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:

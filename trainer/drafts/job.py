@@ -120,9 +120,9 @@ DEEPEST = 16
 
 
 class Payoff(NamedTuple):
-    """The largest speed-up that costs allow, and the acceptance from which a draft gains.
+    """The largest speed-up that costs allow, and the per-position acceptance from which a draft gains.
 
-    ``least_acceptance`` is rounded up to hundredths; None if no draft length gains even at full acceptance.
+    ``least_acceptance`` is rounded up to hundredths; None if no draft length gains even if all tokens are accepted.
     """
 
     least_acceptance: float | None
@@ -159,10 +159,10 @@ def check_pays(costs: Costs) -> str:
     if least is None:
         raise ValueError(
             f"this draft is too slow to pay: a {step} takes {costs.draft_step:.2f} of a target pass here, so even full "
-            f"acceptance would give {most:.2f} times the speed of plain decoding. Give it fewer layers (draft.init) or "
+            f"acceptance gives only {most:.2f} times the speed of plain decoding. Give it fewer layers (draft.init) or "
             "less width (draft.init.from_config), start again if the machine was busy, or set draft.check_costs=false"
         )
     return (
         f"costs here: a draft {step} takes {costs.draft_step:.2f} of a target pass; "
-        f"it pays from an acceptance of {least:.2f}, at most {most:.1f}x"
+        f"it pays from a per-position acceptance of {least:.2f}, at most {most:.1f}x"
     )

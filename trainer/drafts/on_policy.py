@@ -69,9 +69,9 @@ class GeneratedText(NamedTuple):
 
 
 class TextWriter:
-    """Generator of texts with a draft's present weights. On a GPU the target's texts are speculative too.
+    """Generator of texts with a draft's current weights. On a GPU the target's texts are speculative too.
 
-    Each text has its own seed, so up to rounding it does not depend on others in its batch.
+    Each text has a separate seed, so up to rounding it does not depend on the other texts of its batch.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ def policy_source(
     draft: Callable[[], AnyDraft],
     process: Process = ALONE,
 ) -> "PolicySource":
-    """Return the source of a draft's batches. ``draft`` returns the draft with its present weights.
+    """Return the source of a draft's batches. ``draft`` returns the draft with its current weights.
 
     Texts are saved in the run's output. Raises ValueError if no prompt leaves room for an answer.
     """
@@ -255,7 +255,7 @@ class PolicySource:
         ]
 
     def _trained(self, row: PlacedExample, text: GeneratedText | None) -> PlacedExample:
-        """Return the text as a row, or the data's row without a text."""
+        """Return the text as a row; without a text, return the row of the data."""
         if text is None:
             return row
         return PlacedExample(text.example(self._policy.loop_trains if text.kind == "loop" else "all"), -1)
@@ -282,7 +282,9 @@ class PolicySource:
         return orders
 
     def _kinds(self, step: int) -> list[Origin]:
-        """Return the origin of each position in a step's batch; shares are met to within one, on average exactly."""
+        """Return the origin of each position in a step's batch. Shares are met to within one position, and exactly on
+        average.
+        """
         kinds, shares = get_args(Origin), self._policy.shares
         bounds = list(accumulate(shares[kind] for kind in kinds))
         # A multiple of 1/1024 keeps the last position clearly below 1, the rounded end of the bounds.

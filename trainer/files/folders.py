@@ -17,7 +17,7 @@ def cache_root() -> Path:
     """Return the folder of everything that can be rebuilt: HEADSTART_CACHE, by default in the user's cache."""
     if named := os.environ.get("HEADSTART_CACHE"):
         return Path(named)
-    import platformdirs  # may be missing where the GPU suite runs
+    import platformdirs  # the GPU suite may run without it
 
     return Path(platformdirs.user_cache_dir("headstart"))
 

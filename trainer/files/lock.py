@@ -33,7 +33,7 @@ def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator
             yield
     finally:
         if made:
-            with suppress(OSError):  # something was written
+            with suppress(OSError):  # the folder is not empty
                 folder.rmdir()
 
 
@@ -66,7 +66,7 @@ def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | N
         if lock.lock_counter == 1:
             path.unlink(
                 missing_ok=True
-            )  # before the release: a process that has opened this file notices and opens it again
+            )  # unlink before the release: a process that has opened this file notices and opens it again
         lock.release()
 
 

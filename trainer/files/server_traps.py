@@ -42,7 +42,7 @@ def trimmed(config: Mapping[str, Any]) -> list[Trap]:
     name = config.get(OUTPUT_TOKENS_KEY)
     if name is None:
         return []
-    found = f"servers ignore {name}, which trims the draft's lm_head: they run the whole lm_head, at full cost"
+    found = f"servers ignore {name} and run the draft's whole lm_head instead of the trimmed one, at full cost"
     remedy = "compare with the figures of an untrimmed draft, or train one (draft.vocabulary=null)"
     return [Trap(found, remedy)]
 

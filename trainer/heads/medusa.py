@@ -1,7 +1,7 @@
 """The Medusa-1 objective: heads on a frozen target's hidden states (2401.10774, section 2.2.1).
 
-Heads may have a bias given the previous token (`decoding.model.markov`); in training that is the text's. With soft
-targets a head learns the target's distribution for the token that it predicts.
+Heads may have a bias given the previous token (`decoding.model.markov`); in training, this is the text's token. With
+soft targets a head learns the target's distribution for the token that it predicts.
 """
 
 import copy
@@ -38,7 +38,7 @@ class HeadInputs:
     batch: Batch
     hidden: Float[Tensor, "batch positions hidden"]
     places: tuple[Int[Tensor, " labels"], ...]
-    """Places of each head's labels: see `head_places`."""
+    """Indices of each head's labels: see `head_places`."""
     lm_head: Float[Tensor, "vocab hidden"] | None = None
     """The target's lm_head, for heads that share it and for soft targets."""
     transform: LogitTransform | None = None
@@ -64,7 +64,8 @@ class MedusaTraining(nn.Module):
     def forward(self, inputs: HeadInputs) -> TermSums:
         """Return losses and hits, (heads,) each.
 
-        Hits of soft terms are Σ min(p, q), the acceptance of token rejection; of cross entropy alone, correct argmaxes.
+        Hits of soft terms are Σ min(p, q), the per-position acceptance; hits of cross entropy alone are correct
+        argmaxes.
         """
         markov = self.heads.markov
         if markov is None:
@@ -109,7 +110,7 @@ class MedusaTraining(nn.Module):
 
 
 def _teacher(inputs: HeadInputs, places: Int[Tensor, " labels"]) -> Teacher:
-    """Return the target's distribution at these places: they predict the same tokens as the head."""
+    """Return the target's distribution at these positions: it predicts the same tokens as the head."""
     assert inputs.lm_head is not None, "soft targets need the target's lm_head"
     return HiddenTeacher(flat_rows(inputs.hidden, places).detach(), inputs.lm_head, inputs.transform)
 
@@ -202,7 +203,7 @@ def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
 
 
 def head_places(batch: Batch, num_heads: int) -> tuple[Int[Tensor, " labels"], ...]:
-    """Return the places of each head's labels in the flattened batch."""
+    """Return the indices of each head's labels in the flattened batch."""
     return tuple(batch.label_places(k + 2) for k in range(num_heads))
 
 

@@ -36,7 +36,7 @@ from trainer.learning.spans import span
 from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.target.hidden import check_logits, logit_scale, logit_transform
 
-if TYPE_CHECKING:  # slow to import, and only this objective needs it
+if TYPE_CHECKING:  # slow to import, and needed only here
     from peft import PeftModel
 
 TARGET_FOLDER = "target"
@@ -65,7 +65,7 @@ class JointTraining(nn.Module):
         with nullcontext() if joint else span("target"), torch.set_grad_enabled(joint):
             hidden = lm_head_input(self._target, batch.model_inputs())
         losses, hits = run_in_lm_head(self._target, hidden, partial(self._losses, batch, places, teacher))
-        if not joint:  # data parallelism waits for a gradient of every trained parameter
+        if not joint:  # data parallelism needs a gradient for every trained parameter
             still = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
             losses = losses + 0 * sum((p.sum() for p in still), torch.zeros((), device=losses.device))
         return TermSums(losses, hits)
@@ -185,7 +185,7 @@ def _refuse_unfit(target: CausalLM) -> None:
 
 
 def with_adapters(model: PreTrainedModel, section: AdaptersSection) -> "PeftModel":
-    """Add new adapters, which do not change outputs yet, and freeze all other parameters."""
+    """Add new adapters, which leave outputs unchanged at first, and freeze all other parameters."""
     from peft import LoraConfig, get_peft_model
 
     model.requires_grad_(False)
@@ -212,7 +212,7 @@ def with_adapters(model: PreTrainedModel, section: AdaptersSection) -> "PeftMode
 
 def base_of(model: "PeftModel") -> PreTrainedModel:
     """Return the model that contains the adapters."""
-    base: PreTrainedModel = model.get_base_model()  # type: ignore[assignment]  # of whatever peft was given
+    base: PreTrainedModel = model.get_base_model()  # type: ignore[assignment]  # peft's stub returns a module
     return base
 
 

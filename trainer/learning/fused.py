@@ -24,14 +24,15 @@ class Bias(NamedTuple):
 
 
 class FusedLoss(NamedTuple):
-    """Loss and hits summed over the tokens, and each token's acceptance."""
+    """Loss and hits summed over the tokens, and the acceptance at each token."""
 
     loss: Float[Tensor, ""]
     correct: Int[Tensor, ""]
     """Tokens whose argmax is the label."""
     accepted: Float[Tensor, " tokens"]
-    """Each token's Σ min(p, q) at the mix's temperature: its acceptance by token rejection. 0 without a teacher. No
-    gradient."""
+    """Each token's Σ min(p, q) at the mix's temperature: its probability of acceptance; 0 without a teacher. No
+    gradient.
+    """
 
 
 def fused_loss(
@@ -63,7 +64,7 @@ def fused_loss(
     if teacher is None and mix.soft:
         raise ValueError(f"the loss has {', '.join(mix.weights)} but no teacher to compare with: give a teacher")
     layer = _Outputs(len(weight), tokens, soft_cap)
-    if not torch.is_grad_enabled():  # inside `apply` this always reads False
+    if not torch.is_grad_enabled():  # always False inside `apply`
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else Bias(bias.hidden.detach(), bias.weight.detach())
     pairs = (hidden, weight, *(bias or (None, None)))

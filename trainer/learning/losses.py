@@ -56,7 +56,7 @@ class TokenDivergences:
     """Loss terms of some tokens, from p and q on the outcomes. Shared parts are computed once.
 
     Without ``weights`` the outcomes are all tokens that the draft can write. With ``weights`` they are a sample with
-    repeats, whose weighted sums estimate sums over all tokens without bias. Then ``forward_kl`` (up to a constant in
+    repeats; its weighted sums estimate sums over all tokens without bias. Then ``forward_kl`` (up to a constant in
     p(S)) and its gradient are unbiased; ``acceptance``, a function of such a sum, converges as the sample grows.
     """
 
@@ -85,7 +85,7 @@ class TokenDivergences:
 
     @cached_property
     def overlap(self) -> Float[Tensor, " rows"]:
-        """Σ min(p, q), the acceptance rate of token rejection."""
+        """Σ min(p, q), the per-position acceptance."""
         return self._weighted(torch.minimum(self.p, self.q)).sum(-1)
 
     @cached_property

@@ -12,7 +12,7 @@ from decoding.dtypes import parse_dtype
 
 _MOMENTUM = 0.95
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of a Newton-Schulz step: small singular values grow fastest, and all end between 0.5 and 1.5."""
+"""Coefficients of a Newton-Schulz step: small singular values grow fastest, and all end between 0.5 and 1.5."""
 _ITERATIONS = 5
 _LEAST_NORM = 1e-7
 
@@ -20,8 +20,8 @@ _LEAST_NORM = 1e-7
 class Muon(Optimizer):
     """`torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"`` and a choice of dtype, for 2-D parameters.
 
-    `torch.optim.Muon` always orthogonalises in bf16. On a processor without bf16 products that took 15 times as long as
-    the rest of a training step. ``dtype`` None is the device's fast one.
+    `torch.optim.Muon` always orthogonalises in bf16. On a processor without bf16 products, this took 15 times as long
+    as the rest of a training step. ``dtype`` None means the device's fast dtype.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class Objective(Protocol):
         """Return the number of labels that each term has in this batch at a step (from 0)."""
 
     def ahead(self, batch: Batch, step: int) -> Any:
-        """Prepare what `inputs` needs and no model computes, such as rows from disk, for a batch on the host.
+        """Prepare, for a batch on the host, the inputs that need no model, such as rows from disk.
 
         Runs in a thread while another micro batch trains. Tensors in tuples and mappings are moved to the device.
         """
@@ -74,7 +74,7 @@ class Objective(Protocol):
         """
 
     def drafter(self) -> Drafter | None:
-        """Return a drafter with the module's present weights; None if there is no target to speed up."""
+        """Return a drafter with the module's current weights; None if there is no target to speed up."""
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree of finished heads or a finished draft, if any, to texts by the target."""

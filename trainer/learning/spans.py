@@ -37,7 +37,7 @@ def span(name: Name) -> Iterator[None]:
 class Stopwatch:
     """Timer of this thread's `span` blocks while entered.
 
-    A GPU is timed by events in its queue, read once it has passed them, so nothing waits.
+    A GPU is timed by events in its queue. They are read after the GPU has passed them, so nothing waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,7 +73,7 @@ class Stopwatch:
         return None if began is None else StepTimes(now - began, dict(spans))
 
     def restart(self) -> None:
-        """Leave out the time until the next `step`: it was not spent training."""
+        """Ignore the time until the next `step`: it was not spent training."""
         self._began = None
 
     def now(self) -> Any:

@@ -32,7 +32,7 @@ class DataSection(Section):
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template."""
     chat_template_kwargs: dict[str, bool | int | float | str | None] = {}
-    """Variables of the chat template, such as ``enable_thinking``. Use the ones that your server will get."""
+    """Variables of the chat template, such as ``enable_thinking``. Use the same values as on your server."""
     max_length: Annotated[int, Field(ge=8)] = 512
     """Longest sequence in tokens. Longer texts are split; longer chats are cut off and counted."""
     max_rows: Annotated[int, Field(ge=1)] | None = None
@@ -97,7 +97,7 @@ class EvaluationSection(Section):
     """Tokens at the start of a plain text that serve as its prompt."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
     batch_size: Annotated[int, Field(ge=1)] = 4
-    """Most prompts decoded together. Processes share out whole batches, so their number does not change the figures."""
+    """Number of prompts decoded together. Processes share whole batches, so their number changes no figure."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     keep: Literal["last", "best"] = "last"
     """Weights of the finished run: from the last step, or with the most tokens per target pass."""
@@ -133,7 +133,7 @@ class LossSection(Section):
     forward_kl: Weight = 0.0
     """KL(p‖q)."""
     acceptance: Weight = 0.0
-    """−log Σ min(p, q), where Σ min(p, q) is the acceptance rate of token rejection."""
+    """−log Σ min(p, q). Σ min(p, q) is the per-position acceptance."""
     total_variation: Weight = 0.0
     """1 − Σ min(p, q). DSpark's paper has cross_entropy 0.1 and total_variation 1.8."""
     cross_entropy: Weight = 0.0
@@ -154,7 +154,7 @@ class LossSection(Section):
     @model_validator(mode="after")
     def _a_term_has_a_weight(self) -> "LossSection":
         if not self.mix:
-            raise ValueError("every term of the loss has weight 0: give one a weight, such as forward_kl=1")
+            raise ValueError("every term of the loss has weight 0: set one above 0, such as forward_kl=1")
         return self
 
 

@@ -53,8 +53,9 @@ class PolicySection(Section):
     target: Weight = 0.0
     loop: Weight = 0.0
     loop_trains: LoopTrains = "rejected"
-    """``rejected``: only the tokens that replaced a drafted token · ``all``: the whole answer, required for DSpark
-    drafts, which train on runs of tokens."""
+    """``rejected``: only the tokens that replaced a drafted token · ``all``: the whole answer. DSpark drafts require
+    ``all``: they train on runs of tokens.
+    """
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature of the generated texts."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 128
@@ -112,11 +113,13 @@ class DSparkSection(Section):
     markov_rank: Annotated[int, Field(ge=0)] = 256
     """Rank of a logit bias given the previous token: makes each token depend on the one before. 0: DFlash."""
     confidence: bool | None = None
-    """Train a head that predicts each token's acceptance. It does not affect drafting. None: only with a bias, because
-    servers reject such a head in a DFlash draft."""
+    """Train a head that predicts each token's acceptance. Drafting does not use it. None: only with a bias, because
+    servers reject such a head in a DFlash draft.
+    """
     sample_from_anchor: bool = True
-    """True: the newest token's slot predicts the next token. False: mask slots predict their own tokens, which takes
-    one more slot."""
+    """True: the newest token's slot predicts the next token. False: mask slots predict their own tokens; this takes one
+    more slot.
+    """
     mask_token: str | None = None
     """A token that never occurs in texts. None: the padding token, or another unused one. YAML reads ~ as null: quote
     it, as in mask_token='"~"' on a command line."""
@@ -149,7 +152,7 @@ class DraftSection(Section):
     num_draft_tokens: Annotated[int, Field(ge=1)] = 4
     """Draft length in evaluations and in the ``loop`` policy. DSpark drafts use ``block_size``."""
     check_costs: bool = True
-    """Reject a draft that is too slow here to gain at any acceptance."""
+    """Reject a draft that is too slow here to gain at any per-position acceptance."""
 
     @model_validator(mode="after")
     def _the_cache_suffices(self) -> "DraftSection":

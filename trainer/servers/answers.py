@@ -1,4 +1,4 @@
-"""Requests to a served model and its answers, as plain values: read by those who compare, without `openai`."""
+"""Requests to a served model and its answers as plain values, without `openai`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,9 @@ from decoding.errors import UserError
 from decoding.model.loading import first_line
 
 CONTROLS = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Controls that a server may have by default from the model's generation config, switched off.
+"""Controls that a server may take from the model's generation config, switched off here.
 
-vLLM, SGLang and llama.cpp all take -1 for no top-k; SGLang refuses 0.
+vLLM, SGLang and llama.cpp all accept -1 for no top-k; SGLang rejects 0.
 """
 Prompt = str | tuple[int, ...] | tuple[Mapping[str, str], ...]
 """Text or token ids to continue, or the messages of a chat."""
@@ -19,7 +19,7 @@ Prompt = str | tuple[int, ...] | tuple[Mapping[str, str], ...]
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request."""
+    """A request for a completion."""
 
     prompt: Prompt
     max_tokens: int
@@ -27,17 +27,17 @@ class CompletionRequest:
     top_p: float = 1.0
     seed: int = 0
     logprobs: int | None = None
-    """Number of best tokens to tell at each position beside the written one; None for no log-probabilities."""
+    """Number of best tokens to report at each position besides the written one; None for no log-probabilities."""
     controls: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the request, such as ``top_k``, under the server's names."""
+    """More fields of the request, such as ``top_k``, under the server's names."""
 
 
 class Completion(NamedTuple):
-    """A served model's answer. Fields of tokens are None if the server does not report them.
+    """A served model's answer. Token fields are None if the server does not report them.
 
-    ``token_ids`` may hold the end of the text as their last entry or leave it out: servers differ. ``prompt_ids``: the
-    prompt as the server read it. ``prompt_tokens`` and ``tokens`` are the lengths of prompt and answer. ``message`` is
-    that of a chat, as it was sent. ``model``: the server's name for what answered.
+    ``token_ids`` may or may not end with the end-of-text token: servers differ. ``prompt_ids`` is the prompt as the
+    server read it. ``prompt_tokens`` and ``tokens`` are the lengths of prompt and answer. ``message`` is the chat
+    message as received. ``model`` is the server's name for the model that answered.
     """
 
     text: str
@@ -51,15 +51,15 @@ class Completion(NamedTuple):
 
 
 def read_completion(sent: str) -> Completion:
-    """Return the answer in what a server sent; UserError for what is no completion."""
+    """Parse a server's response; raise UserError if it is not a completion."""
     try:
         found = json.loads(sent)
     except json.JSONDecodeError as error:
-        raise UserError(f"the endpoint sent what is not JSON ({first_line(error)})", "check --endpoint") from None
+        raise UserError(f"the endpoint's response is not JSON ({first_line(error)})", "check --endpoint") from None
     choices = found.get("choices") if isinstance(found, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict):
-        raise UserError("what the endpoint sent is no completion", "check --endpoint and --model")
+        raise UserError("the endpoint's response is not a completion", "check --endpoint and --model")
     message = message if isinstance(message := choice.get("message"), dict) else {}
     text = message.get("content") if message else choice.get("text")
     logprobs = told if isinstance(told := choice.get("logprobs"), dict) else {}
@@ -80,10 +80,10 @@ def read_completion(sent: str) -> Completion:
 
 
 class StreamedAnswer(NamedTuple):
-    """A streamed answer with its times, by one clock: of the request, of the last event, and of each event with text.
+    """A streamed answer with its times on one clock: the request, the last event, and each event with text.
 
-    ``tokens``: None if the server does not count them. ``passes[n]``: the target's passes that accepted n drafted
-    tokens, of up to ``drafts``; empty if the server does not report them by request.
+    ``tokens`` is None if the server does not count them. ``passes[n]`` counts the target passes that accepted n of up
+    to ``drafts`` drafted tokens. It is empty if the server does not report them per request.
     """
 
     begin: float
@@ -97,14 +97,14 @@ class StreamedAnswer(NamedTuple):
 
 
 def read_stream(begin: float, events: Sequence[tuple[float, Mapping[str, Any]]]) -> StreamedAnswer:
-    """Return the answer in the events of a stream, each with its time; UserError for a server that streams nothing."""
+    """Return the answer in a stream's events, each with its time; raise UserError if the server does not stream."""
     if not any(event.get("choices") for _, event in events):
-        raise UserError("the endpoint streams nothing", "give the address of a server that takes stream=true")
+        raise UserError("the endpoint does not stream", "pass the address of a server that supports stream=true")
     texts = [(at, text) for at, event in events if (text := _streamed_text(event))]
     counts = [tokens for _, event in events if (tokens := _count(event.get("usage"), "completion_tokens")) is not None]
     passes: tuple[int, ...] = ()
     drafts = 0
-    for _, event in events:  # vLLM, of --per-request-spec-decode-metrics
+    for _, event in events:  # vLLM with --per-request-spec-decode-metrics
         metrics = told if isinstance(told := event.get("metrics"), dict) else {}
         counted = told if isinstance(told := metrics.get("speculative_decoding"), dict) else {}
         passes = _integers(counted.get("acceptance_histogram")) or passes
@@ -122,7 +122,7 @@ def read_stream(begin: float, events: Sequence[tuple[float, Mapping[str, Any]]])
 
 
 def _streamed_text(event: Mapping[str, Any]) -> str:
-    """Return what an event adds to an answer: text, reasoning, or calls as JSON."""
+    """Return the text that an event adds to an answer: text, reasoning, or tool calls as JSON."""
     choices = event.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     delta = delta if isinstance(delta := choice.get("delta"), dict) else choice
@@ -132,13 +132,13 @@ def _streamed_text(event: Mapping[str, Any]) -> str:
 
 
 def _count(usage: Any, name: str) -> int | None:
-    """Return a number of tokens in an answer's usage."""
+    """Return a token count from an answer's usage."""
     tokens = usage.get(name) if isinstance(usage, dict) else None
     return tokens if type(tokens) is int else None
 
 
 def _integers(values: Any) -> tuple[int, ...] | None:
-    """Return a list of token ids as a tuple; None for anything else, an empty list included."""
+    """Return a list of token ids as a tuple; None for anything else, also for an empty list."""
     if not isinstance(values, list) or not values or not all(type(value) is int for value in values):
         return None
     return tuple(values)

@@ -1,7 +1,7 @@
-"""Completions of a served model, with their token ids where the server tells them: vLLM, llama.cpp, any other.
+"""Client for a served model: completions, with token ids if the server reports them.
 
-Servers differ in three ways that this module hides. Prompts of token ids are taken by vLLM and llama.cpp, not by all.
-Token ids of an answer come under several names, or not at all. `/metrics` is next to `/v1`.
+Servers differ in three ways, which this module hides. Only some, such as vLLM and llama.cpp, accept prompts of token
+ids. Token ids of an answer come under several names, or not at all. `/metrics` is a sibling of `/v1`.
 """
 
 import asyncio
@@ -21,19 +21,19 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class ServedModel:
-    """A served model, asked from synchronous code, many requests at a time. Use it as a context manager.
+    """A served model. Synchronous code can send it many requests at a time. Use it as a context manager.
 
-    Errors are ValueError in one sentence: a refused key, an unknown model, a server that is down or sends no answer.
+    Errors are one-sentence ValueErrors: a rejected key, an unknown model, or a server that is down or does not answer.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        """Check the address and the key, and send nothing; ValueError for those that cannot work."""
+        """Check the address and the key without sending anything; raise ValueError if either is invalid."""
         self.served = endpoint
         self._connection = Connection(endpoint)
         self._client = self._connection.client
         self._runner = asyncio.Runner()
         self.takes_ids = True
-        """False once the server has refused a prompt of token ids."""
+        """False once the server has rejected a prompt of token ids."""
 
     def __enter__(self) -> "ServedModel":
         return self
@@ -47,7 +47,7 @@ class ServedModel:
     def many(
         self, requests: Sequence[CompletionRequest], on_answer: Callable[[], None] = lambda: None
     ) -> list[Completion]:
-        """Return the answers in the order of the requests, up to ``concurrency`` under way at a time."""
+        """Return the answers in the order of the requests. At most ``concurrency`` requests are in flight."""
         return self._run(_at_a_time(self.served.concurrency, self._answer, requests, on_answer))
 
     def streamed(
@@ -57,11 +57,11 @@ class ServedModel:
         on_answer: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> list[StreamedAnswer]:
-        """Return streamed answers in the order of their requests, timed by ``clock``, so many under way at a time."""
+        """Return streamed answers in the order of the requests, timed by ``clock``, ``concurrency`` at a time."""
         return self._run(_at_a_time(concurrency, partial(self._streamed, clock=clock), bodies, on_answer))
 
     def takes(self, body: Mapping[str, Any], clock: Callable[[], float] = time.perf_counter) -> bool:
-        """Ask for a stream and drop it; return False if the server refuses the request."""
+        """Request a stream and discard it; return False if the server rejects the request."""
         try:
             self._run(self._streamed(body, clock), raw=REFUSED)
         except REFUSED:
@@ -74,7 +74,7 @@ class ServedModel:
             try:
                 return read_stream(begin, [(clock(), event) async for event in self._connection.events(body)])
             except APIConnectionError as error:
-                # llama.cpp closes idle connections unasked: nothing was answered, and the clock starts anew.
+                # llama.cpp closes idle connections unasked. Nothing was answered yet, so restart the clock.
                 if isinstance(error, APITimeoutError) or not left:
                     raise
         raise AssertionError("the last try returns or raises")
@@ -96,15 +96,15 @@ class ServedModel:
         prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
         return await self._connection.ask_ids({**body, "prompt": prompt})
 
-    # --- what stands beside the answers ---------------------------------------------------------------------------
+    # --- what the server accepts ----------------------------------------------------------------------------------
 
     def check_ids(self, prompt: Sequence[int]) -> bool:
-        """Ask for one token after a prompt of token ids; return False, and remember it, if the server refuses."""
+        """Request one token after a prompt of token ids; return False, and remember it, if the server rejects it."""
         self.takes_ids = self.takes_ids and self._takes(CompletionRequest(tuple(prompt), 1))
         return self.takes_ids
 
     def taken_controls(self, prompt: Prompt) -> dict[str, Any]:
-        """Ask for one token with all `CONTROLS`, and then with each alone; return those the server does not refuse."""
+        """Request one token with all `CONTROLS`, then with each alone; return the controls that the server accepts."""
         if self._takes(CompletionRequest(prompt, 1, controls=CONTROLS)):
             return dict(CONTROLS)
         alone = {name: CompletionRequest(prompt, 1, controls={name: value}) for name, value in CONTROLS.items()}
@@ -118,7 +118,7 @@ class ServedModel:
         return True
 
     def metrics(self) -> str | None:
-        """Return the text of the server's metrics page, which is next to /v1; None without one."""
+        """Return the text of the server's metrics page (next to /v1), or None if there is none."""
         url = f"{self._connection.address.rstrip('/').removesuffix('/v1')}/metrics"
         try:
             return self._run(self._client.get(url, cast_to=str), raw=(APIError,))
@@ -126,20 +126,20 @@ class ServedModel:
             return None
 
     def _run(self, work: Coroutine[Any, Any, Result], raw: tuple[type[APIError], ...] = ()) -> Result:
-        """Run a coroutine; an error of the server becomes one sentence, unless it is one of ``raw``."""
+        """Run a coroutine. Turn a server error into a one-sentence ValueError, unless its type is in ``raw``."""
         try:
             return self._runner.run(work)
         except raw:
             raise
         except APIError as error:
-            explained = ValueError(f"the endpoint gave no answer: {self._connection.explained(error)}")
+            explained = ValueError(f"the endpoint did not answer: {self._connection.explained(error)}")
             raise self._connection.fatal(error) or explained from None
 
 
 async def _at_a_time(
     places: int, work: Callable[[Item], Coroutine[Any, Any, Result]], items: Sequence[Item], on_end: Callable[[], None]
 ) -> list[Result]:
-    """Do the work on every item, on so many at a time; return the results in the items' order."""
+    """Work on at most ``places`` items at a time; return the results in the order of the items."""
     free = asyncio.Semaphore(places)
 
     async def one(item: Item) -> Result:
@@ -148,7 +148,7 @@ async def _at_a_time(
         on_end()
         return found
 
-    return await asyncio.gather(*map(one, items))  # after an error `close` ends the others
+    return await asyncio.gather(*map(one, items))  # after an error, `close` cancels the others
 
 
 def _is_chat(prompt: Prompt) -> bool:

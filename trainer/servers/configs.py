@@ -1,4 +1,4 @@
-"""The configs that a server reads, compared with those trained with: rope, windows, positions, vocabularies."""
+"""Comparison of a server's configs with the training's: rope, windows, positions, vocabularies."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,18 +25,18 @@ _COMPARED = (
     *("max_position_embeddings", "n_positions", "original_max_position_embeddings"),
 )
 Difference = tuple[str, str]
-"""A difference in words, and its remedy."""
+"""A difference in words and its remedy."""
 
 
 def kind_of(folder: Path) -> Literal["heads", "dspark", "draft"]:
-    """Return the kind of speculator that a server reads in a folder."""
+    """Return the kind of speculator in a folder."""
     if is_heads_folder(folder):
         return "heads"
     return "dspark" if is_dspark_folder(folder) else "draft"
 
 
 def _of(check: str, differences: Sequence[Difference], otherwise: str, **figures: Any) -> Finding:
-    """Return a finding of several differences, each with its remedy; without any, one that says ``otherwise``."""
+    """Combine differences and their remedies into one finding. Without differences, it says ``otherwise``."""
     if not differences:
         return ok(check, otherwise, **figures)
     remedies = "; ".join(dict.fromkeys(remedy for _, remedy in differences))
@@ -44,16 +44,16 @@ def _of(check: str, differences: Sequence[Difference], otherwise: str, **figures
 
 
 def compare_settings(target_folder: Path, served: Path, trained: Path, longest: int) -> Finding:
-    """Compare rope, windows and positions in the configs of the target and of the draft; heads have no such settings.
+    """Compare rope, windows and positions in the configs of target and draft; heads have no such settings.
 
-    ``served``: the folder that the server reads; ``trained``: the one that is decoded with here. ``longest``: the
+    ``served`` is the folder that the server reads, ``trained`` the folder that is decoded with here. ``longest`` is the
     longest text of the replay, in tokens.
     """
     kind, read = kind_of(served), ["the target's"]
     differences: list[Difference] = [*misread(read[0], read_object(target_folder / "config.json", _REMEDY))]
     if kind_of(trained) != "draft":
         differences += _other_target(target_folder, trained)
-    if kind == "draft":  # the command names the method of other speculators
+    if kind == "draft":  # for other speculators, the serving command names the method
         differences += taken_over(str(served))
     if kind != "heads":
         read.append("the draft's")
@@ -61,20 +61,20 @@ def compare_settings(target_folder: Path, served: Path, trained: Path, longest: 
         if trained != served:
             differences += _other_settings(served, trained)
         differences += [*misread("the draft's", stored), *too_few_positions(stored, longest)]
-    return _of(ROPE, differences, f"{' and '.join(read)} config means the same to every reader")
+    return _of(ROPE, differences, f"all readers interpret {' and '.join(read)} config alike")
 
 
 def _other_target(target_folder: Path, trained: Path) -> list[Difference]:
-    """Return that weights which read a target's states were trained on another one, if their folder records it."""
+    """Return a difference if the speculator was trained on another target's states, as far as its folder records it."""
     wanted = trained_for(trained)
     if wanted is None or (found := stored_fingerprint(target_folder)) == wanted:
         return []
-    remedy = "name the target that it was trained on, or train it again on this one"
-    return [(f"the speculator was trained on another target ({wanted}) than this one ({found})", remedy)]
+    remedy = "pass the target that it was trained on, or train it again on this one"
+    return [(f"the speculator was trained on another target ({wanted}; this one is {found})", remedy)]
 
 
 def _other_settings(served: Path, trained: Path) -> list[Difference]:
-    """Return the settings that the served draft's config has otherwise than the trained one's, as read by version 5."""
+    """Return the settings that differ between served and trained config, as transformers 5 reads them."""
     if is_dspark_folder(trained):
         return _other_dspark(served, trained)
     try:
@@ -84,40 +84,40 @@ def _other_settings(served: Path, trained: Path) -> list[Difference]:
     except UNREADABLE as error:
         return [(f"the draft's config.json cannot be read: {reason(error)}", _REMEDY)]
     return [
-        (f"the served draft has {key} {theirs.get(key)} where {ours.get(key)} was trained with", _REMEDY)
+        (f"the served draft has {key} {theirs.get(key)}, but was trained with {ours.get(key)}", _REMEDY)
         for key in _COMPARED
         if _plain(theirs.get(key)) != _plain(ours.get(key))
     ]
 
 
 def _other_dspark(served: Path, trained: Path) -> list[Difference]:
-    """Return what differs in the configs of DSpark drafts, but for their trees: servers draft chains."""
+    """Return the settings that differ between two DSpark configs. Trees are ignored because servers draft chains."""
     try:
         theirs, ours = (vars(replace(read_dspark_config(folder), tree=())) for folder in (served, trained))
     except ValueError as error:
         return [(f"the draft's config.json cannot be read: {error}", _REMEDY)]
     return [
-        (f"the served draft has {key} {theirs[key]} where {ours[key]} was trained with", _REMEDY)
+        (f"the served draft has {key} {theirs[key]}, but was trained with {ours[key]}", _REMEDY)
         for key in ours
         if theirs[key] != ours[key]
     ]
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting without the older name of ``rope_type``."""
+    """Return a setting without ``type``, the older name of ``rope_type``."""
     return {key: held for key, held in value.items() if key != "type"} if isinstance(value, dict) else value
 
 
 def compare_vocabularies(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, served: Path, trusted: bool = False
 ) -> Finding:
-    """Compare the vocabulary of the served heads or draft, its tokenizer and a trimmed lm_head with the target's."""
+    """Compare vocabulary size, tokenizer and trimmed lm_head of the served heads or draft with the target."""
     stored, known = read_object(served / "config.json", _REMEDY), target.vocab_size
     size = stored.get("vocab_size", (stored.get("text_config") or {}).get("vocab_size"))
     differences: list[Difference] = []
-    if kind_of(served) != "draft":  # without a tokenizer of their own
+    if kind_of(served) != "draft":  # these have no tokenizer
         if size != known:
-            found = f"the served weights predict {size} tokens and the target knows {known}"
+            found = f"the served weights predict {size} tokens, but the target has {known}"
             differences.append((found, "serve weights that were trained on this target"))
     else:
         differences += other_size(size, known)

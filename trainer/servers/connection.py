@@ -1,4 +1,4 @@
-"""A connection to a served model: its address and key checked, its errors in one line without the key."""
+"""A connection to a served model: checks address and key, and explains errors without the key."""
 
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -29,39 +29,39 @@ from decoding.model.loading import first_line
 from trainer.servers.answers import Completion, read_completion
 
 RETRIES = 5
-"""Times that `openai`'s client repeats a request that may succeed later, with growing delays between them."""
+"""How often `openai`'s client repeats a request that may succeed later, with growing delays."""
 REFUSED = (BadRequestError, UnprocessableEntityError)
 _KEY = "OPENAI_API_KEY"
 _IDS: Mapping[str, bool] = {"return_token_ids": True, "return_tokens": True, "verbose": True}
-"""Requests for token ids: vLLM's and SGLang's name, and llama.cpp's two."""
+"""Fields that request token ids: one of vLLM and SGLang, two of llama.cpp."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """A served model and how it is reached. The key is that of the environment variable OPENAI_API_KEY, if set."""
+    """The address of a served model. The key comes from the environment variable OPENAI_API_KEY, if set."""
 
     address: str
-    """The server's base address, which mostly ends in /v1."""
+    """The server's base address, usually ending in /v1."""
     model: str
     """The server's name for the model."""
     concurrency: int = 16
-    """Requests under way at a time."""
+    """Requests in flight at a time."""
     timeout: float = 120.0
     """Seconds to wait for one answer."""
 
 
 class Connection:
-    """`openai`'s client of an endpoint, which repeats requests after 429, errors of the server and lost connections."""
+    """An endpoint and its `openai` client, which retries after HTTP 429, server errors and lost connections."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        """Check the address and the key, and send nothing; UserError for those that cannot work."""
+        """Check the address and the key without sending anything; raise UserError if either is invalid."""
         self.endpoint = endpoint
         self._ids = _IDS
         self._key = os.environ.get(_KEY)
         if self._key and not all("!" <= character <= "~" for character in self._key):
             raise UserError(
-                f"the key in the environment variable {_KEY} has a blank, a line break or a non-ASCII character in it",
-                "copy the key into it once more",
+                f"the environment variable {_KEY} contains a blank, a line break or a non-ASCII character",
+                "copy the key again",
             )
         self.address = _checked(endpoint.address)
         self.client = AsyncOpenAI(
@@ -69,18 +69,21 @@ class Connection:
             api_key=self._key or "none",
             timeout=endpoint.timeout,
             max_retries=RETRIES,
-            # A proxy of the environment would look for a server of this machine on its own. Neither the key nor a
-            # prompt follows a redirect, which may lead to another host.
+            # A proxy set in the environment cannot see servers on this machine. Redirects may lead to another host, so
+            # neither the key nor a prompt follows them.
             http_client=DefaultAsyncHttpxClient(trust_env=not _is_here(self.address), follow_redirects=False),
         )
 
     async def ask(self, body: Mapping[str, Any]) -> Completion:
-        """Send a request with ``messages`` or a ``prompt``; APIError, and UserError for an answer that is none."""
+        """Send a request with ``messages`` or a ``prompt``.
+
+        Raises APIError, or UserError if the answer is not a completion.
+        """
         whole = {"model": self.endpoint.model, **body}
         return read_completion(await self.client.post(_path(body), cast_to=str, body=whole))
 
     async def ask_ids(self, body: Mapping[str, Any]) -> Completion:
-        """As `ask`, for token ids too; a server that refuses this wish alone is asked without it from then on."""
+        """Send a request as `ask` does, and request token ids; if only they are rejected, never request them again."""
         wanted = self._ids
         try:
             return await self.ask({**body, **wanted})
@@ -92,7 +95,7 @@ class Connection:
             return found
 
     async def events(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Yield the events of a streamed answer as they come, without any repetition; errors as of `ask`."""
+        """Yield the events of a streamed answer as they arrive, without retries. Raises the errors of `ask`."""
         whole = {"model": self.endpoint.model, "stream": True, "stream_options": {"include_usage": True}, **body}
         try:
             stream = await self.client.post(
@@ -108,51 +111,51 @@ class Connection:
                     yield event
         except (HTTPError, ValueError) as error:
             raise UserError(
-                f"the endpoint {self.host} broke off an answer ({first_line(error) or type(error).__name__})",
-                "see to the endpoint, then start the same command again",
+                f"the endpoint {self.host} broke off its answer ({first_line(error) or type(error).__name__})",
+                "check the endpoint, then run the same command again",
             ) from None
 
     @property
     def host(self) -> str:
-        """The server's name and port, without a password that the address may hold."""
+        """The server's name and port, without any password in the address."""
         return urlsplit(self.address).netloc.rpartition("@")[2]
 
     def fatal(self, error: APIError) -> UserError | None:
-        """Return the error that every request would meet: a wrong key, model or address (a redirect); else None.
+        """Return the error if every request would fail too (wrong key, model or address, or a redirect); else None.
 
-        Raise it ``from None``: the server may repeat the key, which a traceback would show.
+        Raise it ``from None``: the server may echo the key, and a traceback would show it.
         """
         if isinstance(error, AuthenticationError | PermissionDeniedError):
             return UserError(
-                f"the endpoint {self.host} refuses the key (HTTP {error.status_code})",
-                f"put the right one into the environment variable {_KEY}",
+                f"the endpoint {self.host} rejects the key (HTTP {error.status_code})",
+                f"set the environment variable {_KEY} to a valid key",
             )
         if isinstance(error, APIStatusError) and 300 <= error.status_code < 400:
             there = urlsplit(urljoin(self.address, error.response.headers.get("location", "")))
             shown = self._without_key(f"{there.scheme}://{there.netloc.rpartition('@')[2]}{there.path}")
             return UserError(
-                f"the endpoint {self.host} redirects to {shown} (HTTP {error.status_code}), where neither the key nor "
-                "prompts are sent",
-                "if that server is meant, give its base address as --endpoint",
+                f"the endpoint {self.host} redirects to {shown} (HTTP {error.status_code}), but the key and prompts "
+                "are not sent there",
+                "if you trust that server, pass its base address as --endpoint",
             )
         if isinstance(error, NotFoundError):
             return UserError(
-                f"the endpoint {self.host} knows no model {self.endpoint.model!r}, or has nothing at this address "
+                f"the endpoint {self.host} does not know the model {self.endpoint.model!r}, or the address is wrong "
                 "(HTTP 404)",
-                "check --model, and that --endpoint is the server's base address, which mostly ends in /v1",
+                "check --model, and check that --endpoint is the server's base address, usually ending in /v1",
             )
         return None
 
     def explained(self, error: APIError) -> str:
-        """Return the error in one short line, without the key in case the server repeats it."""
+        """Return the error in one short line, without the key if the server echoes it."""
         if isinstance(error, APITimeoutError):
             return f"no answer within {self.endpoint.timeout:g} s"
         if isinstance(error, APIConnectionError):
-            return f"no connection to {self.host}, is a server running there? ({first_line(error.__cause__ or error)})"
+            return f"cannot connect to {self.host}; is a server running there? ({first_line(error.__cause__ or error)})"
         status, reason = "", first_line(error)
         if isinstance(error, APIStatusError):
             status, reason = f"HTTP {error.status_code}: ", reason.removeprefix(f"Error code: {error.status_code} - ")
-        return f"{status}{self._without_key(reason)[:300]}"  # cut behind, which would not find half a key
+        return f"{status}{self._without_key(reason)[:300]}"  # cut last, else half a key would stay
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "[the key]") if self._key else text
@@ -163,16 +166,16 @@ def _path(body: Mapping[str, Any]) -> str:
 
 
 def _checked(address: str) -> str:
-    """Return the endpoint's address; UserError for a wrong one, without repeating it: it may hold a password."""
+    """Return the valid address. Raises UserError without repeating an invalid one: it may hold a password."""
     try:
         return str(HttpUrl(address))
     except ValidationError:
-        message = "--endpoint is not the address of a server"
-        raise UserError(message, "give one such as http://localhost:8000/v1") from None
+        message = "--endpoint is not a server's address"
+        raise UserError(message, "pass one such as http://localhost:8000/v1") from None
 
 
 def _is_here(address: str) -> bool:
-    """Return True for an address of this machine alone."""
+    """Return True if the address is on this machine."""
     host = urlsplit(address).hostname or ""
     try:
         return ip_address(host).is_loopback

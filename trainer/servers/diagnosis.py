@@ -1,7 +1,7 @@
-"""The diagnosis of a speculator that does well here and badly in a server: seven comparisons, in order.
+"""Seven comparisons, in order, that explain why a speculator works here but drafts badly in a server.
 
-Held-out prompts are replayed on the server and by the real loop. Without a server configs and weights are compared by
-their folders, and acceptance by a metrics page from elsewhere. A later difference may follow from an earlier one.
+Held-out prompts are replayed on the server and in the real loop. Without a server, configs and weights are compared
+through their folders, and acceptance through a saved metrics page. An earlier difference may cause a later one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,23 +41,23 @@ if TYPE_CHECKING:
     from trainer.servers.client import ServedModel
 
 _TEXTS = 16
-"""Texts along which top-1 tokens are compared."""
+"""Number of texts on which top-1 tokens are compared."""
 _BATCH = 8
 _NO_COUNTS = (
-    "the server shows no counts of speculation: start it with speculation and metrics (SGLang --enable-metrics, "
-    "llama.cpp --metrics), or name its page with --metrics"
+    "the server reports no counts of speculation: start it with speculation and metrics (SGLang --enable-metrics, "
+    "llama.cpp --metrics), or pass its page as --metrics"
 )
-_MISREAD = "the server reads the draft with {}: compare the config.json that it loads, or take another version of it"
+_MISREAD = "the server reads the draft with {}: compare the config.json that it loads, or use another server version"
 
 Page = Callable[[], str | None]
-"""Function that reads the server's metrics page; None without one."""
+"""Function that reads the server's metrics page; it returns None if there is none."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A speculator to diagnose on prompts, with what is known of the server's side.
+    """A speculator to diagnose, its prompts, and what is known of the server.
 
-    ``served``: the folder of the speculator that the server reads; ``target_folder``: the target's.
+    ``served`` is the speculator's folder that the server reads; ``target_folder`` is the target's folder.
     """
 
     target: CausalLM
@@ -77,7 +77,7 @@ class Replay:
 
 
 class ServerCounts(NamedTuple):
-    """Counts of a server at a temperature, and a remark on how they came about."""
+    """Counts of a server at a temperature, with a note on how they were obtained."""
 
     counts: Counts
     temperature: float
@@ -93,19 +93,19 @@ def diagnose(
 ) -> Iterator[Finding]:
     """Make all comparisons and yield their findings in order.
 
-    ``page``: the server's metrics page, by default the one next to its address. ``given``: counts from elsewhere,
-    compared if the server gives none. ``watch`` is called with each stage.
+    ``page`` reads the server's metrics page; the default is the page next to its address. ``given`` are counts from
+    elsewhere, used if the server reports none. ``watch`` is called with the name of each stage.
     """
     if served is None:
-        yield undecided(TEMPLATE, "no --endpoint is given")
-    else:  # before anything is decoded: a server that is down should end it soon
+        yield undecided(TEMPLATE, "no --endpoint was given")
+    else:  # ask before decoding, so that a server that is down fails early
         watch("the server's prompts")
         yield compare_rendered(replay.heldout, ask_rendered(served, replay.heldout), replay.tokenizer)
     watch("the target's own texts")
     greedy = [text.tokens for text in Engine(replay.target).decode(replay.prompts, replay.config, batch_size=_BATCH)]
     counted: list[ServerCounts] = []
     if served is None:
-        yield undecided(TEXT, "no --endpoint is given")
+        yield undecided(TEXT, "no --endpoint was given")
     else:
         watch("the server's texts")
         answers, found = _ask(replay, served, page or served.metrics, 0.0)
@@ -123,7 +123,7 @@ def diagnose(
 
 
 def _by_folders(replay: Replay, greedy: Sequence[Sequence[int]]) -> Iterator[Finding]:
-    """Compare configs, vocabularies and weights in the folders that the server reads."""
+    """Compare the configs, vocabularies and weights in the folders that the server reads."""
     trained, trusted = replay.speculator.named.folder, replay.trust_remote_code
     longest = max(map(len, replay.prompts)) + replay.config.max_new_tokens
     yield compare_settings(replay.target_folder, replay.served, trained, longest)
@@ -139,9 +139,9 @@ def _by_folders(replay: Replay, greedy: Sequence[Sequence[int]]) -> Iterator[Fin
 def _ask(
     replay: Replay, served: "ServedModel", page: Page, temperature: float
 ) -> tuple[list[Completion], ServerCounts | None]:
-    """Let the server answer all prompts; return the answers, and its counts of this replay alone if it has any.
+    """Let the server answer all prompts; return the answers, and the counts of this replay alone if it reports any.
 
-    Prompts are sent as token ids if the server takes them, so that a difference of templates shows nowhere else.
+    Prompts are sent as token ids if possible, so that a different template affects only the check of templates.
     """
     as_ids = served.check_ids(replay.prompts[0])
     sent = [
@@ -149,10 +149,10 @@ def _ask(
         for prompt in replay.heldout
     ]
     controls, note = dict[str, Any](), ""
-    if temperature > 0:  # greedy requests keep the server's own: its penalties show in the greedy text
+    if temperature > 0:  # greedy requests keep the server's defaults, so that its penalties show in the text
         controls = served.taken_controls(sent[0])
         refused = [name for name in CONTROLS if name not in controls]
-        note = f" (it takes no {' and no '.join(refused)}: its own may be in force)" if refused else ""
+        note = f" (it rejects {' and '.join(refused)}, so its defaults may apply)" if refused else ""
     before = _page_counts(page)
     requests = [
         CompletionRequest(prompt, replay.config.max_new_tokens, temperature, seed=seed, controls=controls)
@@ -163,12 +163,12 @@ def _ask(
     if after is None:
         return answers, None
     found = after.since(before)
-    note += "" if found.cumulative else f" ({found.server} reports its last interval alone)"
+    note += "" if found.cumulative else f" ({found.server} reports only its last interval)"
     return answers, ServerCounts(found, temperature, note) if found.drafts != 0 else None
 
 
 def _page_counts(page: Page) -> Counts | None:
-    """Return the counts on a metrics page; None without a page or without counts on it."""
+    """Return the counts on a metrics page; None if there is no page, or it has no counts."""
     text = page()
     try:
         return None if text is None else parse_counts(text)
@@ -177,7 +177,7 @@ def _page_counts(page: Page) -> Counts | None:
 
 
 def _by_counts(replay: Replay, counted: Sequence[ServerCounts]) -> tuple[Finding, Finding]:
-    """Compare acceptance with that of the real loop, greedy and above temperature 0."""
+    """Compare the server's acceptance with the real loop, greedy and above temperature 0."""
     greedy = next((each for each in counted if each.temperature == 0), None)
     sampled = next((each for each in counted if each.temperature > 0), None)
     first = undecided(ACCEPTANCE, _NO_COUNTS)
@@ -186,14 +186,14 @@ def _by_counts(replay: Replay, counted: Sequence[ServerCounts]) -> tuple[Finding
         if not first.passed and isinstance(replay.speculator.weights, DSparkDraft):
             first = _explained(replay, replay.speculator.weights, greedy, first)
     if sampled is None:
-        reason = "no counts are of sampled texts" if greedy is not None else _NO_COUNTS
+        reason = "no counts of sampled texts" if greedy is not None else _NO_COUNTS
         return first, undecided(SAMPLING, reason)
     drawn, best = (_loop_acceptance(replay, sampled, sampled=each) for each in (True, False))
     return first, compare_sampling(drawn, best, sampled.counts, sampled.temperature, sampled.note)
 
 
 def _explained(replay: Replay, draft: DSparkDraft, counted: ServerCounts, found: Finding) -> Finding:
-    """Add to a difference the readings of the draft by which the loop has the server's acceptance, nearest first."""
+    """Add to a finding the misreadings of the draft that reproduce the server's acceptance, nearest first."""
     same = list[tuple[float, str]]()
     for name, other in other_readings(draft, replay.target):
         changed = replace(replay, speculator=replay.speculator._replace(weights=other))
@@ -203,11 +203,11 @@ def _explained(replay: Replay, draft: DSparkDraft, counted: ServerCounts, found:
     if not same:
         return found
     names = " or ".join(name for _, name in sorted(same))
-    return replace(found, found=f"{found.found}; the loop has the server's with {names}", remedy=_MISREAD.format(names))
+    return replace(found, found=f"{found.found}; the loop reproduces it with {names}", remedy=_MISREAD.format(names))
 
 
 def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool, batch: int = _BATCH) -> LoopAcceptance:
-    """Decode the prompts by the real loop with a chain as long as the server's, else as the spec says."""
+    """Decode the prompts in the real loop. The chain is as long as the server's, else as the spec says."""
     counts = counted.counts
     per_draft = round(counts.drafted / counts.drafts) if counts.drafts and counts.drafted else None
     tokens = replay.speculator.chain_length(counts.tokens or replay.speculator.named.tokens or per_draft)
@@ -215,5 +215,5 @@ def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool, batch
     drafter = replay.speculator.chain(tokens, sampled)
     found = acceptance(count_steps(replay.target, drafter, replay.prompts, config, batch))
     if not found.passes:
-        raise ValueError("every text ended with its first token: give prompts to be answered")
+        raise ValueError("every text ended after its first token; pass prompts with longer answers")
     return LoopAcceptance(found, tokens, len(replay.prompts))

@@ -1,7 +1,7 @@
-"""Answers by served targets: OpenAI-compatible endpoints, asked by `openai`'s client, many conversations at a time.
+"""Answers from OpenAI-compatible servers, for many conversations at a time.
 
-The server templates the messages and samples with its own generator, by default as the model's generation config says.
-It returns texts, and its token ids if it has a field for them.
+The server applies the chat template and samples with its own generator, by default with the model's generation config.
+It returns texts, and token ids if it has a field for them.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from trainer.servers.answers import Completion
 from trainer.servers.connection import Connection, Endpoint
 
 HOPELESS = 50
-"""Failures in a row that end the run: the endpoints answer with errors alone, or every request is wrong."""
-_TURNS_APART = 1_000_003  # seeds of one turn and the next; servers take seeds of 31 bits
+"""Consecutive failures that end the run: the endpoints only return errors, or every request is wrong."""
+_TURNS_APART = 1_000_003  # distance between the seeds of two turns; servers take 31-bit seeds
 
 
 class _Reply(NamedTuple):
-    """An answer of an endpoint."""
+    """One reply of an endpoint."""
 
     message: Message
     tokens: int
@@ -39,7 +39,7 @@ class _Reply(NamedTuple):
 
 
 class _NoAnswer(Exception):
-    """A reply came, but without text to train on, or an error in place of one."""
+    """A reply without text to train on, or an error instead of a reply."""
 
     def __init__(self, problem: Problem, reason: str) -> None:
         super().__init__(reason)
@@ -47,11 +47,12 @@ class _NoAnswer(Exception):
 
 
 class EndpointBackend:
-    """Asks endpoints of one target for answers, several conversations at once, the turns of each in their order.
+    """Source of answers from endpoints of one target: several conversations at once, each turn by turn.
 
-    The endpoints are asked in turns. A request that one of them refuses, or does not answer after the client's retries,
-    goes to the next; one that could not be reached is asked last from then on. A request that no endpoint answers is
-    set aside. A wrong key or an unknown model ends the run, and so does a request for which no endpoint was reached.
+    Conversations are dealt to the endpoints in turn. If an endpoint rejects a request, or still fails after the
+    client's retries, the next endpoint gets it. An endpoint that could not be reached is asked last from then on. A
+    request that all endpoints fail is set aside. A wrong key, an unknown model, or a request that reaches no endpoint
+    ends the run.
     """
 
     def __init__(
@@ -61,9 +62,9 @@ class EndpointBackend:
         sampling: SamplingConfig | None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Check the endpoints and send nothing. ``sampling`` None leaves it to the servers.
+        """Check the endpoints without sending anything.
 
-        ``variables`` are those of the chat template (None: none are sent).
+        ``sampling`` None leaves sampling to the servers. ``variables`` go to the chat template; None sends none.
         """
         self._sampling: dict[str, Any] = {} if variables is None else {"chat_template_kwargs": variables}
         if sampling is not None:
@@ -73,7 +74,7 @@ class EndpointBackend:
         self._config = config
         self._unreached: set[Connection] = set()
         self._first: tuple[str, str] | None = None
-        """The model and the host of the first answer."""
+        """Model and host of the first answer."""
 
     @property
     def encoder(self) -> None:
@@ -82,9 +83,9 @@ class EndpointBackend:
     def outcomes(
         self, conversations: Iterable[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """Yield finished conversations; raise a fatal error after yielding those that ended with it.
+        """Yield finished conversations. A fatal error is raised after the conversations that finished with it.
 
-        No conversation is read before there is room to ask it.
+        A conversation is read only when there is room for its request.
         """
         waiting = (conversation for conversation in conversations if conversation.key not in done)
         running: set[asyncio.Task[Outcome]] = set()
@@ -100,15 +101,14 @@ class EndpointBackend:
                         failures = failures + 1 if isinstance(outcome, FailedConversation) else 0
                         if isinstance(outcome, FailedConversation) and failures == HOPELESS:
                             raise UserError(
-                                f"{failures} conversations failed one after the other, the last one so: "
-                                f"{outcome.reason}",
-                                "see to the endpoint, then start the same command again",
+                                f"{failures} conversations failed in a row, the last one because: {outcome.reason}",
+                                "check the endpoint, then run the same command again",
                             )
             finally:
                 runner.run(self._close(running))
 
     async def _close(self, running: set[asyncio.Task[Outcome]]) -> None:
-        """Cancel the running tasks and close the connections; their errors are collected, or Python prints them."""
+        """Cancel the running tasks and close the connections. Collected task errors are not printed by Python."""
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -118,7 +118,7 @@ class EndpointBackend:
     async def _some(
         self, waiting: Iterator[OpenConversation], running: set[asyncio.Task[Outcome]]
     ) -> set[asyncio.Task[Outcome]]:
-        """Start as many conversations as the endpoints take at a time; return those that end first, none at the end."""
+        """Start conversations up to the total concurrency; return the first to finish, or none at the end."""
         size = sum(connection.endpoint.concurrency for connection in self._connections)
         for conversation in islice(waiting, size - len(running)):
             running.add(asyncio.create_task(self._converse(conversation)))
@@ -143,7 +143,7 @@ class EndpointBackend:
         return AnsweredConversation(conversation, answers, tokens, last.truncated, ids, prompts, last.model)
 
     async def _reply(self, conversation: OpenConversation, answers: Sequence[Message]) -> _Reply:
-        """Return the next answer; `_NoAnswer` if no endpoint gives one, UserError if none can be reached."""
+        """Return the next answer. Raises `_NoAnswer` if every endpoint fails, UserError if none can be reached."""
         first = conversation.index % len(self._connections)
         in_turn = [*self._connections[first:], *self._connections[:first]]
         problems, unreached = list[str](), 0
@@ -165,23 +165,23 @@ class EndpointBackend:
                 return _read(completion)
         if unreached == len(in_turn):
             raise UserError(
-                f"{'; '.join(problems)}; what was answered is kept",
-                "see to the endpoint, then start the same command again to resume",
+                f"{'; '.join(problems)}; finished answers are saved",
+                "check the endpoint, then run the same command again to resume",
             ) from None
         raise _NoAnswer("failed", "; ".join(problems))
 
     def _check_model(self, model: str | None, host: str) -> None:
-        """Raise UserError for an answer by another model than the first: the rows would be of two."""
+        """Raise UserError if the answer comes from another model than the first: rows must not mix two models."""
         if model is not None:
             first, there = self._first = self._first or (model, host)
             if model != first:
                 raise UserError(
-                    f"{host} answered as {model!r}, but {there} as {first!r} before; what was answered is kept",
-                    "give endpoints that serve one model",
+                    f"{host} answered as {model!r}, but {there} as {first!r} before; finished answers are saved",
+                    "pass endpoints that serve the same model",
                 )
 
     def _request(self, conversation: OpenConversation, answers: Sequence[Message]) -> dict[str, Any]:
-        """Return a request; its seed follows from the conversation and the turn, not from the endpoint."""
+        """Return a request. Its seed depends on the conversation and the turn, not on the endpoint."""
         config = self._config
         body = {
             **self._sampling,
@@ -193,7 +193,7 @@ class EndpointBackend:
 
 
 def _read(completion: Completion) -> _Reply:
-    """Return the reply in a completion; no endpoint promises that it keeps to the schema."""
+    """Return the reply in a completion. Its fields are checked because endpoints may break the schema."""
     truncated = completion.finish_reason == "length"
 
     def text(*names: str) -> str:
@@ -207,12 +207,12 @@ def _read(completion: Completion) -> _Reply:
         raise _NoAnswer("empty", "the answer is empty")
     try:
         json.dumps(answer, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # neither the next request nor a row for training can hold it
-        raise _NoAnswer("failed", f"the answer holds half a character ({error.reason})") from error
+    except UnicodeEncodeError as error:  # it fits neither in the next request nor in a training row
+        raise _NoAnswer("failed", f"the answer contains half a character ({error.reason})") from error
     ids = completion.token_ids
     return _Reply(answer, completion.tokens or 0, truncated, completion.model, ids, completion.prompt_ids)
 
 
 def _if_all(found: tuple[tuple[int, ...] | None, ...]) -> tuple[tuple[int, ...], ...] | None:
-    """Return the token ids of every answer; None if the server kept those of one to itself."""
+    """Return the token ids of every answer; None if any answer lacks them."""
     return tuple(each for each in found if each is not None) if None not in found else None

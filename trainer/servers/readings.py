@@ -1,4 +1,4 @@
-"""Other readings of a DSpark draft than its config's: the mistakes by which it drafts badly, here or in a server."""
+"""Common misreadings of a DSpark draft's config, which make it draft badly here or in a server."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ from trainer.drafts.dspark import block_logits
 from trainer.target.hidden import OnlineTarget
 
 _Z = 3.29
-"""Standard errors beyond which a difference is real."""
+"""Standard errors beyond which a difference is significant."""
 _THETAS = (1e4, 5e5, 1e6)
 CAUSAL = "a causal block"
-"""The reading that hides the right keys in a batch of one text alone."""
+"""Name of the misreading that hides the right keys only in a batch of one text."""
 
 
 def other_readings(draft: DSparkDraft, target: CausalLM) -> Iterator[tuple[str, DSparkDraft]]:
-    """Yield copies of a draft that a reader's usual mistakes would make of it, each with the mistake's name."""
+    """Yield the copies of a draft that common misreadings produce, each with the name of its misreading."""
     config = draft.config
     changes: dict[str, dict[str, Any]] = {
         f"taps one layer {name}": {"target_layer_ids": tuple(tap + step for tap in config.target_layer_ids)}
@@ -34,7 +34,7 @@ def other_readings(draft: DSparkDraft, target: CausalLM) -> Iterator[tuple[str, 
         try:
             config = replace(draft.config, **change)
             config.check_fits(target)
-        except ValueError:  # there is no such layer, or no DFlash draft of that kind
+        except ValueError:  # the layer does not exist, or a DFlash draft cannot be read that way
             continue
         changed = copy.deepcopy(draft)
         changed.config = config
@@ -57,7 +57,10 @@ def other_readings(draft: DSparkDraft, target: CausalLM) -> Iterator[tuple[str, 
 
 
 def _causal(module: nn.Module, args: Any) -> Any:
-    """Hide from each slot those behind it, the last keys; of one text, or of blocks that are hidden from each other."""
+    """Mask the later slots from each slot; their keys come last.
+
+    The batch holds one text, or blocks that are masked from each other.
+    """
     x, rotary, keys, values, mask = args
     least, slots = torch.finfo(keys.dtype).min, x.shape[1]
     above = keys.new_full((slots, slots), least).triu(1)
@@ -66,10 +69,10 @@ def _causal(module: nn.Module, args: Any) -> Any:
 
 
 def misread(check: str, target: CausalLM, draft: DSparkDraft, texts: Sequence[Sequence[int]]) -> Finding | None:
-    """Return a problem if the target's own texts fit another reading of the draft better, or none at all."""
+    """Return a problem if the target's texts fit a misreading of the draft better, or do not fit the draft at all."""
     online = OnlineTarget(target)
     labels, hits = _hits(target, online, draft, texts)
-    told = f"{hits.float().mean():.1%} of {len(labels):,} tokens of the target's texts are the draft's top-1"
+    told = f"the draft's top-1 is right for {hits.float().mean():.1%} of {len(labels):,} tokens of the target's texts"
     most_frequent, found = int(labels.bincount().max()), dict[str, float]()
     for name, other in other_readings(draft, target):
         theirs = _hits(target, online, other, texts)[1]
@@ -79,17 +82,17 @@ def misread(check: str, target: CausalLM, draft: DSparkDraft, texts: Sequence[Se
     if found:
         best = max(found, key=lambda name: found[name])
         remedy = f"it was trained with {best}: write that in its config.json, or train it as its config says"
-        return problem(check, f"{told}, and {found[best]:.1%} with {best}", remedy)
+        return problem(check, f"{told}, but {found[best]:.1%} with {best}", remedy)
     if int(hits.sum()) <= most_frequent:
-        remedy = "give the target that it was trained on, or train it on this one"
-        return problem(check, f"{told}, no more than of the most frequent token: it is another target's", remedy)
+        remedy = "pass the target that it was trained on, or train it on this one"
+        return problem(check, f"{told}, no better than the most frequent token: it fits another target", remedy)
     return None
 
 
 def _hits(
     target: CausalLM, online: OnlineTarget, draft: DSparkDraft, texts: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
-    """Return the tokens of the texts, in each of their blocks, and True where one is the draft's top-1."""
+    """Return the tokens of the texts in all blocks, and for each whether it is the draft's top-1."""
     blocks = (block for text in texts for block in block_logits(DSpark(draft, target), online, text, 1))
     labels, hits = zip(*((labels, logits.argmax(-1) == labels) for _, labels, logits in blocks), strict=True)
     return torch.cat(labels), torch.cat(hits)

@@ -1,4 +1,4 @@
-"""A trained speculator: decoded with here as a server drafts, and compared with the weights that a server reads."""
+"""A trained speculator: loads it, drafts as a server does, and compares it with the served weights."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,20 +29,20 @@ from trainer.target.hidden import OnlineTarget
 TOP_1 = "the draft's top-1"
 _DRAFT_TOKENS = 4
 _KINDS = {"heads": "heads", "draft": "draft", "draft-tree": "draft", "dspark": "dspark"}
-"""Drafter's name -> kind of the weights that draft."""
+"""Drafter's name -> kind of its weights."""
 _LEAST = 0.98
-"""Share of equal top-1 tokens below which weights are other weights: rounding to bf16 alone turns over fewer."""
+"""Share of equal top-1 tokens below which the weights differ: rounding to bf16 alone changes fewer tokens."""
 _WEIGHTS = "model.safetensors"
-_REMEDY = "export the speculator again, from the run that was measured, and point the server at the new folder"
+_REMEDY = "export the speculator again from the run that was measured, and point the server at the new folder"
 
 _Top1 = Callable[[Any, Sequence[int]], Tensor]
-"""Function from weights and a text to the top-1 tokens at all its positions."""
+"""Function from weights and a text to the top-1 tokens at all positions."""
 
 Weights = MedusaHeads | CausalLM | DSparkDraft
 
 
 class SpeculatorName(NamedTuple):
-    """A speculator's kind and folder or hub id, and the chain's length in its spec; None if that has none."""
+    """A speculator's kind, its folder or hub id, and the chain length in its spec (None if the spec has none)."""
 
     kind: str
     path: str
@@ -50,7 +50,7 @@ class SpeculatorName(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Its folder; for a hub id that in the cache."""
+        """The local folder; for a hub id, the folder in the cache."""
         return local_folder(self.path)
 
 
@@ -62,11 +62,11 @@ class Speculator(NamedTuple):
 
     @property
     def max_positions(self) -> int | None:
-        """The longest text that it drafts for; None without a limit."""
+        """Length of the longest text that it drafts for; None if unlimited."""
         return self.chain(1).max_positions
 
     def chain_length(self, wanted: int | None) -> int:
-        """Return the tokens of a chain: as many as wanted, but not more than there are; of a draft 4 if None."""
+        """Return the chain length: ``wanted``, at most what the weights can draft; None means all (draft model: 4)."""
         if isinstance(self.weights, CausalLM):
             return wanted or _DRAFT_TOKENS
         config = self.weights.config
@@ -74,7 +74,7 @@ class Speculator(NamedTuple):
         return min(wanted or most, most)
 
     def chain(self, tokens: int, sampled: bool = True) -> Drafter:
-        """Make a drafter of chains; above temperature 0 they are drawn from q, or its argmax unless ``sampled``."""
+        """Make a drafter of chains. Above temperature 0 it samples from q, or takes the argmax unless ``sampled``."""
         if isinstance(self.weights, MedusaHeads):
             return MedusaDrafter(self.weights, [(0,) * depth for depth in range(1, tokens + 1)], sampled=sampled)
         if isinstance(self.weights, DSparkDraft):
@@ -83,20 +83,23 @@ class Speculator(NamedTuple):
 
 
 def named_speculator(text: str) -> SpeculatorName:
-    """Read a drafter's spec or a folder; no weights are read. ValueError for a drafter without trained weights."""
+    """Parse a drafter's spec or a folder without reading weights.
+
+    Raises UserError for a drafter without trained weights.
+    """
     spec = parse_drafter(text)
     kind = _KINDS.get(str(spec.options.get("of", spec.name)))
     if kind is None or spec.path is None:
         raise UserError(
-            f"{text!r} has no trained weights that a server could read in another way",
-            "give heads:PATH, draft:PATH, dspark:PATH or a folder",
+            f"{text!r} has no trained weights that a server could misread",
+            "pass heads:PATH, draft:PATH, dspark:PATH or a folder",
         )
     tokens = spec.options.get("tokens")
     return SpeculatorName(kind, spec.path, tokens if spec.name in ("draft", "dspark") else None)
 
 
 def load_speculator(named: SpeculatorName, target: CausalLM, trusted: bool = False) -> Speculator:
-    """Load the weights for the target."""
+    """Load the weights to run on the target."""
     if named.kind == "heads":
         return Speculator(named, load_heads(named.folder, target))
     if named.kind == "dspark":
@@ -110,7 +113,7 @@ def load_speculator(named: SpeculatorName, target: CausalLM, trusted: bool = Fal
 def compare_top_1(
     target: CausalLM, trained: Weights, served: Path, texts: Sequence[Sequence[int]], trusted: bool
 ) -> Finding:
-    """Compare the top-1 tokens of the trained weights with those that a server reads, at all positions of the texts."""
+    """Compare the top-1 tokens of trained and served weights at all positions of the texts."""
     tied = False
     top_1: _Top1 = _draft_top_1
     read: Any
@@ -132,29 +135,30 @@ def compare_top_1(
     share, count = float((ours == theirs).float().mean()), len(ours)
     told = f"{share:.1%} of {count:,} top-1 tokens are equal"
     figures = {"share": share, "positions": count}
-    if share == 1 or (share >= _LEAST and not tied):  # with a known cause the fewest tokens are no rounding
+    # if the lm_head is tied, even the smallest difference is not rounding
+    if share == 1 or (share >= _LEAST and not tied):
         return ok(TOP_1, told, **figures)
     if tied:
-        found = f"{told}: its lm_head.weight is not read, as tie_word_embeddings is true"
-        return problem(TOP_1, found, "set tie_word_embeddings false in the served config.json", **figures)
-    others = f"{told}: the served weights are other weights{_other_tensors(trained, read)}"
+        found = f"{told}: servers ignore its lm_head.weight because tie_word_embeddings is true"
+        return problem(TOP_1, found, "set tie_word_embeddings to false in the served config.json", **figures)
+    others = f"{told}: the served weights differ{_other_tensors(trained, read)}"
     return problem(TOP_1, others, _REMEDY, **figures)
 
 
 def _other_tensors(trained: Weights, read: Weights) -> str:
-    """Return, in brackets, which tensors differ, and if the first has the same rows in another order."""
+    """Return, in brackets, which tensors differ, and whether the first has the same rows in another order."""
     ours, theirs = ((side.model if isinstance(side, CausalLM) else side).state_dict() for side in (trained, read))
     names = [name for name in ours if name not in theirs or not torch.equal(ours[name], theirs[name])]
     if not names:
         return ""
     (first, *_), other = names, theirs.get(names[0])
     order = other is not None and torch.equal(ours[first].sort(0).values, other.sort(0).values)
-    told = f"{first}, which has its rows in another order, as by other token ids" if order else first
+    told = f"{first} has the same rows in another order, as if token ids were mapped differently" if order else first
     return f" ({told}; {len(names)} of {len(ours)} tensors)"
 
 
 def _read_served_draft(folder: Path, target: CausalLM, trusted: bool) -> tuple[CausalLM, bool]:
-    """Read a draft as vLLM and transformers do; True if ``tie_word_embeddings`` hides another lm_head."""
+    """Load a draft as vLLM and transformers do; also return True if ``tie_word_embeddings`` hides another lm_head."""
     model = load_model(str(folder), target.dtype, target.device, trusted)
     stored, path = read_object(folder / "config.json", _REMEDY), folder / _WEIGHTS
     embeddings: Any = model.get_input_embeddings()
@@ -174,10 +178,10 @@ def _draft_top_1(draft: CausalLM, text: Sequence[int]) -> Int[Tensor, " position
 
 
 def _dspark_top_1(target: CausalLM, online: OnlineTarget, depths: int) -> _Top1:
-    """Of the first ``depths`` tokens of each block, which both drafts have."""
+    """Return a function for the top-1 of the first ``depths`` tokens of each block, which both drafts have."""
 
     def top_1(draft: DSparkDraft, text: Sequence[int]) -> Int[Tensor, " labels"]:
-        """Each token is drafted behind the text's own."""
+        """Draft each token after the text's own tokens."""
         found = block_logits(DSpark(draft, target), online, text, 1)
         return torch.cat([logits.argmax(-1) for depth, _, logits in found if depth < depths])
 
@@ -186,7 +190,7 @@ def _dspark_top_1(target: CausalLM, online: OnlineTarget, depths: int) -> _Top1:
 
 def _heads_top_1(target: CausalLM) -> _Top1:
     def top_1(heads: MedusaHeads, text: Sequence[int]) -> Tensor:
-        """Each token is drafted behind the text's own."""
+        """Draft each token after the text's own tokens."""
         return heads_logits(heads, target, text, len(text)).argmax(-1)
 
     return top_1

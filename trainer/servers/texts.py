@@ -1,4 +1,4 @@
-"""The server's greedy texts compared with the target: every token is its best, or a near-tie, and texts end as here."""
+"""Comparison of the server's greedy texts with the target: best token or near-tie, and the same end."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,12 +13,12 @@ from trainer.servers.answers import Completion
 
 TEXT = "the target's greedy text"
 _OTHER_END = (
-    "give both the same end-of-text tokens: eos_token_id in the target's generation_config.json, no ignore_eos and no "
-    "stop strings in the request"
+    "use the same end-of-text tokens on both sides: eos_token_id in the target's generation_config.json, and no "
+    "ignore_eos or stop strings in requests"
 )
 _OTHER_DTYPE = "load the target in the server's dtype (--dtype), or serve it in fp32 to compare"
 _OTHER_MODEL = (
-    "serve the very target that the speculator was trained for: the same revision, no other adapter or quantisation, "
+    "serve exactly the target that the speculator was trained for: same revision, no other adapter or quantisation, "
     "no penalties in the server's generation config"
 )
 
@@ -31,10 +31,10 @@ def compare_texts(
     tokenizer: PreTrainedTokenizerBase,
     max_new_tokens: int,
 ) -> Finding:
-    """Compare greedy answers with the target token by token, given the very tokens before each.
+    """Compare greedy answers with the target token by token, given the same tokens before each.
 
-    ``reference``: the target at temperature 1, with the ends of its texts. ``ours``: its own greedy texts, by which the
-    tokens of an answer that is a text alone are told.
+    ``reference`` is the target at temperature 1, with its end-of-text tokens. ``ours`` are the target's greedy texts;
+    they help to tokenize answers that came as text only.
     """
     eos = reference.eos_token_ids
     texts = [
@@ -43,11 +43,11 @@ def compare_texts(
     ]
     identity = greedy_identity(reference, cut_at_ends(reference, texts, max_new_tokens))
     fault, dtype = identity.figures["first_fault"], reference.target.dtype
-    if fault is not None:  # texts of another model end elsewhere, too
+    if fault is not None:  # another model's texts also end elsewhere
         fp32 = dtype == torch.float32 and identity.figures["widest_fault"] <= near_tie(torch.bfloat16)
         remedy = _OTHER_DTYPE if fp32 else _OTHER_END if {fault["token"], fault["best"]} & set(eos) else _OTHER_MODEL
         return replace(identity, check=TEXT, remedy=remedy)
-    rows = zip(texts, answers, strict=True)  # a server may also stop at the end of its context
+    rows = zip(texts, answers, strict=True)  # a server may also stop because its context is full
     whole = [text for text, answer in rows if answer.finish_reason != "length" or set(text.tokens) & set(eos)]
     ended = ends(reference, whole, max_new_tokens)
     if not ended.passed:
@@ -58,10 +58,10 @@ def compare_texts(
 def tokens_of(
     answer: Completion, ours: Sequence[int], tokenizer: PreTrainedTokenizerBase, eos: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return an answer's tokens, with the EOS that ended it, which some servers leave out.
+    """Return an answer's tokens, including the EOS that ended it even if the server omits it.
 
-    Of a text alone, ours as far as they spell it, then those of its rest: a text split anew could part from ours before
-    it differs.
+    If the answer is only text, use our tokens as far as they spell it, and tokenize only the rest: tokens of the whole
+    text could differ from ours before the texts do.
     """
     found = list(answer.token_ids or ())
     if answer.token_ids is None:

@@ -1,4 +1,4 @@
-"""A served model that writes texts to be proved: its answers as the target's token ids."""
+"""Texts of a served model, as the target's token ids, for `headstart verify`."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -10,15 +10,15 @@ from decoding.measure.proof.reference import EngineText, Reference
 from trainer.servers.answers import CONTROLS, Completion, CompletionRequest
 from trainer.servers.client import ServedModel
 
-Source = Literal["token ids", "token ids beside the log-probabilities", "texts alone, tokenized again here"]
+Source = Literal["token ids", "token ids with the log-probabilities", "texts alone, tokenized again here"]
 
 
 class ServedWriter:
     """A served model that continues prompts of token ids.
 
-    Asked once when it is made: which way its token ids come, if it takes prompts of token ids, and if it takes controls
-    beside temperature and top-p. ValueError for controls to be tested that it does not take, and for a server that
-    reads another prompt than it was sent. ``tokenizer`` None: the server must take and tell token ids.
+    Construction asks the server how it reports token ids, if it accepts prompts of token ids, and if it accepts
+    controls besides temperature and top-p. Raises ValueError if it rejects a control that is to be tested, or reads
+    another prompt than it was sent. Without a ``tokenizer``, the server must accept and report token ids.
     """
 
     def __init__(
@@ -35,24 +35,24 @@ class ServedWriter:
         self._controls = served.taken_controls(self._prompt_to_send(prompt))
         self.refused_controls = tuple(name for name in CONTROLS if name not in self._controls)
         if "top_k" in self.refused_controls and reference.sampling.top_k:
-            raise UserError("the server takes no top_k", "leave --top-k out")
+            raise UserError("the server rejects top_k", "omit --top-k")
         self.source: Source = "token ids"
         self.retold = 0
-        """Texts whose tokens had to be made from their text."""
+        """Texts that had to be tokenized again, because the server reported no token ids."""
         self.unlike = 0
-        """Retold texts whose tokens do not give the text back."""
+        """Retold texts that do not decode to the same text."""
         self._logprobs: int | None = None
         if self._answer(prompt, None).token_ids is None:
             self._logprobs = 1
             told = self._answer(prompt, 1)
-            self.source = "token ids beside the log-probabilities"
+            self.source = "token ids with the log-probabilities"
             if _ids_of(told) is None:
                 self._logprobs, self.source = None, "texts alone, tokenized again here"
 
     def write(
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
     ) -> list[EngineText]:
-        """Ask for each prompt's continuation, with a seed of its own."""
+        """Request a continuation of each prompt, each with a different seed."""
         sampling = self._reference.sampling
         temperature, top_p = (0.0, 1.0) if greedy else (sampling.temperature, sampling.top_p)
         controls = self._controls if greedy or not sampling.top_k else {**self._controls, "top_k": sampling.top_k}
@@ -77,11 +77,11 @@ class ServedWriter:
     @property
     def _text_tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
-            raise ValueError("the server neither takes nor tells token ids, and there is no tokenizer for its texts")
+            raise ValueError("the server neither accepts nor reports token ids, and its texts need a tokenizer")
         return self._tokenizer
 
     def _read(self, prompt: tuple[int, ...], answer: Completion) -> tuple[int, ...]:
-        """Return the prompt, which the server must have read as it was sent."""
+        """Return the prompt, after checking that the server read it as it was sent."""
         read = len(prompt)
         if answer.prompt_ids is not None:
             read = len(answer.prompt_ids)
@@ -89,13 +89,13 @@ class ServedWriter:
             read = answer.prompt_tokens
         if answer.prompt_ids not in (None, prompt) or read != len(prompt):
             raise ValueError(
-                f"the server read a prompt of {read} tokens where {len(prompt)} were meant: "
-                "its tokenizer is not the target's, or it adds tokens of its own; see headstart diagnose"
+                f"the server read a prompt of {read} tokens instead of {len(prompt)}: its tokenizer is not the "
+                "target's, or it adds tokens; run 'headstart diagnose'"
             )
         return prompt
 
     def _tokens(self, answer: Completion) -> tuple[int, ...]:
-        """Return the answer's tokens, with the EOS that ended it, which some servers leave out."""
+        """Return the answer's tokens, including the EOS that ended it even if the server omits it."""
         tokens = _ids_of(answer)
         if tokens is None:
             tokens = tuple(self._text_tokenizer(answer.text, add_special_tokens=False)["input_ids"])
@@ -104,8 +104,8 @@ class ServedWriter:
         vocabulary, ends = self._reference.target.vocab_size, self._reference.eos_token_ids
         if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
             raise ValueError(
-                f"the server wrote token {unknown[0]}, but the target has tokens up to {vocabulary - 1}: "
-                "it serves another model"
+                f"the server wrote token {unknown[0]}, but the target's last token is {vocabulary - 1}: it serves "
+                "another model"
             )
         if answer.finish_reason == "stop" and ends and not set(tokens) & set(ends):
             tokens += (ends[0],)
@@ -113,7 +113,7 @@ class ServedWriter:
 
 
 def _ids_of(answer: Completion) -> tuple[int, ...] | None:
-    """Return the token ids that a server tells, an empty answer's among them; None if it tells none."""
+    """Return the token ids that the server reports, also for an empty answer; None if it reports none."""
     if answer.token_ids is not None:
         return answer.token_ids
     return () if not answer.text and answer.finish_reason == "stop" else None

@@ -1,8 +1,9 @@
 """Features: the target's hidden states on disk, replacing runs of the target. See `trainer.target.store`.
 
-A row is a token. For heads it is the input of the lm_head, whose weight is stored too. For a DSpark draft it has the
-states after the layers that the draft reads, and after the last layer but one: from it the last layer computes the
-lm_head's input at every step. Any number of heads or drafts can use the same features.
+A row belongs to one token. For heads, it contains the input of the lm_head; the lm_head's weight is stored too. For a
+DSpark draft, it contains the states after the layers that the draft reads, and after the last layer but one. From the
+latter, the last layer computes the lm_head's input at every step. Any number of heads or drafts can use the same
+features.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ class FeatureIdentity(Identity):
     hidden_size: int
     states: StatesDtype = "target"
     layers: str = ""
-    """The layers (from 0) whose outputs are stored, such as ``1, 3, 6``; empty: the lm_head's input is."""
+    """The layers (from 0) whose outputs are stored, such as ``1, 3, 6``; empty if the lm_head's input is stored."""
 
     @staticmethod
     def of(
@@ -63,7 +64,7 @@ class FeatureIdentity(Identity):
         return tuple(map(int, self.layers.split(", "))) if self.layers else ()
 
     def columns(self) -> dict[str, Column]:
-        """Return a column of states, per layer if several, and one of scales for int8."""
+        """Return a column of states (one per layer if there are several), and for int8 a column of scales."""
         each = (len(self.taps),) if self.layers else ()
         if self.states == "int8":
             return {"hidden": Column(torch.int8, (*each, self.hidden_size)), "scale": Column(torch.float32, each)}
@@ -82,7 +83,7 @@ class FeatureIdentity(Identity):
 
 @dataclass(frozen=True)
 class FeatureWriter:
-    """Computes features: runs the target without its logits."""
+    """Writer of features: runs the target without its logits."""
 
     target: CausalLM
     identity: FeatureIdentity
@@ -175,7 +176,7 @@ class StoredTaps(OnlineTarget):
     """States of a target's layers from disk; only the last layer runs, for the lm_head's input."""
 
     def __init__(self, target: CausalLM, store: FeatureStore) -> None:
-        """Raise ValueError for a target whose last layer reads more than the previous layer's states."""
+        """Raise ValueError if the target's last layer reads more than the previous layer's states."""
         super().__init__(target)
         self._store, self._last = store, target.num_layers - 2
         batch = collate([Example((0, 1), (True, True), 0)]).to(target.device)

@@ -56,9 +56,9 @@ def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> Tar
 
 
 def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> CausalLM:
-    """Load the model alone, on any number of processes; raise ValueError if it does not fit the recipe's data."""
+    """Load only the model, on any number of processes; raise ValueError if it does not fit the recipe's data."""
     dtype = parse_dtype(recipe.dtype)
-    one_process = int(os.environ.get("WORLD_SIZE", "1")) == 1  # which may use all GPUs
+    one_process = int(os.environ.get("WORLD_SIZE", "1")) == 1  # one process may use all GPUs
     place = None if device.type == "cuda" and one_process else device
     model = CausalLM(load_model(resolve(recipe.target), dtype, place, recipe.trust_remote_code))
     if model.max_positions is not None and recipe.data.max_length > model.max_positions:

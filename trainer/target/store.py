@@ -95,7 +95,7 @@ class Identity(ABC):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the tensors shared by all examples; 0: there are none."""
+        """Bytes of the tensors shared by all examples; 0 if there are none."""
         return 0
 
 

@@ -1,12 +1,12 @@
 """The teacher cache: the target's best logits and a sample of the rest on disk, to train drafts without the target.
 
-A row is a position whose next token is trained (`Batch.labelled`); prompts have no rows. It contains ids and logits of
+A row is a position with a trained next token (`Batch.labelled`); prompts have no rows. It contains ids and logits of
 the ``top_k`` best tokens and of ``tail`` others drawn with replacement by the target's probabilities, and the logsumexp
 over all tokens. See `trainer.learning.losses.SampledTailTeacher` and Sparse Logit Sampling (2503.16870).
 
-Logits keep the model's dtype and are divided by the temperature on reading, because a quotient in bf16 would be rounded
-again. The logsumexp and the sample are at the temperature. An id takes two bytes, or three if the vocabulary exceeds
-65,536 tokens: a row of 60 tokens in bf16 has 244 or 304 bytes.
+Logits keep the model's dtype and are divided by the temperature on reading: a quotient in bf16 would be rounded again.
+The logsumexp and the sample are at the temperature. An id takes two bytes, or three if the vocabulary exceeds 65,536
+tokens: a row of 60 tokens in bf16 has 244 or 304 bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,10 +85,7 @@ class TeacherIdentity(Identity):
 
 @dataclass(frozen=True)
 class TeacherWriter:
-    """Computes a teacher cache: runs the target.
-
-    An example's sample depends only on its index in the data set and its logits.
-    """
+    """Writer of a teacher cache: runs the target."""
 
     target: CausalLM
     identity: TeacherIdentity
@@ -116,7 +113,7 @@ class TeacherWriter:
         return {name: torch.cat([part[name] for part in parts]) for name in identity.columns()}
 
     def _kept(self, logits: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, "rows tail"]) -> dict[str, Tensor]:
-        logits = logits.to(self.identity.torch_dtype)  # first: the total must be that of stored logits
+        logits = logits.to(self.identity.torch_dtype)  # round first: the total belongs to the stored logits
         scores = logits.float() / self.identity.temperature
         best = logits.topk(self.identity.top_k).indices
         tokens = torch.cat((best, sample_tail(scores, best, uniforms.to(logits.device))), 1)
