@@ -186,7 +186,7 @@ def test_a_folder_typed_wrong_names_those_that_are_there(tmp_path: Path, monkeyp
     (tmp_path / "runs" / "final").mkdir(parents=True)
     for name, hint in (("runs/fnal", " (is it runs/final?)"), ("o/n", "")):
         _, said = run("generate", "--target", name, "--prompt", "a")
-        assert f"'{name}': there is no such folder{hint}, and loading it from the Hub failed: " in said
+        assert f"'{name}' cannot be loaded: there is no such folder{hint}, and loading it from the Hub failed: " in said
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
