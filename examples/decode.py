@@ -41,7 +41,7 @@ steps = Engine(model.target, model.drafter).steps(inputs["input_ids"][0].tolist(
 console.print(options.prompt, style="dim", end="", markup=False)
 for piece in stream_pieces(tally.watch(steps), tokenizer, hidden=config.eos_token_ids):
     console.print(piece.text, style="green" if piece.drafted else None, end="", markup=False)
-print(f"\n{tally.tokens_per_pass:.2f} tokens per pass, {tally.tokens_per_second:.0f} tokens/s")
+print(f"\n{tally.tokens_per_pass:.2f} tokens per target pass, {tally.tokens_per_second:.0f} tokens/s")
 
 # 3. A sampled batch: rows accept different numbers of tokens and have different seeds.
 prompts = [tokenizer(text)["input_ids"] for text in ("import os\n", "def main():\n", "for key, value in ")]
@@ -54,7 +54,7 @@ output = speculate(
     pad_token_id=tokenizer.eos_token_id,
 )
 figures = output.acceptance
-print(f"a batch of {len(prompts)}, {output.label}: {output.tokens_per_pass:.2f} tokens per pass")
+print(f"a batch of {len(prompts)}, {output.label}: {output.tokens_per_pass:.2f} tokens per target pass")
 print(f"passes by the number of drafted tokens that they kept: {figures.length_histogram}")
 for position, share in enumerate(figures.conditional[:4], start=1):
-    print(f"drafted token {position}, if those before it were kept: kept in {share.value:.0%} of {share.observations}")
+    print(f"per-position acceptance {position}: {share.value:.0%} of {share.observations}")

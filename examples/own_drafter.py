@@ -98,5 +98,6 @@ for temperature in (0.0, 1.0):
     kept = drafted.acceptance.accepted_per_drafted
     print(
         f"T={temperature:g}, {drafted.label}: {'the same text' if same else 'ANOTHER TEXT'}, "
-        f"{drafted.tokens_per_pass:.2f} tokens per pass, {kept.value:.0%} of {kept.observations} drafted tokens kept"
+        f"{drafted.tokens_per_pass:.2f} tokens per target pass, "
+        f"{kept.value:.0%} of {kept.observations} drafted tokens kept"
     )

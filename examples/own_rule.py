@@ -110,5 +110,6 @@ for chosen in (None, MINE, LOSSY):  # None: the lossless rule that keeps most to
         pad_token_id=tokenizer.eos_token_id,
     )
     print(
-        f"{chosen.name if chosen else 'the default rule'}: {output.label}, {output.tokens_per_pass:.2f} tokens per pass"
+        f"{chosen.name if chosen else 'the default rule'}: {output.label}, "
+        f"{output.tokens_per_pass:.2f} tokens per target pass"
     )

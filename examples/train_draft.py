@@ -57,6 +57,6 @@ for name, output in outputs.items():
     same = torch.equal(output.sequences, outputs["plain decoding"].sequences)
     speed = statistics.median(seconds["plain decoding"]) / statistics.median(seconds[name])
     print(
-        f"{name}: {'the same texts' if same else 'OTHER TEXTS'}, {output.tokens_per_pass:.2f} tokens per pass, "
+        f"{name}: {'the same texts' if same else 'OTHER TEXTS'}, {output.tokens_per_pass:.2f} tokens per target pass, "
         f"{speed:.2f} times the speed"
     )

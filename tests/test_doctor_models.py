@@ -169,7 +169,7 @@ def test_what_a_target_can_do_is_said_before_its_weights_are_read(tmp_path: Path
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_a_problem_and_padding_is_none(tmp_path: Path) -> None:
-    assert "the model 100" in only(of_target(save(tmp_path / "small", vocab=100)), "vocabulary").found
+    assert "model has 100" in only(of_target(save(tmp_path / "small", vocab=100)), "vocabulary").found
     assert fits(of_target(save(tmp_path / "padded", vocab=160)))
 
 

@@ -44,7 +44,7 @@ class DSparkConfig:
 
     ``block_size``: K, the tokens drafted in one forward. ``slots``: the tokens that run in a forward.
     ``sample_from_anchor``: slot j predicts token j after the newest one. If it is False, each mask predicts the token
-    in its place and the block has one more token, which files of DFlash and speculators count in ``block_size``.
+    in its place, and the block has one more token. Files of DFlash and speculators count that token in ``block_size``.
 
     ``markov_rank`` 0 means no bias (DFlash), and excludes the anchor and the confidence head. ``tree``: the paths of
     ranks drafted by default, empty for a chain.

@@ -85,7 +85,7 @@ def test_decode_writes_the_text_of_generate_and_colours_the_drafted_tokens(desk:
     green = re.findall(r"\x1b\[32m(.*?)\x1b\[0m", printed)
     assert green == [piece.text for piece in pieces if piece.drafted] and len(green) > 5
     assert PROMPT + "".join(piece.text for piece in pieces) in re.sub(r"\x1b\[\d+m", "", printed)
-    assert "a batch of 3, lossless: " in printed and "drafted token 1, if those before it were kept" in printed
+    assert "a batch of 3, lossless: " in printed and "per-position acceptance 1: " in printed
     assert "\x1b" not in desk.run("decode.py", *words, FORCE_COLOR=None)
 
 
@@ -100,7 +100,7 @@ def test_train_heads_trains_heads_that_keep_the_text(desk: Desk) -> None:
 def test_train_draft_distils_a_draft_and_measures_its_lengths(desk: Desk) -> None:
     printed = desk.run("train_draft.py", *desk.recipe, "output=drafted", "draft.check_costs=false")
     assert (desk.folder / "drafted/final/model.safetensors").is_file()
-    found = re.findall(r"^(\d) drafted tokens: the same texts, ([\d.]+) tokens per pass, ", printed, re.M)
+    found = re.findall(r"^(\d) drafted tokens: the same texts, ([\d.]+) tokens per target pass, ", printed, re.M)
     assert [tokens for tokens, _ in found] == ["2", "4", "6"]
     assert all(1 <= float(per_pass) <= int(tokens) + 1 for tokens, per_pass in found)
 
@@ -116,7 +116,7 @@ def test_own_drafter_is_forty_lines_and_drafts_from_its_texts_without_changing_t
     per_pass = {}
     for name, text in printed.items():
         assert text.count("lossless: the same text") == 2 and "ANOTHER" not in text
-        per_pass[name] = figure(r"T=0, .*text, ([\d.]+) tokens per pass", text)
+        per_pass[name] = figure(r"T=0, .*text, ([\d.]+) tokens per target pass", text)
     assert per_pass["known"] > 1.5 and per_pass["known"] > per_pass["strange"]
 
 
@@ -128,9 +128,9 @@ def test_own_rule_proves_one_rule_refutes_its_mistake_and_labels_the_lossy_one(d
     assert re.match(r"among the best 3, called lossy: off by 0\.\d over 360 drafts, NOT lossless: ", lossy)
     labels = [re.sub(r"[\d.]+ tokens", "tokens", line) for line in used]
     assert labels == [
-        "the default rule: lossless, tokens per pass",
-        "my rejection: lossless, tokens per pass",
-        "among the best 3: lossy, tokens per pass",
+        "the default rule: lossless, tokens per target pass",
+        "my rejection: lossless, tokens per target pass",
+        "among the best 3: lossy, tokens per target pass",
     ]
 
 

@@ -152,7 +152,7 @@ def not_thinking(desk: Desk) -> SpeculatingServer:
 
 
 SERVERS: dict[str, tuple[Plant, str, str, str]] = {
-    "a system prompt": (system_prompt, TEMPLATE, r"puts 16 tokens .*'system\]Be kind.\['", "system prompt"),
+    "a system prompt": (system_prompt, TEMPLATE, r"adds 16 tokens .*'system\]Be kind.\['", "system prompt"),
     "thinking switched off": (not_thinking, TEMPLATE, "has the thinking mode off", "'enable_thinking': true"),
     "another target": (other_target, TEXT, r"the target.s best is", "same revision"),
     "a worse draft": (
@@ -236,7 +236,7 @@ def test_a_draft_of_another_vocabulary_size_is_named(desk: Desk, tmp_path: Path)
 def test_other_weights_are_named_by_their_top_1(desk: Desk, tmp_path: Path) -> None:
     write_draft(CausalLM(tiny_model(seed=5, **SIZES)), desk.tokenizer, tmp_path / "served")
     fine, printed = diagnosed(desk, exported=tmp_path / "served")
-    assert not fine and printed.startswith(f"first difference: {TOP_1}\n") and "other weights" in printed
+    assert not fine and printed.startswith(f"first difference: {TOP_1}\n") and "served weights differ" in printed
 
 
 def test_a_metrics_page_alone_is_compared_too(desk: Desk, tmp_path: Path) -> None:
@@ -266,9 +266,9 @@ def test_a_server_that_tells_only_the_number_of_tokens_is_compared_by_it(desk: D
 
 def test_an_export_of_another_kind_is_refused_before_anything_is_compared(desk: Desk, tmp_path: Path) -> None:
     MedusaHeads(MedusaConfig(16, 128)).save_pretrained(tmp_path / "heads")
-    with pytest.raises(ValueError, match=r"holds a model, but heads:.* of kind heads: give"):
+    with pytest.raises(ValueError, match=r"contains a model, but heads:.* of kind heads: give"):
         diagnosed(desk, speculator=f"heads:{tmp_path / 'heads'}", target="/nowhere/at/all")
-    with pytest.raises(ValueError, match=r"heads holds heads, but draft:.* of kind draft: give the folder"):
+    with pytest.raises(ValueError, match=r"heads contains heads, but draft:.* of kind draft: give the folder"):
         diagnosed(desk, exported=tmp_path / "heads", target="/nowhere/at/all")
 
 

@@ -112,4 +112,4 @@ def test_questions_that_do_not_fit_are_left_out_and_counted(desk: Path, tmp_path
     assert code == 0 and "1 prompts (1 too long, left out)" in said
     assert json.loads((tmp_path / "report.json").read_text())["prompts_left_out"] == 1
     code, said = evaluate(desk, tmp_path / "none", "--limit", "1", prompts="long.jsonl")
-    assert code == 2 and "no prompt fits with 4 new tokens into the 256 that target and drafters can hold" in said
+    assert code == 2 and "every prompt plus 4 new tokens exceeds the 256 positions of target and drafters" in said

@@ -183,7 +183,7 @@ def refused(options: RealignOptions) -> str:
 
 
 def test_what_cannot_be_trained_is_refused_before_anything_is_generated(workshop: Path) -> None:
-    assert "max_new_tokens is 90, which with 64 of a prompt" in refused(options(workshop, max_new_tokens=90))
+    assert "max_new_tokens is 90, but with 64 tokens of prompt" in refused(options(workshop, max_new_tokens=90))
     assert "training.steps: Input should be greater than" in refused(options(workshop, steps=0))
     again = options(workshop, draft=str(workshop / "run" / "final"))
     assert "give another output" in refused(again)

@@ -44,7 +44,7 @@ class Account:
     skipped: int = 0
     """Skipped sequences: the first answer starts after ``max_length``, or the text has fewer than 8 tokens."""
     bad_rows: int = 0
-    """Skipped rows that are unusable."""
+    """Number of unusable rows, all of them skipped."""
     named: list[str] = field(default_factory=list)
     """The first bad rows, each with its error."""
 

@@ -73,8 +73,8 @@ class RowSource:
 
     name: str
     sha256: str
-    """Digest of a file; or of a folder's file names and digests; or of a hub data set's name, split and fingerprint
-    (for a stream: name, split and commit).
+    """Digest of a file; of a folder's file names and digests; or of a hub data set's name, split and fingerprint
+    (commit, if streamed).
     """
     files: tuple[Path, ...] = ()
     hub: Iterable[dict[str, Any]] | None = None

@@ -148,7 +148,7 @@ def target_findings(target: Skeleton) -> list[Finding]:
 def check_vocabulary(target: Skeleton) -> Finding:
     """Compare the tokenizer's number of tokens with the model's; the model may have padding."""
     known, named = target.model.vocab_size, len(target.tokenizer)
-    found = f"the tokenizer has {named} tokens and the model {known}"
+    found = f"the tokenizer has {named} tokens and the model has {known}"
     if target.tokenizer.vocab_size > known:
         return problem("vocabulary", found, "use the model's own tokenizer")
     if named > known:

@@ -66,7 +66,7 @@ class OnlineTarget:
         """
         with span("target"), capture_taps(self._model, self._layers, taps) as tapped:
             hidden = lm_head_input(self._model, batch.model_inputs())
-        device = batch.tokens.device  # the last device of a target spread over several may differ
+        device = batch.tokens.device  # a target spread over devices may end on another device
         return hidden.to(device), (tapped[0] if tapped else hidden[..., :0]).to(device)
 
 
