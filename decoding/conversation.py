@@ -49,7 +49,7 @@ class Conversation:
 
         A turn that is closed or interrupted keeps its steps so far as the answer; without any steps, it keeps nothing.
         Turn i (from 0) is decoded with the seed ``seed + i``. Raises ValueError at once if the template rejects the
-        question or the context has no room for it; the conversation is then unchanged.
+        question or the context cannot hold it; the conversation is then unchanged.
         """
         self._end_turn()
         prompt = self.encode(question)
@@ -75,7 +75,7 @@ class Conversation:
         return encode_prompt(messages, self.tokenizer, chat=True)
 
     def undo(self) -> str | None:
-        """Remove the last turn; return its question, or None if there is no turn."""
+        """Remove the last turn; return its question, or None without a turn."""
         self._end_turn()
         if len(self.messages) == len(self._system):
             return None

@@ -86,7 +86,7 @@ class HeadstartModel:
         dtype = draft_options.pop("torch_dtype", dtype)
         if drafter is None and draft_options:
             raise ValueError(
-                f"from_pretrained has no argument {next(iter(draft_options))!r}, and there is no drafter with "
+                f"from_pretrained does not take {next(iter(draft_options))!r} without a drafter with "
                 "options: leave it out, or give a drafter"
             )
         with only_cached(local_files_only):
@@ -212,7 +212,7 @@ def _resolve(
     config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
     unknown = [name for name, value in config.update(**options).items() if value is not None]
     if unknown:
-        raise ValueError(f"generate has no option {' or '.join(unknown)}: check the spelling")
+        raise ValueError(f"generate does not take {' or '.join(unknown)}: check the spelling")
     for name in _REFUSED_SETTINGS:
         if getattr(config, name, None):
             raise UserError(f"{name} is {getattr(config, name)}, which is not supported", _REMEDY)

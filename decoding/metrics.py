@@ -87,7 +87,7 @@ def _resampled(values: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(texts, (resamples, texts), generator=generator)
     ratios = ratio(values[chosen].sum(1).T)
-    finite = ratios[ratios.isfinite()]  # a resample of only empty texts has no ratio
+    finite = ratios[ratios.isfinite()]  # resampling only empty texts gives NaN
     low, high = finite.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     value = float(total)  # with equal texts, rounding must not put it outside the interval
     return Estimate(value, min(low, value), max(high, value), texts)
@@ -147,7 +147,7 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
         offered = [step for step in steps if step.offered >= position]
         accepted = sum(step.accepted >= position for step in offered)
         reached = sum(step.accepted >= position - 1 for step in offered)
-        if reached == 0:  # no draft was accepted this far, so later positions have no observations
+        if reached == 0:  # no draft was accepted this far, so later positions were never observed
             break
         conditional.append(proportion(accepted, reached))
         unconditional.append(proportion(accepted, len(offered)))

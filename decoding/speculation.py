@@ -141,7 +141,7 @@ class Prompts(NamedTuple):
         if isinstance(prompts, str):
             check_ids(prompts)
         if not prompts:
-            raise ValueError("there are no prompts: give at least one")
+            raise ValueError("the list of prompts is empty: give at least one")
         prompts = [prompt.tolist() if isinstance(prompt, Tensor) else prompt for prompt in prompts]
         for prompt in prompts:
             check_ids(prompt)

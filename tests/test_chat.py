@@ -159,7 +159,7 @@ def test_a_prompt_that_the_template_rewrites_once_answered_is_refused() -> None:
     [
         (GEMMA3, [*turns("a", "b"), {"role": "assistant", "content": "c"}], "rejects this .*: roles must alternate"),
         (LLAMA, [{"role": "assistant", "content": "a"}], "begins with the assistant; begin it with a user message"),
-        (LLAMA, turns("a"), "has no assistant's answer to train on"),
+        (LLAMA, turns("a"), "lacks an assistant's answer to train on"),
         ("{% if %}", turns("a", "b"), "rejects this conversation: Expected an expression"),
     ],
 )

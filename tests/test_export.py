@@ -182,9 +182,9 @@ def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_fold
             export(source, tmp_path / "out", format)
     with pytest.raises(ValueError, match="format is 'onnx': give one of headstart, dspark"):
         export(heads_folder, tmp_path / "out", "onnx")
-    with pytest.raises(ValueError, match="format 'headstart' has no type 'f32': omit it"):
+    with pytest.raises(ValueError, match="format 'headstart' lacks the type 'f32': omit it"):
         export(heads_folder, tmp_path / "out", "headstart", type="f32")
-    with pytest.raises(ValueError, match="format 'gguf' has no type 'q4': give one of f32"):
+    with pytest.raises(ValueError, match="format 'gguf' lacks the type 'q4': give one of f32"):
         export(draft_folder, tmp_path / "out", "gguf", type="q4")
     assert not (tmp_path / "out").exists()
 

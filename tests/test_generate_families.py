@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "^t5 is an encoder-decoder model: give a decoder-only",
     ),
     "both directions": (lambda: of("bert"), "^bert reads texts in both directions: give a causal LM"),
-    "no lm_head": (lambda: LlamaModel(LlamaConfig(**_TINY)), "LlamaModel has no lm_head: load the model with Auto"),
+    "no lm_head": (lambda: LlamaModel(LlamaConfig(**_TINY)), "LlamaModel lacks an lm_head: load the model with Auto"),
 }
 
 

@@ -179,7 +179,7 @@ def test_local_files_only_asks_nothing_of_the_hub(hub: FakeHub, folders: Path) -
     [
         ("private", MODEL, None, "that you may read: check the name; if it is private, run `hf auth login`"),
         ("gated", MODEL, TOKEN, "it is gated: accept its terms at ADDRESS/zoe/model"),
-        (None, f"{MODEL}@v9", TOKEN, "zoe/model has no revision 'v9'"),
+        (None, f"{MODEL}@v9", TOKEN, "zoe/model lacks the revision 'v9'"),
         (None, MODEL, "hf_AnotherTokenThatIsNoneAtAll", "does not accept the token (401): run `hf auth login`"),
         ((429, "slow down"), MODEL, TOKEN, "received too many requests (429): wait a few minutes"),
     ],

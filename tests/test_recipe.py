@@ -74,7 +74,7 @@ def test_overrides_replace_and_add_single_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.steps", "override 'training.steps' has no '=': write section.key=value"),
+        ("training.steps", "override 'training.steps' lacks '=': write section.key=value"),
         ("training.stepps=3", "unknown key 'training.stepps'; did you mean 'steps'?"),
         ("training.steps=x", "training.steps: "),
         ("training.steps=[", "is not a readable recipe: "),

@@ -243,9 +243,9 @@ def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
         ({"target": None, "endpoint": ["http://127.0.0.1:9/v1"]}, "give it as --model"),
         (
             {"target": None, "endpoint": ["http://127.0.0.1:9/v1"], "model": "m", "drafter": "lookup"},
-            "--drafter has no effect with --endpoint",
+            "--drafter does nothing with --endpoint",
         ),
-        ({"timeout": 3.0}, "--timeout has no effect without --endpoint"),
+        ({"timeout": 3.0}, "--timeout does nothing without --endpoint"),
         ({"n": 2}, "n is 2, but at temperature 0 all answers are equal"),
     ],
     ids=lambda value: str(value),

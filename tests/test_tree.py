@@ -45,7 +45,7 @@ def test_paths_of_ranks_become_nodes_by_depth_with_the_best_sibling_first() -> N
 
 
 def test_a_path_without_its_parent_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"tree path \[0, 1\] has no parent: add \[0\]"):
+    with pytest.raises(ValueError, match=r"tree path \[0, 1\] lacks its parent: add \[0\]"):
         TreeShape.from_paths([[1], [0, 1]])
 
 

@@ -76,7 +76,7 @@ class PretrainObjective:
         return None
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
-        """Do nothing: a model has no tree."""
+        """Do nothing: models lack a tree."""
 
     def save(self, folder: Path) -> None:
         model = copy.deepcopy(self.module.model)

@@ -23,10 +23,10 @@ class DraftRequest:
 
     ``tokens`` is the whole text with its prompt; its last token is the tree's root. ``hidden`` is the input of the
     target's lm_head from which that token was written. ``max_depth`` limits the drafted tokens of a path; it is 0 if
-    the row has no room. ``max_nodes`` counts the root.
+    the row is full. ``max_nodes`` counts the root.
 
     ``states`` is for drafters with `Drafter.taps`: the target's states after these layers, concatenated, at the tokens
-    since the row's last request, including the prompt's. The newest token has not been run and has no states.
+    since the row's last request, including the prompt's. The newest token has not been run yet and lacks states.
 
     Between two requests a row's text only grows.
     """

@@ -126,7 +126,7 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
         )
     if unknown := [option for option in options if option not in entry.options]:
         raise ValueError(
-            f"from_pretrained has no argument {unknown[0]!r}: the drafter {name} takes {', '.join(entry.options)}"
+            f"from_pretrained does not take {unknown[0]!r}: the drafter {name} takes {', '.join(entry.options)}"
         )
     return DrafterSpec(name, path, read_options(given, entry.options, f"the drafter {name}"))
 

@@ -47,7 +47,7 @@ def split_spec(text: str, names: Sequence[str]) -> tuple[str | None, str | None,
     """Split a spec into name (None if it begins with the path), path and options, unchecked.
 
     A text that begins with none of ``names`` is a path if it exists or has a slash. After a name the first item is the
-    path if it exists or has no ``=``. If several items together form an existing path, they are the path.
+    path if it exists or lacks ``=``. If several items together form an existing path, they are the path.
 
     Raises ValueError for an unknown name, and for an item that is neither the path nor ``option=value``.
     """
@@ -96,7 +96,7 @@ def read_options(given: Mapping[str, Any], known: Mapping[str, Option], of: str)
     for name, value in given.items():
         if name not in known:
             choice = f"choose among {', '.join(known)}" if known else "it has none"
-            raise ValueError(f"{of} has no option {name!r}: {choice}")
+            raise ValueError(f"{of} does not take the option {name!r}: {choice}")
         try:
             values[name] = known[name].read(_written(value))
         except ValueError:

@@ -156,7 +156,7 @@ def _chosen(
     for evaluation, name in ((a, method), (b, other or method)):
         known = dict.fromkeys(each for _, each in evaluation.methods())
         if name is not None and name not in known:
-            raise ValueError(f"{evaluation.folder} has no method {name!r}: choose among {', '.join(known)}")
+            raise ValueError(f"{evaluation.folder} lacks the method {name!r}: choose among {', '.join(known)}")
     theirs = b.methods()
     found = [
         (setting, name, other or name)

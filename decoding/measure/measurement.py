@@ -68,7 +68,7 @@ class Measurement:
         assert len(set(names)) == len(names), f"two methods share a name, so one would be lost: {names}"
 
     def run(self) -> None:
-        """Decode everything in this process's share that has no record; process 0 also measures the cost curve."""
+        """Decode everything in this process's share without a record; process 0 also measures the cost curve."""
         warm: GridCell | None = None
         for unit in self._missing():
             if unit.cell != warm:
@@ -213,7 +213,7 @@ def evaluate(
     Raises ValueError before the first run if a prompt is too long.
     """
     if not prompts:
-        raise ValueError("there are no prompts: give at least one")
+        raise ValueError("the list of prompts is empty: give at least one")
     for prompt in prompts:  # before the first run, not after an hour
         check_prompt(target, prompt, DecodingConfig(config.max_new_tokens))
     measurement = Measurement(target, methods, TokenPrompts(prompts), config)

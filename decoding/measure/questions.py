@@ -192,7 +192,7 @@ class Asker:
 
     @cached_property
     def tasks(self) -> Sequence[str | None]:
-        """Task of each question; None if it has no task."""
+        """Task of each question; None without a task."""
         return [question.task for question in self.questions]
 
     def turns(self, index: int) -> int:

@@ -174,7 +174,7 @@ def _notes(report: Report) -> list[str]:
         if row.get("counters_disagree"):
             notes.append(f"The server's counters contradict each other ({load}): acceptance is unknown.")
         elif "acceptance_length" not in row:
-            notes.append(f"The server counted no drafts ({load}): it has no metrics, or does not speculate.")
+            notes.append(f"The server counted no drafts ({load}): it serves no metrics, or does not speculate.")
         if not figures["streamed"]:
             notes.append(f"Answers were not streamed ({load}): times between the request and the end are unknown.")
         if (mean := figures["under_way"]) is None:

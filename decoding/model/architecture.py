@@ -174,7 +174,7 @@ def why_unfit(model: PreTrainedModel) -> str | None:
     if declared and not text_config.is_decoder:
         return f"{kind} reads texts in both directions: give a causal LM, or set is_decoder in its config"
     if model.get_output_embeddings() is None:
-        return f"{type(model).__name__} has no lm_head: load the model with AutoModelForCausalLM"
+        return f"{type(model).__name__} lacks an lm_head: load the model with AutoModelForCausalLM"
     return None
 
 

@@ -152,7 +152,7 @@ class DSparkDraft(nn.Module):
 
     def sure(self, hidden: Float[Tensor, "*slots hidden"], before: Int[Tensor, " *slots"]) -> Float[Tensor, " *slots"]:
         """Return the logit of each slot's acceptance, given that the token before it was accepted."""
-        assert self.confidence is not None, "this draft has no confidence head"
+        assert self.confidence is not None, "this draft lacks a confidence head"
         if self.markov is not None and self.config.confidence_head_with_markov:
             hidden = torch.cat((hidden, self.markov.embedding(before).detach().to(hidden)), -1)
         logits: Tensor = self.confidence(hidden)[..., 0]

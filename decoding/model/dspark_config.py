@@ -183,7 +183,7 @@ def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
     for nested in ("transformer_layer_config", "dflash_config", "dspark_config"):
         flat |= stored.get(nested) or {}
     if not is_dspark and flat.get("markov_rank"):
-        raise ValueError(f"markov_rank is {flat['markov_rank']} in a DFlash draft, which has no bias")
+        raise ValueError(f"markov_rank is {flat['markov_rank']} in a DFlash draft: give 0")
     rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
     if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
         raise ValueError(f"its rotary embeddings are {kind}")

@@ -122,7 +122,7 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
     adapters = folder / _ADAPTER_WEIGHTS
     files = [adapters] if adapters.is_file() else weight_files(folder, remedy)
     if not files:
-        raise ValueError(f"{folder} has no .safetensors file: convert its weights (pickled ones are not loaded)")
+        raise ValueError(f"{folder} lacks .safetensors files: convert its weights (pickled ones are not loaded)")
     return {name: path for path in files for name in read_header(path, remedy)}
 
 

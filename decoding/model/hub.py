@@ -152,7 +152,7 @@ def explained(error: Exception, named: HubName, page: str) -> str:
     if isinstance(error, RepositoryNotFoundError):
         return f"{address} has no {repo_id} that you may read: check the name; if it is private, {LOG_IN}"
     if isinstance(error, RevisionNotFoundError):
-        return f"{repo_id} has no revision {named.revision!r}: give a branch, a tag or a whole commit hash"
+        return f"{repo_id} lacks the revision {named.revision!r}: give a branch, a tag or a whole commit hash"
     cause = (error.__cause__ or error) if isinstance(error, LocalEntryNotFoundError) else error
     if isinstance(cause, HfHubHTTPError):
         status = cause.response.status_code

@@ -182,12 +182,12 @@ def model_folder(name: str) -> Path:
     if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):  # or adapters
         raise ValueError(f"{name} does not contain a model: config.json is missing")
     if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{name} has no .safetensors file: convert its weights (pickled ones are not loaded)")
+        raise ValueError(f"{name} lacks .safetensors files: convert its weights (pickled ones are not loaded)")
     return folder
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error (library errors have many), or its class name if it has no text.
+    """Return the first line of an error (library errors have many), or its class name if the text is empty.
 
     If the first line ends with a colon, the next one is appended.
     """

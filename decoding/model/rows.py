@@ -29,7 +29,7 @@ Chosen from 0, 4, 8, 12, 16, 24 and 32 by counts in the loop, for acceptance 0.3
 class RowsCache(PreallocatedCache):
     """Tokens of each row, and a restorable `transformers` cache of a prefix.
 
-    If the model has no cache, each pass runs the whole text.
+    Without a cache, each pass runs the whole text.
     """
 
     def __init__(self, new: Callable[[], Cache] | None, rows: int) -> None:

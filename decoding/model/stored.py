@@ -224,6 +224,6 @@ def check_finite(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
 
 
 def _count_non_finite(tensor: Tensor) -> int:
-    narrow = tensor.is_floating_point() and tensor.itemsize == 1  # torch has no isfinite for 8-bit floats
+    narrow = tensor.is_floating_point() and tensor.itemsize == 1  # torch lacks isfinite for 8-bit floats
     pieces = tensor.detach().reshape(-1).split(_PIECE)
     return sum(int((~torch.isfinite(piece.float() if narrow else piece)).sum()) for piece in pieces)

@@ -186,7 +186,7 @@ def traverse(batch: Undecided) -> Int[Tensor, "rows 3"]:
     a = (torch.arange(len(mass), device=mass.device) % order.shape[1] == 0).double()  # 1 at the roots
     for parents, children, token, q in _siblings(batch, mass, by_depth=True):
         now, above = mass[parents], a[parents]
-        # A node without a residual has no A, and none of its later children is tried.
+        # Without a residual, A becomes 0 and later children are not tried.
         ratio = (now.gather(1, token) / q.gather(1, token))[:, 0].clamp(max=1) * (above > 0)
         a[children] = ratio.double()
         mass[children] = torch.where(inner[children], ratio, 1)[:, None] * mass[children]

@@ -104,7 +104,7 @@ class _Target:
         self._p: Tensor | None = None
         self.logits = logits.flatten(0, 1)
         self.first = [row * logits.shape[1] for row in range(len(trees))]
-        if history is not None:  # history has no rows for padding
+        if history is not None:  # history omits padding
             self.logits = torch.cat([logits[row, :size] for row, size in enumerate(self._sizes)])
             self.first = [0, *accumulate(self._sizes)][:-1]
             self._p = None if sampling.greedy else probabilities(self.logits, sampling, history)

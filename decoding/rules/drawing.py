@@ -110,7 +110,7 @@ def draw_rows_without_replacement(
     """Draw up to ``count`` distinct indices per row, from uniforms in [0, 1).
 
     Each draw is in proportion to the weights of the indices left. Runs on the weights' device without waiting for it;
-    the uniforms may be on the host. Once a row has no weight left, or has NaN, it gives ``vocab``, which is not an
+    the uniforms may be on the host. Once a row's weight is used up, or is NaN, it gives ``vocab``, which is not an
     index.
     """
     if not weights.is_mps:  # MPS has no float64

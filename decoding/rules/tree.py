@@ -32,7 +32,7 @@ def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]
         if path in known:
             raise ValueError(f"tree path {shown} is listed twice: list each path once")
         if path[:-1] not in known:
-            raise ValueError(f"tree path {shown} has no parent: add {reprlib.repr(list(path[:-1]))} to the paths")
+            raise ValueError(f"tree path {shown} lacks its parent: add {reprlib.repr(list(path[:-1]))} to the paths")
         if path[-1] >= vocab_size:
             raise ValueError(f"tree path {shown} has a rank of {path[-1]}: give ranks below the {vocab_size} tokens")
         known.add(path)
@@ -88,7 +88,7 @@ class TreeShape:
         parents = [-1]
         for path in ordered:
             if path[:-1] not in node_of:
-                raise ValueError(f"tree path {list(path)} has no parent: add {list(path[:-1])} to the paths")
+                raise ValueError(f"tree path {list(path)} lacks its parent: add {list(path[:-1])} to the paths")
             node_of[path] = len(parents)
             parents.append(node_of[path[:-1]])
         return TreeShape(tuple(parents)), tuple(path[-1] for path in ordered)

@@ -161,7 +161,7 @@ def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told
     other.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="was made with weights feed, but draft has"):
         chosen(other, models)
-    with pytest.raises(ValueError, match="there is no plan"):
+    with pytest.raises(ValueError, match=r"missing\.json does not exist"):
         chosen(tmp_path / "missing.json", models)
 
 

@@ -96,7 +96,7 @@ def _check_target(options: EvaluateOptions) -> None:
     """Raise UserError if there is no target, or if options of --endpoint are given without it."""
     for name in ("model", "baseline_endpoint", "concurrency"):
         if getattr(options, name) != getattr(EvaluateOptions, name):
-            raise UserError(f"--{name.replace('_', '-')} has no effect without --endpoint", "omit it")
+            raise UserError(f"--{name.replace('_', '-')} does nothing without --endpoint", "omit it")
     if not options.target:
         raise UserError("there is nothing to evaluate", "give --target to decode in this process, or --endpoint")
 

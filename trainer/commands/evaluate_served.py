@@ -116,7 +116,7 @@ def _checked(options: EvaluateOptions) -> EvaluationConfig:
     """Return the settings; UserError for options that contradict each other."""
     check_endpoint(options.endpoint, options.model)
     if changed := [name for name in _OF_THIS_PROCESS if getattr(options, name) != getattr(EvaluateOptions, name)]:
-        raise UserError(f"--{changed[0].replace('_', '-')} has no effect with --endpoint", "omit it")
+        raise UserError(f"--{changed[0].replace('_', '-')} does nothing with --endpoint", "omit it")
     if "typical" in options.settings:
         raise UserError("--settings typical does not work with --endpoint", "give greedy, sampling, or both")
     if options.endpoint == options.baseline_endpoint:

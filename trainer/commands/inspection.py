@@ -72,7 +72,7 @@ def _task(options: InspectOptions) -> _Task:
 def _section_of(source: str, overrides: Sequence[str]) -> DataSection:
     content = overridden({"data": {"train": source, "heldout": source}}, overrides)
     if others := content.keys() - {"data"}:
-        raise UserError(f"{source} is data and has no section {min(others)}", "override only data.key=value")
+        raise UserError(f"{source} is data, without a section {min(others)}", "override only data.key=value")
     try:
         return DataSection.model_validate(content["data"])
     except ValidationError as error:

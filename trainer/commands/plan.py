@@ -99,7 +99,7 @@ def asked_or_planned(
     batch_sizes: Sequence[int],
     notes: Console,
 ) -> Sequence[str]:
-    """Return the specs of the ``given`` drafters, or else of the plan in ``path``; plain decoding has no spec.
+    """Return the specs of the ``given`` drafters, or else of the plan in ``path``; plain decoding needs none.
 
     ``temperatures`` and ``batch_sizes`` belong to the texts to decode. Prints to ``notes`` why the plan may fit badly.
     ValueError if drafters and a plan are given, or if the plan has another target, drafter or dtype.

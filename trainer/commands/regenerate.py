@@ -141,7 +141,7 @@ def _backend(options: RegenerateOptions) -> tuple[Backend, dict[str, Any]]:
     unread = _OF_ENDPOINTS if options.endpoint is None else _OF_THIS_PROCESS
     if changed := [name for name in unread if getattr(options, name) != getattr(RegenerateOptions, name)]:
         given = "without" if options.endpoint is None else "with"
-        raise ValueError(f"--{changed[0].replace('_', '-')} has no effect {given} --endpoint: omit it")
+        raise ValueError(f"--{changed[0].replace('_', '-')} does nothing {given} --endpoint: omit it")
     asked = None
     if (options.temperature, options.top_p) != (None, None):
         top_p = 1.0 if options.top_p is None else options.top_p

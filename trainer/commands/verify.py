@@ -80,7 +80,7 @@ def _check(options: VerifyOptions) -> None:
     """Reject contradictory options before anything is loaded."""
     check_endpoint(options.endpoint, options.model)
     if options.endpoint is not None and (options.drafter or options.rule):
-        raise ValueError("--drafter and --rule have no effect with --endpoint: omit them")
+        raise ValueError("--drafter and --rule do nothing with --endpoint: omit them")
     if options.rule is not None:
         named_rule(options.rule)
         if options.temperature == 0:

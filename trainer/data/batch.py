@@ -47,7 +47,7 @@ class Example:
         return *self.text(), self.trained.tobytes(), self.prompt_length.to_bytes(8, "little")
 
     def predicted(self) -> Int[np.ndarray, " predicted"]:
-        """Return the trained tokens except each document's first token, which has no prediction."""
+        """Return the trained tokens except each document's first token, which nothing predicts."""
         trained = self.trained.copy()
         trained[np.cumsum((0, *self.lengths[:-1]))] = False
         predicted: Int[np.ndarray, " predicted"] = self.tokens[trained]

@@ -97,7 +97,7 @@ class TranscriptEncoder:
     def _own_tokens(self, transcript: Transcript, template: "ChatTemplate | None") -> tuple[Example, ...]:
         """Return one sequence per answer, made of exactly the tokens that the target wrote.
 
-        Tokenizing the answer's text again may give other tokens, and a cut-off answer has no end to train.
+        Tokenizing the answer's text again may give other tokens, and a cut-off answer lacks an end to train.
         """
         messages, where, written = transcript.messages, transcript.where, transcript.answer_tokens
         indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -229,7 +229,7 @@ class ChatTemplate:
         write it.
         """
         if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError(f"{where}: the conversation has no assistant's answer to train on")
+            raise ValueError(f"{where}: the conversation lacks an assistant's answer to train on")
         try:
             encoded = self._by_marks(messages, where) if self._has_marks else self._by_comparison(messages, where)
             if cut_off and messages[-1]["role"] == "assistant":

@@ -122,7 +122,7 @@ def open_source(name: str, section: DataSection) -> RowSource:
 
 
 def stream_prompts(name: str) -> RowSource:
-    """Stream ORG/NAME[@REVISION][:CONFIG][:SPLIT] from the hub. ORG/NAME::SPLIT has no configuration."""
+    """Stream ORG/NAME[@REVISION][:CONFIG][:SPLIT] from the hub. ORG/NAME::SPLIT omits the configuration."""
     repository, config, split = (*name.split(":", 2), "", "")[:3]
     section = DataSection(train=name, heldout=name, streaming=True, split=split or "train")
     return open_source(f"{repository}:{config}" if config else repository, section)
@@ -207,7 +207,7 @@ class _Stream:
                 "a part "
             )
             remedy += "with data.max_rows or --limit"
-            raise UserError(f"it has no split {self.split!r}, only {' and '.join(splits)}", remedy)
+            raise UserError(f"it lacks the split {self.split!r}, only {' and '.join(splits)}", remedy)
         rows: Iterable[dict[str, Any]] = splits[self.split]
         return rows
 

@@ -123,7 +123,7 @@ class Race:
         self.models, self.config, self.prompt = models, config, tuple(prompt)
         self.speculative = Side(engine, prompt, replace(config, trees=True))
         plain = Engine(models.plain_target, tokenizer=engine.tokenizer)
-        # Plain decoding has no drafts to judge, so the temperature chooses the rule.
+        # Plain decoding drafts nothing, so the temperature chooses the rule.
         self.plain = Side(plain, prompt, replace(config, rule=None))
         self.stopped = False
         self.ending: Ending | None = None
@@ -213,7 +213,7 @@ def race_of(models: Models, form: Form) -> Race:
     drafter = models.drafter(form.drafter)
     policy = FixedPolicy(whole("depth", form.depth, 1), whole("the tree's nodes", form.nodes, 2))
     if policy.choose(drafter.budgets, 1) == PLAIN:
-        raise ValueError(f"{form.drafter} has no tree with this depth and number of nodes: raise one of them")
+        raise ValueError(f"{form.drafter} cannot draft a tree with this depth and number of nodes: raise one of them")
     config = DecodingConfig(
         max_new_tokens=whole("max new tokens", form.max_new_tokens, 1, MOST_NEW_TOKENS),
         sampling=SamplingConfig(number_of("temperature", form.temperature)),

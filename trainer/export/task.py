@@ -115,7 +115,7 @@ def check_format(source: Path, format: str, type: str | None = None) -> None:
         raise ValueError(f"{source} contains {held}, but format {format!r} does not accept that: give format {fitting}")
     if type is not None and type not in types:
         remedy = f"give one of {', '.join(types)}" if types else "omit it; this format keeps the stored type"
-        raise ValueError(f"format {format!r} has no type {type!r}: {remedy}")
+        raise ValueError(f"format {format!r} lacks the type {type!r}: {remedy}")
 
 
 def artefact_folder(source: Path) -> Path:

@@ -53,7 +53,7 @@ def overridden(content: dict[str, Any], overrides: Sequence[str]) -> dict[str, A
 def _parsed(overrides: Sequence[str]) -> list[tuple[str, str]]:
     """Split overrides into keys and values; raise ValueError for one without '=', and for a repeated key."""
     if wrong := [override for override in overrides if "=" not in override]:
-        raise ValueError(f"override {wrong[0]!r} has no '=': write section.key=value")
+        raise ValueError(f"override {wrong[0]!r} lacks '=': write section.key=value")
     given = [override.partition("=") for override in overrides]
     check_once("the override", (key for key, _, _ in given))
     return [(key, value) for key, _, value in given]

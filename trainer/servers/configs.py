@@ -44,7 +44,7 @@ def _of(check: str, differences: Sequence[Difference], otherwise: str, **figures
 
 
 def compare_settings(target_folder: Path, served: Path, trained: Path, longest: int) -> Finding:
-    """Compare rope, windows and positions in the configs of target and draft; heads have no such settings.
+    """Compare rope, windows and positions in the configs of target and draft; heads lack these settings.
 
     ``served`` is the folder that the server reads, ``trained`` the folder that is decoded with here. ``longest`` is the
     longest text of the replay, in tokens.
@@ -115,7 +115,7 @@ def compare_vocabularies(
     stored, known = read_object(served / "config.json", _REMEDY), target.vocab_size
     size = stored.get("vocab_size", (stored.get("text_config") or {}).get("vocab_size"))
     differences: list[Difference] = []
-    if kind_of(served) != "draft":  # these have no tokenizer
+    if kind_of(served) != "draft":  # these lack a tokenizer
         if size != known:
             found = f"the served weights predict {size} tokens, but the target has {known}"
             differences.append((found, "serve weights that were trained on this target"))

@@ -91,7 +91,7 @@ def named_speculator(text: str) -> SpeculatorName:
     kind = _KINDS.get(str(spec.options.get("of", spec.name)))
     if kind is None or spec.path is None:
         raise UserError(
-            f"{text!r} has no trained weights that a server could misread",
+            f"{text!r} does not have trained weights that a server could misread",
             "pass heads:PATH, draft:PATH, dspark:PATH or a folder",
         )
     tokens = spec.options.get("tokens")

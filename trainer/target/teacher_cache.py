@@ -1,6 +1,6 @@
 """The teacher cache: the target's best logits and a sample of the rest on disk, to train drafts without the target.
 
-A row is a position with a trained next token (`Batch.labelled`); prompts have no rows. It contains ids and logits of
+A row is a position with a trained next token (`Batch.labelled`); prompts do not get rows. It contains ids and logits of
 the ``top_k`` best tokens and of ``tail`` others drawn with replacement by the target's probabilities, and the logsumexp
 over all tokens. See `trainer.learning.losses.SampledTailTeacher` and Sparse Logit Sampling (2503.16870).
 

@@ -39,7 +39,7 @@ def write_plan(content: Mapping[str, Any], path: Path) -> None:
 def read_plan(path: Path) -> "Plan":
     """Read a plan; raise ValueError if the file is missing or is not a plan that chooses a drafter."""
     if not path.is_file():
-        raise ValueError(f"there is no plan {path}: {_REMEDY}")
+        raise ValueError(f"the plan {path} does not exist: {_REMEDY}")
     content = read_object(path, _REMEDY)
     if content.get("format") != FORMAT:
         raise ValueError(f"{path} is not a plan of this version (its format is {content.get('format')!r}): {_REMEDY}")

@@ -106,6 +106,6 @@ def ends(reference: Reference, texts: Sequence[EngineText], max_new_tokens: int)
 
 
 def cut_at_ends(reference: Reference, texts: Sequence[EngineText], max_new_tokens: int) -> list[EngineText]:
-    """Cut tokens after the texts' ends, which `ends` reports: they have no distribution to compare with."""
+    """Cut tokens after the texts' ends, which `ends` reports: nothing can be compared with them."""
     eos = reference.eos_token_ids
     return [EngineText(text.prompt, text.tokens[: end_of(text, eos, max_new_tokens)]) for text in texts]
