@@ -96,7 +96,7 @@ def read_options(given: Mapping[str, Any], known: Mapping[str, Option], of: str)
     for name, value in given.items():
         if name not in known:
             choice = f"choose among {', '.join(known)}" if known else "it has none"
-            raise ValueError(f"{of} does not take the option {name!r}: {choice}")
+            raise ValueError(f"{of} does not take {name!r}: {choice}")
         try:
             values[name] = known[name].read(_written(value))
         except ValueError:
