@@ -1,4 +1,4 @@
-# Headstart with the pinned versions. The CPU's image by default; with CUDA: docker build --target cuda .
+# Headstart with pinned versions, for CPUs by default. For CUDA: docker build --target cuda .
 #   docker build -t headstart . && docker run --rm -v "$PWD:/work" headstart train recipe.yaml
 FROM python:3.11-slim AS source
 WORKDIR /headstart

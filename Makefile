@@ -1,10 +1,10 @@
-# Two commands for everybody (demo, test), and the gate for contributors (check). Each does its own set-up.
+# demo and test are for everybody, check is the gate for contributors. Each sets itself up.
 
 export TOKENIZERS_PARALLELISM = false
 export PYTHONUNBUFFERED = 1
-# Test modules are compiled, their asserts rewritten, once for all runs and workers.
+# Compile test modules, with rewritten asserts, once for all runs and workers.
 export PYTHONDONTWRITEBYTECODE =
-# OpenMP's idle threads sleep soon, which on busy cores is many times faster; as decoding/threads.py does for commands.
+# Let OpenMP's idle threads sleep soon: many times faster on busy cores. decoding/threads.py does it for commands.
 ifeq ($(OMP_WAIT_POLICY),)
 export GOMP_SPINCOUNT ?= 1000
 endif
@@ -16,30 +16,30 @@ PYTEST = $(BIN)/python -m pytest -n 2
 demo: .venv/.ready
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/demo.py
 
-# Everything: lint, import layers, the project's size, all tests with all their examples, those that take long first, types among them.
+# Everything: lint, import layers, the project's size, and all tests with all examples, slow ones and types first.
 test: lint engines
 	$(BIN)/python scripts/sizes.py
 	$(PYTEST) --dist loadfile --no-loadscope-reorder --hypothesis-profile thorough \
 		tests/system tests/thorough tests/gpu tests/test_*.py
 
-# What a contributor runs before each commit: lint, types, import layers, the fast tests.
+# The gate before each commit: lint, types, import layers and the fast tests.
 check: lint
 	$(PYTEST) --dist worksteal tests/system/test_types.py tests/gpu tests/test_*.py
 
-# What there is to measure on a GPU, in 25 minutes, with torch and transformers alone; PRETEND=1 tries it on the CPU.
+# GPU measurements in 25 minutes, with only torch and transformers; PRETEND=1 tries them on the CPU.
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) benchmarks/gpu_suite.py $(if $(PRETEND),--pretend)
 
-# The documentation site, into site/: a warning is an error (with --quiet mkdocs would count none).
+# The documentation site, into site/. A warning is an error; with --quiet mkdocs would count none.
 docs: .venv/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "written: site/index.html"
 
-# The wheel that `pip install` takes, into dist/.
+# The wheel for `pip install`, into dist/.
 wheel: .venv/.ready
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 
-# Exports in real vLLM, before a release: its environment is made once, in the user's cache folder (3 GB).
+# Exports in real vLLM, before a release. Its environment (3 GB) is built once, in the user's cache folder.
 vllm: .venv/.ready
 	sh scripts/vllm.sh
 	HEADSTART_VLLM=1 $(BIN)/python -m pytest -s tests/system/test_vllm.py
@@ -54,7 +54,7 @@ format: .venv/.ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Other people's engines, for the tests that decode with what was exported.
+# Other engines, for tests that decode with exported files.
 engines: .venv-engines/.ready
 
 .venv-engines/.ready: requirements-engines.lock scripts/engines.sh

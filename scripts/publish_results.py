@@ -53,20 +53,6 @@ def _value(row: Mapping[str, Any], name: str) -> float | None:
 # --- the quickstart ---------------------------------------------------------------------------------------------------
 
 
-def headline(report: Report) -> str:
-    """Return a sentence on the fastest trained drafter in the report's first setting."""
-    setting = report["rows"][0]["setting"]
-    rows = [row for row in report["rows"] if row["setting"] == setting and row.get("artefact")]
-    best = max(rows, key=lambda row: _value(row, "speedup_of_totals") or 0.0)
-    machine = report["hardware"]
-    place = machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}"
-    return (
-        f"**{estimate(best['speedup_of_totals'], '×')} the speed of plain decoding** ({text(best['method'])}, "
-        f"{text(setting)}), after minutes of training by `make demo`, with a target of "
-        f"{report['parameters'] / 1e6:.0f}M parameters on {place}."
-    )
-
-
 def short_table(report: Report) -> str:
     """Return the first drafters, transformers' fastest method and plain decoding, in the report's two settings."""
     first, second = list(dict.fromkeys(row["setting"] for row in report["rows"]))[:2]
@@ -238,45 +224,47 @@ def stored_by_token(report: Report) -> str:
     return table(("stored for each token (Qwen3-8B)", "bytes"), rows, 1)
 
 
-# --- the comparison of all arms ---------------------------------------------------------------------------------------
-
-
-def lead_table(report: Report) -> str:
-    """Return for each timed target the fastest greedy method on the first prompt set, and the same arm at T=1.
-
-    Only methods timed on the largest number of prompts are compared.
-    """
-    rows, first = [], report["rows"][0]["set"]
-    for target in dict.fromkeys(target for row in report["rows"] for target in row["speed"]):
-        timed = [row for row in report["rows"] if target in row["speed"] and row["set"] == first]
-        best = _fastest([row for row in timed if row["setting"] == "greedy"], target)
-        if best is None:
-            continue
-        drawn = _fastest([row for row in timed if row["setting"] == "T=1" and row["arm"] == best["arm"]], target)
-        at_one = NONE if drawn is None else f"{_gains(drawn['speed'][target])}, {text(drawn['drafting'])}"
-        counts = [row["speed"][target]["over_plain"]["observations"] for row in (best, drawn) if row is not None]
-        prompts = " and ".join(str(each) for each in dict.fromkeys(counts))
-        method = f"*{text(best['arm'])}*, {text(best['drafting'])}"
-        rows.append((text(target), method, _gains(best["speed"][target]), at_one, prompts))
-    return table(("target", "method", "greedy", "T=1", "prompts"), rows, 3) + (
-        "\n\nOver plain decoding; in brackets over assisted generation of `transformers` with its defaults and an "
-        f"ordinary draft of the same data and steps, on held-out prompts of {text(first)}. A *widened* "
-        "target computes the same function at a larger target's cost. [All methods](docs/results.md)."
+def stored_sentence(report: Report) -> str:
+    """Return one sentence on what heads and drafts store for each token in int8, and what the last peer documents."""
+    (_, heads, *_), (_, draft, *_), *_, (peer, theirs) = report["stored"]
+    return (
+        f"Training needs no stored states. If you store those of Qwen3-8B in int8, a token takes {heads:,} bytes for "
+        f"heads and {draft:,} for a DSpark draft ([comparison](docs/how-to/one-gpu.md)); {peer.split(',')[0]} "
+        f"documents {theirs:,}."
     )
 
 
-def _fastest(rows: list[Report], target: str) -> Report | None:
-    """Return the fastest row among those timed on the most prompts; None without rows."""
+# --- the comparison of all arms ---------------------------------------------------------------------------------------
+
+
+def headline(report: Report) -> str:
+    """Return one sentence on the fastest greedy method on the first target and prompt set, and the same arm at T=1.
+
+    Only methods that were timed on the most prompts compete.
+    """
+    first = report["rows"][0]
+    target, machine = next(iter(first["speed"])), report["hardware"]
+    timed = [row for row in report["rows"] if target in row["speed"] and row["set"] == first["set"]]
+    best = _fastest([row for row in timed if row["setting"] == "greedy"], target)
+    drawn = _fastest([row for row in timed if row["setting"] == "T=1" and row["arm"] == best["arm"]], target)
+    gains = [row["speed"][target]["over_plain"] for row in (best, drawn)]
+    prompts = " and ".join(str(gain["observations"]) for gain in gains)
+    place = machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}"
+    return (
+        f"**{estimate(gains[0], '×')} the speed of plain decoding** when greedy ({text(best['drafting'])}), and "
+        f"{estimate(gains[1], '×')} at temperature 1 ({text(drawn['drafting'])}): a {text(best['arm'])} draft on "
+        f"{prompts} prompts that no training saw ({text(target)}, {place})."
+    )
+
+
+def _fastest(rows: list[Report], target: str) -> Report:
+    """Return the fastest of the rows that were timed on the most prompts."""
 
     def rank(row: Report) -> tuple[int, float]:
         gain = row["speed"][target]["over_plain"]
         return gain["observations"], gain["value"]
 
-    return max(rows, key=rank, default=None)
-
-
-def _gains(speed: Report) -> str:
-    return f"**{estimate(speed['over_plain'], '×')}** ({estimate(speed['over_assisted'], '×')})"
+    return max(rows, key=rank)
 
 
 def accepted_table(report: Report) -> str:
@@ -313,16 +301,19 @@ def _by_place(report: Report, cell: Callable[[Report], str], needed: str) -> str
 Blocks = tuple[tuple[str, Callable[[Report], str]], ...]
 RESULTS = "docs/results.md"
 PLACES: dict[str, dict[str, Blocks]] = {
-    "quickstart": {"README.md": (("headline", headline), ("table", short_table))},
+    "quickstart": {"README.md": (("table", short_table),)},
     "spec_bench": {RESULTS: (("spec_bench", tasks_table),)},
     "spec_bench_sampled": {RESULTS: (("spec_bench_sampled", tasks_table),)},
     "crossover": {RESULTS: (("crossover", conditions),)},
     "speed": {RESULTS: (("drafters", drafters_table),)},
     "verified": {"docs/how-to/verify.md": (("verified", verified_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
-    "one_gpu": {"docs/how-to/one-gpu.md": (("one_gpu", evening_table),), "README.md": (("bytes", stored_by_token),)},
+    "one_gpu": {
+        "docs/how-to/one-gpu.md": (("one_gpu", evening_table), ("bytes", stored_by_token)),
+        "README.md": (("stored", stored_sentence),),
+    },
     "accepted": {
-        "README.md": (("lead", lead_table),),
+        "README.md": (("headline", headline),),
         RESULTS: (("accepted", accepted_table), ("gained", gained_table)),
     },
 }

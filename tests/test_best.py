@@ -91,10 +91,7 @@ def test_the_heads_of_the_best_step_are_finished_with_a_tree_of_their_own(
     assert all(torch.equal(tensor, best[f"heads.{name}"]) for name, tensor in heads.items())
     assert not all(torch.equal(tensor, last[f"heads.{name}"]) for name, tensor in heads.items())
     assert provenance["steps"] == 4 and provenance["tokens"] > 0
-    assert (
-        "final, the weights of step 4, which were the best" in said
-        and ": the best weights, of step 4, held out, T=0.7" in said
-    )
+    assert "final, with the best weights (step 4)" in said and ": the best weights, of step 4, held out, T=0.7" in said
     assert "step 10, held out, T=0.7 (medusa, chain of 3): " in said
     assert re.search(rf"of step 4, held out, T=0\.7 \(medusa, \w+ of {nodes[5] - 1}\): ", said)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

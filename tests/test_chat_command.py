@@ -60,14 +60,14 @@ def test_commands_come_through_a_pipe_too_and_behind_exit_nothing_is_asked(targe
     result = ask(target, "One?\n/undo\n/undo\n/reset\n/help\nTwo?\n/exit\nThree?\n")
     assert result.exit_code == 0 and result.stdout == f"{ANSWER}\n\n{ANSWER}\n"
     told = result.stderr
-    assert told.index("taken back: One?") < told.index("there is no turn to take back") < told.index("begins anew")
-    assert "/reset  begin anew" in told
+    assert told.index("taken back: One?") < told.index("nothing to take back") < told.index("a new conversation begins")
+    assert "/reset  start a new conversation" in told
 
 
 @pytest.mark.parametrize(
     ("questions", "options", "told"),
     [
-        ("/foo bar\nOne?\n", [], "no command is called /foo: /help lists them; a space before it asks it"),
+        ("/foo bar\nOne?\n", [], "unknown command /foo: /help lists all; a space in front makes it a question"),
         ("x" * 70000, [], "shorten the question or undo turns"),
         ("One?\n", ["--rule", "recursive", "--temperature", "1", "--drafter", "lookup"], "recursive"),
         ("One?\n", ["--drafter", "lokup"], "no drafter is called 'lokup'"),
@@ -135,7 +135,7 @@ def test_errors_are_sentences_behind_which_the_conversation_goes_on(
     typed(monkeypatch, "Why?", "x" * 400, "/foo", "refused", " /foo", end)
     chat.talk()
     told = capsys.readouterr().err
-    assert [told.count(part) for part in ("undo turns", "no command is called /foo", "no\n")] == [1, 1, 1]
+    assert [told.count(part) for part in ("undo turns", "unknown command /foo", "no\n")] == [1, 1, 1]
     assert [message["content"] for message in chat.conversation.messages[::2]] == ["Why?", " /foo"]
 
 

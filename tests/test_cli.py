@@ -210,7 +210,7 @@ ERRORS = {
     ),
     "a plan besides a drafter": (
         ["generate", "--target", "TARGET", "--drafter", "lookup", "--plan", "p.json", "--prompt", "a"],
-        "--plan and --drafter are both given: leave one out",
+        "--plan and --drafter are both given: omit one",
     ),
     "a recipe that is not there": (["train", "nowhere.yaml"], "recipe nowhere.yaml does not exist"),
     "an export of nothing": (["export", "nowhere", "out", "--format", "headstart"], "nowhere"),

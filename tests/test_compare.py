@@ -124,6 +124,9 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     folders = [str(evaluated(tmp_path / name, [0.5] * 9)) for name in "ab"]
     shown = CliRunner().invoke(app, ["compare", *folders], env={"COLUMNS": "250"}).output
     assert "no difference seen: less than 0.1% either way" in shown and "1.00× [1.00, 1.00]" in shown
+    assert "batch" in shown and "concurrency" not in shown
+    served = [str(evaluated(tmp_path / name, [0.5] * 9, concurrency=[1])) for name in "cd"]
+    assert "concurrency" in CliRunner().invoke(app, ["compare", *served], env={"COLUMNS": "250"}).output
     printed = CliRunner().invoke(app, ["compare", *folders, "--method", "draft", "--json", "-"]).output
     assert [row["method"] for row in json.loads(printed)["rows"]] == ["draft"]
     refused = CliRunner().invoke(app, ["compare", folders[0]])

@@ -1,6 +1,6 @@
 """Verdicts of batches: the readable rules' own from the same numbers, many rows at once."""
 
-import ast
+import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import decoding.rules.at_once as batches
 import decoding.rules.decide as deciding
 from decoding.measure.proof.enumeration import ALL_MODELS, draft_of, model_pair, target_rows
 from decoding.rules.decide import decide
@@ -32,7 +33,7 @@ def at_once(on_device: bool = False) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(deciding, "_pays", lambda *_: True)
         if on_device:
-            patched.setattr(deciding, "_still", lambda walking: torch.arange(len(walking)))
+            patched.setattr(batches, "_still", lambda walking: torch.arange(len(walking)))
         yield
 
 
@@ -121,14 +122,32 @@ def test_a_batch_has_the_readable_rules_verdicts(rule: str, seed: int, dtype: to
 # --- mutants --------------------------------------------------------------------------------------------------------
 
 MUTANTS = {
-    "a walk by the uniform of another depth": ("uniforms[here, depth]", "uniforms[here, 0]"),
-    "a child of any node": ("(parents[here] == at[:, None]) &", "(parents[here] >= 0) &"),
-    "a number too many": ("[node, token, taken]", "[node, token, taken + 1]"),
-    "a climb that forgets what was kept above": ("p_token[:, depth] * entered[-1] /", "p_token[:, depth] /"),
-    "a climb that keeps nothing": ("kept > 0)\n    before", "kept > 2)\n    before"),
-    "a climb that draws from p after a rejection": ("torch.where(ends, whole, rest)", "whole"),
-    "a climb that asks from the root down": ("asked.flip(1).cumsum(1).flip(1)", "asked.cumsum(1)"),
+    "a walk by the uniform of another depth": ("sampled-verify", "uniforms[here, depth]", "uniforms[here, 0]"),
+    "a child of any node": ("sampled-verify", "(parents[here] == at[:, None]) &", "(parents[here] >= 0) &"),
+    "a number too many": ("recursive", "number[:, 0] + 1", "number[:, 0] + 2"),
+    "a try by the number of another": ("recursive", "before[node] + rank, before", "before[node], before"),
+    "a second child of a node kept": (
+        "recursive",
+        "open_[parents] = kept, tried & ~kept",
+        "open_[parents] = kept, tried",
+    ),
+    "a token tried that left q": ("recursive", "scatter(1, token[at], 0)", "clone()"),
+    "a draw from p after a rejection": (
+        "recursive",
+        "torch.where(tried[:, None] & (total > 0), residual / total, now)",
+        "now",
+    ),
+    "an A that forgets what was kept above": ("traversal", "inner[children], ratio, 1", "inner[children], 1, 1"),
+    "nodes that are never kept": ("traversal", "(chance > 0) & (order > 0)", "(chance > 2) & (order > 0)"),
+    "nodes asked from the root down": ("traversal", "return order[::-1]", "return order"),
+    "a node kept below one that is not": ("typical", "root | (keeps & reached.gather(1, parents))", "root | keeps"),
+    "the first path of the longest": (
+        "typical",
+        "reached & (depths == longest), likelihood",
+        "reached & (depths == longest), 1",
+    ),
 }
+"""Changes to the file, each with a rule that it breaks."""
 
 
 def found_wrong(rule: str, seed: int) -> bool:
@@ -140,16 +159,10 @@ def found_wrong(rule: str, seed: int) -> bool:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_comparison_catches_decisions_with_one_thing_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rule, function = ("block", "_climb") if "climb" in name else ("sampled-verify", "_walk")
+    rule, was, becomes = MUTANTS[name]
     assert not any(differs(rule, seed) for seed in range(3))
-    was, becomes = MUTANTS[name]
-    source, copy = Path(str(deciding.__file__)).read_text(), dict(vars(deciding))
+    source, mutant = Path(str(batches.__file__)).read_text(), types.ModuleType("mutant")
     assert source.count(was) == 1
-    (found,) = (
-        node
-        for node in ast.parse(source.replace(was, becomes)).body
-        if isinstance(node, ast.FunctionDef) and node.name == function
-    )
-    exec(compile(ast.Module([found], []), "mutant", "exec"), copy)
-    monkeypatch.setattr(deciding, function, copy[function])
+    exec(compile(source.replace(was, becomes), "mutant", "exec"), vars(mutant))
+    monkeypatch.setattr(deciding, "at_once", mutant.at_once)
     assert any(found_wrong(rule, seed) for seed in range(60))

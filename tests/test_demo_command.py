@@ -19,7 +19,7 @@ def test_without_gradio_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr("trainer.demo.app", raising=False)
     result = CliRunner().invoke(program, ["demo"])
     assert result.exit_code == 2
-    assert result.stderr.strip().endswith("which is not installed: pip install 'headstart[demo]'")
+    assert result.stderr.strip().endswith("it is not installed: pip install 'headstart[demo]'")
     assert "Traceback" not in result.stderr and len(result.stderr.strip().splitlines()) == 1
 
 
@@ -35,7 +35,7 @@ def test_a_port_that_is_taken_is_told_before_any_model_is_read(monkeypatch: pyte
 def test_drafters_are_those_asked_for_or_lookup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert demo.asked_drafters(DemoOptions(target="ORG/NAME", drafter=["lookup"])) == (["lookup"], [])
     asked, notes = demo.asked_drafters(DemoOptions(target="ORG/NAME"))
-    assert asked == ["lookup"] and "No --drafter was given" in notes[0]
+    assert asked == ["lookup"] and "Without --drafter" in notes[0]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "ensure_built", lambda name: None)
     asked, (note,) = demo.asked_drafters(DemoOptions())

@@ -35,20 +35,6 @@ def draft_folder(folder: Path, words: tuple[str, ...] = WORDS, **changes: Any) -
     return str(folder)
 
 
-def test_a_window_is_put_on_a_draft_from_anywhere(tmp_path: Path) -> None:
-    """In training the layer then sees 3 tokens, so with one layer a state depends on these alone."""
-    target, text = tiny_model("llama"), [3, 1, 4, 1, 5, 9, 2, 6]
-    for init in (
-        {"from_target": {"layers": 1}},
-        {"from_config": {"num_hidden_layers": 1}},
-        {"from_model": draft_folder(tmp_path)},
-    ):
-        draft = initial(target, longest=500, init=init, window=3, vocabulary=8).model
-        assert (draft.config.model_type, draft.config.sliding_window, draft.dtype) == ("mistral", 3, torch.float32)
-        assert all(parameter.requires_grad for parameter in draft.parameters())
-        torch.testing.assert_close(full_forward(draft, text)[-1], full_forward(draft, text[-3:])[-1])
-
-
 # --- from the target -----------------------------------------------------------------------------------------------
 
 

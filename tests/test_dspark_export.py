@@ -66,15 +66,15 @@ def test_the_folder_is_what_training_wrote_and_its_card_says_what_it_reads(
     assert [command.server for command in summary.commands] == ["vllm", "sglang"]
     card = (out / "README.md").read_text()
     assert "# DSpark draft for target\n" in card and "--drafter dspark:DIR" in card and "- dspark\n" in card
-    assert "reads the hidden states of this target" in card and "A bias of rank 3 by the token before" in card
-    assert "tree of 3 nodes, which the folder holds; servers draft a chain" in card
+    assert "reads the hidden states of this target" in card and "A bias of rank 3 that depends on the" in card
+    assert "contains a tree of 3 nodes for the drafts; servers draft a chain" in card
     flash = export(trained(tmp_path / "flash", target, flash=True), tmp_path / "flash-out", "dspark")
     assert "# DFlash draft for target\n" in (flash.folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("format", ["headstart", "draft"])
 def test_formats_of_other_artefacts_do_not_take_it(tmp_path: Path, target: tuple[Path, CausalLM], format: str) -> None:
-    with pytest.raises(ValueError, match=r"holds a DSpark draft, which format .* give format dspark or gguf"):
+    with pytest.raises(ValueError, match=r"contains a DSpark draft, but format .* give format dspark or gguf"):
         export(trained(tmp_path / "run", target), tmp_path / "out", format)
 
 
@@ -131,10 +131,10 @@ def test_a_file_without_its_target_or_for_another_one_is_refused(tmp_path: Path,
     byte_level().save_pretrained(tmp_path / "deeper")
     with pytest.raises(ValueError, match="whose num_target_layers is 3, not 4"):
         export(source, tmp_path / "out", "gguf", target=str(tmp_path / "deeper"))
-    with pytest.raises(ValueError, match=r"whose tokenizer the file holds, cannot be read .* give it as --target"):
+    with pytest.raises(ValueError, match=r"needs the tokenizer of the target .* give the target as --target"):
         export(source, tmp_path / "out", "gguf", target=str(tmp_path / "missing"))
     (source / "provenance.json").unlink()
-    with pytest.raises(ValueError, match="names no target: give --target"):
+    with pytest.raises(ValueError, match=r"does not name its target, .*: give --target"):
         export(source, tmp_path / "out", "gguf")
     assert not (tmp_path / "out").exists()
 

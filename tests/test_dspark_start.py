@@ -110,7 +110,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DFlash with a confidence": (
         {"markov_rank": 0, "sample_from_anchor": False, "confidence": True}, "set draft.dspark.confidence=false"
     ),
-    "a window": ({"window": 8}, "draft.window does not apply to a DSpark draft: set it to null"),
     "single tokens": ({"policy": {"loop": 1}}, "set draft.policy.loop_trains=all"),
     "fewer tokens": ({"vocabulary": 8}, "draft.vocabulary does not apply to a DSpark draft"),
     "a teacher": ({"teacher": {"folder": "x"}}, "draft.teacher does not apply to a DSpark draft"),

@@ -283,7 +283,7 @@ def test_endpoints_of_two_models_are_named_and_one_that_changes_its_model_betwee
     assert report["notes"] == ["The endpoints answered as 'large' and 'tiny': compare servers of one target."]
     runs = tmp_path / "out" / "runs-0.jsonl"
     runs.write_text("".join(runs.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(ValueError, match="answered as 'large', and then as 'small'"):
+    with pytest.raises(ValueError, match="answered as 'large', then as 'small'"):
         measured(tmp_path, Fake(clock), Fake(clock, names=("small",)))
 
 
@@ -297,7 +297,7 @@ def test_a_baseline_that_counts_drafts_is_named(tmp_path: Path) -> None:
     ("script", "complaint"),
     [
         (lambda request: chat("Yes"), "the endpoint does not stream: pass the address"),
-        (Fake(Clock(), names=("tiny", "tiny", "large")), "answered as 'tiny', and then as 'large': measure a server"),
+        (Fake(Clock(), names=("tiny", "tiny", "large")), "answered as 'tiny', then as 'large': measure a server"),
         (lambda request: (200, iter([{"error": {"message": "out of memory"}}])), "out of memory"),
     ],
     ids=["no stream", "another model", "an error"],
@@ -312,11 +312,11 @@ def test_a_server_that_cannot_be_measured_is_one_sentence(tmp_path: Path, script
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"drafter": ["lookup"]}, "--drafter has no effect with --endpoint: leave it out"),
-        ({"concurrency": (1, 16)}, "--concurrency 16 needs as many prompts, and there are 10: raise --limit"),
-        ({"settings": ("typical",)}, "--settings typical is of this process"),
-        ({"baseline_endpoint": "http://127.0.0.1:9/v1"}, "--baseline-endpoint is --endpoint itself"),
-        ({"model": None}, "say which with --model"),
+        ({"drafter": ["lookup"]}, "--drafter has no effect with --endpoint: omit it"),
+        ({"concurrency": (1, 16)}, "--concurrency 16 needs at least as many prompts, but there are 10: raise"),
+        ({"settings": ("typical",)}, "--settings typical does not work with"),
+        ({"baseline_endpoint": "http://127.0.0.1:9/v1"}, "--baseline-endpoint is the same as --endpoint"),
+        ({"model": None}, "give it as --model"),
         ({"endpoint": None, "model": None, "concurrency": (3,)}, "--concurrency has no effect without --endpoint"),
         ({"endpoint": None, "model": None, "concurrency": (1, 2, 4, 8, 16)}, "nothing to evaluate: give --target"),
     ],

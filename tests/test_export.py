@@ -98,7 +98,7 @@ def test_our_own_format_comes_back_bit_equal_in_its_stored_dtype(tmp_path: Path,
     assert sorted(summary.files) == ["README.md", "config.json", "model.safetensors"]
     card = (tmp_path / "out" / "README.md").read_text()
     assert "# Medusa heads\n" in card and ("through the target's lm_head" in card) == ("shared_lm_head" in change)
-    assert ("A bias of rank 3 by the token before" in card) == ("markov_rank" in change)
+    assert ("A bias of rank 3 that depends on the" in card) == ("markov_rank" in change)
 
 
 def test_a_draft_comes_back_with_bit_equal_logits_and_its_tokenizer(draft_folder: Path, tmp_path: Path) -> None:
@@ -123,14 +123,14 @@ def test_a_report_of_other_weights_or_on_another_target_does_not_get_onto_a_card
     mine, out = stored_fingerprint(heads_folder), tmp_path / "out"
     write_json(heads_folder / "provenance.json", {"target": {"name": "org/target", "fingerprint": "feed"}})
     rejected = [
-        ({"rows": report_of()["rows"]}, "does not record by fingerprints what it measured"),
-        (report_of(draft="0" * 16), f"measured other heads than .*{mine}"),
-        (report_of(heads="0" * 16), f"measured other heads than .*{mine}"),
-        (report_of(heads=mine, target="0" * 16), r"measured the target 0{16}, but .* was trained for feed"),
+        ({"rows": report_of()["rows"]}, "does not record the fingerprints of what it measured"),
+        (report_of(draft="0" * 16), f"did not measure the heads in .*{mine}"),
+        (report_of(heads="0" * 16), f"did not measure the heads in .*{mine}"),
+        (report_of(heads=mine, target="0" * 16), r"measured with target 0{16}, but .* was trained for feed"),
     ]
     for report, complaint in rejected:
         path = write_json(tmp_path / "report.json", report)
-        with pytest.raises(ValueError, match=f"{complaint}.*: measure this one with `headstart evaluate`, or"):
+        with pytest.raises(ValueError, match=f"{complaint}.*: measure these weights with `headstart evaluate`, or"):
             export(heads_folder, out, "headstart", report=path)
     assert not out.exists()
     path = write_json(tmp_path / "report.json", report_of(heads=mine, target="feed"))
@@ -150,7 +150,7 @@ def test_a_corrupted_write_is_caught_and_leaves_nothing(
         write_weights(folder, wrong, *sizes)
 
     monkeypatch.setattr("decoding.model.heads.write_weights", write_one_bit_wrong)
-    with pytest.raises(ValueError, match="reads back with another"):
+    with pytest.raises(ValueError, match="differs from what was written"):
         export(heads_folder, tmp_path / "out", "headstart")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -168,7 +168,7 @@ def test_a_corrupted_draft_is_caught(draft_folder: Path, tmp_path: Path, monkeyp
         return model, tokenizer
 
     monkeypatch.setattr(draft, "_load", load_one_weight_wrong)
-    with pytest.raises(ValueError, match="reads back with another"):
+    with pytest.raises(ValueError, match="differs from what was written"):
         export(draft_folder, tmp_path / "out", "draft")
     assert list(tmp_path.iterdir()) == []
 
@@ -178,13 +178,13 @@ def test_a_corrupted_draft_is_caught(draft_folder: Path, tmp_path: Path, monkeyp
 
 def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_folder: Path, tmp_path: Path) -> None:
     for source, format in ((heads_folder, "draft"), (heads_folder, "gguf"), (draft_folder, "headstart")):
-        with pytest.raises(ValueError, match="does not take: give format"):
+        with pytest.raises(ValueError, match="does not accept that: give format"):
             export(source, tmp_path / "out", format)
     with pytest.raises(ValueError, match="format is 'onnx': give one of headstart, dspark"):
         export(heads_folder, tmp_path / "out", "onnx")
-    with pytest.raises(ValueError, match="type of format 'headstart' is 'f32': leave it out"):
+    with pytest.raises(ValueError, match="format 'headstart' has no type 'f32': omit it"):
         export(heads_folder, tmp_path / "out", "headstart", type="f32")
-    with pytest.raises(ValueError, match="type of format 'gguf' is 'q4': give one of f32"):
+    with pytest.raises(ValueError, match="format 'gguf' has no type 'q4': give one of f32"):
         export(draft_folder, tmp_path / "out", "gguf", type="q4")
     assert not (tmp_path / "out").exists()
 
@@ -192,16 +192,16 @@ def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_fold
 def test_a_source_without_weights_or_tokenizer_is_refused(
     heads_folder: Path, draft_folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=r"there is no folder .*nowhere: give that of a training run"):
+    with pytest.raises(ValueError, match=r"the folder .*nowhere does not exist: give the folder of a training run"):
         export(tmp_path / "nowhere", tmp_path / "out", "headstart")
     (heads_folder / "model.safetensors").rename(heads_folder / "model.bin")
-    with pytest.raises(ValueError, match="holds no weights"):
+    with pytest.raises(ValueError, match="contains no weights"):
         export(heads_folder, tmp_path / "out", "headstart")
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         (bare / name).write_bytes((draft_folder / name).read_bytes())
-    with pytest.raises(ValueError, match="holds no tokenizer"):
+    with pytest.raises(ValueError, match="contains no tokenizer"):
         export(bare, tmp_path / "out", "draft")
 
 
@@ -210,7 +210,7 @@ def test_an_occupied_destination_is_refused(heads_folder: Path, tmp_path: Path) 
     with pytest.raises(ValueError, match="not empty"):
         export(heads_folder, tmp_path / "out", "headstart")
     for destination in (heads_folder, tmp_path):
-        with pytest.raises(ValueError, match="is or holds the source"):
+        with pytest.raises(ValueError, match="is or contains the source"):
             export(heads_folder, destination, "headstart")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="not a folder"):

@@ -36,8 +36,8 @@ def test_the_adapted_target_goes_with_its_heads(final: Path, tmp_path: Path) -> 
     assert stored_fingerprint(out / "target") == stored_fingerprint(final / "target")
     assert stored_fingerprint(out / "target") != stored_fingerprint(tmp_path / "target")
     decoded, card = summary.compared[-1], (out / "README.md").read_text()
-    assert "texts equal 3/3, to plain decoding's 3/3" in decoded and "logits of 2 heads bit-equal" in decoded
-    assert "`DIR/target` the adapted target" in card and str(tmp_path) not in card
+    assert "3/3 texts equal, 3/3 equal to plain decoding" in decoded and "logits of 2 heads bit-equal" in decoded
+    assert "`DIR/target` is the adapted target" in card and str(tmp_path) not in card
     assert str(out / "target") in summary.commands[0].argv, "vLLM serves the adapted target"
 
 
@@ -51,6 +51,6 @@ def test_a_target_that_is_copied_wrongly_is_caught_and_leaves_nothing(
 
     monkeypatch.setattr("trainer.export.companions.shutil.copyfile", copy)
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(ValueError, match=r"target/.* reads back with other bytes than were written"):
+    with pytest.raises(ValueError, match=r"target/.* differs from its original after copying"):
         export(final, tmp_path / "out", "headstart")
     assert sorted(path.name for path in tmp_path.iterdir()) == before

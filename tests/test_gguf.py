@@ -103,7 +103,7 @@ def test_a_file_has_the_stored_type_or_the_one_asked_for(
     summary = export(written(tmp_path / "draft", "llama", dtype), tmp_path / "out", "gguf", type=type)
     assert sorted(summary.files) == ["README.md", "model.gguf"]
     assert key(summary.folder, "general.file_type") == stored  # llama.cpp's number of the type
-    assert ("and the logits of a probe" in summary.compared[0]) == (type != "f16")
+    assert ("and so are the logits of a probe" in summary.compared[0]) == (type != "f16")
 
 
 def test_llama_cpps_names_hold_the_trained_weights_and_its_order_of_q_and_k(draft: Path, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_q8_0_rounds_matrices_alone_and_tells_by_how_much(draft: Path, tmp_path:
     assert 0 < error < float(embeddings.abs().max()) / 200
     assert np.array_equal(stored["output_norm.weight"], model.model.norm.weight.detach())
     told = re.search(
-        r"(\d+) of 21 tensors are equal.* rounded to q8_0: a weight changes by at most ([\d.]+)", summary.compared[0]
+        r"(\d+) of 21 tensors are bit-equal.* rounded to q8_0, which .* weight by at most ([\d.]+)", summary.compared[0]
     )
     assert told is not None and int(told[1]) == 5 and float(told[2]) >= error * 0.99
     export(written(tmp_path / "narrow", "llama", intermediate_size=40), tmp_path / "odd", "gguf", type="q8_0")
@@ -153,9 +153,7 @@ def test_a_file_that_reads_back_differently_is_not_exported(
 
     monkeypatch.setattr(gguf, "_packed", pack_one_bit_wrong)
     for type in ("f32", "q8_0"):
-        with pytest.raises(
-            ValueError, match=r"model\.gguf reads back with another token_embd\.weight than was written"
-        ):
+        with pytest.raises(ValueError, match=r"token_embd\.weight in model\.gguf differs from what was written"):
             export(draft, tmp_path / "out", "gguf", type=type)
     assert not (tmp_path / "out").exists()
 
@@ -203,11 +201,15 @@ def test_slowed_rotary_embeddings_have_their_divisors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "complaint"),
     [
-        ("gpt2", {}, "a model of type gpt2 cannot be written as GGUF here, only llama, mistral, qwen2, qwen3"),
-        ("mistral", {"sliding_window": 5}, "attends to a window of 5 tokens, which llama.cpp would not"),
-        ("llama", {"hidden_act": "relu"}, "hidden_act is relu, and llama.cpp computes silu"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "scaled by dynamic"),
-        ("qwen2", {"rope_parameters": LLAMA3_ROPE}, "scaled by llama3 .* which a GGUF file of a qwen2"),
+        ("gpt2", {}, "type is gpt2, but only llama, mistral, qwen2, qwen3 can be written as GGUF"),
+        ("mistral", {"sliding_window": 5}, "attends to a window of 5 tokens, but llama.cpp would attend to all"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act is relu, but llama.cpp computes silu"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "embeddings by dynamic",
+        ),
+        ("qwen2", {"rope_parameters": LLAMA3_ROPE}, "embeddings by llama3 .* cannot write for qwen2"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(
@@ -254,17 +256,17 @@ LOWERCASE.backend_tokenizer.normalizer = normalizers.Lowercase()
     [
         (WORD_LEVEL, "its model is WordLevel, not BPE"),
         (LOWERCASE, "it changes texts by Lowercase first"),
-        (byte_level(split(r"\d+")), r"no pre-tokenizer of llama.cpp splits by \\d\+:"),
+        (byte_level(split(r"\d+")), r"llama.cpp has no pre-tokenizer that splits by \\d\+:"),
         (byte_level(pre_tokenizers.Whitespace()), "its pre-tokenizer has a part Whitespace"),
-        (byte_level(ignore_merges=True), "no pre-tokenizer of llama.cpp splits by"),
+        (byte_level(ignore_merges=True), "llama.cpp has no pre-tokenizer that splits by"),
         (sentencepiece_like([("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")][:3]), "does not merge 'a' and 'bc'"),
-        (sentencepiece_like([("ab", "c"), ("a", "b"), ("b", "c"), ("a", "bc")]), "into 'abc' do not follow"),
+        (sentencepiece_like([("ab", "c"), ("a", "b"), ("b", "c"), ("a", "bc")]), "into 'abc' are not consecutive"),
     ],
 )
 def test_a_tokenizer_that_splits_otherwise_than_llama_cpp_is_refused(
     tokenizer: PreTrainedTokenizerFast, complaint: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"otherwise than this tokenizer, for .*{complaint}"):
+    with pytest.raises(ValueError, match=f"differently from this tokenizer because .*{complaint}"):
         vocabulary_of(tokenizer, len(tokenizer), [0])
     with pytest.raises(ValueError, match=r"has token 259 \('hell'\), but the model has 259 embeddings"):
         vocabulary_of(byte_level(), 259, [0])

@@ -58,16 +58,16 @@ def test_exported_heads_draft_as_the_trained_ones(
     random_heads(replace(HEADS, **change), torch.bfloat16).save_pretrained(heads)
     sentence = export(heads.parent, tmp_path / "out", "headstart").compared[-1]
     assert sentence.startswith(
-        f"3 prompts of heldout.jsonl decoded with both ({name}, tree of 3): texts equal 3/3, to pl"
+        f"3 prompts of heldout.jsonl decoded with both ({name}, tree of 3): 3/3 texts equal, 3/3 e"
     )
-    assert "to plain decoding's 3/3" in sentence and sentence.endswith("logits of 2 heads bit-equal")
+    assert "3/3 equal to plain decoding" in sentence and sentence.endswith("logits of 2 heads bit-equal")
 
 
 def test_a_draft_that_is_its_target_has_every_token_accepted(target_as_draft: Path, tmp_path: Path) -> None:
     """14 tokens each: one by the prefill, 10 in 2 passes of 4 + 1, and the last 3 in another."""
     sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
-    assert "(draft model, 4 tokens): texts equal 3/3, to plain decoding's 3/3" in sentence
-    assert sentence.endswith(f"{13 / 3:.2f} tokens per pass, accepted 9/9/6/6 in 9 passes")
+    assert "(draft model, 4 tokens): 3/3 texts equal, 3/3 equal to plain decoding" in sentence
+    assert sentence.endswith(f"{13 / 3:.2f} tokens per target pass, accepted 9/9/6/6 in 9 passes")
 
 
 def test_without_target_or_prompts_the_export_says_what_to_give(heads: Path, tmp_path: Path) -> None:
@@ -79,11 +79,11 @@ def test_without_target_or_prompts_the_export_says_what_to_give(heads: Path, tmp
         return export(heads, tmp_path / name, "headstart").compared[-1]
 
     elsewhere = told("1", target={"name": "org/none"})
-    assert elsewhere.startswith("no prompts were decoded with them: their target, org/none, cannot be loaded here (")
+    assert elsewhere.startswith("no prompts were decoded with the exported files: the target org/none cannot be ")
     assert elsewhere.endswith("; give it as --target")
     (tmp_path / "heldout.jsonl").unlink()
     assert told("2").endswith("heldout.jsonl, is not on this machine; give a .jsonl file of prompts as --prompts")
-    assert "nothing records the held-out prompts" in told("3", recipe={})
+    assert "the held-out prompts of the training run are not recorded" in told("3", recipe={})
     (heads / "provenance.json").unlink()
     assert "give it as --target" in export(heads, tmp_path / "bare", "headstart").compared[-1]
 
@@ -103,7 +103,7 @@ def test_heads_that_read_back_otherwise_are_caught_by_their_logits(
     monkeypatch.setattr(headstart, "load_heads", without_biases)
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(
-        ValueError, match=r"decodes otherwise than the trained weights: the heads' logits differ after p"
+        ValueError, match=r"decodes differently from the trained weights: the heads' logits differ after p"
     ):
         export(heads, tmp_path / "out", "headstart")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -128,7 +128,7 @@ def test_a_draft_that_reads_back_otherwise_is_caught_by_its_counts(
     target_as_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_with_noise(monkeypatch)
-    with pytest.raises(ValueError, match=r"4\.33 tokens per pass, accepted 9/9/6/6 in 9 passes, exported \d"):
+    with pytest.raises(ValueError, match=r"4\.33 tokens per target pass, accepted 9/9/6/6 in 9 passes, exported \d"):
         export(target_as_draft, tmp_path / "out", "draft")
     assert not (tmp_path / "out").exists()
 
@@ -140,5 +140,5 @@ def test_a_format_that_rounds_tells_both_acceptances_and_its_texts_are_equal(
     describe = draft.describe_model
     monkeypatch.setattr(draft, "describe_model", lambda *given: replace(describe(*given), rounded=True))
     sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
-    assert "texts equal 3/3, to plain decoding's 3/3; trained: 4.33 tokens per pass" in sentence
+    assert "3/3 texts equal, 3/3 equal to plain decoding; trained: 4.33 tokens per target pass" in sentence
     assert "; exported: " in sentence and "4.33" not in sentence.partition("exported")[2]

@@ -239,14 +239,14 @@ def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"target": None}, "give --target for a model in this process, or --endpoint"),
-        ({"target": None, "endpoint": ["http://127.0.0.1:9/v1"]}, "say which with --model"),
+        ({"target": None}, "give --target to decode in this process, or --endpoint"),
+        ({"target": None, "endpoint": ["http://127.0.0.1:9/v1"]}, "give it as --model"),
         (
             {"target": None, "endpoint": ["http://127.0.0.1:9/v1"], "model": "m", "drafter": "lookup"},
             "--drafter has no effect with --endpoint",
         ),
         ({"timeout": 3.0}, "--timeout has no effect without --endpoint"),
-        ({"n": 2}, "n is 2 at temperature 0, where all answers are the same"),
+        ({"n": 2}, "n is 2, but at temperature 0 all answers are equal"),
     ],
     ids=lambda value: str(value),
 )

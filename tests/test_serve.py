@@ -87,11 +87,11 @@ def test_heads_are_served_by_our_proposer_at_one_depth(folder: Path) -> None:
     config = json.loads(found.argv[4])
     module, _, name = config["model"].rpartition(".")
     assert getattr(import_module(module), name) is HeadsProposer and config["method"] == "custom_class"
-    assert config["num_speculative_tokens"] == 2 and noted(found, "--max-num-seqs 8 keeps the server")
+    assert config["num_speculative_tokens"] == 2 and noted(found, "limit the server with --max-num-seqs 8")
     assert noted(found, "[[1,2,2],[3,8,1],[9,16,0]]")
-    assert noted(command(HEADS, folder), "3 tokens at a time: as many as it drafts at once")
+    assert noted(command(HEADS, folder), "3 tokens at a time: all that it drafts at once")
     assert found.argv[5] == "--additional-config" and json.loads(found.argv[6]) == {"headstart": {"heads": str(folder)}}
-    assert noted(found, "0.32 and later") and warned(found, "drafts by argmax")
+    assert noted(found, "0.32 or later") and warned(found, "drafts by argmax")
 
 
 def test_a_plan_gives_a_draft_the_table_by_batch_size_and_says_how_its_tokens_were_drawn(folder: Path) -> None:
@@ -119,7 +119,7 @@ def test_llama_cpp_gets_two_files_and_a_chain_that_no_probability_ends(folder: P
         "llama-server", "-m", "a-target.gguf", "-md", f"{folder}/model.gguf", "--spec-type", "draft-simple",
         "--spec-draft-n-max", "3", "--spec-draft-p-min", "0",
     )  # fmt: skip
-    assert noted(found, "headstart export org/a-target NEW --format gguf") and noted(found, "--parallel 8 keeps")
+    assert noted(found, "headstart export org/a-target NEW --format gguf") and noted(found, "server with --parallel 8")
     drawn = command(GGUF, folder, "llama.cpp", plan=replace(PLAN, drawn=True))
     assert drawn.argv[-2:] == ("--spec-draft-sampling", "probabilistic") and not warned(drawn, "argmax")
 
@@ -139,14 +139,14 @@ def test_a_dspark_draft_is_named_by_its_method_in_every_server(
     found = command(artefact, folder, path="runs/dspark")
     assert vllm_config(found) == {"method": method, "model": "runs/dspark", "num_speculative_tokens": 4}
     assert not warned(found, "another method"), "vLLM keeps a method of these names, whatever the path"
-    assert noted(found, "GPUs alone") == (method == "dspark") and not warned(found, "64 or 128")
+    assert noted(found, "only on GPUs") == (method == "dspark") and not warned(found, "64 or 128")
     size = {"dspark": ("--speculative-dspark-block-size", "4"), "dflash": ("--speculative-num-draft-tokens", "5")}
     words = command(artefact, folder, "sglang").argv
     assert words[words.index("--speculative-algorithm") + 1] == method.upper() and words[-2:] == size[method]
     file = command(replace(artefact, format="gguf"), folder, "llama.cpp", plan=replace(PLAN, drawn=True))
     assert file.argv[5:7] == ("--spec-type", f"draft-{method}") and warned(file, "drafts by argmax")
     narrow = folder_of(tmp_path / "narrow", head_dim=32)
-    assert warned(command(artefact, narrow), "32 numbers, and vLLM's kernels on GPUs take 64 or 128")
+    assert warned(command(artefact, narrow), "head_dim is 32, but vLLM's GPU kernels support only 64 and 128")
 
 
 # --- the traps --------------------------------------------------------------------------------------------------------
@@ -170,6 +170,6 @@ def test_a_draft_of_another_vocabulary_size_or_with_fewer_positions_is_configure
     found = command(DRAFT, folder, target=other, shown_target=TARGET, plan=replace(PLAN, drawn=True))
     assert vllm_config(found)["use_heterogeneous_vocab"] is True
     assert "draft_sample_method" not in vllm_config(found), "vLLM rejects both together"
-    assert warned(found, "another size") and warned(found, "nothing is drafted after the draft's 64 positions")
+    assert warned(found, "differs in size") and warned(found, "nothing is drafted after the draft's 64 positions")
     for artefact, target in ((DRAFT, same), (HEADS, other)):
         assert "use_heterogeneous_vocab" not in command(artefact, folder, target=target).shell

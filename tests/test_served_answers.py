@@ -166,7 +166,7 @@ def test_a_server_without_a_field_for_ids_answers_in_texts_which_are_counted_and
     with serve(script) as endpoint:
         said = printed(options(tmp_path, endpoint.address, ("one", "two", "three", "four"), concurrency=1))
     assert len(endpoint.requests) == 5, "asked for once"
-    assert [line.split("│")[2].strip() for line in said.splitlines() if "as text alone" in line] == ["4"]
+    assert [line.split("│")[2].strip() for line in said.splitlines() if "text only" in line] == ["4"]
     assert "warning: 25.0% of the answers were cut off at 2,048 tokens: raise --max-new-tokens" in said
     body = endpoint.requests[-1].body
     assert body["max_tokens"] == 2048 and "temperature" not in body, "the server's own sampling"

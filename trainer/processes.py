@@ -1,6 +1,6 @@
-"""The group of processes of a run: how it is launched, and how all learn of one's error.
+"""The processes of a run: how they are launched, and how an error on one reaches all.
 
-accelerate silently replaces some combinations of launcher and devices by others; we reject those.
+accelerate silently replaces some combinations of launcher and devices; we reject such combinations.
 
 Every process calls `agreed`, `on_first` and the like in the same order, and calls may nest. One process's error reaches
 the others at their next such call, and nobody waits for a process that has stopped.
@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from trainer.terminal.console import say, standard_error
 
 TIMEOUT = timedelta(minutes=30)
-"""Silence after which the others give up on a process."""
+"""Time without a sign from a process after which the others give up on it."""
 _SIGN_EVERY = 60.0  # seconds
 _AGREED = "every process has this error, or one that names it"
 
@@ -74,7 +74,7 @@ def agreed(work: Callable[[], Result], patient: bool = False) -> Result:
     if _is_alone():
         return work()
     if patient:
-        _raise_on_all(None)  # a process that failed earlier never gets here
+        _raise_on_all(None)  # fails here if another process failed earlier
     with _in_touch() if patient else nullcontext() as wait_for_all:
         result, error = None, None
         try:

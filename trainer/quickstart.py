@@ -1,7 +1,7 @@
 """``quickstart``, a small Llama trained on Python's standard library: its data, recipe and folders.
 
 Every machine has this text, so the whole toolkit can be tried offline. The target is built once, in the user's cache
-folder (or HEADSTART_CACHE). It then writes ``quickstart/answers.jsonl``, from which heads and drafts learn.
+folder (or HEADSTART_CACHE). It then writes ``quickstart/answers.jsonl``, the training data of heads and drafts.
 """
 
 import hashlib
@@ -52,14 +52,14 @@ def steps() -> int:
 
 
 def cache() -> Path:
-    """Return the target's cache folder, named by a digest of its training files: it differs between interpreters."""
+    """Return the target's cache folder, named by a digest of its training files, which depend on the interpreter."""
     files = [(path.name, path.stat().st_size) for path in _library_files()]
     made_of = hashlib.sha256(repr((_VOCABULARY, sorted(files))).encode()).hexdigest()[:12]
     return cache_root() / f"{NAME}-{made_of}"
 
 
 def folder() -> Path:
-    """Return the finished target's folder, which may not exist yet."""
+    """Return the finished target's folder. It may not exist yet."""
     return cache() / f"target-{steps()}" / "final"
 
 
@@ -68,7 +68,7 @@ def is_built() -> bool:
 
 
 def answers() -> Path:
-    """Return the file of the target's answers, which may not exist yet."""
+    """Return the file of the target's answers. It may not exist yet."""
     return folder().parent / f"answers-{number_of_answers()}x{ANSWER_TOKENS}.jsonl"
 
 
@@ -78,7 +78,7 @@ def number_of_answers() -> int:
 
 
 def write_prompts() -> Path:
-    """Write the prompts for the answers, cut at the start or at a line of training files; return the file."""
+    """Write prompts for the answers, taken from starts of training files or of lines in them; return the file."""
     from transformers import PreTrainedTokenizerFast
 
     corpus, rng = build_corpus(), random.Random(0)

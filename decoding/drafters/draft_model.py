@@ -30,7 +30,7 @@ class DraftModelDrafter(Drafter):
         self.tokens = tokens
         self.growth = Growth(StaticTree.chain(tokens), sampled)
         self.budgets = self.growth.tree.budgets
-        self.max_positions = draft.max_text
+        self.max_positions = draft.max_positions
         self.label_with_size = f"{self.name}, {tokens} {'tokens' if sampled else 'likeliest tokens'}"
         self.rough_cost = 0.05 * tokens
 

@@ -16,10 +16,10 @@ def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
     """Raise ValueError if the draft's context is too short, or if it writes tokens unknown to the target."""
     if draft.no_trees is not None:
         raise ValueError(f"{draft.no_trees}, so it cannot draft: give a small model with full attention")
-    if draft.max_text is not None and max_length > draft.max_text:
+    if draft.max_positions is not None and max_length > draft.max_positions:
         raise ValueError(
-            f"the text may grow to {max_length} tokens, more than the draft's context of {draft.max_text}: "
-            "give a shorter prompt, a lower max_new_tokens, or a draft with a window (draft.window)"
+            f"the text may grow to {max_length} tokens, more than the draft's context of {draft.max_positions}: "
+            "give a shorter prompt, or a lower max_new_tokens"
         )
     if draft.output_tokens is not None and (largest := int(draft.output_tokens.max())) >= target.vocab_size:
         raise ValueError(
@@ -36,10 +36,7 @@ def shared_tokens(draft: CausalLM, target: CausalLM) -> int:
 class DraftState:
     """Cache of a draft on a batch, with the `TextRows` of its rows.
 
-    Between two steps the cache contains each row's text, followed by those nodes of its last tree that were run. If
-    every layer of the draft has a window, the cache keeps only the end of the text. Of a prompt it runs the last
-    ``layers * (window - 1)`` tokens, all that the windows together can see. A full row drops all but its last ``window
-    - 1`` keys. The logits equal a forward over the whole text with a banded mask.
+    Between two steps the cache contains each row's text, followed by those nodes of its last tree that were run.
     """
 
     def __init__(
@@ -50,13 +47,9 @@ class DraftState:
         self.draft = draft
         self._vocab_size = target.vocab_size
         self.rows = TextRows(sampling, target.vocab_size, draft.device)
-        self._window = None if draft.window == 1 else draft.window
-        self._max_nodes = max_nodes
         self._longest = max_length
         # One more position takes the padding of shorter rows: see `PreallocatedCache.begin`.
-        self._room = min(max_length, self._most_held()) + max_nodes + 1
-        """Positions per row; the buffers may be larger, for steps with fixed shapes or after a long block."""
-        self.cache = draft.new_cache(self._room, rows)
+        self.cache = draft.new_cache(max_length + max_nodes + 1, rows)
         self._lease = self.cache.take()
         self._committed = [0] * rows
         self._run_trees: dict[int, tuple[TokenTree, int]] = {}
@@ -89,34 +82,14 @@ class DraftState:
         """Run the prompts of new rows up to their last tokens, separately: old rows would be padded to their length."""
         fresh = [slot for slot, text in enumerate(texts) if self._committed[slot] == 0 and len(text) > 1]
         if fresh:
-            unseen = [max(0, len(texts[slot]) - 1 - self._reach()) for slot in fresh]
-            for slot, dropped in zip(fresh, unseen, strict=True):
-                self.cache.clear(slot, dropped)
-            prompts = [self._known(texts[slot][dropped:-1]) for slot, dropped in zip(fresh, unseen, strict=True)]
-            self.draft.prefill(prompts, self.cache, fresh)
+            self.draft.prefill([self._known(texts[slot][:-1]) for slot in fresh], self.cache, fresh)
             for slot in fresh:
                 self._committed[slot] = len(texts[slot]) - 1
             self.draft.prepare(self.cache, len(texts), (), self._longest)
 
-    def _reach(self) -> int:
-        """Return how many tokens before the next one affect its logits."""
-        return 1 << 62 if self._window is None else self.draft.num_layers * (self._window - 1)
-
-    def _most_held(self) -> int:
-        """Return for how many positions of a row's text the cache has room: at least two windows, to copy rarely."""
-        return 1 << 62 if self._window is None else max(self._reach(), 2 * self._window)
-
-    def _make_room(self, slot: int, new: int) -> None:
-        """Drop the tokens before the window if the row has no room for ``new`` tokens and a tree."""
-        if self._window is None or self.cache.lengths[slot] + new + self._max_nodes <= self._room:
-            return
-        self.cache.drop_first(slot, max(0, self.cache.lengths[slot] - (self._window - 1)))
-
     def _take_new(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return each text's tokens that the cache lacks; they run now."""
         blocks = [self._known(text[self._committed[slot] :]) for slot, text in enumerate(texts)]
-        for slot, block in enumerate(blocks):
-            self._make_room(slot, len(block))
         self._committed[: len(texts)] = [len(text) for text in texts]
         return blocks
 
@@ -133,7 +106,7 @@ class DraftState:
         # Without the text's last token: the next draft runs it first, and a lossy rule may write one that it rejected.
         path = tree.follow(text[self._committed[slot] : -1])
         kept = [node - 1 for node in path if node <= run]
-        self.cache.commit(slot, self._committed[slot] - self.cache.dropped[slot], kept)
+        self.cache.commit(slot, self._committed[slot], kept)
         self._committed[slot] += len(kept)
 
     def remember(self, trees: Sequence[TokenTree], run: Sequence[int]) -> None:

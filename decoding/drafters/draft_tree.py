@@ -41,7 +41,7 @@ class DraftTreeDrafter(Drafter):
         sizes = [(level, 1 + max(level, (nodes - 1) * level // depth)) for level in range(1, depth + 1)]
         # The beam finds the root, its children, and the children of the best nodes of each further level.
         self.budgets = tuple(Budget(level, min(size, 1 + width + (level - 1) * width**2)) for level, size in sizes)
-        self.max_positions = draft.max_text
+        self.max_positions = draft.max_positions
         self.label_with_size = f"draft model, tree of {self.max_nodes - 1}"
         self.rough_cost = 0.05 * depth
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from decoding.measure.figures import PLAIN, told
+from decoding.measure.figures import PLAIN, load_of, told
 from decoding.measure.records import GridCell, Record, Records, provenance_of, provenances, read_lines, record_files
 from decoding.measure.rows import tokens_and_seconds
 from decoding.metrics import FEWEST, Estimate, ratio_of_rates
@@ -90,11 +90,13 @@ def verdict(ratio: Estimate, faster: str = "faster", prompts: int | None = None)
 def compare(
     a: RecordedEvaluation, b: RecordedEvaluation, method: str | None = None, other: str | None = None
 ) -> dict[str, Any]:
-    """Return ``warnings``, and a row for each common setting, cell and method (``method`` of A, ``other`` of B).
+    """Return ``load`` (see `load_of`), ``warnings`` and a row for each common setting, cell and method.
 
-    Raises ValueError if the targets or prompts differ, or if a method is missing from its evaluation.
+    ``method`` is a method of A, ``other`` one of B. Raises ValueError if the targets or prompts differ, or if a method
+    is missing from its evaluation.
     """
     timed, warnings = _check_alike(a, b)
+    load = load_of({"served": "concurrency" in a.identity})
     chosen = _chosen(a, b, method, other)
     cells = sorted({key.cell for key in a.records.by_key}, key=lambda each: (each.batch_size, each.context or 0))
     rows = [
@@ -113,11 +115,11 @@ def compare(
                 warnings.append(
                     "plain decoding was not equally fast in both, though methods do not affect it: "
                     f"{row['speed_verdict']['text'].removeprefix('real: ')} "
-                    f"({setting}, batch {cell.batch_size}{context})"
+                    f"({setting}, {load} {cell.batch_size}{context})"
                 )
     if dropped := sum(row["dropped"] for row in rows):
         warnings.append(f"{dropped} later turns are left out: plain decoding answered their earlier turns differently")
-    return {"a": str(a.folder), "b": str(b.folder), "warnings": warnings, "rows": rows}
+    return {"a": str(a.folder), "b": str(b.folder), "load": load, "warnings": warnings, "rows": rows}
 
 
 def _check_alike(a: RecordedEvaluation, b: RecordedEvaluation) -> tuple[bool, list[str]]:

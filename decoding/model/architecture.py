@@ -30,14 +30,6 @@ def windows(text_config: PreTrainedConfig) -> dict[str, int | None]:
     return {"full_attention": None if types else window}
 
 
-def attention_window(text_config: PreTrainedConfig) -> int | None:
-    """Return the largest window of a model with windows in every layer; None if a layer attends to the whole text."""
-    found = windows(text_config)
-    kinds = layer_types(text_config) or tuple(found)
-    sizes = [found.get(kind) for kind in kinds]
-    return None if None in sizes else max(size for size in sizes if size is not None)
-
-
 def shortest_window(text_config: PreTrainedConfig) -> int | None:
     """Return the shortest window of any layer; None if every layer attends to the whole context."""
     window = min((size for size in windows(text_config).values() if size is not None), default=None)
@@ -60,28 +52,6 @@ def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, Any]]:
     """Return the parameters of the rotary embeddings: one set, or one per layer type."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
-
-
-def has_fixed_rope(text_config: PreTrainedConfig) -> bool:
-    """Return True if positions enter only through rotary embeddings with constant frequencies.
-
-    Attention then depends on distances between tokens, not on their positions, so positions have no limit.
-    """
-    found = _rope_parameters(text_config)
-    fixed = {"default", "linear", "llama3", "yarn"}
-    alone = not getattr(text_config, "alibi", False)
-    return alone and any(found) and all(part.get("rope_type", "default") in fixed for part in found)
-
-
-def max_text(text_config: PreTrainedConfig) -> int | None:
-    """Return the greatest length of a text that a draft can follow, in tokens; None for no limit.
-
-    The limit is `max_positions`. It does not apply if every layer has a shorter window and the rotary embeddings are
-    fixed (`has_fixed_rope`): such a draft never sees a distance beyond its window.
-    """
-    limit, window = max_positions(text_config), attention_window(text_config)
-    within = limit is None or (window is not None and window <= limit and has_fixed_rope(text_config))
-    return None if within else limit
 
 
 def why_not_static(model: PreTrainedModel) -> str | None:

@@ -1,9 +1,8 @@
 """A preallocated key-value cache for transformers: append a block, keep one path of it, drop the rest.
 
-Rows of a batch may differ in length. The key at index i of a slot belongs to position ``dropped[slot] + i`` of its
-text; ``dropped`` is 0 unless the row dropped its first positions because no window reaches them any more. Nothing is
-concatenated or recomputed. A step writes keys and values after each row's committed prefix, attention reads views of
-the buffers, and `commit` moves the accepted nodes together (in a chain no node moves).
+Rows of a batch may differ in length. Nothing is concatenated or recomputed. A step writes keys and values after each
+row's committed prefix, attention reads views of the buffers, and `commit` moves the accepted nodes together (in a chain
+no node moves).
 """
 
 import itertools
@@ -107,12 +106,11 @@ class PreallocatedCache(Cache):
 
     ``capacity`` is the initial size in positions, not a limit: a longer text doubles the buffers (one copy, amortised).
     Sliding-window layers also keep all positions, and the mask applies the window, so rejected tokens can always be
-    dropped. A draft with windows in all layers drops the positions before them (`drop_first`).
+    dropped.
 
-    ``lengths[slot]`` is the number of cached positions of a row, ``dropped[slot]`` the number of text positions before
-    them. ``text`` contains the tokens of row 0 whose keys are certainly cached, and ``states`` the kept states after a
-    drafter's taps at the first of these tokens. The decoding loop updates ``text`` and ``states`` in caches that serve
-    several calls.
+    ``lengths[slot]`` is the number of cached positions of a row. ``text`` contains the tokens of row 0 whose keys are
+    certainly cached, and ``states`` the kept states after a drafter's taps at the first of these tokens. The decoding
+    loop updates ``text`` and ``states`` in caches that serve several calls.
     """
 
     def __init__(
@@ -127,7 +125,6 @@ class PreallocatedCache(Cache):
         self.rows = rows
         self.capacity = max(capacity, 1)
         self.lengths = [0] * rows
-        self.dropped = [0] * rows
         self.block: _Block | None = None
         self.buffers = 0
         """Serial number of the current buffers: a CUDA graph recorded on other buffers is invalid."""
@@ -198,7 +195,7 @@ class PreallocatedCache(Cache):
     def restart(self, capacity: int) -> None:
         """Drop all texts and give the buffers to a new generation, with room for ``capacity``; end older leases."""
         self.lease += 1
-        self.lengths, self.dropped = [0] * self.rows, [0] * self.rows
+        self.lengths = [0] * self.rows
         self.block, self.text, self.states = None, [], []
         self.reserve(capacity)
 
@@ -287,19 +284,9 @@ class PreallocatedCache(Cache):
         assert length <= self.lengths[slot], f"cannot truncate {self.lengths[slot]} positions to {length}"
         self.lengths[slot] = length
 
-    def clear(self, slot: int, dropped: int = 0) -> None:
-        """Empty a row, for a text whose first ``dropped`` positions will not run."""
-        self.lengths[slot], self.dropped[slot] = 0, dropped
-
-    @torch.inference_mode()
-    def drop_first(self, slot: int, count: int) -> None:
-        """Drop the first ``count`` positions of a row; the others move to the front of its slot."""
-        kept = self.lengths[slot] - count
-        assert kept >= 0, f"cannot drop {count} of {self.lengths[slot]} positions"
-        for held in self._held:
-            for buffer in (held.keys[:, slot], held.values[:, slot]):
-                buffer[..., :kept, :] = buffer[..., count : count + kept, :].clone()  # source and target may overlap
-        self.lengths[slot], self.dropped[slot] = kept, self.dropped[slot] + count
+    def clear(self, slot: int) -> None:
+        """Empty a row."""
+        self.lengths[slot] = 0
 
     def rewind(self, prompt: Sequence[int], taps: tuple[int, ...] = ()) -> int:
         """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return the prefix's length.
@@ -325,9 +312,8 @@ class PreallocatedCache(Cache):
             for held in self._held:
                 for buffer in (held.keys, held.values):
                     buffer[:, to, :, :length] = buffer[:, slot, :, :length]
-        dropped = self.dropped[slot]
         self.clear(slot)
-        self.lengths[to], self.dropped[to] = length, dropped
+        self.lengths[to] = length
 
 
 def _positions(starts: Sequence[int], size: int, device: torch.device) -> Tensor:

@@ -9,11 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoding.model.architecture import (
-    attention_window,
-    has_fixed_rope,
     key_devices,
     max_positions,
-    max_text,
     static_of,
     why_no_chains,
     why_no_trees,
@@ -59,13 +56,8 @@ class CausalLM:
         self.hidden_size: int = getattr(model.get_output_embeddings(), "in_features", text_config.hidden_size)
         self.vocab_size: int = text_config.vocab_size
         self.max_positions = max_positions(text_config)
-        self.max_text = max_text(text_config)
-        """Longest text that the model can follow as a draft, in tokens; None for no limit."""
-        self.window = attention_window(text_config)
-        """Number of tokens, including itself, to which a token attends in every layer; None for the whole text."""
-        self._last_place = None if has_fixed_rope(text_config) else self.max_positions
         self._masks = TreeMasks(model, windows(text_config))
-        self._dynamic = DynamicSteps(model, self._masks, self._last_place)
+        self._dynamic = DynamicSteps(model, self._masks, self.max_positions)
         self.no_trees = why_no_trees(model)
         """The reason why the model runs only chains; None if it runs trees."""
         self._rows = RowSteps(model) if self.no_trees else None
@@ -75,7 +67,7 @@ class CausalLM:
         self.static = static
         """The mode in which steps have fixed shapes; None for dynamic shapes."""
         if static is not None:
-            self._static = StaticSteps(model, self._masks, self._last_place, static)
+            self._static = StaticSteps(model, self._masks, self.max_positions, static)
 
     @property
     def is_static(self) -> bool:
@@ -152,7 +144,7 @@ class CausalLM:
         slots: Sequence[int] | None = None,
         taps: Sequence[int] = (),
     ) -> ModelOutput:
-        """Run whole texts, or the part after a row's dropped positions, into empty ``slots`` of the cache.
+        """Run whole texts into empty ``slots`` of the cache.
 
         Returns hidden state and logits of each text's last token, (rows, hidden) and (rows, vocab). Shorter texts are
         padded on the right, and no token attends to the padding. Texts run in groups of up to `_PREFILL_TOKENS` tokens
@@ -181,8 +173,6 @@ class CausalLM:
         tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self.device)
         cache.begin(slots, longest, self.device)
         positions = torch.arange(longest, device=self.device)[None]
-        if any(dropped := [cache.dropped[slot] for slot in slots]):
-            positions = positions + torch.tensor(dropped, device=self.device)[:, None]
         select = last_of(lengths, 1, self.device)
         output = run_model(self.model, tokens, positions, cache, None, select, taps)
         cache.end(lengths)

@@ -165,7 +165,7 @@ class DynamicSteps:
         masks = None  # `transformers` builds the masks of its layers
         if len(set(starts)) > 1 or any(self._masks.windows.values()):
             masks = self._masks.of_trees([TreeShape.chain(0)] * rows, starts, [0] * rows, 1)
-        positions = self._positions(starts, cache, 0)
+        positions = self._positions(starts, 0)
         cache.begin(range(rows), 1, self._device)
         output = run_model(self._model, tokens[:, None], positions, cache, masks, None, taps)
         cache.end([1] * rows)
@@ -198,7 +198,7 @@ class DynamicSteps:
             own = [shape.depth_tensor[skipped:] for shape, skipped in zip(shapes, first, strict=True)]
             depths = stacked(own, size, self._device)
         starts = [cache.lengths[row] - skipped for row, skipped in enumerate(first)]
-        positions = self._positions(starts, cache, depths)
+        positions = self._positions(starts, depths)
         masks = self._masks.of_trees(shapes, starts, first, size)
         keys = cache.begin(range(len(trees)), size, self._device, counts)
         mask = _narrowed(masks, keys)
@@ -206,10 +206,9 @@ class DynamicSteps:
         cache.end(counts if kept is None else kept)
         return output
 
-    def _positions(self, starts: Sequence[int], cache: PreallocatedCache, depths: Tensor | int) -> Tensor:
+    def _positions(self, starts: Sequence[int], depths: Tensor | int) -> Tensor:
         """Return the positions of nodes at these depths after the cached ``starts``, (rows, nodes)."""
-        places = [start + dropped for start, dropped in zip(starts, cache.dropped, strict=False)]
-        positions = depths + torch.tensor(places).to(self._device, non_blocking=True)[:, None]
+        positions = depths + torch.tensor(starts).to(self._device, non_blocking=True)[:, None]
         if self._max_positions is not None:  # a finished row may be padded past the end of the position table
             positions.clamp_(max=self._max_positions - 1)
         return positions

@@ -61,8 +61,8 @@ class RowsCache(PreallocatedCache):
         super().truncate(slot, length)
         self._rows[slot].truncate(length)
 
-    def clear(self, slot: int, dropped: int = 0) -> None:
-        super().clear(slot, dropped)
+    def clear(self, slot: int) -> None:
+        super().clear(slot)
         self._rows[slot] = _Row(self._new)
 
     def move(self, slot: int, to: int) -> None:

@@ -83,28 +83,21 @@ class TreeLayout:
 class StaticInputs:
     """Inputs of a step, all on the model's device. Each row has a tree of ``span`` nodes; the last ``nodes`` run.
 
-    ``tokens`` (rows, nodes) · ``starts`` (rows,): position of each row's root in its slot · ``dropped`` (rows,): number
-    of text positions before the slot's first · ``firsts`` (rows,): number of cached nodes · ``depths`` (rows, nodes):
-    depths of the running nodes · ``key_depths`` (rows, span): depths of all nodes · ``hidden_from`` (rows, nodes,
-    span): True if a node must not attend to another.
+    ``tokens`` (rows, nodes) · ``starts`` (rows,): position of each row's root in its slot · ``firsts`` (rows,): number
+    of cached nodes · ``depths`` (rows, nodes): depths of the running nodes · ``key_depths`` (rows, span): depths of all
+    nodes · ``hidden_from`` (rows, nodes, span): true if a node must not attend to another.
     """
 
     def __init__(self, rows: int, nodes: int, span: int, device: torch.device) -> None:
-        self._step_shapes: Shapes = ((rows,), (rows,), (rows, nodes))
+        self._step_shapes: Shapes = ((rows,), (rows, nodes))
         self._tree_shapes: Shapes = ((rows,), (rows, nodes), (rows, span))
-        self._step, (self.starts, self.dropped, self.tokens) = _side_by_side(self._step_shapes, device)
+        self._step, (self.starts, self.tokens) = _side_by_side(self._step_shapes, device)
         self._tree, (self.firsts, self.depths, self.key_depths) = _side_by_side(self._tree_shapes, device)
         self.hidden_from = torch.zeros(rows, nodes, span, dtype=torch.bool, device=device)
         self._layout: TreeLayout | None = None
 
-    def fill(
-        self,
-        layout: TreeLayout,
-        starts: Sequence[int],
-        dropped: Sequence[int],
-        tokens: Tensor | Sequence[Sequence[int]],
-    ) -> None:
-        """Copy a step's inputs to the device: the layout only if it changed, the rest in one copy.
+    def fill(self, layout: TreeLayout, starts: Sequence[int], tokens: Tensor | Sequence[Sequence[int]]) -> None:
+        """Copy a step in: the layout only if it changed, the rest in one copy.
 
         ``tokens`` are the running tokens: lists on the host, or a (rows, nodes) tensor that stays on the device. The
         rest of the bucket is padding, and no node of a tree attends to it.
@@ -112,11 +105,10 @@ class StaticInputs:
         if layout != self._layout:
             self._fill_layout(layout)
             self._layout = layout
-        host, (host_starts, host_dropped, host_tokens) = _side_by_side(self._step_shapes, self._step.device, True)
+        host, (host_starts, host_tokens) = _side_by_side(self._step_shapes, self._step.device, True)
         host_starts[: len(starts)] = torch.tensor(starts)
-        host_dropped[: len(dropped)] = torch.tensor(dropped)
         if isinstance(tokens, Tensor):
-            end = 2 * len(self.starts)
+            end = len(self.starts)
             self._step[:end].copy_(host[:end], non_blocking=True)
             self.tokens[: tokens.shape[0], : tokens.shape[1]].copy_(tokens)
             return
@@ -226,7 +218,7 @@ class StaticSteps:
         cache.reserve(needed)
         keys = min(cache.capacity, key_bucket(needed))
         bucket = self._bucket(Size(rows, nodes, span, keys, tuple(taps)), cache)
-        bucket.inputs.fill(layout, starts, cache.dropped[:asked], tokens)
+        bucket.inputs.fill(layout, starts, tokens)
         hidden, logits, states = bucket.run()
         cache.advance(range(asked), counts)
         widest = max(counts)
@@ -263,14 +255,14 @@ class StaticSteps:
             for _ in range(_AHEAD):
                 bucket = self._bucket(Size(rows, own, span, min(keys, most), tapped), cache)
                 if not bucket.has_run:
-                    bucket.inputs.fill(layout, lengths, cache.dropped[:asked], [[0]] * asked)
+                    bucket.inputs.fill(layout, lengths, [[0]] * asked)
                     bucket.run()
                 keys = key_bucket(min(keys, most) + 1)
 
     def compute(self, inputs: StaticInputs, cache: PreallocatedCache, size: Size) -> ModelOutput:
         """Compute a step with the same kernels in the same order as every step of the bucket."""
         node_index = torch.arange(size.nodes, device=inputs.tokens.device)
-        positions = inputs.depths + (inputs.starts + inputs.dropped)[:, None]
+        positions = inputs.depths + inputs.starts[:, None]
         if self._max_positions is not None:
             positions = positions.clamp(max=self._max_positions - 1)
         cache.begin_static((inputs.starts + inputs.firsts)[:, None] + node_index, size.keys)

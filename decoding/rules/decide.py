@@ -1,24 +1,22 @@
 """Verdicts for the rows of a batch: sampling controls on the target's logits, then each row's acceptance rule.
 
-`sampled_verify` and block verification of drawn chains can decide many rows at once, with the same arithmetic on the
-same random numbers. All other rules decide row by row. On most CPU batches these two also decide row by row: a single
-row stays in the processor's cache and stops as soon as it is decided.
+On an accelerator, rows with the same rule are decided at once. On a CPU they are decided one by one, except in large
+batches of `sampled_verify`: one row stays in the processor's cache and stops as soon as it is decided.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
-from decoding.rules.drawing import NO_WEIGHT, GeneratorSource, inverse_cdf
+from decoding.rules.at_once import Undecided, at_once
+from decoding.rules.drawing import NO_WEIGHT, GeneratorSource
 from decoding.rules.proposal import Proposal
 from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, best_tokens, probabilities
 from decoding.rules.tree import TokenTree, fetch_tokens
-from decoding.rules.verify import BLOCK_VERIFICATION, SAMPLED_VERIFY, Rule, Verdict, lossless_rule
+from decoding.rules.verify import SAMPLED_VERIFY, Rule, Verdict, lossless_rule
 
 _WALKERS = 16  # number of rows with drafted tokens from which walking all trees at once is faster on the CPU
 
@@ -46,14 +44,15 @@ def decide(
             for tree, first in zip(trees, target.first, strict=True)
         ]
     rules = [_rule_of(proposal, rule) for proposal in proposals]
-    walking = [row for row, of_row in enumerate(rules) if of_row is SAMPLED_VERIFY]
-    climbing = [
-        row for row, of_row in enumerate(rules) if of_row is BLOCK_VERIFICATION and proposals[row].q is not None
-    ]
-    drafted, found, decided = sum(len(trees[row]) > 1 for row in walking), list[Tensor](), list[int]()
-    for rows, decide_rows, count in ((walking, _walk, drafted), (climbing, _climb, 0)):
-        if rows and _pays(logits, count):
-            found.append(decide_rows([proposals[row] for row in rows], [sources[row] for row in rows], target, rows))
+    found, decided = list[Tensor](), list[int]()
+    for each in dict.fromkeys(rules):
+        rows = [row for row, of_row in enumerate(rules) if of_row is each]
+        drafted = sum(len(trees[row]) > 1 for row in rows if each is SAMPLED_VERIFY)
+        if (decide_rows := at_once(each)) and _pays(logits, drafted):
+            of_rows = [proposals[row] for row in rows], [sources[row] for row in rows]
+            found.append(
+                decide_rows(Undecided(*of_rows, target.at, [target.first[row] for row in rows], logits.device))
+            )
             decided += rows
     # Fetched together with the tokens of all rows, in one transfer.
     values = [value for part in fetch_tokens(trees, [torch.cat(found).flatten()] if found else []) for value in part]
@@ -117,97 +116,3 @@ class _Target:
     def of_row(self, row: int) -> Float[Tensor, "nodes vocab"]:
         """Return p at all nodes of a row's tree."""
         return self.at(slice(self.first[row], self.first[row] + self._sizes[row]))
-
-
-def _sent(values: Sequence[object], like: Tensor, dtype: torch.dtype = torch.long) -> Tensor:
-    """Return the values on the device of ``like``, without waiting for the device."""
-    return torch.tensor(values, dtype=dtype).to(like.device, non_blocking=True)
-
-
-def _walk(
-    proposals: Sequence[Proposal], sources: Sequence[GeneratorSource], target: _Target, rows: Sequence[int]
-) -> Int[Tensor, "rows 3"]:
-    """Decide ``rows`` by `sampled_verify` at once: draw at each row's node with the uniform of its depth, then follow.
-
-    Returns each row's last node, the token after it (the vocabulary's size if no token has weight), and how many
-    numbers the row's source must skip. Does not wait for a device.
-    """
-    trees = [proposal.tree for proposal in proposals]
-    deepest = max(tree.shape.max_depth for tree in trees)
-    uniforms = _sent([source.peek(deepest + 1) for source in sources], target.logits, torch.float64)
-    roots = _sent([target.first[row] for row in rows], target.logits)
-    parents = _sent(_padded([tree.shape.parents for tree in trees], -1), target.logits)
-    tokens = _tokens(trees, target.logits.device)
-    node, token, taken = (torch.zeros_like(roots) for _ in range(3))
-    walking = torch.ones_like(roots, dtype=torch.bool)
-    for depth in range(deepest + 1):
-        here = _still(walking)
-        if not len(here):
-            break
-        at, walks = node[here], walking[here]
-        drawn = inverse_cdf(target.at(roots[here] + at), uniforms[here, depth])
-        holds = (parents[here] == at[:, None]) & (tokens[here] == drawn[:, None])
-        walking[here] = goes_on = walks & holds.any(1)
-        node[here] = torch.where(goes_on, holds.int().argmax(1), at)  # the first child with the token
-        token[here] = torch.where(walks, drawn, token[here])
-        taken[here] += walks
-    return torch.stack([node, token, taken], dim=1)
-
-
-def _climb(
-    proposals: Sequence[Proposal], sources: Sequence[GeneratorSource], target: _Target, rows: Sequence[int]
-) -> Int[Tensor, "rows 3"]:
-    """Decide chains drawn from q by `traversal_verification` at once; returns the same as `_walk`.
-
-    Going down the chain, A at each node needs no random number. Then from the deepest node up to the root, the next
-    number decides whether the node is kept. The letters are as in the rule.
-    """
-    trees = [proposal.tree for proposal in proposals]
-    depths = [tree.shape.max_depth for tree in trees]
-    deepest, own = max(depths), _sent(depths, target.logits)[:, None]
-    uniforms = _sent([source.peek(deepest + 1) for source in sources], target.logits, torch.float64)
-    places = [
-        [target.first[row] + min(node, last) for node in range(deepest + 1)]
-        for row, last in zip(rows, depths, strict=True)
-    ]
-    p = target.at(_sent(places, target.logits).flatten()).unflatten(0, (len(rows), -1))
-    drawn = zip(proposals, depths, strict=True)
-    q = pad_sequence([row.q[:last] for row, last in drawn if row.q is not None], batch_first=True)
-    token = _tokens(trees, p.device)[:, 1:, None]
-    p_token, q_token = (weights.gather(2, token)[:, :, 0] for weights in (p[:, :-1], q))
-    entered = [torch.ones_like(p_token[:, 0])]
-    for depth in range(deepest):
-        entered.append((p_token[:, depth] * entered[-1] / q_token[:, depth]).clamp(max=1))
-    a, node = torch.stack(entered, dim=1), torch.arange(deepest + 1, device=p.device)
-    left = (p[:, :-1] * a[:, :-1, None] - q).clamp(min=0).sum(-1).double()
-    # A after the child is rejected; the last node has no child.
-    later = torch.where(left > 0, left / (left + 1 - a[:, :-1].double()), 0)
-    kept = torch.where(node == own, a.double(), F.pad(later, (0, 1)))
-    asked = (node > 0) & (node <= own) & ((a > 0).cumprod(1) > 0) & (kept > 0)
-    before = asked.flip(1).cumsum(1).flip(1) - asked.long()
-    last = (node * (asked & (uniforms.gather(1, before) < kept))).amax(1, keepdim=True)
-    taken = (asked & (node >= last)).sum(1, keepdim=True)
-    here, at = torch.arange(len(rows), device=p.device), last[:, 0]
-    whole = p[here, at]
-    rest = (whole * a.gather(1, last) - q[here, at.clamp(max=deepest - 1)]).clamp(min=0)
-    ends = (last == own) | (F.pad(left, (0, 1)).gather(1, last) == 0)
-    written = inverse_cdf(torch.where(ends, whole, rest), uniforms.gather(1, taken)[:, 0])
-    return torch.stack([at, written, taken[:, 0] + 1], dim=1)
-
-
-def _still(walking: Bool[Tensor, " rows"]) -> Int[Tensor, " some"]:
-    """Return the rows still walking, or all rows if selecting them would wait for a device."""
-    return walking.nonzero().squeeze(1) if walking.is_cpu else torch.arange(len(walking), device=walking.device)
-
-
-def _tokens(trees: Sequence[TokenTree], device: torch.device) -> Int[Tensor, "rows nodes"]:
-    """Return the tokens of the trees, with smaller trees padded."""
-    if all(tree.on_host for tree in trees):
-        return torch.tensor(_padded([tree.token_list for tree in trees], 0)).to(device, non_blocking=True)
-    return pad_sequence([tree.tokens.to(device) for tree in trees], batch_first=True)
-
-
-def _padded(lists: Sequence[Sequence[int]], fill: int) -> list[list[int]]:
-    """Return the lists padded to the longest length."""
-    longest = max(map(len, lists))
-    return [[*values, *[fill] * (longest - len(values))] for values in lists]

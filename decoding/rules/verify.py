@@ -10,6 +10,7 @@ In the formulas (y)+ is the positive part of y, and delta(x) the distribution wi
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -210,24 +211,28 @@ def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
     A drafted x passes if p(x) > min(epsilon, delta * exp(-entropy of p)). The longest path of passing tokens is kept;
     the likeliest under p on ties. The target then writes from p after the last kept token.
     """
-
-    def decide(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-        tree = proposal.tree
-        entropy = -torch.special.xlogy(p, p).sum(-1)
-        threshold: list[float] = torch.clamp(delta * torch.exp(-entropy), max=epsilon).tolist()
-        parents = torch.tensor(tree.shape.parents[1:], device=p.device)
-        p_drafted: list[float] = p[parents, tree.tokens[1:]].tolist() if len(tree) > 1 else []
-        best = (0, 1.0, 0)  # length, likelihood, node
-        kept = {0: (0, 1.0)}
-        for node, parent in enumerate(tree.shape.parents[1:], start=1):
-            if parent in kept and p_drafted[node - 1] > threshold[parent]:
-                length, likelihood = kept[parent]
-                kept[node] = (length + 1, likelihood * p_drafted[node - 1])
-                if kept[node] > best[:2]:
-                    best = (*kept[node], node)
-        return Verdict(tree.shape.path(best[2]), source.draw(p[best[2]]))
-
+    decide = partial(typical, epsilon=epsilon, delta=delta)
     return Rule("typical acceptance", lossless=False, kinds=_ANY, decide=decide)
+
+
+def typical(
+    proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource, epsilon: float, delta: float
+) -> Verdict:
+    """Decide as `typical_acceptance` says."""
+    tree = proposal.tree
+    entropy = -torch.special.xlogy(p, p).sum(-1)
+    threshold: list[float] = torch.clamp(delta * torch.exp(-entropy), max=epsilon).tolist()
+    parents = torch.tensor(tree.shape.parents[1:], device=p.device)
+    p_drafted: list[float] = p[parents, tree.tokens[1:]].tolist() if len(tree) > 1 else []
+    best = (0, 1.0, 0)  # length, likelihood, node
+    kept = {0: (0, 1.0)}
+    for node, parent in enumerate(tree.shape.parents[1:], start=1):
+        if parent in kept and p_drafted[node - 1] > threshold[parent]:
+            length, likelihood = kept[parent]
+            kept[node] = (length + 1, likelihood * p_drafted[node - 1])
+            if kept[node] > best[:2]:
+                best = (*kept[node], node)
+    return Verdict(tree.shape.path(best[2]), source.draw(p[best[2]]))
 
 
 _ANY = frozenset(ProposalKind)

@@ -135,7 +135,7 @@ def test_figures_go_to_each_tracker_of_a_list_that_is_installed(workshop: Path, 
     paths = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
     words = [*DIRECT, recipe, "tracking=[trackio,mlflow]"]  # in a process that looks for packages anew
     done = subprocess.run(words, env=environment(PYTHONPATH=paths), capture_output=True, text=True, timeout=DEADLINE)
-    assert done.returncode == 0 and "mlflow is not installed and gets no figures: pip install mlflow" in done.stderr
+    assert done.returncode == 0 and "mlflow is not installed, so it gets no figures: pip install mlflow" in done.stderr
     assert done.stdout.startswith("trackio headstart tiny medusa\ntrackio has 2 tiny medusa\ntrackio 1 ['grad_norm'")
     assert "trackio 2 ['heldout/acceptance_1'" in done.stdout
 

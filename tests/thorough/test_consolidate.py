@@ -59,7 +59,7 @@ def test_the_last_checkpoint_gives_what_the_run_finished(name: str, ran: Callabl
     run = ran(name)
     told = consolidate(run / "checkpoints" / "step-00000004", tmp_path / "made")
     assert stored_fingerprint(tmp_path / "made") == stored_fingerprint(run / "final"), "weights, config and tree"
-    assert told.endswith("the weights after step 4 of 4, not the finished ones")
+    assert told.endswith("weights after step 4 of 4, not the finished weights")
     assert provenance(tmp_path / "made") == {**provenance(run / "final"), "checkpoint": "step-00000004"}
     if name == "heads with adapters":
         assert stored_fingerprint(tmp_path / "made" / "target") == stored_fingerprint(run / "final" / "target")
@@ -72,7 +72,7 @@ def test_a_run_that_was_stopped_is_exported_as_its_newest_checkpoint(
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
     summary = export(tmp_path / "run", tmp_path / "out", "draft")
     place = tmp_path / "run" / "checkpoints" / "step-00000002"
-    assert summary.compared[0].startswith(f"made from the checkpoint {place}: the weights after step 2 of 4")
+    assert summary.compared[0].startswith(f"made from the checkpoint {place}: weights after step 2 of 4")
     assert summary.compared[-1].startswith("3 prompts of heldout.jsonl decoded with both")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
     assert stored_fingerprint(tmp_path / "out") != stored_fingerprint(ran("a draft") / "final")
@@ -97,7 +97,7 @@ def test_checkpoints_that_cannot_be_trusted_are_refused(ran: Callable[[str], Pat
     rows = data.read_text()
     data.write_text(rows.splitlines()[0] + "\n")
     try:
-        with pytest.raises(ValueError, match="was made with another training data than its recipe now refers to"):
+        with pytest.raises(ValueError, match="was written, its training data changed"):
             export(run, tmp_path / "out", "headstart")
     finally:
         data.write_text(rows)

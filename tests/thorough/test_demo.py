@@ -150,7 +150,7 @@ def test_a_sampled_race_writes_the_text_of_its_seed_and_its_label(models: Models
         lossy
     ) and 'class="badge lossless">lossless' in app().HTML.texts(race)
     assert lossy.ending is not None and (
-        lossy.ending.verdict == "equal" or "another distribution" in app().HTML.summary(lossy)
+        lossy.ending.verdict == "equal" or "do not follow the target" in app().HTML.summary(lossy)
     )
 
 

@@ -266,20 +266,20 @@ def test_a_server_that_tells_only_the_number_of_tokens_is_compared_by_it(desk: D
 
 def test_an_export_of_another_kind_is_refused_before_anything_is_compared(desk: Desk, tmp_path: Path) -> None:
     MedusaHeads(MedusaConfig(16, 128)).save_pretrained(tmp_path / "heads")
-    with pytest.raises(ValueError, match=r"holds a model, but heads:.* of kind heads: give"):
+    with pytest.raises(ValueError, match=r"contains a model, but heads:.* of kind heads: give"):
         diagnosed(desk, speculator=f"heads:{tmp_path / 'heads'}", target="/nowhere/at/all")
-    with pytest.raises(ValueError, match=r"heads holds heads, but draft:.* of kind draft: give the folder"):
+    with pytest.raises(ValueError, match=r"heads contains heads, but draft:.* of kind draft: give the folder"):
         diagnosed(desk, exported=tmp_path / "heads", target="/nowhere/at/all")
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"endpoint": "http://127.0.0.1:1/v1"}, "say which with --model"),
-        ({"model": "tiny"}, "--model tiny names a model of an --endpoint"),
-        ({"exported": Path("nowhere")}, "no folder that a server reads"),
+        ({"endpoint": "http://127.0.0.1:1/v1"}, "give it as --model"),
+        ({"model": "tiny"}, "--model tiny needs an --endpoint"),
+        ({"exported": Path("nowhere")}, "a server cannot load nowhere"),
         ({"speculator": "lookup"}, "no trained weights"),
-        ({"metrics": "nowhere.txt"}, "no file and no address"),
+        ({"metrics": "nowhere.txt"}, "neither a file nor an address"),
         ({"metrics": "http://zoe:secret@127.0.0.1"}, "--metrics cannot be read (InvalidURL)"),
         ({"prompts": "nowhere.jsonl"}, "nowhere.jsonl"),
     ],

@@ -210,12 +210,12 @@ def test_a_folder_that_says_other_taps_than_it_was_trained_with_is_named_by_the_
 def test_a_folder_of_another_kind_is_refused_before_anything_is_compared(desk: Desk, tmp_path: Path) -> None:
     final = desk.folder / "final"
     for changes, sentence in (
-        ({"exported": desk.folder / "target"}, f"target holds a model, but dspark:{final} is a speculator of kind"),
+        ({"exported": desk.folder / "target"}, f"target contains a model, but dspark:{final} is of kind"),
         (
             {"speculator": f"draft:{final}"},
-            f"final holds a DSpark draft, but draft:.* give .* name it as dspark:{final}",
+            f"final contains a DSpark draft, but draft:.* give .* call it dspark:{final}",
         ),
-        ({"speculator": f"dspark:{desk.folder / 'target'}"}, "target holds a model, but dspark:.* name it as draft:"),
+        ({"speculator": f"dspark:{desk.folder / 'target'}"}, "target contains a model, but dspark:.* call it draft:"),
     ):
         with pytest.raises(ValueError, match=sentence):
             diagnosed(desk, **{"target": "/nowhere/at/all", **changes})

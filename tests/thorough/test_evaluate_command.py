@@ -37,9 +37,9 @@ def evaluate(desk: Path, output: Path, *more: str, prompts: str = "questions.jso
 
 
 REFUSED = {
-    "--batch-size 1,8": "--batch-size 8 needs as many questions of one task, and the largest task has 2: raise",
-    "--context 64,253": "--context 253 does not fit with 4 new tokens into the 256 that target and drafters can hold",
-    "--context 64": "--context 64 is more than the texts of",
+    "--batch-size 1,8": "--batch-size 8 needs as many questions of one task, but the largest task has 2: raise",
+    "--context 64,253": "--context 253 plus 4 new tokens exceeds the 256 positions of target and drafters",
+    "--context 64": "--context 64 needs more text than",
     "--task a,c": "--task is 'c', but",
     '--chat-template-kwargs {"a":1}': "chat_template_kwargs has a, which the chat template does not read: leave it out",
 }
@@ -67,7 +67,7 @@ def test_a_finished_evaluation_decodes_nothing_again_and_another_one_needs_resta
     desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, said = evaluate(desk, tmp_path, "--limit", "3")
-    assert code == 0 and "3 of 4 questions, evenly over 2 tasks (--limit)" in said
+    assert code == 0 and "3 of 4 questions, spread evenly over 2 tasks (--limit)" in said
     report: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
     assert report["prompts"] == 5 and report["questions"] == 3 and report["asked"]["turns"] == "all"
     assert [row["task"] for row in report["tasks"]] == ["b"] * 3 + ["a"] * 3
@@ -112,4 +112,4 @@ def test_questions_that_do_not_fit_are_left_out_and_counted(desk: Path, tmp_path
     assert code == 0 and "1 prompts (1 too long, left out)" in said
     assert json.loads((tmp_path / "report.json").read_text())["prompts_left_out"] == 1
     code, said = evaluate(desk, tmp_path / "none", "--limit", "1", prompts="long.jsonl")
-    assert code == 2 and "no prompt fits with 4 new tokens into the 256 that target and drafters can hold" in said
+    assert code == 2 and "every prompt plus 4 new tokens exceeds the 256 positions of target and drafters" in said

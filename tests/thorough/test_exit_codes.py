@@ -77,7 +77,7 @@ def test_an_internal_error_keeps_its_traceback_in_a_file_and_debug_prints_it(tmp
 def test_full_memory_has_a_code_and_a_remedy(error: str) -> None:
     done = end_of(f"raise {error}")
     assert done.returncode == ExitCode.OUT_OF_MEMORY
-    assert done.stderr.startswith("error: out of memory (") and "make the batch or the texts smaller" in done.stderr
+    assert done.stderr.startswith("error: out of memory (") and "use smaller batches or shorter texts" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

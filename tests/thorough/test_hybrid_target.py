@@ -27,7 +27,7 @@ RUNS = (
     (f"train {ANY}/draft.yaml output=draft draft.init.from_model=small draft.check_costs=false", "draft/final"),
     (f"train {ANY}/dspark.yaml output=dspark {DSPARK} draft.check_costs=false", "dspark/final"),
     (f"train {ANY}/medusa2.yaml output=two", "qwen3_next does not support adapters"),
-    (f"train {ANY}/medusa1.yaml output=dry --dry-run", "states of a decoded text, kept twice"),
+    (f"train {ANY}/medusa1.yaml output=dry --dry-run", "states of one decoded text, stored twice"),
     (
         f"evaluate {FEW} --drafter heads:heads/final,tree=0/1/0.0 --drafter draft:draft/final --output measured",
         "greedy texts are identical",
@@ -38,7 +38,7 @@ RUNS = (
     ("data inspect rows.jsonl data.chat_template_kwargs.enable_thinking=true", "think;user:0. How are you?"),
     ("generate --prompt Hi --drafter dspark:dspark/final --max-new-tokens 8", "(lossless)"),
     ("chat --drafter lookup --max-new-tokens 8", "(lossless)"),
-    ("export dspark/final shown --format dspark", "texts equal 2/2"),
+    ("export dspark/final shown --format dspark", "2/2 texts equal"),
 )
 
 

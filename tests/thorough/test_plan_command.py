@@ -124,10 +124,10 @@ def test_without_a_gain_generate_decodes_plainly_and_a_plan_that_fits_badly_is_n
         "--plan", str(path), "--temperature", "0.5",
     )  # fmt: skip
     assert code == 0 and "plain decoding (lossless)" in output
-    assert "finds no drafter that gains 2% over plain decoding at batch size 1" in output
+    assert "found no drafter that gains 2% over plain decoding at batch size 1" in output
     assert "was made at temperature 0, not 0.5" in output
     specs, notes = chosen(planned_as(plan_path, tmp_path, "lookup:tokens=2", 1.5), models, 1, 16)
-    assert specs == ["lookup:tokens=2"] and "is of batch sizes 1, 2: for 16 the nearest is taken" in notes
+    assert specs == ["lookup:tokens=2"] and "has batch sizes 1, 2: 16 uses the nearest" in notes
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told
     ("given", "message"),
     [
         (("--drafter", "lookup", "--drafter", "lookup"), "--drafter lookup is given twice"),
-        (("--drafter", "lookup", "--batch-size", "much"), "'--batch-size': much does not list"),
+        (("--drafter", "lookup", "--batch-size", "much"), "'--batch-size': much is not a"),
         (("--drafter", "nothing"), "no drafter is called 'nothing'"),
     ],
 )

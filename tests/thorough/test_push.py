@@ -60,7 +60,7 @@ def test_a_push_delivers_every_byte_to_a_private_repository_and_keeps_the_token_
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 0, done.stderr
     commit = hub.repositories[REPOSITORY].refs["main"]
-    assert done.stdout == f"{hub.address}/{REPOSITORY}: sent\nread it as {REPOSITORY}@{commit}\n"
+    assert done.stdout == f"uploaded to {hub.address}/{REPOSITORY}\nuse it as {REPOSITORY}@{commit}\n"
     assert TOKEN not in done.stdout + done.stderr and "preupload" in done.stderr, "the logs were on, without the token"
     assert hub.files == {path.name: path.read_bytes() for path in folder.iterdir()} and len(hub.files) == 3
     assert hub.visibility == "private"
@@ -105,7 +105,7 @@ def test_a_branch_is_made_and_a_pull_request_leaves_main(hub: FakeHub, folder: P
     assert third.address == f"{hub.address}/{REPOSITORY}/discussions/1"
     sent = next(request for request in hub.requests if "/commit/v2%2Fwide" in request.path)
     assert json.loads(sent.body.splitlines()[0])["value"]["summary"] == "Wider heads"
-    with pytest.raises(ValueError, match="a pull request goes to main, but revision is 'v2': give one of the two"):
+    with pytest.raises(ValueError, match="a pull request goes to main, but revision is 'v2': give only one"):
         push(folder, REPOSITORY, pull_request=True, revision="v2")
 
 
@@ -142,7 +142,7 @@ def test_a_pickle_is_never_uploaded(hub: FakeHub, folder: Path, name: str) -> No
 def test_a_file_that_holds_the_token_is_never_uploaded(hub: FakeHub, folder: Path, name: str) -> None:
     with (folder / name).open("ab") as file:
         file.write(f"my token: {TOKEN}\n".encode())
-    with pytest.raises(ValueError, match="contains your token") as raised:
+    with pytest.raises(ValueError, match="contains your Hub token") as raised:
         push(folder, REPOSITORY)
     assert TOKEN not in str(raised.value) and name in str(raised.value)
     assert hub.requests == []
@@ -164,7 +164,7 @@ def test_only_a_whole_export_is_pushed_to_a_repository_by_somebody_with_a_token(
         push(folder, REPOSITORY)
     (folder / "README.md").write_text("---\ntags:\n- medusa\n---\n")
     for other in (folder, folder / "nowhere"):
-        with pytest.raises(ValueError, match="is not a folder that headstart export wrote"):
+        with pytest.raises(ValueError, match="headstart export did not write"):
             push(other, REPOSITORY)
     assert hub.requests == []
 

@@ -25,18 +25,16 @@ from decoding.rules.verify import RULES
 
 TREE = ((0,), (1,), (0, 0), (0, 1))
 PROMPTS = ([1, 2, 3, 1, 2], [4, 5, 4], [7, 8, 9, 7, 8, 9])
-ROW_BY_ROW = 99
-"""More than one for every row: the readable rules decide drawn trees, and whatever the defaults do not choose."""
 STEPS: dict[str, tuple[int, int]] = {
     "plain": (1, 1),
     "chain": (1, 1),
     "likeliest chain": (1, 1),
-    "medusa": (1, ROW_BY_ROW),
+    "medusa": (1, 2),  # children that could not be drawn leave the tree
     "deterministic medusa": (1, 1),
     "deterministic markov": (1, 1),
     "dspark": (1, 1),
     "deterministic dspark": (1, 1),
-    "dspark tree": (1, ROW_BY_ROW),
+    "dspark tree": (1, 2),
     "deterministic dspark tree": (1, 1),
     "dflash": (1, 1),
     "lookup": (1, 1),
@@ -102,12 +100,10 @@ def transfers(device: torch.device, name: str, temperature: float, rule: str | N
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_waits_for_the_device_as_often_as_is_listed(device: torch.device, name: str) -> None:
     for temperature, most in zip((0.0, 1.0), STEPS[name], strict=True):
-        found = transfers(device, name, temperature)
-        assert found > len(PROMPTS) if most == ROW_BY_ROW else found == most, temperature
+        assert transfers(device, name, temperature) == most, temperature
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_of_the_rules_those_that_defaults_choose_wait_once(device: torch.device, rule: str) -> None:
+def test_every_rule_waits_once_in_a_step(device: torch.device, rule: str) -> None:
     name = "likeliest chain" if rule == "top-k" else "chain"
-    found = transfers(device, name, float(rule != "greedy"), rule)
-    assert found == 1 if rule in ("greedy", "sampled-verify", "block") else found > len(PROMPTS)
+    assert transfers(device, name, float(rule != "greedy"), rule) == 1

@@ -128,13 +128,13 @@ def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_on
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["verify", "--target", "t", "--prompts", "p", "--model", "m"], "--model m names a model of an --endpoint"),
-        (["verify", "--target", "t", "--prompts", "p", "--endpoint", "http://x/v1"], "say which with --model"),
+        (["verify", "--target", "t", "--prompts", "p", "--model", "m"], "--model m needs an --endpoint"),
+        (["verify", "--target", "t", "--prompts", "p", "--endpoint", "http://x/v1"], "give it as --model"),
         (
             ["verify", "--target", "t", "--prompts", "p", "--endpoint", "http://x", "--model", "m", "--rule", "token"],
-            "--drafter and --rule are of this process",
+            "--drafter and --rule have no effect",
         ),
-        (["verify", "--target", "t", "--prompts", "p", "--temperature", "0", "--rule", "token"], "is of sampling"),
+        (["verify", "--target", "t", "--prompts", "p", "--temperature", "0", "--rule", "token"], "needs sampling"),
         (["verify", "--target", "t", "--prompts", "p", "--rule", "none-such"], "no rule is called 'none-such'"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The commands of `headstart`, a file each."""
+"""The commands of `headstart`, one file each."""

@@ -1,4 +1,4 @@
-"""The command `headstart chat`: questions from a terminal or a pipe, answered in one conversation."""
+"""The command `headstart chat`: answer questions from a terminal or a pipe in one conversation."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,16 +16,15 @@ from trainer.terminal.console import say, say_error, standard_error, standard_ou
 from trainer.terminal.streaming import CtrlC, summary
 
 COMMANDS = """\
-/undo   take the last question and its answer back
-/reset  begin anew; the system message stays
+/undo   take back the last question and its answer
+/reset  start a new conversation; the system message stays
 /help   show this list
 /exit   leave, as Ctrl-D does
-Ctrl-C stops an answer and keeps what was written of it. A line that begins with a space is a question, also where a /
-follows."""
+Ctrl-C stops an answer and keeps its text so far. Start a line with a space to ask a question that begins with /."""
 
 
 def run_chat(options: ChatOptions) -> bool:
-    """Answer questions until their end; return False if Ctrl-C stopped the answer to a question from a pipe."""
+    """Answer questions until input ends; return False if Ctrl-C stopped the answer to a piped question."""
     decoder = read_decoder(options)
     conversation = Conversation(decoder.engine, decoder.tokenizer, decoder.config, options.system)
     chat = Chat(decoder, conversation, standard_output())
@@ -40,9 +39,9 @@ def run_chat(options: ChatOptions) -> bool:
 
 @dataclass
 class Chat:
-    """A conversation on a console. ``notes`` takes what is no answer.
+    """A conversation on a console. Everything except answers goes to ``notes``.
 
-    ``stopped`` is True if Ctrl-C stopped the last answer, ``left`` after /exit.
+    ``stopped``: True if Ctrl-C stopped the last answer. ``left``: True after /exit.
     """
 
     decoder: Decoder
@@ -53,15 +52,15 @@ class Chat:
     left: bool = False
 
     def begin(self) -> None:
-        """Check system message, rule and drafter before the first question, by a greeting that is not answered."""
+        """Check system message, rule and drafter before the first question with a greeting that gets no answer."""
         prompt = self.conversation.encode("Hello")
         self.decoder.engine.steps(prompt, replace(self.decoder.config, max_new_tokens=1))
         if self.decoder.tokenizer.chat_template is None:
-            say(self.notes, "note: the target has no chat template: it continues the messages, joined by line ends")
+            say(self.notes, "note: the target lacks a chat template, so it continues the messages joined by newlines")
 
     def talk(self) -> None:
-        """Answer what is typed, until Ctrl-D or /exit; Ctrl-C at the prompt clears the line."""
-        with suppress(ImportError):  # Windows has none
+        """Answer typed lines until Ctrl-D or /exit; Ctrl-C at the prompt clears the line."""
+        with suppress(ImportError):  # missing on Windows
             import readline  # noqa: F401  # gives `input` line editing and a history
         while not self.left:
             try:
@@ -75,14 +74,14 @@ class Chat:
                 say_error(self.notes, str(error))
 
     def _typed(self) -> str:
-        """Return a line that is typed. Redirected output holds the answers alone: the prompt is a note then."""
+        """Return a typed line. Redirected output gets only the answers; the prompt then goes to the notes."""
         if sys.stdout.isatty():
             return input("> ")
         self.notes.print("> ", end="")
         return input("")
 
     def answer_lines(self, lines: Iterable[str]) -> bool:
-        """Answer each line that is not blank, an empty line between answers; return False if Ctrl-C stopped one."""
+        """Answer each line that is not blank, with an empty line between; return False if Ctrl-C stopped an answer."""
         answered = False
         for line in lines:
             is_question = bool(line.strip()) and not line.startswith("/")
@@ -95,26 +94,28 @@ class Chat:
         return not self.stopped
 
     def _take(self, line: str) -> None:
-        """Obey a command, or answer a question that is not blank."""
+        """Run a command, or answer a question that is not blank."""
         if line.startswith("/"):
             self._obey(line.strip())
         elif line.strip():
             self._answer(line)
 
     def _obey(self, command: str) -> None:
-        """Obey a command; ValueError for one that is not known."""
+        """Run a command; ValueError if it is unknown."""
         if command == "/help":
             say(self.notes, *COMMANDS.splitlines())
         elif command == "/reset":
             self.conversation.reset()
-            say(self.notes, "the conversation begins anew")
+            say(self.notes, "a new conversation begins")
         elif command == "/undo":
             question = self.conversation.undo()
-            say(self.notes, "there is no turn to take back" if question is None else f"taken back: {question}")
+            say(self.notes, "nothing to take back" if question is None else f"taken back: {question}")
         elif command == "/exit":
             self.left = True
         else:
-            raise ValueError(f"no command is called {command.split()[0]}: /help lists them; a space before it asks it")
+            raise ValueError(
+                f"unknown command {command.split()[0]}: /help lists all; a space in front makes it a question"
+            )
 
     def _answer(self, question: str) -> None:
         """Show the answer and its figures."""
@@ -125,7 +126,7 @@ class Chat:
         self.stopped = ctrl_c.asked
         told = summary(tally, self.decoder.label)
         if not tokens:
-            told = "stopped before the first token: the question is dropped"
+            told = "stopped before the first token; the question is dropped"
         elif self.stopped:
             told += "; stopped"
         elif len(tokens) == self.conversation.answer_limit and tokens[-1] not in self.decoder.config.eos_token_ids:
@@ -134,7 +135,7 @@ class Chat:
 
 
 def _noted(steps: Iterable[Step], tokens: list[int]) -> Iterator[Step]:
-    """Hand the steps on, and append their tokens to ``tokens``."""
+    """Yield the steps and append their tokens to ``tokens``."""
     for step in steps:
         tokens += step.tokens
         yield step

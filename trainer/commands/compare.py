@@ -1,4 +1,4 @@
-"""The command `headstart compare`."""
+"""The command `headstart compare`: print the paired differences of two evaluations or methods."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _COLOURS = {"real": "green", "none": None, "open": "yellow", "unmeasured": "dim"
 
 
 def run_compare(options: CompareOptions, console: Console | None = None) -> dict[str, Any]:
-    """Print the paired differences, write --json, and return them."""
+    """Print the paired differences, write them to --json, and return them."""
     console = console or standard_output()
     a = read_evaluation(options.a)
     b = a if options.b is None else read_evaluation(options.b)
@@ -29,7 +29,17 @@ def run_compare(options: CompareOptions, console: Console | None = None) -> dict
     for warning in found["warnings"]:
         say(standard_error(), Text.assemble(("warning:", "bold yellow"), f" {warning}"))
     table = Table(title=title(one_line(f"B ({found['b']}) over A ({found['a']}), paired by prompt, 95% intervals")))
-    for column in ("setting", "batch", "context", "method", "pairs", "tokens per pass, ratio", "", "speed, ratio", ""):
+    for column in (
+        "setting",
+        found["load"],
+        "context",
+        "method",
+        "pairs",
+        "tokens per target pass, ratio",
+        "",
+        "speed, ratio",
+        "",
+    ):
         table.add_column(column, overflow="fold")
     for row in found["rows"]:
         table.add_row(*_cells(row))

@@ -1,4 +1,4 @@
-"""The command `headstart demo`: what the web demo shows, and the server that shows it."""
+"""The command `headstart demo`: load the models and serve the web demo."""
 
 import socket
 from pathlib import Path
@@ -18,9 +18,9 @@ from trainer.run.train import ensure_built
 from trainer.terminal.console import say, standard_error
 
 TRAINED = {"dspark": "dspark", "medusa1": "heads", "draft": "draft"}
-"""Drafter of each folder in `RUNS`, as `scripts/demo.py` trains them for the embedded target."""
+"""Folder in `RUNS` -> the drafter that `scripts/demo.py` trains there for the embedded target."""
 RUNS = Path("runs/quickstart")
-TRAIN_THEM = "'make demo' in a copy of the repository trains heads and drafts of this target; start the demo again then"
+TRAIN_THEM = "to train heads and drafts, run 'make demo' in a copy of the repository, then start the demo again"
 
 CODE = (
     'import socket\n\n\nclass Server:\n    """Serve requests."""\n\n    def __init__(self, address, handler):\n'
@@ -37,10 +37,10 @@ QUESTIONS = (
 
 
 def run_demo(options: DemoOptions, console: Console | None = None) -> None:
-    """Read the models and serve the page until Ctrl-C."""
+    """Load the models and serve the page until Ctrl-C."""
     console = console or standard_error()
     app = imported_app()
-    socket.create_server((options.host, options.port)).close()  # an error before any model is read
+    socket.create_server((options.host, options.port)).close()  # fail before models are loaded
     asked, notes = asked_drafters(options)
     loaded = load_models(options, asked)
     models = Models.of(loaded.target, loaded.tokenizer, loaded.drafters)
@@ -51,42 +51,40 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> None:
         app.build(models, words),
         options.host,
         options.port,
-        lambda address: say(console, f"the demo is at {address} (Ctrl-C ends it)"),
+        lambda address: say(console, f"the demo is at {address} (Ctrl-C stops it)"),
     )
 
 
 def imported_app() -> ModuleType:
-    """Return the page's module; ValueError where Gradio, which it needs, is not installed."""
+    """Return the page's module; ValueError if Gradio is not installed."""
     try:
         from trainer.demo import app
     except ModuleNotFoundError as error:
         if error.name != "gradio":
             raise
-        raise ValueError(
-            "the demo is a page of Gradio, which is not installed: pip install 'headstart[demo]'"
-        ) from error
+        raise ValueError("the demo needs Gradio, but it is not installed: pip install 'headstart[demo]'") from error
     return app
 
 
 def asked_drafters(options: DemoOptions) -> tuple[list[str], list[str]]:
-    """Return the drafters to read, and notes for the page: as asked, else lookup and those of the embedded target."""
+    """Return the drafters to load and notes for the page; the default is lookup, plus those trained for quickstart."""
     if options.drafter:
         return options.drafter, []
     if options.target != quickstart.NAME:
-        return ["lookup"], ["No --drafter was given: prompt lookup, which needs no training, drafts alone."]
+        return ["lookup"], ["Without --drafter, prompt lookup is the only drafter; it needs no training."]
     ensure_built(quickstart.NAME)
     found = [
         f"{drafter}:{RUNS / recipe / 'final'}" for recipe, drafter in TRAINED.items() if fits(RUNS / recipe / "final")
     ]
-    return [*found, "lookup"], [] if len(found) == len(TRAINED) else [f"Not all drafters are here: {TRAIN_THEM}."]
+    return [*found, "lookup"], [] if len(found) == len(TRAINED) else [f"Some drafters are missing: {TRAIN_THEM}."]
 
 
 def fits(artefact: Path) -> bool:
-    """Return True if a run's artefact was trained on the embedded target of this machine."""
+    """Return True if an artefact was trained for this machine's embedded target."""
     wanted = trained_for(artefact)
     return wanted is not None and wanted == stored_fingerprint(quickstart.folder())
 
 
 def examples(target: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return prompts to try: questions for a chat model, else code, which the embedded target knows."""
+    """Return prompts to try: questions for a chat model, else the kind of code that the embedded target learned."""
     return QUESTIONS if target != quickstart.NAME and tokenizer.chat_template is not None else CODE

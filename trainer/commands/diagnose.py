@@ -1,4 +1,4 @@
-"""The command `headstart diagnose`: a speculator that does well here and badly in a server."""
+"""The command `headstart diagnose`: find out why a speculator is good here but poor in a server."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -35,7 +35,7 @@ _HELD = {"heads": "heads", "dspark": "a DSpark draft", "draft": "a model"}
 
 
 def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bool:
-    """Compare and print; return True if nothing differs."""
+    """Compare and print the findings; return True if nothing differs."""
     console, watch = console or standard_output(), standard_error()
     named = _check(options)
     findings = _compare(options, named, watch)
@@ -44,7 +44,7 @@ def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bo
         content = {str(options.speculator): findings}
         write_findings(options.json, report(content, first=None if first is None else first.check))
     if options.json != PRINTED:
-        if first is not None:  # the others may follow from it
+        if first is not None:  # later ones may be consequences
             say(console, Text(f"first difference: {first.check}", style="bold red"))
             say(console, f"  {one_line(first.found)}", f"  remedy: {one_line(first.remedy)}")
         say_findings(console, findings)
@@ -53,18 +53,18 @@ def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bo
 
 
 def _check(options: DiagnoseOptions) -> SpeculatorName:
-    """Reject what cannot be compared, before the target is read."""
+    """Reject options that cannot be compared, before loading the target."""
     check_endpoint(options.endpoint, options.model)
     folder = options.exported
     if folder is not None and not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is no folder that a server reads (no config.json)", "name an exported folder")
+        raise UserError(f"a server cannot load {folder} (it lacks config.json)", "give an exported folder")
     list(read_conversations(resolve(options.prompts), None, options.limit, 1, chat=True))
     named = named_speculator(options.speculator)
     for held in filter(None, (folder, named.folder)):
         if (kind := kind_of(held)) != named.kind:
             raise UserError(
-                f"{held} holds {_HELD[kind]}, but {options.speculator} is a speculator of kind {named.kind}",
-                f"give the folder that was exported of it, or name it as {kind}:{named.path}",
+                f"{held} contains {_HELD[kind]}, but {options.speculator} is of kind {named.kind}",
+                f"give the folder of its export, or call it {kind}:{named.path}",
             )
     return named
 
@@ -73,7 +73,7 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
     page, given = None, []
     if options.metrics is not None:
         page = _reader(options.metrics)
-        text = page()  # a wrong address is found before the target is read
+        text = page()  # report a wrong address before loading the target
         if options.endpoint is None or not _is_address(options.metrics):
             given = [ServerCounts(parse_counts(text), 0.0, "; the page may count other prompts")]
             page = None
@@ -108,7 +108,7 @@ def _heldout(
     limits = [limit for limit in (target.max_positions, speculator.max_positions) if limit is not None]
     holds = min(limits, default=_NO_LIMIT)
     heldout = read_heldout(resolve(options.prompts), None, options.limit, tokenizer, holds, options.max_new_tokens)
-    say(watch, f"{len(heldout)} prompts are short enough for target and speculator", style="dim")
+    say(watch, f"{len(heldout)} prompts fit target and speculator", style="dim")
     return [HeldOutPrompt(each.text, each.open_after(()) if each.chat else None, ids) for each, ids in heldout]
 
 
@@ -117,18 +117,18 @@ def _is_address(metrics: str) -> bool:
 
 
 def _reader(metrics: str) -> Callable[[], str]:
-    """Return a function that reads a metrics page, of a file or an address; UserError if there is none."""
+    """Return a function that reads a metrics page from a file or an address; UserError if it cannot be read."""
 
     def read() -> str:
         if not _is_address(metrics):
             if not Path(metrics).is_file():
-                raise UserError(f"--metrics is {metrics}, which is no file and no address", "give one")
+                raise UserError(f"--metrics {metrics} is neither a file nor an address", "give one")
             return Path(metrics).read_text(encoding="utf-8", errors="replace")
         try:
             with urlopen(metrics, timeout=_PAGE_SECONDS) as page:
                 return str(page.read().decode("utf-8", errors="replace"))
         except (HTTPException, OSError, ValueError) as error:
-            # The first kind repeats parts of the address, which may contain a password.
+            # The text of an HTTPException repeats parts of the address, and those may contain a password.
             told = type(error).__name__ if isinstance(error, HTTPException) else one_line(error)
             raise UserError(f"--metrics cannot be read ({told})", "give the address of a metrics page") from None
 

@@ -1,4 +1,4 @@
-"""The command `headstart doctor`: this machine, the installed packages, and whether target and drafters fit."""
+"""The command `headstart doctor`: check the machine, installed packages, target and drafters."""
 
 import os
 import shlex
@@ -16,19 +16,19 @@ from trainer.doctor.machine import free_bytes, installed_packages, machine_findi
 from trainer.terminal.console import say, standard_error, standard_output
 
 OF_ANY: Sequence[str] = ("medusa1", "draft")
-"""Recipes of recipes/any for a target that drafts and verifies trees."""
-_BUILD = "headstart train recipes/quickstart/medusa1.yaml, which builds it first"
+"""Recipes in recipes/any for a target that verifies trees."""
+_BUILD = "build it with headstart train recipes/quickstart/medusa1.yaml"
 
 
 def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
-    """Check and print; return False if a problem was found. ValueError for names that nothing can be read from.
+    """Check and print the findings; return False if there is a problem. ValueError for unreadable names.
 
-    transformers, which takes longer to import than everything else here, is imported only for a target.
+    transformers takes longest to import, so it is imported only if there is a target to check.
     """
     console = console or standard_output()
     parse_dtype(options.dtype)
     if options.drafter and options.target is None:
-        raise ValueError(f"--drafter is {options.drafter[0]}, which is checked against a target: give --target too")
+        raise ValueError(f"--drafter {options.drafter[0]} can only be checked with a target: give --target too")
     recipes = OF_ANY
     sections = {"machine": machine_findings(os.environ), "packages": installed_packages()}
     if options.target is not None:
@@ -50,7 +50,7 @@ def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
 
 
 def _models(options: DoctorOptions, name: str) -> tuple[dict[str, list[Finding]], Sequence[str]]:
-    """Return the findings of the target and of each drafter, by their titles, and the recipes that train for it."""
+    """Return the findings on the target and each drafter, by title, and the recipes that train for the target."""
     from trainer.commands.models import read_specs
     from trainer.doctor import models
 
@@ -72,7 +72,7 @@ def _models(options: DoctorOptions, name: str) -> tuple[dict[str, list[Finding]]
     decode = options.decode if options.decode is not None else small and here
     if decode and all_pass([finding for each in sections.values() for finding in each]):
         found = models.check_decoding(target.name, torch.float32 if small else dtype, specs, trusted)
-        for section, finding in zip(sections.values(), found, strict=False):  # after a problem there are fewer
+        for section, finding in zip(sections.values(), found, strict=False):  # a problem ends the findings early
             section.append(finding)
     return sections, models.fitting_recipes(target.model)
 
@@ -80,9 +80,9 @@ def _models(options: DoctorOptions, name: str) -> tuple[dict[str, list[Finding]]
 def next_commands(
     target: str | None, drafters: Sequence[str], fits: bool, recipes: Sequence[str] = OF_ANY
 ) -> list[str]:
-    """Return the commands to run next, in order: repair, or train, or measure and plan.
+    """Return the commands to run next, in order: check again, or train, or measure and plan.
 
-    ``recipes``: names in recipes/any that train for the target; none for a target that verifies no drafts.
+    ``recipes``: names in recipes/any that train for the target; empty if the target cannot verify drafts.
     """
     if target is None:
         return ["headstart train recipes/quickstart/medusa1.yaml", "headstart doctor --target ORG/NAME"]

@@ -1,4 +1,4 @@
-"""`headstart train RECIPE --dry-run`: what a run will take, by a few of its steps; and an untrained artefact."""
+"""`headstart train RECIPE --dry-run`: measure a few steps, predict the run's needs, write an untrained artefact."""
 
 import resource
 import shutil
@@ -36,17 +36,17 @@ from trainer.target.loading import Target
 from trainer.terminal.console import say, standard_error, standard_output, title
 
 STEPS = 4
-"""Steps that are done; the first one warms up and is not counted."""
+"""Number of steps to run; the first warms up and is not counted."""
 FOLDER = "dry-run"
-"""The folder of the untrained artefact, in the run's output."""
+"""Folder of the untrained artefact in the run's output."""
 
 
 class _Enough(Exception):  # not an error
-    """The steps wanted are done."""
+    """A signal that all wanted steps have run."""
 
 
 class _BegunAt(Checkpoints):
-    """A stand-in for a run's checkpoints: steps begin at ``step``, and no checkpoint is written."""
+    """A substitute for a run's checkpoints: training starts at ``step`` and writes no checkpoint."""
 
     def __init__(self, job: Job, step: int) -> None:
         self._saved = Saved(Progress(step, 0), gather_weights(job.objective.module), {}) if step else None
@@ -62,24 +62,24 @@ class _BegunAt(Checkpoints):
         return self._saved
 
     def save(self, saved: Saved) -> None:
-        """Drop the state that a stopped run would save."""
+        """Drop the state; a dry run saves none."""
 
 
 class _Times(NamedTuple):
-    """Seconds of one step, of the target's forward in it, and of one writing of texts during the training."""
+    """Seconds of one step, of the target's forward in it, and of one phase that writes texts during training."""
 
     step: float
     target: float
     writing: float
     writings: int
-    """How often texts are written in the whole run."""
+    """Number of such phases in the whole run."""
 
 
 def dry_run(recipe: AnyRecipe, console: Console | None = None) -> None:
-    """Print a row as trained, and the parameters, memory, disk and time of a run; write an untrained artefact.
+    """Print a row as trained and a run's parameters, memory, disk and time; write an untrained artefact.
 
-    The last steps of the recipe are measured, which cost the most, under the launcher that runs this program. Nothing
-    else is left on the disk. ValueError for what training refuses.
+    The last steps of the recipe cost the most, so those are measured, under the launcher that started this program.
+    Nothing else remains on disk. ValueError for any recipe that training rejects.
     """
     console = console or standard_output()
     ensure_built(recipe.target_name)
@@ -101,30 +101,30 @@ def dry_run(recipe: AnyRecipe, console: Console | None = None) -> None:
         evaluation = time.perf_counter() - start
         table = _table(recipe, job, parameters, _times(job, accelerator, process), evaluation)
         if isinstance(job.target, Target) and (states := job.target.model.state_bytes()):
-            table.add_row("memory", "recurrent states of a decoded text, kept twice", size(2 * states))
-        table.add_row("memory", "most that one process held", _size(_peak_memory(accelerator)))
+            table.add_row("memory", "recurrent states of one decoded text, stored twice", size(2 * states))
+        table.add_row("memory", "peak of one process", _size(_peak_memory(accelerator)))
     if process.is_first:
         say(console, marked_text(job.dataset.examples[0], job.tokenizer, console.is_terminal and not console.no_color))
         console.print(table)
 
 
 def _write_artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scratch: Path, console: Console) -> None:
-    """Write the untrained artefact in the format that servers load, and print what loads it."""
+    """Write the untrained artefact in a served format, and print the commands that load it."""
     made, folder = scratch / "final", Path(recipe.output) / FOLDER
     finish(job, made, Progress(0, 0), [], describe(accelerator))
-    if (folder / "provenance.json").is_file():  # of an earlier dry run
+    if (folder / "provenance.json").is_file():  # from an earlier dry run
         shutil.rmtree(folder)
     if recipe.kind == "pretrain":
         return
     format = {HEADS: "headstart", DRAFT: "draft", DSPARK: "dspark"}[kind_held_in(made)]
     try:
         say(console, str(export(made, folder, format, prompts=NO_PROMPTS)))
-    except ValueError as error:  # no server takes every draft
-        say(console, f"the untrained artefact is not written as {format}: {error}")
+    except ValueError as error:  # some drafts fit no format
+        say(console, f"the untrained artefact was not written as {format}: {error}")
 
 
 def _times(job: Job, accelerator: Accelerator, process: Process) -> _Times:
-    """Do the last steps of the run, from where texts are written if any are; return the medians."""
+    """Run the last steps, starting at a step that writes texts if there is one; return the medians."""
     section, source = job.recipe.training, agreed(lambda: job.source(process))
     last = max(0, section.steps - STEPS)
     writing_steps = [step for step in range(section.steps) if source.writes_at(step)]
@@ -151,7 +151,7 @@ def _times(job: Job, accelerator: Accelerator, process: Process) -> _Times:
 
 
 def _peak_memory(accelerator: Accelerator) -> int:
-    """Return the most bytes that one process of the run has held: on its GPU, else as a program."""
+    """Return the peak memory of any process in bytes: on its GPU if it has one, else of the whole process."""
     if accelerator.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
     else:
@@ -164,7 +164,7 @@ def _size(count: int) -> str:
 
 
 def checkpoint_bytes(recipe: AnyRecipe, trained: int) -> int:
-    """Return the bytes on disk of a run's checkpoints: weights and two moments each, and the best weights if kept."""
+    """Return the bytes on disk of a run's checkpoints: weights, two moments, and the best weights if they are kept."""
     return (recipe.checkpoint.keep + 1) * trained * (16 if recipe.evaluation.keep == "best" else 12)
 
 
@@ -174,22 +174,22 @@ def _table(recipe: AnyRecipe, job: Job, parameters: Mapping[str, int], times: _T
     share = sequences / len(examples)
     evaluations = (section.steps - 1) // recipe.evaluation.every + 1 if job.target and recipe.evaluation.prompts else 0
     seconds = {"a step": (times.step, section.steps), "writing texts": (times.writing, times.writings)}
-    if recipe.store is not None:  # the target ran in the measured steps, and will run once for each sequence
+    if recipe.store is not None:  # unlike in the measured steps, the target will run only once per sequence
         seconds["a step"] = times.step - times.target, section.steps
         seconds[f"writing {recipe.store[1]}"] = times.target * len(examples) / section.batch_size, 1
-    seconds["an evaluation, of untrained weights"] = evaluation, evaluations
+    seconds["an evaluation (untrained weights)"] = evaluation, evaluations
     output = Path(recipe.output).absolute()
     free = shutil.disk_usage(next(path for path in (output, *output.parents) if path.exists())).free
     rows = [("trained parameters", part, f"{count:,}") for part, count in parameters.items()]
     many = f"{section.steps:,} x {section.batch_size} = {sequences:,}, {share:.2f} times all rows"
     rows += [("data", "sequences", many), ("data", "tokens trained", f"about {share * tokens:,.0f}")]
     best = ", and the best weights of each" * (recipe.evaluation.keep == "best")
-    name = f"{recipe.checkpoint.keep + 1} checkpoints, one being written{best}"
+    name = f"{recipe.checkpoint.keep + 1} checkpoints, one of them being written{best}"
     rows.append(("disk", name, _size(checkpoint_bytes(recipe, trained))))
     rows.append(("disk", "free now", _size(free)))
     rows += [("time", part, f"{each:.2f} s x {count:,}") for part, (each, count) in seconds.items() if count]
-    rows.append(("time", "together", f"{sum(each * count for each, count in seconds.values()) / 3600:.2f} h"))
-    table = Table("what", "part", "amount", title=title(f"{recipe.name}: what it will take"))
+    rows.append(("time", "total", f"{sum(each * count for each, count in seconds.values()) / 3600:.2f} h"))
+    table = Table("what", "part", "amount", title=title(f"{recipe.name}: requirements"))
     for row in rows:
         table.add_row(*row)
     return table

@@ -1,4 +1,4 @@
-"""The command `headstart evaluate`: one process, or several that `accelerate launch` starts."""
+"""The command `headstart evaluate`, in one process or in several started by `accelerate launch`."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,18 +38,18 @@ from trainer.terminal.console import say, standard_error, standard_output, wide
 from trainer.terminal.progress import ProgressBar
 
 _FILLED = 0.9
-"""Share of a context that its prompts fill at least; cuts between tokens take some off."""
+"""Least share of a context length that prompts must fill; cutting between tokens loses some."""
 _PUBLISHED = (
     *("dtype", "trust_remote_code", "prompt_field", "limit", "task", "max_new_tokens", "rounds"),
     "chat_template_kwargs",
 )
-"""Options that the report gives as they are; the others are given as names, fingerprints and what was asked."""
+"""Options that the report shows unchanged; it shows the others as names, fingerprints or under ``asked``."""
 
 
 def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> dict[str, Any]:
     """Measure, print the table, write report.json and report.html; return the report.
 
-    Of several processes each decodes its share, and the first one writes and returns the report; the others return {}.
+    Several processes each decode a share. The first one writes and returns the report; the others return {}.
     """
     watched, console = console or standard_error(), console or standard_output()
     if options.endpoint is not None:
@@ -59,7 +59,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
     _check_target(options)
     accelerator = join_processes()
     rank, world = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
-    logging.set_verbosity_error()  # `generate` warns about the draft length that assisted generation is given
+    logging.set_verbosity_error()  # assisted `generate` warns about its draft length
     process = Process(rank, world, watched)
     measurement, tokenizer, about = agreed(lambda: _prepared(options, process), patient=True)
     with ExitStack() as stack:
@@ -74,7 +74,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
             **figures,
             **{
                 name: known[-1][name] for name in ("hardware", "versions", "commit")
-            },  # of the runs, not of this process
+            },  # from the runs: this machine may be another
             "commits": sorted({each["commit"] for each in known}),
             "processors": sorted({each["hardware"]["processor"] for each in known}),
             "processes": world,
@@ -93,18 +93,18 @@ def publish(report: dict[str, Any], output: Path, console: Console) -> None:
 
 
 def _check_target(options: EvaluateOptions) -> None:
-    """Raise UserError for options of an endpoint without one, and without a target."""
+    """Raise UserError if there is no target, or if options of --endpoint are given without it."""
     for name in ("model", "baseline_endpoint", "concurrency"):
         if getattr(options, name) != getattr(EvaluateOptions, name):
-            raise UserError(f"--{name.replace('_', '-')} has no effect without --endpoint", "leave it out")
+            raise UserError(f"--{name.replace('_', '-')} has no effect without --endpoint", "omit it")
     if not options.target:
-        raise UserError("there is nothing to evaluate", "give --target for a model in this process, or --endpoint")
+        raise UserError("there is nothing to evaluate", "give --target to decode in this process, or --endpoint")
 
 
 def _prepared(
     options: EvaluateOptions, process: Process
 ) -> tuple[Measurement, PreTrainedTokenizerBase, dict[str, Any]]:
-    """Read and check everything that is measured; return also what the report says of its own making."""
+    """Read and check all inputs; return the measurement, the tokenizer and the report's account of its inputs."""
     config = EvaluationConfig(
         max_new_tokens=options.max_new_tokens,
         rounds=options.rounds,
@@ -120,7 +120,7 @@ def _prepared(
     chosen = chosen_questions(every, options, process)
     models = load_models(options, drafters)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
-    # A prompt of a given length has no room that is known beforehand for the answers before a later turn.
+    # Prompts of a given length ask only the first turn: room for earlier answers cannot be known in advance.
     asker = Asker(chosen, models.tokenizer, all_turns=config.contexts == (None,), filler=every)
     asker = _fitting(asker, config, models)
     _check_filled(asker, config, options.prompts)
@@ -138,7 +138,7 @@ def _prepared(
 def _measured(
     output: Path, measurement: Measurement, about: Mapping[str, Any], accelerator: Accelerator | None, watched: Console
 ) -> Measurement:
-    """Decode this process's share into its file of runs; return the measurement with the records of all processes."""
+    """Decode this process's share into its file of runs; return the measurement with all processes' records."""
     names = ("setting", "name", "label", "drafter", "artefact", "temperature")
     provenance = {
         "identity": identity_of(about),
@@ -162,7 +162,7 @@ def _measured(
 
 
 def chosen_questions(every: Sequence[Question], options: EvaluateOptions, process: Process) -> list[Question]:
-    """Return the questions to ask; ValueError for tasks that the file lacks."""
+    """Return the questions to ask; ValueError for a task that is not in the file."""
     of_tasks = every
     if options.task is not None:
         known = sorted({question.task for question in every if question.task is not None})
@@ -171,12 +171,12 @@ def chosen_questions(every: Sequence[Question], options: EvaluateOptions, proces
         of_tasks = [question for question in every if question.task in options.task]
     chosen = evenly(of_tasks, options.limit)
     if len(chosen) < len(of_tasks) and (tasks := {question.task for question in chosen} - {None}):
-        process.say(f"{len(chosen)} of {len(of_tasks)} questions, evenly over {len(tasks)} tasks (--limit)")
+        process.say(f"{len(chosen)} of {len(of_tasks)} questions, spread evenly over {len(tasks)} tasks (--limit)")
     return chosen
 
 
 def _fitting(asker: Asker, config: EvaluationConfig, models: LoadedModels) -> Asker:
-    """Leave out the questions that target or drafters cannot hold with their new tokens; ValueError if none is left."""
+    """Drop questions that do not fit target and drafters with their new tokens; ValueError if none is left."""
     limits = [models.target.max_positions, *(drafter.max_positions for drafter in models.drafters.values())]
     longest = min((limit for limit in limits if limit is not None), default=None)
     if longest is None:
@@ -184,16 +184,16 @@ def _fitting(asker: Asker, config: EvaluationConfig, models: LoadedModels) -> As
     room = longest - config.max_new_tokens
     if too_far := [each for each in config.contexts if each is not None and each > room]:
         raise ValueError(
-            f"--context {min(too_far)} does not fit with {config.max_new_tokens} new tokens into the {longest} that "
-            f"target and drafters can hold: give {room} at most"
+            f"--context {min(too_far)} plus {config.max_new_tokens} new tokens exceeds the {longest} positions of "
+            f"target and drafters: give at most {room}"
         )
     if None not in config.contexts:
         return asker
     kept = [each for index, each in enumerate(asker.questions) if len(asker.prompt(index)) <= room]
     if not kept:
         raise ValueError(
-            f"no prompt fits with {config.max_new_tokens} new tokens into the {longest} that target and drafters can "
-            "hold: lower --max-new-tokens, or cut the prompts to a length with --context"
+            f"every prompt plus {config.max_new_tokens} new tokens exceeds the {longest} positions of target and "
+            "drafters: lower --max-new-tokens, or cut the prompts with --context"
         )
     return replace(asker, questions=kept)
 
@@ -203,15 +203,15 @@ def _check_filled(asker: Asker, config: EvaluationConfig, prompts: str) -> None:
     for size in config.batch_sizes:
         if (largest := max(len(wave.questions) for wave in waves_of(asker.tasks, size))) < size:
             raise ValueError(
-                f"--batch-size {size} needs as many questions of one task, and the largest task has {largest}: raise "
-                f"--limit, or give {largest} at most"
+                f"--batch-size {size} needs as many questions of one task, but the largest task has {largest}: raise "
+                f"--limit, or give at most {largest}"
             )
     for context in (each for each in config.contexts if each is not None):
         lengths = [len(asker.prompt(index, context)) for index in range(len(asker.questions))]
         if (filled := int(median(lengths))) < _FILLED * context:
             raise ValueError(
-                f"--context {context} is more than the texts of {prompts} fill: prompts would have {filled} tokens; "
-                f"give {filled} at most, or a file with more text"
+                f"--context {context} needs more text than {prompts} has (prompts would have {filled} tokens): give at "
+                f"most {filled}, or a file with more text"
             )
 
 
@@ -219,9 +219,9 @@ def _check_filled(asker: Asker, config: EvaluationConfig, prompts: str) -> None:
 
 
 def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedModels, asker: Asker) -> dict[str, Any]:
-    """Return the command, its settings, and fingerprints of all that is measured, without local paths.
+    """Return the command, its settings and the fingerprints of all inputs, without local paths.
 
-    ``drafters`` has the spec of each drafter by its name in the rows; weights' fingerprints stand under these specs.
+    ``drafters`` maps each drafter's name in the rows to its spec; ``fingerprints`` has its weights under that spec.
     """
     trusted, specs = options.trust_remote_code, list(models.specs.values())
     names = published_specs(specs)
@@ -250,12 +250,12 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
 
 
 def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that makes the runs, flat, so that a difference can be named."""
+    """Return everything that determines the runs, as a flat object; a changed key can then be named."""
     return {**about["settings"], **about["asked"], "drafters": about["drafters"], **about["fingerprints"]}
 
 
 def check_records(options: EvaluateOptions, about: Mapping[str, Any]) -> None:
-    """Drop earlier runs if asked to; ValueError for a folder of other runs."""
+    """Drop earlier runs if --restart is given; ValueError if the folder contains runs with other settings."""
     if options.restart:
         for file in record_files(options.output):
             file.unlink()

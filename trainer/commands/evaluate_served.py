@@ -1,4 +1,4 @@
-"""`headstart evaluate --endpoint`: what a server gains at each concurrency, measured from outside by streams."""
+"""`headstart evaluate --endpoint`: measure a server's speed-up at each concurrency from its streamed answers."""
 
 import sys
 import time
@@ -42,7 +42,7 @@ _OF_THIS_PROCESS = ("target", "drafter", "batch_size", "context", "plan", "dtype
 
 
 class Cell(NamedTuple):
-    """Answers of one endpoint to every question, so many at a time, under one setting and in one round."""
+    """One endpoint's answers to all questions at one concurrency (``load``), with one setting, in one round."""
 
     method: Method
     setting: Setting
@@ -56,14 +56,14 @@ class Cell(NamedTuple):
 def run_evaluate_served(
     options: EvaluateOptions, watched: Console, console: Console, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Any]:
-    """Measure the endpoints in turns, print the table, write report.json and report.html; return the report."""
+    """Measure the endpoints alternately, print the table, write report.json and report.html; return the report."""
     config = _checked(options)
     every = read_questions(resolve(options.prompts), options.prompt_field)
     questions = chosen_questions(every, options, Process(0, 1, watched))
     if len(questions) < max(options.concurrency):
         raise UserError(
-            f"--concurrency {max(options.concurrency)} needs as many prompts, and there are {len(questions)}",
-            "raise --limit, or lower it",
+            f"--concurrency {max(options.concurrency)} needs at least as many prompts, but there are {len(questions)}",
+            "raise --limit, or lower --concurrency",
         )
     addresses = {SERVED: options.endpoint, PLAIN: options.baseline_endpoint}
     names = [name for name, address in addresses.items() if address is not None]
@@ -108,19 +108,19 @@ def _lines(options: EvaluateOptions) -> list[dict[str, Any]]:
 
 
 def _model_of(lines: Sequence[dict[str, Any]], method: str) -> str | None:
-    """Return the name by which an endpoint answered in an earlier run; None without any."""
+    """Return the model name that an endpoint gave in an earlier run; None if there was none."""
     return next((line["model"] for line in lines if line["method"] == method and line["model"] is not None), None)
 
 
 def _checked(options: EvaluateOptions) -> EvaluationConfig:
-    """Return the settings; UserError for options that do not go together."""
+    """Return the settings; UserError for options that contradict each other."""
     check_endpoint(options.endpoint, options.model)
     if changed := [name for name in _OF_THIS_PROCESS if getattr(options, name) != getattr(EvaluateOptions, name)]:
-        raise UserError(f"--{changed[0].replace('_', '-')} has no effect with --endpoint", "leave it out")
+        raise UserError(f"--{changed[0].replace('_', '-')} has no effect with --endpoint", "omit it")
     if "typical" in options.settings:
-        raise UserError("--settings typical is of this process", "give greedy, sampling, or both")
+        raise UserError("--settings typical does not work with --endpoint", "give greedy, sampling, or both")
     if options.endpoint == options.baseline_endpoint:
-        raise UserError("--baseline-endpoint is --endpoint itself", "start a second server without speculation")
+        raise UserError("--baseline-endpoint is the same as --endpoint", "start a second server without speculation")
     return EvaluationConfig(
         options.max_new_tokens, options.rounds, tuple(options.temperature), settings=tuple(options.settings)
     )
@@ -134,7 +134,7 @@ def _method(setting: Setting, name: str) -> Method:
 
 
 def _cells(methods: Sequence[Method], config: EvaluationConfig, loads: Sequence[GridCell]) -> Iterator[Cell]:
-    """Yield the cells; the endpoints take turns, and the first of them changes."""
+    """Yield the cells; the endpoints take turns, and the order is reversed every time."""
     turn = count()
     for setting in settings_of(config):
         mine = [method for method in methods if method.setting == setting.name]
@@ -145,7 +145,7 @@ def _cells(methods: Sequence[Method], config: EvaluationConfig, loads: Sequence[
 
 
 class _Session:
-    """An endpoint that is measured, with the name of the model that it served first."""
+    """A measured endpoint. ``model``: the name of the first model that answered."""
 
     def __init__(
         self,
@@ -159,14 +159,14 @@ class _Session:
         self._server, self._options, self._questions = server, options, questions
         self._clock, self._on_answer = clock, on_answer
         self._uncached: bool | None = None
-        """True if the server takes the fields that keep it from reusing an earlier request's prefill."""
+        """True if the server accepts fields that stop it from reusing earlier requests' prefill; None: unknown."""
         self.model = model
 
     def lines(self, cell: Cell) -> list[dict[str, Any]]:
-        """Return the lines of a cell's records, the first with the server's counters; UserError for another model."""
+        """Return a cell's record lines, the first with the server's counters; UserError if the model changes."""
         bodies = [self._body(index, cell) for index in range(len(self._questions))]
-        anew = {"cache_prompt": False, "cache_salt": f"{time.time_ns()}"}  # llama.cpp's name, vLLM's and SGLang's
-        if self._uncached is None:  # at the first cell; the request warms the server up, too
+        anew = {"cache_prompt": False, "cache_salt": f"{time.time_ns()}"}  # for llama.cpp; for vLLM and SGLang
+        if self._uncached is None:  # only for the first cell; this request also warms up the server
             self._uncached = self._server.takes({**bodies[0], **anew}, self._clock)
         before = self._counts()
         asked = [{**body, **(anew if self._uncached else {})} for body in bodies]
@@ -176,8 +176,8 @@ class _Session:
             self.model = self.model or model
             if model != self.model:
                 raise UserError(
-                    f"the endpoint answered as {self.model!r}, and then as {model!r}",
-                    "measure a server that keeps its model",
+                    f"the endpoint answered as {self.model!r}, then as {model!r}",
+                    "measure a server that does not change its model",
                 )
         shares = shares_of_time([(answer.begin, answer.end) for answer in answers])
         lines = []
@@ -203,7 +203,7 @@ class _Session:
         return {**body, "max_tokens": options.max_new_tokens, "temperature": cell.setting.temperature, "seed": seed}
 
     def _counts(self) -> Counts | None:
-        """Return the server's counts; None without any."""
+        """Return the server's counts; None if it reports none."""
         try:
             return parse_counts(self._server.metrics() or "")
         except UserError:
@@ -211,7 +211,7 @@ class _Session:
 
 
 def _steps(answer: StreamedAnswer) -> tuple[StepCount, ...]:
-    """Return an answer's passes as counts of steps, each with the target's own token; the order is not known."""
+    """Return an answer's passes as step counts, each including the target's own token; their order is unknown."""
     return tuple(
         StepCount(accepted + 1, accepted, answer.drafts, answer.drafts)
         for accepted, times in enumerate(answer.passes)
@@ -224,7 +224,7 @@ def _digest(value: Any) -> str:
 
 
 def _about(options: EvaluateOptions, questions: Sequence[Question], names: Sequence[str]) -> dict[str, Any]:
-    """Return what the report says of its own making, without the addresses, which may move or hold a secret."""
+    """Return the report's account of its inputs; addresses are omitted because they may change or contain secrets."""
     model = one_line(published_name(options.model or ""))
     texts = [(each.id, each.task, each.opening, each.plain, each.tools) for each in questions]
     return {

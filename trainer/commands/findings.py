@@ -1,4 +1,4 @@
-"""Findings on the screen and as JSON, for all commands that check something, and a command's account of itself."""
+"""Findings of checking commands, printed or as JSON and JUnit XML; and the provenance of a command."""
 
 import json
 import sys
@@ -17,12 +17,12 @@ from decoding.measure.redact import published_command, without_local_paths
 from trainer.terminal.console import say
 
 PRINTED = "-"
-"""The file's name by which findings are printed, in place of the text."""
+"""File name that prints the findings as JSON instead of text."""
 _STYLES = {"ok": "green", "note": "yellow", "open": "yellow", "problem": "bold red"}
 
 
 def say_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """Print a line for each finding: its status, check, values and remedy."""
+    """Print one line per finding: status, check, values and remedy."""
     for finding in findings:
         remedy = f"; {finding.remedy}" if finding.remedy else ""
         status = Text(f"  {finding.status}", style=_STYLES[finding.status])
@@ -30,7 +30,7 @@ def say_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def summary(findings: Sequence[Finding]) -> Text:
-    """Return the last line of a command: its problems by name, or that there is none, and the number of the others."""
+    """Return a command's last line: PASS, or FAIL with the problems' names, and the number of notes and open checks."""
     problems = [finding.check for finding in findings if finding.status == "problem"]
     others = ", ".join(
         f"{count} {status}" for status in ("note", "open") if (count := sum(f.status == status for f in findings))
@@ -43,12 +43,12 @@ def summary(findings: Sequence[Finding]) -> Text:
 
 
 def account() -> dict[str, Any]:
-    """Return the command line as it may be published, the machine, the versions and the commit."""
+    """Return the command line without private parts, the machine, the versions and the commit."""
     return {"command": published_command(sys.argv), "hardware": hardware(), "versions": versions(), "commit": commit()}
 
 
 def report(findings: Mapping[str, Sequence[Finding]], **more: Any) -> dict[str, Any]:
-    """Return findings by the thing that they are of, with an account of the command, as it may be published."""
+    """Return findings by subject and the account of the command, without private parts."""
     every = {title: [finding.as_json() for finding in each] for title, each in findings.items()}
     problems = sum(finding.status == "problem" for each in findings.values() for finding in each)
     content: dict[str, Any] = without_local_paths({"problems": problems, **more, "findings": every})
@@ -56,8 +56,8 @@ def report(findings: Mapping[str, Sequence[Finding]], **more: Any) -> dict[str, 
 
 
 def write_findings(file: str, content: Mapping[str, Any]) -> None:
-    """Write findings to a file, whose folder need not exist, or print them; NaN becomes null."""
-    from decoding.measure.figures import without_nan  # it imports torch, which a command may do without
+    """Write findings to a file, creating its folder, or print them; NaN becomes null."""
+    from decoding.measure.figures import without_nan  # imports torch, which some commands do not need
     from trainer.files.shards import write_text
 
     text = json.dumps(without_nan(dict(content)), indent=2) + "\n"
@@ -69,7 +69,7 @@ def write_findings(file: str, content: Mapping[str, Any]) -> None:
 
 
 def write_junit(file: Path, findings: Mapping[str, Sequence[Finding]]) -> None:
-    """Write findings as JUnit's XML: a suite of each thing, a problem a failure, what is left open a skipped test."""
+    """Write findings as JUnit XML: a suite per subject, a failure per problem, a skipped test per open check."""
     from trainer.files.shards import write_text
 
     suites = Element("testsuites", name="headstart verify")

@@ -1,4 +1,4 @@
-"""The command `headstart generate`: one text on a console. `Decoder` serves `headstart chat` too."""
+"""The command `headstart generate`: stream one text. `headstart chat` uses its `Decoder` too."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from trainer.terminal.streaming import CtrlC, legend, show_steps, shows_styles, 
 
 
 def run_generate(options: GenerateOptions, console: Console | None = None) -> bool:
-    """Stream the text on the console, and print its figures on standard error; return False if Ctrl-C stopped it."""
+    """Stream the text to the console and its figures to standard error; return False if Ctrl-C stopped it."""
     console = console or standard_output()
     decoder = read_decoder(options)
     prompt = encode_prompt(options.prompt, decoder.tokenizer, chat=True)
@@ -38,7 +38,7 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> bo
 
 @dataclass(frozen=True)
 class Decoder:
-    """A target with a drafter, and the settings of its texts. ``name`` is the drafter's."""
+    """A target with a drafter (called ``name``), and the settings of its texts."""
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
@@ -47,22 +47,22 @@ class Decoder:
 
     @property
     def label(self) -> str:
-        """Name of the drafter and label of the rule, lossless or lossy."""
+        """The drafter's name and the rule's label, lossless or lossy."""
         return f"{self.name} ({self.config.label})"
 
     def show_legend(self, console: Console) -> None:
-        """Say which style means which origin, if there are styles and a drafter."""
+        """Print what the text styles mean, if the console has styles and there is a drafter."""
         if self.engine.drafter is not None and shows_styles(console):
             say(console, legend())
 
     def show(self, steps: Iterable[Step], console: Console, tally: Tally) -> None:
-        """Show the text of steps as soon as they are done; count them in the tally."""
+        """Show the text of each step at once, and count the steps in the tally."""
         coloured = self.engine.drafter is not None
         show_steps(console, tally.watch(steps), self.tokenizer, self.config.eos_token_ids, coloured)
 
 
 def read_decoder(options: DecodingOptions) -> Decoder:
-    """Read target and drafter as asked, else as planned."""
+    """Load the target and the given drafter, or else the plan's drafter."""
     given = [] if options.drafter is None else [options.drafter]
     drafters = asked_or_planned(given, options.plan, options, (options.temperature,), (1,), standard_error())
     ensure_built(options.target)

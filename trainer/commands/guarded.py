@@ -1,4 +1,4 @@
-"""The end of every command: an error, a signal or a closed pipe becomes one sentence and an exit code."""
+"""The end of every command: errors, signals and closed pipes become one sentence and an exit code."""
 
 import os
 import select
@@ -16,13 +16,13 @@ from trainer.terminal.console import quiet_libraries, say, say_error, standard_e
 from trainer.terminal.exit_codes import ExitCode, Stopped
 
 _FULL = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Phrases of PyTorch's RuntimeErrors for full memory, on a CPU and on GPUs."""
+"""Phrases in PyTorch's RuntimeErrors when memory is full, on CPUs and GPUs."""
 
 
 def guarded(work: Callable[[], None], debug: bool = False, resumes: bool = False) -> int:
     """Run ``work``; return its exit code. An error becomes one sentence, or with ``debug`` a traceback.
 
-    ``resumes``: the same command, started again after Ctrl-C, goes on where it was.
+    ``resumes``: the same command, started again after Ctrl-C, resumes.
     """
     _open_closed_streams()
     try:
@@ -69,10 +69,10 @@ def _code(error: Exception) -> ExitCode:
 
 
 def _sentence(error: Exception) -> str:
-    """Return an error's sentence, with its remedy, without secrets and without control characters."""
+    """Return an error's sentence with a remedy, free of secrets and control characters."""
     sentence, code = without_secrets(one_line(error)) or type(error).__name__, _code(error)
     if code == ExitCode.OUT_OF_MEMORY:
-        remedy = "make the batch or the texts smaller; 'headstart train RECIPE --dry-run' prints what training needs"
+        remedy = "use smaller batches or shorter texts; 'headstart train RECIPE --dry-run' prints what training needs"
         return f"out of memory ({sentence}): {remedy}"
     if code == ExitCode.INTERNAL_ERROR:
         kept = _kept_traceback()
@@ -82,7 +82,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _kept_traceback() -> str | None:
-    """Write the current error's traceback to a file that only this user reads; return its path, None if it failed."""
+    """Write the current traceback to a file that only this user can read; return its path, or None if that failed."""
     try:
         with tempfile.NamedTemporaryFile("w", prefix="headstart-", suffix=".txt", delete=False) as file:
             file.write(without_secrets(traceback.format_exc()))
@@ -92,27 +92,27 @@ def _kept_traceback() -> str | None:
 
 
 def _output_is_closed() -> bool:
-    """Return True if nobody reads standard output or standard error any more, not a server at the other end."""
+    """Return True if the reader of standard output or error is gone; a server's broken pipe does not count."""
     for stream in (sys.stdout, sys.stderr):
         try:
             watched = select.poll()
-            watched.register(stream.fileno(), 0)  # an error is told whatever is asked for
+            watched.register(stream.fileno(), 0)  # POLLERR is reported without asking
             if any(event & select.POLLERR for _, event in watched.poll(0)):
                 return True
-        except (OSError, ValueError):  # a stream of no file
+        except (OSError, ValueError):  # a stream without a file
             continue
     return False
 
 
 def _open_closed_streams() -> None:
-    """Open each standard stream that the caller has closed (``<&-``) on the null device: it is None in Python."""
+    """Open standard streams that the caller closed (``<&-``) on the null device; Python has None for them."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def drop_output() -> None:
-    """Discard the rest of the output, whose reader has ended, so that the interpreter's end is quiet too."""
+    """Discard the rest of the output after its reader ended; the interpreter then exits quietly too."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())

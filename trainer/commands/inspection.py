@@ -1,4 +1,4 @@
-"""`headstart data inspect`: rows as sequences with the trained tokens marked, and counts over the whole source."""
+"""`headstart data inspect`: show rows with their trained tokens marked, and count the whole source."""
 
 from collections.abc import Sequence
 from itertools import groupby, islice
@@ -33,7 +33,7 @@ class _Task(NamedTuple):
 
 
 def run_inspect(options: InspectOptions, console: Console | None = None) -> Dataset:
-    """Print the first rows and a table of the whole source; returns the data set."""
+    """Print the first rows and a table of the whole source; return the data set."""
     console = console or standard_output()
     task = _task(options)
     colour = console.is_terminal and not console.no_color
@@ -49,7 +49,7 @@ def run_inspect(options: InspectOptions, console: Console | None = None) -> Data
 
 
 def _task(options: InspectOptions) -> _Task:
-    """Read the task from a recipe or from a source alone, with the overrides over it."""
+    """Read the task from a recipe or from a plain source, and apply the overrides."""
     overrides = options.overrides or ()
     if options.source.endswith((".yaml", ".yml")):
         recipe = load_recipe(options.source, overrides)
@@ -58,12 +58,12 @@ def _task(options: InspectOptions) -> _Task:
         section, tokenizer_name = _section_of(options.source, overrides), ""
     target = options.target or tokenizer_name
     if not target:
-        raise UserError("tokens are a tokenizer's", "give the target with --target, or a recipe")
+        raise UserError("the tokenizer is unknown", "give the target with --target, or a recipe")
     if options.heldout:
         section = section.model_copy(update={"train": section.heldout, "split": section.heldout_split})
     if section.train == quickstart.ANSWERS and not quickstart.answers().is_file():
         remedy = "run headstart train recipes/quickstart/medusa1.yaml"
-        raise UserError(f"{section.train} is written by the first training on it", remedy)
+        raise UserError(f"{section.train} does not exist until the first training run writes it", remedy)
     folder = str(quickstart.build_corpus()) if target == quickstart.NAME else quickstart.resolve(target)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     return _Task(quickstart.resolve(section.train), section, tokenizer)
@@ -72,7 +72,7 @@ def _task(options: InspectOptions) -> _Task:
 def _section_of(source: str, overrides: Sequence[str]) -> DataSection:
     content = overridden({"data": {"train": source, "heldout": source}}, overrides)
     if others := content.keys() - {"data"}:
-        raise UserError(f"{min(others)} is not a section of {source}, which is data", "give data.key=value alone")
+        raise UserError(f"{source} is data and has no section {min(others)}", "override only data.key=value")
     try:
         return DataSection.model_validate(content["data"])
     except ValidationError as error:
@@ -102,13 +102,13 @@ def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | Value
 
 
 def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text:
-    """Return a sequence as text with its special tokens; trained tokens are green, without colour in brackets."""
+    """Return a sequence as text with special tokens; trained tokens are green, or in brackets without colour."""
     text, end, before = Text(), 0, ""
     for trained, run in groupby(example.trained.tolist()):
         end += len(list(run))
         tokens = example.tokens[:end].tolist()
         whole = str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        piece = whole[len(before) :]  # a run is what it adds to the text of all earlier tokens
+        piece = whole[len(before) :]  # what these tokens add to the text before them
         text.append(f"{_BEGIN}{piece}{_END}" if trained and not colour else piece, "green" if trained else None)
         before = whole
     return text
@@ -121,7 +121,7 @@ def _table(dataset: Dataset) -> Table:
     rows += [(f"rows, {name}", f"{count:,}") for name, count in account.fields.items()]
     rows += [
         ("rows, bad and skipped", f"{account.bad_rows:,}"),
-        ("what is trained", " and ".join(account.mask_sources)),
+        ("trained parts", " and ".join(account.mask_sources)),
         ("sequences", f"{len(dataset.examples):,}"),
         ("tokens", f"{account.tokens:,}"),
         ("tokens trained", f"{account.trained_tokens:,} ({account.trained_tokens / account.tokens:.0%})"),

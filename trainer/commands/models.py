@@ -1,4 +1,4 @@
-"""Targets, drafters and endpoints of the commands that decode, read by the options that these commands share."""
+"""Loading of targets, drafters and endpoints by the options that decoding commands share."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 
 def read_target(name: str, options: LoadingOptions) -> CausalLM:
-    """Read the target of this name; the embedded default is trained first if it is not there yet."""
+    """Load the target of this name; the embedded target is built first if it does not exist yet."""
     dtype, trusted = parse_dtype(options.dtype), options.trust_remote_code
     model = load_model(prepare_target(name), dtype, trust_remote_code=trusted)
     return CausalLM(model, static=static_of("auto", model))
 
 
 def read_specs(texts: Sequence[str]) -> list[DrafterSpec]:
-    """Read the values of ``--drafter``, before any weights are read."""
+    """Parse the values of ``--drafter`` without loading weights."""
     specs = [parse_drafter(text) for text in texts]
     check_once("--drafter", map(str, specs))
     return specs
 
 
 class LoadedModels(NamedTuple):
-    """A target, its tokenizer, and drafters, each with its spec, by their names in tables."""
+    """A target, its tokenizer, and its drafters and their specs by the drafters' names in tables."""
 
     target: CausalLM
     tokenizer: PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ class LoadedModels(NamedTuple):
 
 
 def load_models(options: ModelOptions, drafters: Sequence[str]) -> LoadedModels:
-    """Read the target and the drafters; a mistake in a spec is found before the target is read."""
+    """Load the target and the drafters; a wrong spec is reported before the target is loaded."""
     specs = read_specs(drafters)
     target, trusted = read_target(options.target, options), options.trust_remote_code
     tokenizer = load_tokenizer(resolve(options.target), trusted)
@@ -70,19 +70,19 @@ def load_models(options: ModelOptions, drafters: Sequence[str]) -> LoadedModels:
 
 
 def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
-    """Return a text of each spec, distinct from the others: its run's name, or what may be published, is its path."""
+    """Return a distinct text for each spec; it shows the run's name or a publishable name instead of the path."""
     return _distinct([spec.with_path(None if spec.path is None else _name_of(spec.path)) for spec in specs])
 
 
 def _name_of(path: str) -> str:
-    """Return the name of the run that made the weights, as the folder of every run is called final."""
+    """Return the name of the run that made the weights; the folder's name is always final."""
     stored = read_provenance(Path(path))
     name = stored["recipe"].get("name") if stored else None
     return one_line(without_local_paths(name)) if name else published_name(path)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Return the names; one that an earlier name has taken gets the first number from 2 that makes it new."""
+    """Return the names; a repeated name gets the first number from 2 that makes it unique."""
     found: list[str] = []
     for name in names:
         tried = chain([name], (f"{name} ({number})" for number in count(2)))
@@ -91,19 +91,19 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 
 def check_endpoint(endpoint: str | Sequence[str] | None, model: str | None) -> None:
-    """Raise UserError for an address without a model's name, a name without an address, and a missing `openai`."""
+    """Raise UserError unless endpoint and model are both given or both missing, or if `openai` is not installed."""
     if endpoint is None:
         if model is not None:
-            raise UserError(f"--model {model} names a model of an --endpoint", "give both, or neither")
+            raise UserError(f"--model {model} needs an --endpoint", "give both options, or neither")
         return
     if model is None:
-        raise UserError("--endpoint serves models by name", "say which with --model")
+        raise UserError("--endpoint needs the name of a model", "give it as --model")
     if importlib.util.find_spec("openai") is None:
-        raise UserError("an --endpoint is asked by the openai package", "pip install 'headstart[endpoint]'")
+        raise UserError("--endpoint needs the package openai", "pip install 'headstart[endpoint]'")
 
 
 def connect(endpoint: str, model: str) -> "ServedModel":
-    """Return the connection to the server, which sends nothing yet; ValueError for an address that cannot work."""
+    """Return a client of the server without sending anything yet; ValueError for a malformed address."""
     from trainer.servers.client import ServedModel
     from trainer.servers.connection import Endpoint
 

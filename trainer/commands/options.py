@@ -1,7 +1,7 @@
-"""Options of the commands: name, type, default and help are nowhere else.
+"""Options of the commands: the only place for their names, types, defaults and help texts.
 
-Options that commands share are in `shared_options`, and the options of proofs and checks in `check_options`. These
-modules import no PyTorch: ``--help`` need not wait for it.
+`shared_options` has the options that several commands share; `check_options` has the checking commands. None of these
+modules imports PyTorch, which keeps ``--help`` fast.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ class EvaluateOptions(shared.ModelOptions):
     prompts: Annotated[str, Option(metavar="FILE", help=shared.QUESTIONS_HELP)]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for report.json and report.html.")]
     drafter: Annotated[
-        list[str] | None, Option(metavar=shared.SPEC, help=f"Drafter to measure, any number; {shared.DRAFTERS}.")
+        list[str] | None, Option(metavar=shared.SPEC, help=f"Drafter to measure; repeatable; {shared.DRAFTERS}.")
     ] = None
     prompt_field: shared.PromptField = None
-    limit: Annotated[int, Option(min=1, help="Number of questions, dealt over the tasks of the file.")] = 20
+    limit: Annotated[int, Option(min=1, help="Number of questions, spread over the tasks of the file.")] = 20
     task: Annotated[
         Sequence[str] | None,
-        Option(metavar="NAME,...", parser=shared.names, help="Ask only questions of these tasks.", hidden=True),
+        Option(metavar="NAME,...", parser=shared.names, help="Ask only questions from these tasks.", hidden=True),
     ] = None
     chat_template_kwargs: shared.TemplateKwargs = None
     max_new_tokens: shared.MaxNewTokens = 96
@@ -43,7 +43,7 @@ class EvaluateOptions(shared.ModelOptions):
         Option(
             metavar="N,...",
             parser=shared.whole_numbers,
-            help="Lengths to fill prompts up to, in tokens, with earlier rows of the file.",
+            help="Prompt lengths in tokens; prompts are filled up with earlier rows of the file.",
         ),
     ] = None
     settings: Annotated[
@@ -51,27 +51,25 @@ class EvaluateOptions(shared.ModelOptions):
         Option(metavar="NAME,...", parser=shared.names, help="Any of greedy, sampling and typical (lossy)."),
     ] = ("greedy", "sampling")
     rounds: shared.Rounds = 1
-    restart: Annotated[bool, Option("--restart", help="Drop the runs in --output, and begin anew.")] = False
+    restart: Annotated[bool, Option("--restart", help="Delete the runs in --output and start again.")] = False
     plan: shared.PlanFile = None
     endpoint: Annotated[
         str | None,
-        Option(
-            metavar="URL", help="Instead, an OpenAI-compatible server to measure; such as http://localhost:8000/v1."
-        ),
+        Option(metavar="URL", help="OpenAI-compatible server to measure instead, such as http://localhost:8000/v1."),
     ] = None
     baseline_endpoint: Annotated[
-        str | None, Option(metavar="URL", help="A server of the same target without speculation.", hidden=True)
+        str | None, Option(metavar="URL", help="Server of the same target without speculation.", hidden=True)
     ] = None
     model: shared.ServedName = None
     concurrency: Annotated[
         Sequence[int],
-        Option(metavar="N,...", parser=shared.whole_numbers, help="Requests to an endpoint at a time.", hidden=True),
+        Option(metavar="N,...", parser=shared.whole_numbers, help="Concurrent requests to an endpoint.", hidden=True),
     ] = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions(shared.ModelOptions):
-    """Options of the commands that show texts while they decode them."""
+    """Options of the commands that show texts while decoding."""
 
     drafter: shared.Drafter = None
     plan: shared.PlanFile = None
@@ -81,7 +79,7 @@ class DecodingOptions(shared.ModelOptions):
     stop: shared.Stop = None
     chat_template_kwargs: shared.TemplateKwargs = None
     seed: Annotated[
-        int | None, Option(help="Repeats a sampled text, by drafts of a fixed size that follow no clock.", hidden=True)
+        int | None, Option(help="Seed that repeats a sampled text; drafts then have a fixed size.", hidden=True)
     ] = None
 
 
@@ -89,14 +87,14 @@ class DecodingOptions(shared.ModelOptions):
 class GenerateOptions(DecodingOptions):
     """Options of `headstart generate`."""
 
-    prompt: Annotated[str, Option(help="Text to answer or to continue; '-' reads it from standard input.")]
+    prompt: Annotated[str, Option(help="Text to answer or continue; '-' reads it from standard input.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(DecodingOptions):
     """Options of `headstart chat`."""
 
-    system: Annotated[str | None, Option(help="System message that begins the conversation.")] = None
+    system: Annotated[str | None, Option(help="System message at the start of the conversation.")] = None
     max_new_tokens: shared.MaxNewTokens = 512
 
 
@@ -109,11 +107,11 @@ class DemoOptions(shared.ModelOptions):
         list[str] | None,
         Option(
             metavar=shared.SPEC,
-            help="Drafter to choose from on the page, any number; by default lookup, and for quickstart those of "
-            f"'make demo'; {shared.DRAFTERS}.",
+            help="Drafter to offer on the page; repeatable; by default lookup, and for quickstart also what "
+            f"'make demo' trained; {shared.DRAFTERS}.",
         ),
     ] = None
-    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1"
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 admits other machines.")] = "127.0.0.1"
     port: Annotated[int, Option(min=1, max=65535, help="Port to listen on.")] = 7860
 
 
@@ -123,23 +121,21 @@ class PlanOptions(shared.ModelOptions):
 
     prompts: Annotated[
         str,
-        Option(
-            metavar="FILE", help=f"{shared.QUESTIONS_HELP} Best held out, and like those that the target gets in use."
-        ),
+        Option(metavar="FILE", help=f"{shared.QUESTIONS_HELP} Preferably held out, and like the prompts in later use."),
     ]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for plan.json.")]
     drafter: Annotated[
         list[str] | None,
         Option(
             metavar=shared.SPEC,
-            help=f"Drafter to plan with, any number; without one, what training would bring; {shared.DRAFTERS}.",
+            help=f"Drafter to plan with; repeatable; without it, predict what training brings; {shared.DRAFTERS}.",
         ),
     ] = None
     prompt_field: shared.PromptField = None
     chat_template_kwargs: shared.TemplateKwargs = None
     limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 24
     max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 96
-    temperature: Annotated[float, Option(min=0, help="Sampling temperature of later use; 0 is greedy.")] = 0.0
+    temperature: Annotated[float, Option(min=0, help="Sampling temperature in later use; 0 is greedy.")] = 0.0
     batch_size: Annotated[
         Sequence[int], Option(metavar="N,...", parser=shared.whole_numbers, help="Texts decoded at a time.")
     ] = (1, 8)
@@ -150,13 +146,11 @@ class CompareOptions:
     """Options of `headstart compare`."""
 
     a: Annotated[Path, Argument(help="Output folder of an evaluation.")]
-    b: Annotated[
-        Path | None, Argument(help="Another one to compare with the first; the first itself if not given.")
-    ] = None
+    b: Annotated[Path | None, Argument(help="Output folder to compare with A; by default A itself.")] = None
     method: Annotated[
-        str | None, Option(metavar="NAME", help="Method of A, by default every method that both have.")
+        str | None, Option(metavar="NAME", help="Method in A; by default every method that both folders have.")
     ] = None
-    other: Annotated[str | None, Option(metavar="NAME", help="Method of B, by default that of A.")] = None
+    other: Annotated[str | None, Option(metavar="NAME", help="Method in B; by default the method in A.")] = None
     json: shared.JsonFile = None
 
 
@@ -164,35 +158,33 @@ class CompareOptions:
 class ExportOptions:
     """Options of `headstart export`."""
 
-    source: Annotated[Path, Argument(help="Folder of a training run; its final/ folder, or one of its checkpoints.")]
-    destination: Annotated[Path, Argument(help="A new folder.")]
+    source: Annotated[Path, Argument(help="Folder of a training run, its final/ folder, or one of its checkpoints.")]
+    destination: Annotated[Path, Argument(help="Folder to create.")]
     format: Annotated[
         str, Option(metavar="NAME", help="Heads: headstart. A draft: draft or gguf. A DSpark draft: dspark or gguf.")
     ]
-    report: Annotated[Path | None, Option(metavar="FILE", help="report.json of these weights, for their card.")] = None
+    report: Annotated[Path | None, Option(metavar="FILE", help="report.json of these weights, for the card.")] = None
     plan: Annotated[
         Path | None,
-        Option(metavar="FILE", help="plan.json of these weights; its tree goes with them, its depths to the servers."),
+        Option(metavar="FILE", help="plan.json of these weights; gives the tree to store and the servers' depths."),
     ] = None
     target: Annotated[
-        str | None,
-        Option(metavar="MODEL", help=f"{shared.TARGET_HELP}; by default where the training run recorded it."),
+        str | None, Option(metavar="MODEL", help=f"{shared.TARGET_HELP}; by default the target that the run recorded.")
     ] = None
     type: Annotated[
-        str | None, Option(metavar="TYPE", help="Type of the numbers in a gguf file; f32, f16, bf16 or q8_0.")
+        str | None, Option(metavar="TYPE", help="Type of the numbers in a gguf file: f32, f16, bf16 or q8_0.")
     ] = None
     prompts: Annotated[
         Path | None,
         Option(
             metavar="FILE",
-            help=".jsonl file to decode prompts of with the written files; else the training's held-out data. none "
-            "decodes none.",
+            help=".jsonl file of prompts for the decoding check; by default the run's held-out data; 'none' skips the "
+            "check.",
             hidden=True,
         ),
     ] = None
     license: Annotated[
-        str | None,
-        Option(metavar="NAME", help="Licence of the weights for their card, such as apache-2.0.", hidden=True),
+        str | None, Option(metavar="NAME", help="Licence of the weights for the card, such as apache-2.0.", hidden=True)
     ] = None
     trust_remote_code: shared.Trusted = False
 
@@ -203,12 +195,12 @@ class PushOptions:
 
     folder: Annotated[Path, Argument(help="Folder that headstart export wrote.")]
     repository: Annotated[str, Argument(help="ORG/NAME on the Hub.")]
-    public: Annotated[bool, Option("--public", help="Make the repository public; it is private otherwise.")] = False
+    public: Annotated[bool, Option("--public", help="Create a public repository; the default is private.")] = False
     revision: Annotated[
-        str | None, Option(metavar="NAME", help="Branch to push to, main if not given; it is made if it is missing.")
+        str | None, Option(metavar="NAME", help="Branch to push to, created if missing; by default main.")
     ] = None
-    pull_request: Annotated[bool, Option("--pull-request", help="Open a pull request in place of a commit.")] = False
-    message: Annotated[str | None, Option(help="Message of the commit.")] = None
+    pull_request: Annotated[bool, Option("--pull-request", help="Open a pull request instead of committing.")] = False
+    message: Annotated[str | None, Option(help="Commit message.")] = None
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -218,14 +210,14 @@ class PushOptions:
 class TrainOptions:
     """Options of `headstart train`."""
 
-    recipe: Annotated[str, Argument(help="A YAML recipe, such as recipes/any/medusa1.yaml.")]
+    recipe: Annotated[str, Argument(help="YAML recipe, such as recipes/any/medusa1.yaml.")]
     overrides: shared.Overrides = None
     dry_run: Annotated[
         bool,
         Option(
             "--dry-run",
-            help="Train nothing: print a row as trained, memory, disk and hours, by a few steps; write an untrained "
-            "artefact to OUTPUT/dry-run, to load into the server.",
+            help="Do not train: measure a few steps; print a row as trained, memory, disk and hours; write an "
+            "untrained artefact to OUTPUT/dry-run for a test in the server.",
         ),
     ] = False
 
@@ -238,13 +230,11 @@ class RegenerateOptions(shared.LoadingOptions):
         str,
         Option(
             metavar="FILE",
-            help=f"{shared.PROMPTS_HELP}, or one conversation; ORG/NAME on the Hub, or a set by name "
+            help=f"{shared.PROMPTS_HELP} or conversation; or ORG/NAME on the Hub; or the name of a known set "
             "(docs/how-to/data.md).",
         ),
     ]
-    output: Annotated[
-        Path, Option(metavar="FILE", help=".jsonl file of the answers; answers that it holds already are kept.")
-    ]
+    output: Annotated[Path, Option(metavar="FILE", help=".jsonl file for the answers; existing answers are kept.")]
     target: Annotated[str | None, Option(metavar="MODEL", help=f"{shared.TARGET_HELP}; it runs in this process.")] = (
         None
     )
@@ -252,34 +242,32 @@ class RegenerateOptions(shared.LoadingOptions):
         list[str] | None,
         Option(
             metavar="URL",
-            help="Instead, an OpenAI-compatible server; such as http://localhost:8000/v1. Several of one model, by "
-            "commas or repeated, are asked in turns.",
+            help="OpenAI-compatible server to ask instead, such as http://localhost:8000/v1. Several servers of one "
+            "model, separated by commas or repeated, share the work.",
         ),
     ] = None
     model: shared.ServedName = None
     prompt_field: shared.PromptField = None
     chat_template_kwargs: shared.TemplateKwargs = None
-    limit: Annotated[int | None, Option(min=1, help="Number of rows, all if not given.")] = None
+    limit: Annotated[int | None, Option(min=1, help="Number of rows; by default all.")] = None
     n: Annotated[int, Option(min=1, help="Answers for each prompt.")] = 1
     temperature: Annotated[
-        float | None, Option(help="Sampling temperature; 0 is greedy. By default the model's own sampling.")
+        float | None, Option(help="Sampling temperature; 0 is greedy; by default the model's own sampling.")
     ] = None
     top_p: Annotated[float | None, Option(help="Nucleus sampling; 1 switches it off.", hidden=True)] = None
     max_new_tokens: Annotated[
-        int | None, Option(min=1, help="Longest answer, in tokens; 2,048, or half of a smaller context.")
+        int | None, Option(min=1, help="Longest answer in tokens; by default 2,048, or half of a shorter context.")
     ] = None
     seed: shared.Seed = 0
     keep_truncated: Annotated[
         bool,
-        Option(
-            "--keep-truncated/--drop-truncated", help="Keep answers that are cut off by --max-new-tokens.", hidden=True
-        ),
+        Option("--keep-truncated/--drop-truncated", help="Keep answers that --max-new-tokens cut off.", hidden=True),
     ] = True
     drafter: Annotated[
         str | None,
-        Option(metavar=shared.SPEC, help=f"Drafter, to make a target in this process faster; {shared.DRAFTERS}."),
+        Option(metavar=shared.SPEC, help=f"Drafter that speeds up a target in this process; {shared.DRAFTERS}."),
     ] = None
-    batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time; of a target in this process.")] = 16
+    batch_size: Annotated[int, Option(min=1, help="Prompts decoded at a time by a target in this process.")] = 16
     concurrency: shared.Concurrency = 64
     timeout: shared.Timeout = 120.0
 
@@ -290,24 +278,19 @@ class RealignOptions:
 
     overrides: shared.Overrides = None
     target: Annotated[
-        str, Option(metavar="MODEL", help=f"{shared.TARGET_HELP} after its tuning; a whole one, or its LoRA adapters.")
+        str, Option(metavar="MODEL", help=f"{shared.TARGET_HELP} after tuning; the whole model or its LoRA adapters.")
     ]
-    draft: Annotated[str, Option(metavar="MODEL", help="Hub id or folder of the stale draft; it is not changed.")]
-    prompts: Annotated[
-        str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP}; like those that the target gets in use.")
-    ]
+    draft: Annotated[str, Option(metavar="MODEL", help="Hub id or folder of the stale draft, which is not changed.")]
+    prompts: Annotated[str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP}; like the prompts in later use.")]
     output: Annotated[
-        Path, Option(metavar="FOLDER", help="Folder of the run; final/ with the draft, realigned.json, and its steps.")
+        Path, Option(metavar="FOLDER", help="Folder of the run; it gets realigned.json and the draft in final/.")
     ]
     heldout: Annotated[
         str | None,
-        Option(
-            metavar="FILE", help=".jsonl file of prompts to measure with; else the last 5% of --prompts, at most 50."
-        ),
+        Option(metavar="FILE", help=".jsonl file of prompts to measure with; by default 5% of --prompts, at most 50."),
     ] = None
     temperature: Annotated[
-        float,
-        Option(help="Sampling temperature; 0 is greedy. That of the answers to train on, best that of later use."),
+        float, Option(help="Sampling temperature of the training answers, best as in later use; 0 is greedy.")
     ] = 0.0
     max_new_tokens: shared.MaxNewTokens = 256
     steps: Annotated[int, Option(min=1, help="Training steps.")] = 200
@@ -316,13 +299,11 @@ class RealignOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Options of `headstart data inspect`. Overrides such as data.format=text also go with a file."""
+    """Options of `headstart data inspect`. Overrides such as data.format=text also work with a file."""
 
-    source: Annotated[
-        str, Argument(help="A recipe, a file, a folder or a hub id; files are .jsonl or .parquet, ids are ORG/NAME.")
-    ]
+    source: Annotated[str, Argument(help="Recipe, .jsonl or .parquet file, folder, or ORG/NAME on the Hub.")]
     overrides: shared.Overrides = None
     target: Annotated[str | None, Option(metavar="MODEL", help=f"{shared.TARGET_HELP}; its tokenizer is used.")] = None
-    rows: Annotated[int, Option(min=0, help="Number of rows to show; all are counted.")] = 3
-    heldout: Annotated[bool, Option("--heldout", help="Show the held-out rows, not the training rows.")] = False
+    rows: Annotated[int, Option(min=0, help="Number of rows to show; all rows are counted.")] = 3
+    heldout: Annotated[bool, Option("--heldout", help="Show the held-out rows instead of the training rows.")] = False
     trust_remote_code: shared.Trusted = False

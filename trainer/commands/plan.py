@@ -1,4 +1,4 @@
-"""`headstart plan`: what to draft on this machine, or what a draft would bring; and plans for other commands."""
+"""`headstart plan`: measure costs here, choose what to draft, or predict what a draft would bring."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ from trainer.terminal.progress import ProgressBar
 
 
 def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, Any]:
-    """Measure, print the tables and write plan.json; returns the plan, which without drafters has no choice."""
+    """Measure, print the tables, write plan.json and return the plan. Without drafters the plan makes no choice."""
     watched, console = console or standard_error(), console or standard_output()
     specs, folder = read_specs(options.drafter or ()), resolve(options.target)
     target = read_target(options.target, options)
@@ -76,7 +76,7 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
     else:
         _print_prospects(plan, wide(console))
     if plan["prompts_left_out"]:
-        say(console, f"left out, as target and drafters cannot hold them: {plan['prompts_left_out']} prompts")
+        say(console, f"{plan['prompts_left_out']} prompts left out: they exceed the positions of target or drafters")
     say(console, f"written: {options.output / 'plan.json'}")
     return plan
 
@@ -85,7 +85,7 @@ def _print_prospects(plan: dict[str, Any], console: Console) -> None:
     console.print(break_even_table(plan), published_table(plan))
     say(console, *verdicts(plan))
     for kind, reason in plan["left_out"].items():
-        say(console, f"no {NAMES[kind]}: {reason}")
+        say(console, f"{NAMES[kind]} left out: {reason}")
 
 
 # --- a plan for another command ---------------------------------------------------------------------------------------
@@ -99,16 +99,15 @@ def asked_or_planned(
     batch_sizes: Sequence[int],
     notes: Console,
 ) -> Sequence[str]:
-    """Return the specs of the ``given`` drafters, or those that the plan in ``path`` chooses; plain decoding has none.
+    """Return the specs of the ``given`` drafters, or else of the plan in ``path``; plain decoding has no spec.
 
-    ``temperatures`` and ``batch_sizes`` are those of the texts to decode.
-    Prints to ``notes`` what may make the plan a poor guide. ValueError for drafters beside a plan, and for a plan of
-    another target, drafter or dtype.
+    ``temperatures`` and ``batch_sizes`` belong to the texts to decode. Prints to ``notes`` why the plan may fit badly.
+    ValueError if drafters and a plan are given, or if the plan has another target, drafter or dtype.
     """
     if path is None:
         return given
     if given:
-        raise ValueError("--plan and --drafter are both given: leave one out")
+        raise ValueError("--plan and --drafter are both given: omit one")
     plan = read_plan(path)
     dtype = str(parse_dtype(options.dtype)).removeprefix("torch.")
     found = plan.check(resolve(options.target), dtype, options.trust_remote_code)
@@ -117,9 +116,9 @@ def asked_or_planned(
     choices = {size: plan.choice(size) for size in batch_sizes}
     if unplanned := [str(size) for size in batch_sizes if size not in plan.batch_sizes]:
         known = ", ".join(map(str, plan.batch_sizes))
-        found.append(f"{path} is of batch sizes {known}: for {', '.join(unplanned)} the nearest is taken")
+        found.append(f"{path} has batch sizes {known}: {', '.join(unplanned)} uses the nearest")
     if slow := [str(size) for size, choice in choices.items() if choice is None]:
         gain = f"{LEAST_GAIN - 1:.0%} over plain decoding at batch size {', '.join(slow)}"
-        found.append(f"{path} finds no drafter that gains {gain}")
+        found.append(f"{path} found no drafter that gains {gain}")
     say(notes, *(f"note: {note}" for note in found))
     return list(dict.fromkeys(choice["spec"] for choice in choices.values() if choice is not None))

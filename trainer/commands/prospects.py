@@ -1,4 +1,4 @@
-"""Untrained drafters of a target, whose costs `headstart plan` measures if it is given no drafter."""
+"""Untrained drafters for a target; `headstart plan` measures their costs if no drafter is given."""
 
 from collections.abc import Callable
 
@@ -20,10 +20,10 @@ from trainer.recipe.draft import DSparkSection
 def untrained_drafters(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, Drafter], dict[str, int], dict[str, str]]:
-    """Return drafters of chains by their kind, the parameters of each, and why a kind is left out.
+    """Return chain drafters by kind, their numbers of parameters, and the reasons for missing kinds.
 
-    Heads share the target's lm_head. A DSpark draft has the layers that recipes give it by default; a small draft is
-    one layer of the target.
+    Heads share the target's lm_head. A DSpark draft has a recipe's default layers. A small draft has one layer of the
+    target.
     """
 
     def heads() -> tuple[Drafter, int]:
@@ -33,7 +33,7 @@ def untrained_drafters(
         return named_drafter("heads", made), _parameters(made)
 
     def dspark() -> tuple[Drafter, int]:
-        anything = str(tokenizer.convert_ids_to_tokens(0))  # as a mask, which training would choose with care
+        anything = str(tokenizer.convert_ids_to_tokens(0))  # any token can be the mask here; training needs a good one
         config = dspark_config(target, tokenizer, DSparkSection(block_size=DEEPEST, mask_token=anything))
         config.check_fits(target)
         made = DSparkDraft(config).to(target.device, target.dtype).eval()
@@ -48,7 +48,7 @@ def untrained_drafters(
     for kind, make in makers.items():
         try:
             drafters[kind], parameters[kind] = make()
-        except ValueError as error:  # a target without such a draft
+        except ValueError as error:  # this target cannot have such a draft
             left_out[kind] = str(error)
     return drafters, parameters, left_out
 

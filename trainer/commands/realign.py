@@ -1,8 +1,8 @@
-"""A stale draft for a target that was tuned since: the tuned target writes answers, and the draft is distilled on them.
+"""`headstart realign`: distil a stale draft on answers that its newly tuned target writes.
 
-All of it stands in one folder, where the same command resumes after a kill: prompts.jsonl, choosing.jsonl and
-heldout.jsonl (the rows to learn from, to choose the best weights by, and to measure with at the end), the answers to
-the first two, the training's own files, final/ with the draft, and realigned.json.
+One folder contains everything, and the same command resumes there after a kill. Three files have the rows to
+learn from (prompts.jsonl), to choose the best weights by (choosing.jsonl) and to measure with (heldout.jsonl). Next to
+them are the answers to the first two, the training's files, realigned.json, and final/ with the draft.
 """
 
 import json
@@ -52,29 +52,29 @@ REPORT = "realigned.json"
 _PROMPTS, _CHOOSING, _HELDOUT = "prompts.jsonl", "choosing.jsonl", "heldout.jsonl"
 _MOST_CHOOSING, _MOST_HELDOUT = 16, 50
 _PROMPT_TOKENS, _SEQUENCE_TOKENS = 64, 1024
-_NAMES = {"tokens_per_pass": "tokens per pass", "accepted_per_drafted": "accepted/drafted"}
+_NAMES = {"tokens_per_pass": "tokens per target pass", "accepted_per_drafted": "accepted/drafted"}
 _TEMPERATURES = {"greedy": 0.0, "T=1": 1.0}
 
 Figures = dict[str, dict[str, Any]]
-"""By setting: tokens per target pass, and the share of drafted tokens that were accepted, as `told` gives them."""
+"""Setting -> tokens per target pass and accepted/drafted, each in the form that `told` returns."""
 
 
 class HeldoutFigures(NamedTuple):
-    """Figures of a target with a draft on the held-out prompts."""
+    """Figures for a target with a draft on the held-out prompts."""
 
     figures: Figures
     heldout: int
-    """Number of prompts measured with."""
+    """Number of held-out prompts."""
     positions: int
-    """The longest text, in tokens, that both can hold."""
+    """Longest text in tokens that target and draft can hold."""
 
 
 def run_realign(options: RealignOptions, console: Console | None = None) -> dict[str, Any]:
-    """Measure the stale draft, let the target answer, train, measure again; prints and returns the report."""
+    """Measure the stale draft, let the target answer, train, measure again; print and return the report."""
     watched, console = console or standard_error(), console or standard_output()
     check_can_be_folder(options.output, "output")
     if Path(options.draft).resolve() == (options.output / FINAL).resolve():
-        raise ValueError(f"{options.draft} is what was made here before: name another output to realign it again")
+        raise ValueError(f"{options.draft} was made here by an earlier run: give another output")
     recipe = recipe_of(options)
     ensure_built(options.target)
     with hold(options.output):
@@ -88,7 +88,7 @@ def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, wat
         say(watched, not_held_out("--heldout", "--prompts"))
     before = _measure(options, recipe, options.draft, watched)
     found = "; ".join(f"{name}: {estimate(each['tokens_per_pass'])}" for name, each in before.figures.items())
-    say(console, f"the stale draft, tokens per pass: {found}")
+    say(console, f"the stale draft, tokens per target pass: {found}")
     recipe = recipe_of(options, before.positions)
     for name in (_PROMPTS, _CHOOSING):
         run_regenerate(_questions(options, recipe, name), console)
@@ -107,14 +107,14 @@ def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, wat
     write_text(options.output / REPORT, json.dumps(report, indent=2) + "\n")
     columns = {"stale": before.figures, "realigned": after.figures}
     length = recipe.draft.num_draft_tokens
-    title = f"held out, {after.heldout} prompts, chains of {length} drafted tokens, 95% intervals"
+    title = f"{after.heldout} held-out prompts, chains of {length} drafted tokens, 95% intervals"
     console.print(_compared(columns, title))
     say(console, f"written: {final}, {options.output / REPORT}")
     return report
 
 
 def split_prompts(options: RealignOptions) -> None:
-    """Write the three files of prompts, each row to one of them; the last rows are held out."""
+    """Split the prompts into three files; the last rows are held out."""
     rows = [line.rstrip(b"\n") for _, line in read_lines(resolve(options.prompts))]
     choosing = min(_MOST_CHOOSING, math.ceil(len(rows) / 50))
     if options.heldout is None:
@@ -123,9 +123,11 @@ def split_prompts(options: RealignOptions) -> None:
     else:
         heldout = [line.rstrip(b"\n") for _, line in read_lines(resolve(options.heldout))][:_MOST_HELDOUT]
         if not heldout:
-            raise ValueError(f"{options.heldout} holds no prompts to measure with: give some, or leave it out")
+            raise ValueError(f"{options.heldout} contains no prompts: give another file, or omit --heldout")
     if len(rows) < choosing + 1 or not heldout:
-        raise ValueError(f"{options.prompts} leaves {len(rows)} prompts to learn from: give at least 3, best hundreds")
+        raise ValueError(
+            f"{options.prompts} leaves {len(rows)} prompts to learn from: give at least 3, ideally hundreds"
+        )
     options.output.mkdir(parents=True, exist_ok=True)
     parts = {_PROMPTS: rows[:-choosing], _CHOOSING: rows[-choosing:], _HELDOUT: heldout}
     for name, part in parts.items():
@@ -133,12 +135,12 @@ def split_prompts(options: RealignOptions) -> None:
 
 
 def _questions(options: RealignOptions, recipe: DraftRecipe, name: str) -> RegenerateOptions:
-    """Return the options to let the target answer a file."""
+    """Return the options that make the target answer a file of prompts."""
     return RegenerateOptions(
         prompts=str(options.output / name),
         output=answers_to(options.output / name),
         target=options.target,
-        # Saves time, changes no answer.
+        # Faster, and the answers stay the same.
         drafter=f"{_kind(recipe)}:{options.draft},tokens={recipe.draft.num_draft_tokens}",
         prompt_field=recipe.data.prompt_field,
         temperature=options.temperature,
@@ -151,19 +153,19 @@ def _questions(options: RealignOptions, recipe: DraftRecipe, name: str) -> Regen
 
 
 def _kind(recipe: DraftRecipe) -> str:
-    """Return the registry's name of the draft's drafter."""
+    """Return the registry's name for the draft's kind."""
     return "draft" if recipe.draft.dspark is None else "dspark"
 
 
 def answers_to(prompts: Path) -> Path:
-    """Return the file of the answers to a file of prompts."""
+    """Return the path of the answers to a file of prompts."""
     return prompts.with_name(f"{prompts.stem}-answers.jsonl")
 
 
 def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
-    """Return the recipe that trains the draft, with the options' overrides laid over it.
+    """Return the recipe that trains the draft, with the options' overrides applied.
 
-    ``positions`` is the longest text, in tokens, that target and draft can hold.
+    ``positions``: the longest text in tokens that target and draft can hold.
     """
     every, folder = max(1, options.steps // 10), dspark_folder(options.draft)
     draft: dict[str, Any] = {"num_draft_tokens": options.draft_tokens}
@@ -186,7 +188,7 @@ def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
             "heldout": str(answers_to(options.output / _CHOOSING)),
             "max_length": min(positions - options.max_new_tokens, max(_SEQUENCE_TOKENS, 2 * options.max_new_tokens)),
         },
-        "draft": {**draft, "init": {"from_model": options.draft}, "check_costs": False},  # it is there and in use
+        "draft": {**draft, "init": {"from_model": options.draft}, "check_costs": False},  # the draft is already in use
         "training": {"steps": options.steps, "batch_size": 16, "micro_batch_size": 4},
         "evaluation": {
             "every": every,
@@ -201,12 +203,12 @@ def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
     }
     recipe = parse_recipe(overridden(content, options.overrides or ()), "realign")
     if not isinstance(recipe, DraftRecipe):
-        raise ValueError(f"kind={recipe.kind} is no draft: leave kind out")
+        raise ValueError(f"kind={recipe.kind} does not train a draft: omit the override")
     return recipe
 
 
 def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: Console) -> HeldoutFigures:
-    """Load target and draft, refuse what does not fit, and decode the held-out prompts with them."""
+    """Load target and draft, check that they fit, and decode the held-out prompts with them."""
     trusted, room = recipe.trust_remote_code, options.max_new_tokens
     tokenizer = load_tokenizer(resolve(options.target), trusted)
     loading = ModelOptions(target=options.target, dtype=recipe.dtype, trust_remote_code=trusted)
@@ -218,8 +220,8 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
     positions = min((m.max_positions for m in (target, drafter) if m.max_positions is not None), default=1 << 30)
     if positions < _PROMPT_TOKENS + room:
         raise ValueError(
-            f"max_new_tokens is {room}, which with {_PROMPT_TOKENS} of a prompt is more than the {positions} tokens "
-            "that target and draft can hold: lower it"
+            f"max_new_tokens is {room}, but with {_PROMPT_TOKENS} tokens of prompt that exceeds the {positions} "
+            "positions of target and draft: lower it"
         )
     heldout = read_heldout(options.output / _HELDOUT, recipe.data.prompt_field, None, tokenizer, positions, room)
     prompts = [prompt for _, prompt in heldout]
@@ -231,13 +233,13 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
             batch_size = recipe.training.batch_size
             found = acceptance(count_steps(target, drafter, prompts, sampled, batch_size, on_text=bar.advance))
         if not found.passes:
-            raise ValueError(f"every text ended with its first token, {setting}: give held-out prompts to be answered")
+            raise ValueError(f"every text ended with its first token ({setting}): give prompts with longer answers")
         figures[setting] = {name: told(getattr(found, name)) for name in _NAMES}
     return HeldoutFigures(figures, len(prompts), positions)
 
 
 def _compared(columns: Mapping[str, Figures], title: str) -> Table:
-    """Return a table with a column for each of the figures by its name, with 95% intervals."""
+    """Return a table with a column for each draft, and its figures with 95% intervals."""
     table = Table("setting", "figure", *columns, title=title)
     for setting, names in next(iter(columns.values())).items():
         for name in names:

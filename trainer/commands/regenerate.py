@@ -1,7 +1,7 @@
-"""Self-distillation's data: the target itself answers the prompts of a file, for heads or drafts to train on.
+"""`headstart regenerate`: the target answers prompts, as training data for heads or drafts.
 
-Medusa-2 calls it self-distillation (2401.10774, section 2.3.2): where the target's training data is not at hand, or it
-was tuned by reinforcement, heads trained on other people's answers learn a distribution that is not the target's.
+Medusa-2 calls this self-distillation (2401.10774, section 2.3.2). It helps if the target's training data is unavailable
+or the target was tuned by reinforcement learning. Answers from elsewhere would teach another distribution.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,15 +32,15 @@ from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output
 
 _SETTINGS = ("n", "seed", "keep_truncated")
-"""Options that decide the answers."""
+"""Options that determine the answers."""
 _MOST_TOKENS = 2048
 _OF_THIS_PROCESS = ("drafter", "batch_size", "dtype", "trust_remote_code")
 _OF_ENDPOINTS = ("concurrency", "timeout")
-"""Options that a target in this process reads alone, and those that endpoints read alone."""
+"""Options that only a target in this process uses, and options that only endpoints use."""
 
 
 def run_regenerate(options: RegenerateOptions, console: Console | None = None) -> Summary:
-    """Answer the prompts that have no answer yet; prints and returns the counts."""
+    """Answer the prompts that lack an answer; print and return the counts."""
     watched, console = console or standard_error(), console or standard_output()
     backend, made_by = _backend(options)
     chat = made_by["chat"]
@@ -54,13 +54,13 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     bad = _BadRows()
     rows, on_bad = (source.hub, bad) if source else (None, None)
     read = partial(read_conversations, prompts, field, options.limit, options.n, chat, rows, on_bad)
-    if source is None:  # every row is checked before the first is answered
+    if source is None:  # check every row before answering the first
         total: int | None = sum(1 for _ in _watched_for_tools(read(), backend, watched))
         conversations = read()
     else:
         total = options.limit and options.limit * options.n
         begun = _watched_for_tools(read(), backend, watched)
-        conversations = chain([next(begun)], begun)  # a stream that cannot be read leaves no file
+        conversations = chain([next(begun)], begun)  # an unreadable stream fails before a file is created
     settings = {
         "prompts_sha256": source.sha256 if source else sha256_of(Path(prompts)),
         "prompt_field": field,
@@ -71,20 +71,20 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     with AnswerFile(options.output, settings, about, options.keep_truncated, backend.encoder) as answers:
         summary = answer(backend, conversations, answers, watched, total)
     if bad.count:
-        say(watched, f"{bad.count} rows hold no prompt, and are left out; the first: {bad.first}")
+        say(watched, f"{bad.count} rows without a prompt are left out; the first: {bad.first}")
     console.print(_table(summary))
     answers.check_not_empty()
     if cut := summary.truncated + summary.dropped:
         share = cut / (summary.answered + summary.dropped)
         most = made_by["max_new_tokens"]
         say(watched, f"warning: {share:.1%} of the answers were cut off at {most:,} tokens: raise --max-new-tokens")
-    aside = f"; why some were set aside: {answers.set_aside_path}" if summary.set_aside else ""
+    aside = f"; answers set aside, with reasons: {answers.set_aside_path}" if summary.set_aside else ""
     say(console, f"written: {options.output}{aside}")
     return summary
 
 
 class _BadRows:
-    """Rows that are no prompt: their number, and what is wrong with the first."""
+    """Counter of rows without a usable prompt; keeps the first error."""
 
     def __init__(self) -> None:
         self.count, self.first = 0, ""
@@ -96,7 +96,7 @@ class _BadRows:
 def _watched_for_tools(
     conversations: Iterable[OpenConversation], backend: Backend, watched: Console
 ) -> Iterator[OpenConversation]:
-    """Yield the conversations; warn at the first with tools that the template leaves out. Servers' are not known."""
+    """Yield the conversations; warn once if the template ignores their tools. A server's template is unknown."""
     unwarned = backend.encoder
     for each in conversations:
         if each.tools and unwarned is not None and "tools" in unwarned.ignored(each.open_after(()), each.tools):
@@ -110,17 +110,17 @@ def _table(summary: Summary) -> Table:
     table.add_column()
     table.add_column(justify="right")
     figures: dict[str, str | int | None] = {
-        "conversations asked for": summary.rows,
-        "answered before": summary.before,
+        "conversations requested": summary.rows,
+        "already answered": summary.before,
         "answered now": summary.answered,
         "answers": summary.answers,
         "mean tokens of an answer": f"{summary.tokens / summary.answers:.1f}" if summary.answers else None,
         "cut off, kept": summary.truncated,
-        "later turns left out behind a cut-off answer": summary.unasked or None,
-        "as text alone, without token ids": summary.texts_alone or None,
+        "later turns left out after a cut-off answer": summary.unasked or None,
+        "text only, without token ids": summary.texts_alone or None,
         "with reasoning": summary.reasoned or None,
-        "with reasoning alone": summary.reasoned_only or None,
-        "rows that ask for another model": summary.other_models or None,
+        "with reasoning only": summary.reasoned_only or None,
+        "rows that name another model": summary.other_models or None,
         "cut off, set aside": summary.dropped,
         "empty, set aside": summary.empty,
         "failed, set aside": summary.failed,
@@ -134,14 +134,14 @@ def _table(summary: Summary) -> Table:
 
 
 def _backend(options: RegenerateOptions) -> tuple[Backend, dict[str, Any]]:
-    """Return the backend that was asked for, and the settings that make its answers."""
+    """Return the requested backend and the settings that determine its answers."""
     if (options.target is None) == (options.endpoint is None):
-        raise ValueError("give --target for a model in this process, or --endpoint with --model for one that is served")
+        raise ValueError("one source of answers is needed: give --target to decode in this process, or --endpoint")
     check_endpoint(options.endpoint, options.model)
     unread = _OF_ENDPOINTS if options.endpoint is None else _OF_THIS_PROCESS
     if changed := [name for name in unread if getattr(options, name) != getattr(RegenerateOptions, name)]:
         given = "without" if options.endpoint is None else "with"
-        raise ValueError(f"--{changed[0].replace('_', '-')} has no effect {given} --endpoint: leave it out")
+        raise ValueError(f"--{changed[0].replace('_', '-')} has no effect {given} --endpoint: omit it")
     asked = None
     if (options.temperature, options.top_p) != (None, None):
         top_p = 1.0 if options.top_p is None else options.top_p
@@ -160,27 +160,27 @@ def _backend(options: RegenerateOptions) -> tuple[Backend, dict[str, Any]]:
     backend = EndpointBackend(
         [Endpoint(address=address, **settings) for address in addresses], config, asked, variables
     )
-    # Without the addresses, which may move or hold a secret.
+    # Addresses are left out: they may change or contain secrets.
     own = {"model": options.model, **_controls(asked), "max_new_tokens": config.max_new_tokens}
     return backend, {"chat": True, **own, **({"chat_template_kwargs": template} if template is not None else {})}
 
 
 def _fitting(sampling: SamplingConfig, options: RegenerateOptions) -> SamplingConfig:
-    """Return the controls; ValueError for several answers that would all be the same."""
+    """Return the sampling; ValueError for several greedy answers, which would all be equal."""
     if options.n > 1 and sampling.greedy:
-        raise ValueError(f"n is {options.n} at temperature 0, where all answers are the same: give a temperature")
+        raise ValueError(f"n is {options.n}, but at temperature 0 all answers are equal: give a temperature")
     return sampling
 
 
 def _controls(sampling: SamplingConfig | None) -> dict[str, float | None]:
-    """Return the controls by name; None for those that a server chooses."""
+    """Return the controls by name; None if the server chooses."""
     return {name: getattr(sampling, name, None) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
 def _target(
     options: RegenerateOptions, target_name: str, sampling: SamplingConfig | None
 ) -> tuple[Backend, dict[str, Any]]:
-    """Return the backend of a target in this process, and the settings that make its answers."""
+    """Return the backend of a target in this process, and the settings that determine its answers."""
     target = read_target(target_name, options)
     name, trusted = resolve(target_name), options.trust_remote_code
     tokenizer = load_tokenizer(name, trusted)
@@ -194,7 +194,7 @@ def _target(
     most = options.max_new_tokens or min(_MOST_TOKENS, (target.max_positions or 2 * _MOST_TOKENS) // 2)
     config = DecodingConfig(most, sampling, eos_token_ids=eos_token_ids(target.model, tokenizer), seed=options.seed)
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
-    more = {} if target.static is None else {"static": target.static}  # other kernels may round otherwise
+    more = {} if target.static is None else {"static": target.static}  # other kernels may round differently
     if options.chat_template_kwargs is not None:
         more["chat_template_kwargs"] = options.chat_template_kwargs
     settings = {

@@ -1,6 +1,6 @@
-"""Options that several commands share, each with its name, type and help in one place.
+"""Options that several commands share, each defined once with name, type and help.
 
-A rare option is hidden: the help gives its name alone, docs/reference/commands.md all of it.
+Rare options are hidden: the help lists only their names, and docs/reference/commands.md explains them.
 """
 
 import math
@@ -17,17 +17,17 @@ Number = TypeVar("Number", int, float)
 
 
 def names(text: Any) -> Sequence[str]:
-    """Read names with commas between them, each kept once. A default is no text, and is returned as it is."""
+    """Parse comma-separated names and drop repeated ones. Defaults are not strings and are returned unchanged."""
     return tuple(dict.fromkeys(name.strip() for name in text.split(","))) if isinstance(text, str) else tuple(text)
 
 
 def whole_numbers(text: Any) -> Sequence[int]:
-    """Read whole numbers of at least 1 with commas between them, as `names` reads names."""
+    """Parse comma-separated whole numbers of at least 1; duplicates and defaults as in `names`."""
     return _numbers(text, int, "whole numbers of at least 1")
 
 
 def numbers(text: Any) -> Sequence[float]:
-    """Read numbers above 0 with commas between them, as `names` reads names."""
+    """Parse comma-separated numbers above 0; duplicates and defaults as in `names`."""
     return _numbers(text, float, "numbers above 0")
 
 
@@ -37,26 +37,26 @@ def _numbers(text: Any, kind: type[Number], wanted: str) -> Sequence[Number]:
     except ValueError:
         values = (kind(0),)
     if not all(0 < value < math.inf for value in values):
-        raise BadParameter(f"{text} does not list {wanted}, with commas between them")
+        raise BadParameter(f"{text} is not a comma-separated list of {wanted}")
     return values
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
-Overrides = Annotated[list[str] | None, Argument(help="Values over the recipe's, each section.key=value.")]
+Overrides = Annotated[list[str] | None, Argument(help="Values that replace the recipe's, each as section.key=value.")]
 
 # --- the target -------------------------------------------------------------------------------------------------------
 
 TARGET_HELP = "Hub id or folder of the target"
-Target = Annotated[str, Option(metavar="MODEL", help=f"{TARGET_HELP}; 'quickstart' is the embedded default.")]
-DTYPE_HELP = "Type of the target's weights; bf16, fp16, fp32, or fast: bf16 where the device multiplies it, else fp32."
+Target = Annotated[str, Option(metavar="MODEL", help=f"{TARGET_HELP}; 'quickstart' is the embedded one.")]
+DTYPE_HELP = "Type of the target's weights: bf16, fp16, fp32, or fast (bf16 if the device multiplies it, else fp32)."
 Dtype = Annotated[str, Option(metavar="TYPE", help=DTYPE_HELP, hidden=True)]
-Trusted = Annotated[bool, Option(help="Run code that comes with a hub model.", hidden=True)]
+Trusted = Annotated[bool, Option(help="Run code that a Hub model brings.", hidden=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadingOptions:
-    """Options that say how a target is loaded."""
+    """Options on how to load a target."""
 
     dtype: Dtype = "fast"
     trust_remote_code: Trusted = False
@@ -64,7 +64,7 @@ class LoadingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(LoadingOptions):
-    """Options of a command that cannot do without a target."""
+    """Options of a command that needs a target."""
 
     target: Target
 
@@ -73,19 +73,19 @@ class ModelOptions(LoadingOptions):
 
 SPEC = "NAME[:PATH]"
 DRAFTERS = "such as lookup, heads:PATH or draft:PATH,tokens=4 (all: docs/reference/commands.md)"
-Drafter = Annotated[str | None, Option(metavar=SPEC, help=f"Drafter, plain decoding if not given; {DRAFTERS}.")]
+Drafter = Annotated[str | None, Option(metavar=SPEC, help=f"Drafter, by default none (plain decoding); {DRAFTERS}.")]
 PlanFile = Annotated[
     Path | None,
     Option(
-        metavar="FILE", help="plan.json of 'headstart plan', whose choice drafts, in place of --drafter.", hidden=True
+        metavar="FILE", help="plan.json of 'headstart plan', to choose the drafter instead of --drafter.", hidden=True
     ),
 ]
 Rule = Annotated[
     str | None,
     Option(
         metavar="NAME",
-        help="Acceptance rule; by default the lossless one that keeps the most drafted tokens. Lossless are greedy, "
-        "token, sampled-verify, recursive, top-k, block and traversal; typical is lossy.",
+        help="Acceptance rule; by default the lossless rule that accepts most tokens. Lossless: greedy, token, "
+        "sampled-verify, recursive, top-k, block, traversal. Lossy: typical.",
         hidden=True,
     ),
 ]
@@ -93,10 +93,10 @@ Rule = Annotated[
 # --- prompts and texts ------------------------------------------------------------------------------------------------
 
 QUESTIONS_HELP = ".jsonl or .parquet file of prompts."
-"""Help of prompts that `decoding.measure.questions` reads."""
+"""Help for prompts that `decoding.measure.questions` reads."""
 PROMPTS_HELP = ".jsonl file, one prompt per line"
 PromptField = Annotated[
-    str | None, Option(metavar="NAME", help="Field of the prompt; found by name if not given.", hidden=True)
+    str | None, Option(metavar="NAME", help="Field of the prompt; by default found by its name.", hidden=True)
 ]
 TemplateKwargs = Annotated[
     str | None,
@@ -105,30 +105,27 @@ TemplateKwargs = Annotated[
     ),
 ]
 Limit = Annotated[int, Option(min=1, help="Number of prompts.")]
-MaxNewTokens = Annotated[int, Option(min=1, help="Longest continuation, in tokens.")]
-Rounds = Annotated[int, Option(min=1, help="Times that each method decodes each prompt.", hidden=True)]
+MaxNewTokens = Annotated[int, Option(min=1, help="Longest continuation in tokens.")]
+Rounds = Annotated[int, Option(min=1, help="Number of times each method decodes each prompt.", hidden=True)]
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 Temperature = Annotated[float, Option(help="Sampling temperature; 0 is greedy.")]
 TopP = Annotated[float, Option(help="Nucleus sampling; 1 switches it off.", hidden=True)]
-Stop = Annotated[list[str] | None, Option(help="Stop string; may be given several times.", hidden=True)]
-Seed = Annotated[int, Option(help="Seed of the sampling; same seed, same text.", hidden=True)]
+Stop = Annotated[list[str] | None, Option(help="Stop string; repeatable.", hidden=True)]
+Seed = Annotated[int, Option(help="Sampling seed; the same seed gives the same text.", hidden=True)]
 
 # --- output -----------------------------------------------------------------------------------------------------------
 
 JsonFile = Annotated[
     str | None,
     Option(
-        "--json",
-        metavar="FILE",
-        help="File for all findings as JSON; '-' prints them in place of the text.",
-        hidden=True,
+        "--json", metavar="FILE", help="File for all findings as JSON; '-' prints JSON instead of text.", hidden=True
     ),
 ]
 
-# --- commands that ask a server ---------------------------------------------------------------------------------------
+# --- commands that query a server -------------------------------------------------------------------------------------
 
 ServedName = Annotated[str | None, Option(metavar="NAME", help="The endpoint's name for the target.", hidden=True)]
-Concurrency = Annotated[int, Option(min=1, help="Requests to each endpoint at a time.", hidden=True)]
-Timeout = Annotated[float, Option(min=0.001, help="Seconds to wait for one answer of the endpoint.", hidden=True)]
+Concurrency = Annotated[int, Option(min=1, help="Number of concurrent requests to each endpoint.", hidden=True)]
+Timeout = Annotated[float, Option(min=0.001, help="Seconds to wait for one answer from the endpoint.", hidden=True)]

@@ -1,4 +1,4 @@
-"""Commands of the typer application: options, help, and usage errors of one sentence before the work."""
+"""Commands of the typer application: options from dataclasses, help, and usage errors in one sentence."""
 
 import os
 import sys
@@ -17,10 +17,10 @@ from trainer.terminal.exit_codes import ExitCode
 
 
 class Group(TyperGroup):
-    """The group of all commands. A usage error is one sentence, and the exit codes are those of `guarded`."""
+    """The group of all commands. Usage errors are one sentence; `guarded` sets the exit codes."""
 
     def main(self, *args: Any, **named: Any) -> Any:
-        """Run a command line to its end."""
+        """Run a command line and exit."""
 
         def work() -> None:
             try:
@@ -35,10 +35,10 @@ class Group(TyperGroup):
 
 
 class Once(TyperCommand):
-    """A command that refuses a second value of an option that takes one: the first would be dropped in silence."""
+    """A command that rejects a repeated single-value option; the first value would be lost silently."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words behind the command's name."""
+        """Parse the words after the command's name."""
         given = [each for each in self.make_parser(ctx).parse_args(list(args))[2] if each.param_type_name == "option"]
         for option in given:
             if given.count(option) > 1 and not getattr(option, "multiple", False):
@@ -52,9 +52,9 @@ Options = TypeVar("Options")
 def command(
     app: typer.Typer, *examples: str, resumes: bool = False, failed: ExitCode = ExitCode.FAILED
 ) -> Callable[[Callable[[Options], object]], Callable[[Options], object]]:
-    """Make a command of a function of ``options``, a dataclass with their types, defaults and help.
+    """Turn a function of ``options``, a dataclass with types, defaults and help, into a command.
 
-    ``examples`` end the help. ``resumes``: the same command resumes what was stopped. ``failed``: the exit code if the
+    ``examples`` end the help. ``resumes``: the same command resumes after a stop. ``failed``: the exit code if the
     function returns False.
     """
 
@@ -69,7 +69,7 @@ def command(
 
             raise typer.Exit(guarded(to_its_end, os.environ.get("HEADSTART_DEBUG") == "1", resumes))
 
-        run.__signature__ = signature(options)  # type: ignore[attr-defined]  # what typer reads
+        run.__signature__ = signature(options)  # type: ignore[attr-defined]  # read by typer
         app.command(cls=Once, epilog=_epilog(options, examples))(run)
         return work
 
@@ -77,9 +77,9 @@ def command(
 
 
 def _epilog(options: Any, examples: Sequence[str]) -> str:
-    """Return a help's end: the examples, and the names of the options that it leaves to the reference."""
+    """Return the end of a help text: the examples, and the names of hidden options."""
     lines = "\n".join(f"  {line}" for example in examples for line in example.splitlines())
-    shown = f"\b\nExample{'s' if len(examples) > 1 else ''}:\n{lines}"  # \b: the paragraph keeps its lines
+    shown = f"\b\nExample{'s' if len(examples) > 1 else ''}:\n{lines}"  # \b: keep the line breaks
     hints = get_type_hints(options, include_extras=True)
     rare = [f"--{field.replace('_', '-')}" for field, hint in hints.items() if hint.__metadata__[0].hidden]
     more = f"More options, in docs/reference/commands.md: {', '.join(rare)}"

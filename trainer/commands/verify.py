@@ -1,4 +1,4 @@
-"""The command `headstart verify`: PASS or FAIL of an engine in this process or of a server."""
+"""The command `headstart verify`: prove that decoding is lossless, in this process or on a server."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ _BATCH = 8
 
 
 class ProofInput(NamedTuple):
-    """All that a proof reads. The reference has the target, the sampling and the ends of texts."""
+    """The inputs of a proof. The reference has the target, the sampling and the end-of-text tokens."""
 
     reference: Reference
     tokenizer: PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ class ProofInput(NamedTuple):
 
 
 def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
-    """Prove, print each finding, write --json; return True for PASS."""
+    """Prove, print each finding and write --json; return True for PASS."""
     watch = console or standard_error()
     console = watch if options.json == PRINTED else console or standard_output()
     _check(options)
@@ -77,18 +77,18 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
 
 
 def _check(options: VerifyOptions) -> None:
-    """Reject options that do not go together, before anything is loaded."""
+    """Reject contradictory options before anything is loaded."""
     check_endpoint(options.endpoint, options.model)
     if options.endpoint is not None and (options.drafter or options.rule):
-        raise ValueError("--drafter and --rule are of this process; an --endpoint decodes as it likes")
+        raise ValueError("--drafter and --rule have no effect with --endpoint: omit them")
     if options.rule is not None:
         named_rule(options.rule)
         if options.temperature == 0:
-            raise ValueError(f"--rule {options.rule} is of sampling: give a --temperature above 0")
+            raise ValueError(f"--rule {options.rule} needs sampling: give a --temperature above 0")
 
 
 def _read_input(options: VerifyOptions, models: LoadedModels) -> ProofInput:
-    """Read the prompts; ValueError for a prompt that the target cannot continue for so long."""
+    """Read the prompts; ValueError for a prompt that leaves too few positions for the new tokens."""
     target, tokenizer = models.target, models.tokenizer
     sampling = SamplingConfig(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     engines = max(1, len(models.drafters))
@@ -102,7 +102,7 @@ def _read_input(options: VerifyOptions, models: LoadedModels) -> ProofInput:
 def _in_process(
     options: VerifyOptions, given: ProofInput, drafters: Mapping[str, Drafter | None], watch: Console
 ) -> Iterator[tuple[str, Finding]]:
-    """Yield the findings of each drafter's engine, or of plain decoding if there is none."""
+    """Yield the findings on each drafter's engine, or on plain decoding if there is no drafter."""
     reference = given.reference
     rule = named_rule(options.rule) if options.rule else None
     ends = reference.eos_token_ids
@@ -116,10 +116,10 @@ def _in_process(
 
 
 def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterator[tuple[str, Finding]]:
-    """Yield the findings of a served model."""
+    """Yield the findings on a served model."""
     from trainer.servers.writer import ServedWriter
 
-    name = f"{published_name(options.model or '')}, served"  # vLLM's own names are paths
+    name = f"{published_name(options.model or '')}, served"  # vLLM names models by their paths
     assert options.endpoint is not None and options.model is not None
     with connect(options.endpoint, options.model) as model:
         writer = ServedWriter(model, given.reference, given.tokenizer, given.prompts[0])
@@ -130,14 +130,14 @@ def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterat
 
 
 def _tokens_of(writer: "ServedWriter") -> Finding:
-    """Return how the server reports its tokens; texts that do not read back leave it open."""
+    """Return a finding on how the server reports its tokens; a problem if tokenizing its texts again changes them."""
     found = f"the server reports {writer.source}"
     if not writer.takes_ids:
-        found += "; it takes no prompts of token ids, so texts were sent"
+        found += "; it does not accept token ids, so texts were sent"
     if writer.retold:
-        found += f"; {writer.unlike} of {writer.retold} texts do not read back, and others may have had other tokens"
+        found += f"; tokenizing again changed {writer.unlike} of {writer.retold} texts, so its tokens are uncertain"
     if writer.refused_controls:
-        found += f"; it takes no {' and no '.join(writer.refused_controls)}: its own may be in force"
+        found += f"; it does not accept {' or '.join(writer.refused_controls)}, so its own values may apply"
     names = ("source", "takes_ids", "refused_controls", "retold", "unlike")
     figures = {name: getattr(writer, name) for name in names}
     return Finding("tokens", "problem" if writer.unlike else "ok", found, figures=figures)
@@ -145,7 +145,7 @@ def _tokens_of(writer: "ServedWriter") -> Finding:
 
 @contextmanager
 def _progress(watch: Console, name: str) -> Iterator[tuple[Callable[[str, int], None], Callable[[], None]]]:
-    """Show the work; yields the functions to call for each batch of texts, and for each text."""
+    """Show a progress bar; yield the functions to call for each batch of texts and for each text."""
     with ProgressBar(watch, f"proving {name}", None) as bar:
 
         def on_texts(what: str, texts: int) -> None:

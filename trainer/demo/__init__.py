@@ -1,1 +1,1 @@
-"""The web demo: plain decoding beside speculative decoding, streamed. All but `app` does without Gradio."""
+"""The web demo: plain and speculative decoding streamed side by side. Only `app` needs Gradio."""

@@ -1,4 +1,4 @@
-"""The page of the demo: its HTML, its answers to what a visitor does, and the filter of requests in front of it.
+"""The demo's page: HTML, event handlers, and a filter that protects the server from other sites.
 
 The HTML is in page.html.j2, its style in style.css.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when Gradio is imported: no request leaves this machine
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio reads it on import, and sends no requests
 import gradio as gr
 import jinja2
 from starlette.datastructures import Headers, MutableHeaders
@@ -40,23 +40,23 @@ _FOLDER = Path(__file__).parent
 
 
 def spans(pieces: Iterable[Piece]) -> list[tuple[str, str]]:
-    """Return (class, text) of pieces of text, those of one origin joined."""
+    """Return pieces of text as (class, text), joining neighbours of one origin."""
     grouped = groupby(pieces, key=lambda piece: "drafted" if piece.drafted else "own")
     return [(kind, visible("".join(piece.text for piece in group))) for kind, group in grouped]
 
 
 def label_of(text: str) -> str:
-    """Return a token's text with its white space as signs, cut to a length that a node can hold."""
+    """Return a token's text with visible white space, cut to fit a node."""
     signs = {" ": "·", "\n": "↵", "\t": "⇥"}
     label = "".join(signs.get(it) or (it if it.isprintable() else repr(it)[1:-1]) for it in text)
     return label if len(label) <= 16 else f"{label[:15]}…"
 
 
 def tree_of(step: Step, text_of: Callable[[int], str]) -> dict[str, Any] | None:
-    """Return a step's candidate tree as nested nodes, with the target's own token behind the kept ones.
+    """Return a step's candidate tree as nested nodes, with the target's own token after the kept ones.
 
-    A node has its ``label``, its ``kind`` (root, kept, dropped or written) and its ``children`` in the order in which
-    they were drafted. None if nothing was drafted.
+    A node has a ``label``, a ``kind`` (root, kept, dropped or written) and ``children`` in the order of drafting.
+    Returns None if nothing was drafted.
     """
     if step.tree is None:
         return None
@@ -73,8 +73,8 @@ def tree_of(step: Step, text_of: Callable[[int], str]) -> dict[str, Any] | None:
 
 
 def parts_of(tally: Tally) -> list[tuple[str, str, float]]:
-    """Return (class, name, milliseconds of a token) of draft, target pass and overhead."""
-    drafts = tally.draft_seconds if tally.drafted else 0.0  # plain decoding asks for no draft, which takes time too
+    """Return (class, name, milliseconds per token) for draft, target pass and overhead."""
+    drafts = tally.draft_seconds if tally.drafted else 0.0  # asking for no draft is overhead too
     overhead = tally.overhead_seconds + tally.draft_seconds - drafts
     parts = (("draft", "draft", drafts), ("verify", "target pass", tally.verify_seconds))
     seconds = (*parts, ("overhead", "overhead", overhead))
@@ -86,11 +86,11 @@ _TEMPLATES = jinja2.Environment(
 )
 _TEMPLATES.filters |= {"spans": spans, "parts": parts_of}
 HTML: Any = _TEMPLATES.get_template("page.html.j2").module
-"""The parts of the page, each a macro of the template."""
+"""The template's macros, one for each part of the page."""
 
 
 def step_html(race: Race | None, index: int) -> str:
-    """Return step ``index`` (0: the prefill) of the speculative side: its tree, and the text with its tokens."""
+    """Return the HTML of the speculative side's step ``index`` (0: the prefill): its tree, and the text up to it."""
     if race is None or not race.speculative.steps:
         return str(HTML.no_step())
     index = min(max(index, 0), len(race.speculative.steps) - 1)
@@ -100,13 +100,13 @@ def step_html(race: Race | None, index: int) -> str:
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
-# Gradio's own checks of entries write a traceback on the server's terminal: those of `race_of` answer in their place.
+# Gradio's checks of inputs print tracebacks on the server's terminal; `race_of` checks the inputs instead.
 _PRIVATE: Any = {"api_visibility": "private", "preprocess": False}
 _AT_ONCE: Any = {**_PRIVATE, "show_progress": "hidden", "queue": False}
 
 
 class Words(NamedTuple):
-    """Words of the page: the target's name, beginnings or questions to try, and notes under the title."""
+    """Texts of the page: the target's name, prompts to try, and notes under the title."""
 
     target: str
     examples: tuple[str, ...]
@@ -114,7 +114,7 @@ class Words(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """Components that show a race; ``step`` is the slider of the step that ``drawing`` shows."""
+    """Components that show a race. The slider ``step`` selects the step that ``drawing`` shows."""
 
     notice: Any
     summary: Any
@@ -125,7 +125,7 @@ class Shown(NamedTuple):
 
 
 def build(models: Models, words: Words) -> gr.Blocks:
-    """Return the page. Each browser tab that opens it has a race of its own; they run one after another."""
+    """Return the page. Each browser tab has its own race; races run one after another."""
     size = sum(parameter.numel() for parameter in models.target.model.parameters()) / 1e6
     page = gr.Blocks(title="Headstart demo", analytics_enabled=False)
     with page:
@@ -170,21 +170,21 @@ def _form(models: Models, words: Words) -> Form:
 
 
 def _range(most: int, least: int) -> tuple[int, int]:
-    """Return a slider's maximum, which must be above its minimum, and its value."""
+    """Return a slider's maximum and value; the maximum must exceed the minimum."""
     return max(most, least + 1), most
 
 
 class Answers:
-    """Answers of the page to what its visitors do; each visitor's last race is kept for a look at its steps."""
+    """Event handlers of the page; each visitor's last race is kept, to show its steps."""
 
     def __init__(self, models: Models, shown: Shown) -> None:
         self.models, self.shown = models, shown
         self.races: dict[str, Race] = {}
 
     def connect(self, page: gr.Blocks, form: Form, run: Any, stop: Any) -> None:
-        """Tie the answers to the components; called within the page."""
+        """Connect the handlers to the components; call this inside the page."""
         shown = self.shown
-        # Gradio's queue lets one race run at a time, and shows the others their place in it.
+        # Gradio's queue runs one race at a time and shows waiting visitors their place.
         queued: Any = {**_PRIVATE, "concurrency_limit": 1, "show_progress_on": shown.notice}
         gr.on([run.click, form.prompt.submit], self.run, form, shown, **queued)
         stop.click(self.stop, **_AT_ONCE)
@@ -195,14 +195,14 @@ class Answers:
         page.unload(self.leave)
 
     def run(self, request: gr.Request, *entries: Any) -> Iterator[dict[Any, Any]]:
-        """Run a race to its end; yield what changes on the page."""
+        """Run a race to its end; yield the page's changes."""
         visitor, shown = str(request.session_hash), self.shown
         try:
             race = race_of(self.models, Form(*entries))
         except ValueError as error:
             yield {shown.notice: HTML.notice(_sentence(error))}
             return
-        self.races.pop(visitor, None)  # the visitor becomes the latest
+        self.races.pop(visitor, None)  # moves the visitor to the end
         self.races[visitor] = race
         while len(self.races) > _MOST_RACES:
             self.races.pop(next(iter(self.races)))
@@ -224,36 +224,36 @@ class Answers:
             race.close()
 
     def look(self, request: gr.Request, number: Any) -> str:
-        """Show a step, and keep showing it while the texts grow; at the last step, follow them again."""
+        """Show a step and stay on it while the texts grow; at the last step, follow the text again."""
         race, index = self.races.get(str(request.session_hash)), int(number_of("the pass", number))
         if race is not None:
             race.shown_step = index if index < len(race.speculative.steps) - 1 else None
         return step_html(race, index)
 
     def stop(self, request: gr.Request) -> None:
-        """Let the visitor's race end where it is; its texts and steps are kept."""
+        """Stop the visitor's race; keep its texts and steps."""
         if race := self.races.get(str(request.session_hash)):
             race.stopped = race.stopped or not race.finished
 
     def leave(self, request: gr.Request) -> None:
-        """Forget a visitor who closed the page: the race is stopped, and its caches are free."""
+        """Forget a visitor who closed the page; stop the race and free its caches."""
         if race := self.races.pop(str(request.session_hash), None):
             race.close()
 
     def rules(self, drafter: str, temperature: Any, chosen: str) -> Any:
-        """Offer the rules that fit; keep the one that was chosen if it does."""
+        """Offer the fitting rules; keep the chosen rule if it still fits."""
         rules = fitting_rules(self.models.drafter(drafter), temperature)
         return gr.update(choices=rules, value=chosen if chosen in dict(rules).values() else AUTOMATIC)
 
     def bounds(self, name: str) -> tuple[Any, Any]:
-        """Set the bounds of depth and tree to those of the drafter."""
+        """Set depth and tree size to the drafter's bounds."""
         drafter = self.models.drafter(name)
         (deepest, depth), (largest, nodes) = _range(drafter.max_depth, 1), _range(drafter.max_nodes, 2)
         return gr.update(maximum=deepest, value=depth), gr.update(maximum=largest, value=nodes)
 
 
 def reporting(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """Report a bad entry in a sentence on the page, not by a traceback on the server's terminal."""
+    """Report invalid input in a sentence on the page instead of a traceback on the server's terminal."""
 
     @wraps(answer)
     def answered(*given: Any) -> Any:
@@ -276,7 +276,7 @@ def _sentence(error: ValueError) -> str:
 _SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Liberation Sans", "DejaVu Sans", "sans-serif")
 _MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace")
 _ENTRIES = ("/gradio_api/queue/join", "/gradio_api/run/predict")
-"""Addresses that the page sends its entries to. Gradio's others, uploads among them, are closed."""
+"""Paths to which the page sends its inputs. Gradio's other paths, uploads included, are closed."""
 _READING = ("GET", "HEAD", "OPTIONS")
 _HEADERS = {
     "X-Frame-Options": "DENY",
@@ -288,7 +288,8 @@ _HEADERS = {
 class AccessFilter:
     """ASGI middleware in front of a Gradio page.
 
-    A request's host must be ``host`` or this machine: another site's name may point here, too (DNS rebinding).
+    A request must name ``host`` or this machine as its host: another site's name could also resolve to this address
+    (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, page: Any, host: str) -> None:
@@ -299,7 +300,7 @@ class AccessFilter:
             self.names.add(socket.gethostname().lower())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse the request with a sentence, or hand it on."""
+        """Reject the request with a sentence, or pass it on."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -330,35 +331,35 @@ class AccessFilter:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._is_known(host):
-            return f"this page is not served as {host:.100}: open it by the address that 'headstart demo' printed"
+            return f"this page is not served as {host:.100}: open the address that 'headstart demo' printed"
         if origin is not None and origin.partition("//")[2] != host:
-            return f"the page at {origin:.100} may not ask this one"
+            return f"the page at {origin:.100} may not send requests to this one"
         if scope["method"] not in _READING and scope["path"] not in _ENTRIES:
-            return f"this page takes nothing at {scope['path']:.100}"
+            return f"this page accepts nothing at {scope['path']:.100}"
         return None
 
     def _refused_entry(self, body: bytes) -> str | None:
-        """Return why a body is no entry of the page: plain values, as many as the event takes."""
+        """Return why a body is not valid input. Valid input is one plain value for each input of the event."""
         if len(body) > _LONGEST_REQUEST:
             return f"the request is longer than {_LONGEST_REQUEST} bytes: shorten the prompt"
         try:
             call = json.loads(body)
             inputs, values = self.page.fns[call["fn_index"]].inputs, call["data"]
             plain = all(value is None or isinstance(value, str | int | float) for value in values)
-            return None if plain and len(values) == len(inputs) else "no event of this page takes these values"
+            return None if plain and len(values) == len(inputs) else "no event of this page accepts these values"
         except (ValueError, KeyError, TypeError, RecursionError):
             return "this page has no such event"
 
     def _is_known(self, host: str) -> bool:
         try:
             name = urlsplit(f"//{host}").hostname or ""
-            return name in self.names or (self.everywhere and bool(ip_address(name)))  # no name, so no other site's
+            return name in self.names or (self.everywhere and bool(ip_address(name)))  # not another site's name
         except ValueError:
             return False
 
 
 def launch(page: gr.Blocks, host: str, port: int) -> str:
-    """Serve the page from a thread; return its address."""
+    """Start serving the page in a thread; return its address."""
     theme = gr.themes.Base(font=_SANS, font_mono=_MONO, primary_hue="green", neutral_hue="gray", radius_size="sm")
     _, address, _ = page.launch(
         server_name=host,
@@ -371,16 +372,16 @@ def launch(page: gr.Blocks, host: str, port: int) -> str:
         footer_links=[],
         theme=theme,
         app_kwargs={"middleware": [Middleware(AccessFilter, page=page, host=host)]},
-        # Not as ``css``, whose selectors Gradio rewrites: those in media queries then match nothing.
+        # Not as ``css``: Gradio rewrites its selectors, and the selectors in media queries then match nothing.
         head=f"<style>{(_FOLDER / 'style.css').read_text(encoding='utf-8')}</style>",
     )
     return str(address)
 
 
 def serve(page: gr.Blocks, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C; ``ready`` is called with its address once it answers."""
+    """Serve the page until Ctrl-C; call ``ready`` with its address once it answers."""
     ready(launch(page, host, port))
     try:
         threading.Event().wait()
-    finally:  # the command's end has the sentence and the exit code of Ctrl-C
+    finally:  # `guarded` handles Ctrl-C
         page.close(verbose=False)

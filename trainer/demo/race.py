@@ -1,4 +1,4 @@
-"""Plain and speculative decoding of one prompt, side by side in turns; and a race made of what was entered."""
+"""Races of plain against speculative decoding of one prompt, and the form that starts one."""
 
 import math
 from collections.abc import Sequence
@@ -22,17 +22,18 @@ from decoding.speculation import named_rule
 from decoding.stream import Detokenizer, Piece, Tally, step_pieces
 
 AUTOMATIC = "automatic"
-"""The rule that `DecodingConfig` chooses: greedy at temperature 0, else the lossless rule that keeps the most."""
+"""Let `DecodingConfig` choose the rule: greedy at temperature 0, else the lossless rule that accepts most tokens."""
 MOST_NEW_TOKENS = 2048
 LONGEST_PROMPT = 100_000
-"""Characters of the longest prompt that is tokenized."""
+"""Longest prompt in characters."""
 
 
 @dataclass(frozen=True, eq=False)
 class Models:
     """The target, its tokenizer, and the drafters by their names on the page.
 
-    ``plain_target`` decodes plainly. It has the target's weights, and a cache of its own when steps have fixed shapes.
+    ``plain_target`` decodes plainly. It shares the target's weights, but has a separate cache if steps have fixed
+    shapes.
     """
 
     target: CausalLM
@@ -46,23 +47,23 @@ class Models:
         return Models(target, plain, tokenizer, drafters)
 
     def drafter(self, name: str) -> Drafter:
-        """Return the drafter of this name on the page."""
+        """Return a drafter by its name on the page."""
         if name not in self.drafters:
             raise ValueError(f"no drafter is called {name!r}: choose one of {', '.join(self.drafters)}")
         return self.drafters[name]
 
     def warm_up(self, tokens: int = 8) -> None:
-        """Decode a few tokens plainly and with each drafter: the first passes of a process take longer."""
+        """Decode a few tokens plainly and with each drafter; a process's first passes take longer."""
         prompt, config = encode_prompt("The first", self.tokenizer, chat=True), DecodingConfig(max_new_tokens=tokens)
         for target, drafter in ((self.plain_target, None), *((self.target, each) for each in self.drafters.values())):
             Engine(target, drafter).decode(prompt, config)
 
 
 class Side:
-    """One text being decoded: its steps so far, the pieces of text that each completed, and the running figures."""
+    """One side of a race: its steps so far, the pieces of text that each step completed, and running figures."""
 
     def __init__(self, engine: Engine, prompt: Sequence[int], config: DecodingConfig) -> None:
-        """ValueError, as of `Engine.steps`, for a prompt or a rule that does not fit."""
+        """Raise the errors of `Engine.steps` for a prompt or a rule that does not fit."""
         assert engine.tokenizer is not None
         self.steps: list[Step] = []
         self.texts: list[tuple[Piece, ...]] = []
@@ -74,7 +75,7 @@ class Side:
 
     @property
     def seconds(self) -> float:
-        """Seconds of decoding so far, the prefill included."""
+        """Seconds of decoding so far, including the prefill."""
         return self.tally.prefill_seconds + self.tally.total_seconds
 
     @property
@@ -82,7 +83,7 @@ class Side:
         return tuple(token for step in self.steps for token in step.tokens)
 
     def advance(self) -> None:
-        """Decode one step; the one after the last finishes the text."""
+        """Decode one step; the call after the last step finishes the text."""
         step = next(self._steps, None)
         if step is None:
             self.finished = True
@@ -91,19 +92,18 @@ class Side:
             return
         self.tally.add(step)
         self.texts.append(tuple(step_pieces(step, self._detokenizer, self._hidden)))
-        self.steps.append(step)  # last: a page that reads meanwhile finds the text of every step
+        self.steps.append(step)  # last, so every visible step has its text
 
     def close(self) -> None:
-        """Give up the text: its cache and its drafter's session are free."""
+        """End the text; free its cache and its drafter's session."""
         self._steps = iter(())
 
 
 class Ending(NamedTuple):
     """The comparison of two finished texts.
 
-    ``alike``: number of leading tokens that both have. ``verdict`` is "equal", or the reason why they part: "stopped"
-    before their end; "sampled" tokens; a "near-tie", whose logits are ``margin`` apart, which rounding reverses; or a
-    "fault", as nothing explains it.
+    ``alike``: number of equal leading tokens. ``verdict``: "equal", or why the texts differ: "stopped" before the end;
+    "sampled" tokens; a "near-tie" of logits ``margin`` apart, which rounding can reverse; or an unexplained "fault".
     """
 
     alike: int
@@ -112,23 +112,23 @@ class Ending(NamedTuple):
 
 
 class Race:
-    """A prompt decoded plainly and speculatively. The side that has spent less time takes the next step.
+    """A prompt decoded plainly and speculatively. The side that has used less time takes the next step.
 
-    So the two texts stand at each moment as they would at equal times on machines of their own. Seconds are the loop's,
-    step by step: neither side counts the other's.
+    So the page always shows both texts as if each had its own machine and the same time. Each side counts only the
+    seconds of its own steps.
     """
 
     def __init__(self, models: Models, engine: Engine, prompt: Sequence[int], config: DecodingConfig) -> None:
-        """``engine`` and ``config`` are those of the speculative side; ValueError if the prompt does not fit."""
+        """Start both sides, the speculative one with ``engine`` and ``config``; ValueError for a bad prompt or rule."""
         self.models, self.config, self.prompt = models, config, tuple(prompt)
         self.speculative = Side(engine, prompt, replace(config, trees=True))
         plain = Engine(models.plain_target, tokenizer=engine.tokenizer)
-        # Plain decoding has no drafts to judge: the rule is that of its temperature.
+        # Plain decoding has no drafts to judge, so the temperature chooses the rule.
         self.plain = Side(plain, prompt, replace(config, rule=None))
         self.stopped = False
         self.ending: Ending | None = None
         self.shown_step: int | None = None
-        """Step (0 is the prefill) that the visitor looks at; None: the latest."""
+        """Step (0: the prefill) that the visitor looks at; None for the latest."""
 
     @property
     def finished(self) -> bool:
@@ -136,12 +136,12 @@ class Race:
 
     @property
     def speedup(self) -> float | None:
-        """Tokens per second over those of plain decoding; None before either has passed its prefill."""
+        """Ratio of tokens per second to plain decoding; None until both sides have passed their prefill."""
         plain, speculative = self.plain.tally.tokens_per_second, self.speculative.tally.tokens_per_second
         return speculative / plain if plain and speculative else None
 
     def advance(self, seconds: float) -> bool:
-        """Decode steps in turn for at least ``seconds`` of decoding, or to the end; return False at the end."""
+        """Decode for at least ``seconds``, or until the race ends; return False at the end."""
         until = self.plain.seconds + self.speculative.seconds + seconds
         while not (self.finished or self.stopped) and self.plain.seconds + self.speculative.seconds < until:
             min((side for side in (self.plain, self.speculative) if not side.finished), key=_spent).advance()
@@ -152,13 +152,13 @@ class Race:
         return False
 
     def close(self) -> None:
-        """Stop where the texts are; the caches of both are free. Another thread's step may be under way."""
+        """Stop both texts and free their caches. Another thread may still be decoding a step."""
         self.stopped = self.stopped or not self.finished
         self.plain.close()
         self.speculative.close()
 
     def _compare(self) -> Ending:
-        """Compare the texts. In bf16 near-ties may fall either way: the margin where the texts part tells."""
+        """Compare the texts. In bf16 a near-tie can go either way, so check the margin at the first different token."""
         plain, mine = self.plain.tokens, self.speculative.tokens
         alike = common_length(plain, mine)
         if plain == mine and self.finished:
@@ -177,7 +177,7 @@ def _spent(side: Side) -> float:
 
 
 def fitting_rules(drafter: Drafter, temperature: float | None) -> list[tuple[str, str]]:
-    """Return (label, name) of the rules that take this drafter's proposals at this temperature, `AUTOMATIC` first."""
+    """Return (label, name) of the rules that accept the drafter's proposals at this temperature; `AUTOMATIC` first."""
     greedy = not temperature or not number_of("temperature", temperature) > 0
     found = [("automatic (lossless)", AUTOMATIC)]
     for name, rule in RULES.items():
@@ -191,7 +191,7 @@ def fitting_rules(drafter: Drafter, temperature: float | None) -> list[tuple[str
 
 
 class Form(NamedTuple):
-    """The entries of the page. A field that was emptied is None; a browser may send any other type, too."""
+    """The inputs of the page. An emptied field is None; a browser may send any type."""
 
     prompt: Any
     drafter: Any
@@ -204,16 +204,16 @@ class Form(NamedTuple):
 
 
 def race_of(models: Models, form: Form) -> Race:
-    """Make the race that was asked for; ValueError, one sentence, for an entry that does not fit."""
+    """Create the race that a form describes; ValueError with one sentence for invalid input."""
     prompt = "" if form.prompt is None else str(form.prompt)
     if not prompt.strip():
-        raise ValueError("the prompt is empty: write one, or take an example")
+        raise ValueError("the prompt is empty: write one, or choose an example")
     if len(prompt) > LONGEST_PROMPT:
         raise ValueError(f"the prompt has {len(prompt)} characters: give at most {LONGEST_PROMPT}")
     drafter = models.drafter(form.drafter)
     policy = FixedPolicy(whole("depth", form.depth, 1), whole("the tree's nodes", form.nodes, 2))
     if policy.choose(drafter.budgets, 1) == PLAIN:
-        raise ValueError(f"{form.drafter} has no tree of this depth and so few nodes: raise one of them")
+        raise ValueError(f"{form.drafter} has no tree with this depth and number of nodes: raise one of them")
     config = DecodingConfig(
         max_new_tokens=whole("max new tokens", form.max_new_tokens, 1, MOST_NEW_TOKENS),
         sampling=SamplingConfig(number_of("temperature", form.temperature)),
@@ -226,7 +226,7 @@ def race_of(models: Models, form: Form) -> Race:
 
 
 def number_of(name: str, value: Any) -> float:
-    """Return the number of an entry."""
+    """Return the number that was entered in a field; ValueError if it is not a finite number."""
     if value is None:
         raise ValueError(f"{name} is empty: give a number")
     try:
@@ -239,7 +239,7 @@ def number_of(name: str, value: Any) -> float:
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return the whole number of an entry, within its bounds."""
+    """Return the whole number that was entered in a field; ValueError outside its bounds."""
     number = number_of(name, value)
     if number != int(number) or number < least or (most is not None and number > most):
         wanted = f"a whole number from {least}" + ("" if most is None else f" to {most}")

@@ -36,7 +36,6 @@ from decoding.model.vocabulary import (
     with_filled_vocabulary,
     write_output_tokens,
 )
-from decoding.model.windowed import with_window
 from trainer.data.batch import Example
 from trainer.files.transformers4 import write_model
 from trainer.recipe.draft import DraftSection, InitSection
@@ -67,8 +66,6 @@ def initial_draft(
     if init.from_model is None and getattr(target.model, "_is_stateful", False):  # some of its layers may not build
         raise ValueError(_no_draft(target))
     model = _started(target, tokenizer, init, trust_remote_code)
-    if section.window is not None:
-        model = with_window(model, section.window)
     model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
     draft = CausalLM(model)
     if draft.no_trees is not None:
@@ -270,10 +267,10 @@ def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> di
 
 def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[Example], longest: int) -> None:
     """Reject a draft, given by the recipe's ``key``, that cannot read the data's tokens or ``longest`` of them."""
-    if draft.max_text is not None and draft.max_text < longest:
+    if draft.max_positions is not None and draft.max_positions < longest:
         raise ValueError(
-            f"the draft from {key} reads at most {draft.max_text} tokens, but texts here have up to {longest}: lower "
-            "data.max_length and evaluation.max_new_tokens, or give another draft"
+            f"the draft from {key} reads at most {draft.max_positions} tokens, but texts here have up to {longest}: "
+            "lower data.max_length and evaluation.max_new_tokens, or give another draft"
         )
     if draft.vocab_size < target.vocab_size:  # models of one family may pad to different sizes
         largest = max(int(example.tokens.max()) for example in examples)

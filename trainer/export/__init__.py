@@ -1,1 +1,1 @@
-"""Export of trained heads and drafts in the formats that servers load, with a model card; and their upload."""
+"""Export of trained heads and drafts in served formats, with a model card, and upload to the Hub."""

@@ -1,7 +1,7 @@
-"""The model card: what the artefact is, how it is used, what was measured with it and where it comes from.
+"""The model card: description, commands, measured figures and provenance of an exported artefact.
 
-Cards are published, so they hold no local path. Every text from a recipe, a report or a name passes one of the filters
-`text`, `code` or `fenced`, so that it cannot act as Markdown.
+Cards are published, so local paths are removed. The filters `text`, `code` and `fenced` stop text from recipes,
+reports and names from acting as Markdown.
 """
 
 import json
@@ -39,14 +39,14 @@ FOLDER_NAME = "DIR"
 """The artefact's folder in the card's commands."""
 _LABELS = ("lossy", "lossless")
 _SETTINGS = ("prompts", "prompts_from", "max_new_tokens", "dtype", "commit")
-_REMEDY = "measure this one with `headstart evaluate`, or export without a report"
+_REMEDY = "measure these weights with `headstart evaluate`, or export without a report"
 
 
 # --- what was measured ------------------------------------------------------------------------------------------------
 
 
 class CardFigures(NamedTuple):
-    """Figures of a report for the card, in Markdown. ``best``: the fastest method at each temperature."""
+    """A report's figures as Markdown for the card. ``best``: the fastest method at each temperature."""
 
     best: str
     table: str
@@ -56,42 +56,42 @@ class CardFigures(NamedTuple):
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Read a report by `headstart evaluate`; `ValueError` if it is missing or holds no labelled rows of figures."""
+    """Read a report by `headstart evaluate`; `ValueError` if it is missing or lacks labelled rows of figures."""
     if not path.is_file():
-        raise ValueError(f"there is no report {path}: give the report.json that `headstart evaluate` wrote")
+        raise ValueError(f"the report {path} does not exist: give the report.json that `headstart evaluate` wrote")
     report = read_object(path, _REMEDY)
     rows = report.get("rows")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path} holds no rows of figures: {_REMEDY}")
+        raise ValueError(f"{path} contains no rows of figures: {_REMEDY}")
     if unlabelled := [row for row in rows if row.get("label") not in _LABELS]:
         raise ValueError(f"{path} labels {unlabelled[0].get('method')!r} neither lossless nor lossy: evaluate again")
     return report
 
 
 def read_own_report(path: Path, source: Path) -> dict[str, Any]:
-    """Read a report with the rows of the weights in ``source``, and those of methods without weights.
+    """Read a report, keeping the rows of the weights in ``source`` and of methods that need no weights.
 
-    `ValueError` unless the report measured these weights, on their own target.
+    `ValueError` unless the report measured these weights on the target that they were trained for.
     """
     report, kind = read_report(path), "heads" if kind_held_in(source) == HEADS else "draft"
     found, specs, mine = report.get("fingerprints"), report.get("drafters"), stored_fingerprint(source)
     if not isinstance(found, dict) or not isinstance(specs, dict):
-        raise ValueError(f"{path} does not record by fingerprints what it measured: {_REMEDY}")
+        raise ValueError(f"{path} does not record the fingerprints of what it measured: {_REMEDY}")
     names = {name for name, spec in specs.items() if found.get(spec) == mine}
     own = [row for row in report["rows"] if row.get("artefact") == kind and row.get("drafter") in names]
     if not own:
-        raise ValueError(f"{path} measured other {kind} than {source} holds ({mine}): {_REMEDY}")
+        raise ValueError(f"{path} did not measure the {kind} in {source} ({mine}): {_REMEDY}")
     wanted, target = trained_for(source), found.get("target")
     if wanted is not None and target != wanted:
-        raise ValueError(f"{path} measured the target {target}, but {source} was trained for {wanted}: {_REMEDY}")
+        raise ValueError(f"{path} measured with target {target}, but {source} was trained for {wanted}: {_REMEDY}")
     return {**report, "rows": [row for row in report["rows"] if row in own or row.get("artefact") is None]}
 
 
 def card_figures(report: dict[str, Any], chains: bool) -> CardFigures:
-    """Return the figures of a report by `read_own_report`.
+    """Return the card's figures from a report that `read_own_report` read.
 
-    ``chains``: servers draft chains with this format, so a chain comes before any tree. `ValueError` for a row that
-    holds something else than figures.
+    ``chains``: servers draft chains with this format, so any chain ranks above any tree. `ValueError` if a row contains
+    anything but figures.
     """
     report = without_local_paths(report)
     groups: dict[Any, list[dict[str, Any]]] = {}
@@ -104,29 +104,29 @@ def card_figures(report: dict[str, Any], chains: bool) -> CardFigures:
 
     best = [max(group, key=merit) for group in groups.values()]
     limits = [
-        f"{row.get('setting')}: no gain over plain decoding is shown on these prompts."
+        f"{row.get('setting')}: these prompts show no gain over plain decoding."
         for row in best
         if _speed(row, "low") <= 1 or _speed(row, "value") <= 1
     ]
     if chains and any(row.get("shape") == "tree" for row in best):
-        limits.append("The figures are of a tree. Servers draft one chain, of which fewer tokens are accepted.")
+        limits.append("These figures are for a tree. Servers draft a single chain and accept fewer tokens.")
     hardware = report.get("hardware") or {}
     machine = ", ".join(str(hardware[key]) for key in ("gpu", "processor") if hardware.get(key)) or "unknown hardware"
     held = {key: "–" if report.get(key) is None else report[key] for key in _SETTINGS}
     about = (
         f"Measured on {held['prompts']} prompts of {held['prompts_from']}, "
         f"{report['rows'][0].get('batch_size') or 1} at a time, up to {held['max_new_tokens']} new tokens each, "
-        f"on {machine} in {held['dtype']}, by Headstart's own loop at commit {held['commit']}."
+        f"on {machine} in {held['dtype']}, with Headstart's own decoding loop at commit {held['commit']}."
     )
     try:
         short, table = (markdown_table({**report, "rows": rows}) for rows in (best, report["rows"]))
         return CardFigures(short, table, about, greedy_sentence(report), tuple(limits))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the report holds something else than a figure ({error!r}): evaluate again") from error
+        raise ValueError(f"the report has a malformed row ({error!r}): run the evaluation again") from error
 
 
 def _speed(row: dict[str, Any], key: str) -> float:
-    """Return the speed-up of a row, or an end of its interval; infinity if it was not measured."""
+    """Return a row's speed-up or one end of its interval (``key``); infinity if it was not measured."""
     value = (row.get("speedup_of_totals") or {}).get(key)
     return float(value) if isinstance(value, int | float) else math.inf
 
@@ -144,11 +144,11 @@ def render_card(
     license: str | None = None,
     adapted: bool = False,
 ) -> str:
-    """Return the card: YAML front matter for the Hub, then Markdown. Missing facts are named as missing.
+    """Return the card: YAML front matter for the Hub, then Markdown. The card says which facts are missing.
 
-    ``commands``: those of the servers that take the artefact, with `FOLDER_NAME` and `target_argument` as names.
-    ``compared``: sentences on what was read back after writing. ``license`` is the artefact's, as its owner gives it.
-    ``adapted``: the adapted target lies beside heads.
+    ``commands``: start the servers that accept the artefact; they use the names `FOLDER_NAME` and `target_argument`.
+    ``compared``: sentences on what was read back after writing. ``license``: the artefact's licence, given by its
+    owner. ``adapted``: the folder contains the adapted target next to the heads.
     """
     target, published = target_name(provenance), None if provenance is None else published_provenance(provenance)
     on_hub, argument = is_hub_id(target), target_argument(provenance, adapted)
@@ -196,7 +196,7 @@ def render_card(
 
 
 def target_argument(provenance: Provenance | None, adapted: bool = False) -> str:
-    """Return the target's name in the card's commands: a folder there, its id on the Hub, or a word explained there."""
+    """Return the target's name for the card's commands: a folder, a Hub id, or a placeholder that the card explains."""
     name = target_name(provenance)
     if adapted:
         return f"{FOLDER_NAME}/target"

@@ -1,6 +1,6 @@
-"""What is known of weights: provenance and report, written fit to publish beside them, and the part of a plan.
+"""Files that accompany exported weights: provenance, report, plan and adapted target.
 
-The published form holds no path of this machine and no secret.
+The published provenance and report contain neither local paths nor secrets.
 """
 
 import filecmp
@@ -23,11 +23,11 @@ from trainer.heads.medusa2 import TARGET_FOLDER
 
 PROVENANCE_NAME, REPORT_NAME = "provenance.json", "report.json"
 UNKNOWN_TARGET = "TARGET"
-"""The target's name in commands if no folder and no id of the Hub is known."""
+"""Placeholder for the target in commands if neither its folder nor its Hub id is known."""
 USUAL_DRAFT_TOKENS = 4
-"""Depth of a draft's chain if neither its training nor a plan records one."""
+"""Depth of a draft's chain if neither its provenance nor a plan records one."""
 _COPIED = (".safetensors", ".json", ".jinja", ".txt", ".model")
-"""Suffixes of a model's files, code not among them."""
+"""Suffixes of the model files that are copied; code is not copied."""
 _OBJECTS = ("recipe", "target", "revisions", "versions", "hardware", "data")
 
 Provenance = dict[str, Any]
@@ -37,9 +37,9 @@ Provenance = dict[str, Any]
 
 
 def read_provenance(source: Path) -> Provenance | None:
-    """Read ``provenance.json`` beside the weights; None if there is none.
+    """Read ``provenance.json`` next to the weights; None if the file is missing.
 
-    `ValueError` unless it is a JSON object whose recipe, target and the other `_OBJECTS` are objects.
+    `ValueError` unless it is a JSON object and each of the keys `_OBJECTS` is absent, empty or an object.
     """
     path = source / PROVENANCE_NAME
     if not path.is_file():
@@ -49,26 +49,26 @@ def read_provenance(source: Path) -> Provenance | None:
     for key in _OBJECTS:
         stored[key] = stored.get(key) or {}
         if not isinstance(stored[key], dict):
-            raise ValueError(f"{path} holds {stored[key]!r} as {key}, not an object: {remedy}")
+            raise ValueError(f"{path} has {stored[key]!r} as {key}, not an object: {remedy}")
     return stored
 
 
 def is_adapted(stored: Provenance | None) -> bool:
-    """Return True if the target was trained too: the artefact then belongs to the adapted model beside it."""
+    """Return True if the target was trained too; the artefact then needs the adapted target next to it."""
     return stored is not None and stored["recipe"].get("adapters") is not None
 
 
 def target_name(stored: Provenance | None) -> str:
-    """Return the target's name without its folder: an id of the Hub, or the last part of a path."""
+    """Return the target's name without local folders: a Hub id, or the last part of a path."""
     held: Provenance = stored or {"target": {}, "recipe": {}}
     name = str(held["target"].get("name") or held["recipe"].get("target") or UNKNOWN_TARGET)
     return name if is_hub_id(name) else one_line(without_local_paths(basename(name))) or UNKNOWN_TARGET
 
 
 def target_of(source: Path) -> str | None:
-    """Return the folder or ORG/NAME@COMMIT of the model that an artefact was trained for; None if it is not recorded.
+    """Return the folder or ORG/NAME@COMMIT of the target that an artefact was trained for; None if not recorded.
 
-    A folder of another machine may not be here.
+    The folder may exist only on the machine that trained the artefact.
     """
     stored = read_provenance(source)
     if stored is None:
@@ -80,7 +80,7 @@ def target_of(source: Path) -> str | None:
 
 
 def trained_for(source: Path) -> str | None:
-    """Return the fingerprint of the target that an artefact belongs to; None if it is not recorded."""
+    """Return the fingerprint of the target that an artefact was trained for; None if not recorded."""
     stored = read_provenance(source)
     if stored is None:
         return None
@@ -92,7 +92,7 @@ def trained_for(source: Path) -> str | None:
 
 
 def chain_length(source: Path) -> int:
-    """Return the tokens that a draft was trained to draft at a time; the usual depth if that is not recorded."""
+    """Return how many tokens a draft was trained to draft at a time; `USUAL_DRAFT_TOKENS` if not recorded."""
     stored = read_provenance(source)
     section = stored["recipe"].get("draft") if stored else None
     length = section.get("num_draft_tokens") if isinstance(section, dict) else None
@@ -100,7 +100,7 @@ def chain_length(source: Path) -> int:
 
 
 def published_provenance(stored: Provenance) -> Provenance:
-    """Return a provenance in which target and data sets are named without their folders."""
+    """Return a provenance without the local folders of target and data sets."""
     target = dict(stored["target"])
     if (name := target.get("name")) is not None and not is_hub_id(str(name)):
         target["name"] = basename(str(name))
@@ -114,24 +114,24 @@ def published_provenance(stored: Provenance) -> Provenance:
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """A plan's part for one artefact. ``machine``: the hardware of its costs, for the card."""
+    """The part of a plan that concerns one artefact. ``machine``: where its costs were measured, for the card."""
 
     machine: str
     tree: Paths
-    """Best tree at the smallest batch size; empty for a drafter that has none."""
+    """Best tree at the smallest batch size; empty for a drafter without trees."""
     schedule: tuple[tuple[int, int, int], ...]
-    """(first, last, depth) of the best chain, for all batch sizes from 1 on; a depth of 0 is plain decoding."""
+    """Rows (first, last, depth): the best chain's depth for batch sizes first to last; depth 0 is plain decoding."""
     drawn: bool = False
     """True if a draft model's tokens were drawn from its distribution when the plan was made."""
 
     @property
     def deepest(self) -> int:
-        """Depth of the deepest chain of the schedule; 0 if none pays."""
+        """Depth of the deepest chain in the schedule; 0 if no chain pays."""
         return max((depth for _, _, depth in self.schedule), default=0)
 
 
 def read_serving_plan(path: Path, source: Path) -> ServingPlan:
-    """Read a plan's part for the weights in ``source``; ValueError if it was made with other weights."""
+    """Read the part of a plan that concerns the weights in ``source``; ValueError if the plan used other weights."""
     plan = read_plan(path)
     drafter = plan.drafter_of(stored_fingerprint(source))
     tree = plan.best_of(drafter["drafter"])["best"]["tree"]
@@ -149,7 +149,7 @@ def read_serving_plan(path: Path, source: Path) -> ServingPlan:
 
 
 def copy_target(source: Path, folder: Path) -> str:
-    """Copy the adapted target beside the heads in ``source``, read it back and compare; return a sentence.
+    """Copy the adapted target of the heads in ``source`` to ``folder`` and compare the copy; return a sentence.
 
     ValueError for files that read back differently.
     """
@@ -160,12 +160,12 @@ def copy_target(source: Path, folder: Path) -> str:
         shutil.copyfile(source / name, folder / name)
     _, mismatched, unreadable = filecmp.cmpfiles(source, folder, names, shallow=False)
     if wrong := [*mismatched, *unreadable]:
-        raise ValueError(f"{folder / wrong[0]} reads back with other bytes than were written: export again")
-    return f"the adapted target beside them: {len(names)} files equal to the bit"
+        raise ValueError(f"{folder / wrong[0]} differs from its original after copying: export again")
+    return f"{len(names)} files of the adapted target read back bit-equal"
 
 
 def write_companions(folder: Path, source: Path, report: dict[str, Any] | None) -> None:
-    """Write to the exported ``folder`` what is known of the weights in ``source``: provenance and report."""
+    """Write the published provenance and report of the weights in ``source`` to the exported ``folder``."""
     provenance = read_provenance(source)
     contents = {
         PROVENANCE_NAME: None if provenance is None else published_provenance(provenance),

@@ -1,4 +1,4 @@
-"""A draft as a plain transformers folder: safetensors, config, tokenizer."""
+"""Export of a draft model as a plain transformers folder: safetensors, config, tokenizer."""
 
 from pathlib import Path
 
@@ -19,11 +19,11 @@ _PROBE_LENGTH = 16
 
 
 def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write the draft, read it back, compare weights, logits and tokenizer."""
+    """Write the draft, read it back, and compare weights, logits and tokenizer."""
     source, folder = task.source, task.folder
     model, tokenizer = _load(source)
     if hasattr(model.config, "auto_map"):
-        del model.config.auto_map  # names code that is not exported with it
+        del model.config.auto_map  # refers to code that is not exported
     check_finite(dict(model.named_parameters()), f"{source}", "give an earlier checkpoint, or train the draft again")
     write_model(model, tokenizer, folder)
     if (output_tokens := read_output_tokens(model, str(source))) is not None:
@@ -32,13 +32,13 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     check_bit_equal(model.state_dict(), read_model.state_dict().items(), folder)
     check_bit_equal({"logits": probe_logits(model)}, [("logits", probe_logits(read_model))], folder)
     _check_same_tokenizer(tokenizer, read_tokenizer, folder)
-    compared = f"{len(model.state_dict())} tensors, the logits of a probe of {_PROBE_LENGTH} tokens and the tokenizer"
+    compared = f"{len(model.state_dict())} tensors, the logits of a {_PROBE_LENGTH}-token probe and the tokenizer"
     artefact = describe_model(model, task.format, str(model.dtype).removeprefix("torch."))
-    return artefact, (f"{compared} read back equal, to the bit",)
+    return artefact, (f"{compared} read back bit-equal",)
 
 
 def readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained draft and the written one."""
+    """Return readers of the trained draft and the exported one."""
 
     def chain(folder: Path) -> DraftModelDrafter:
         draft = load_draft(str(folder), target, None, task.trust_remote_code)
@@ -68,28 +68,28 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         if any(folder.glob("tokenizer*")):
             raise
         raise ValueError(
-            f"{folder} holds no tokenizer, which servers need beside a draft: save the target's there"
+            f"{folder} contains no tokenizer, but servers need one: save the target's tokenizer there"
         ) from error
     _check_vocabulary(tokenizer, model, folder)
     return model, tokenizer
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
-    """Refuse another model's tokenizer: one with far more tokens than this model's vocabulary, or far fewer.
+    """Reject another model's tokenizer: one with far more or far fewer tokens than this model's vocabulary.
 
-    A few more (an added padding token) or fewer (a padded vocabulary) are common.
+    Small differences are common: an added padding token, or a padded vocabulary.
     """
     highest, knows = max(tokenizer.get_vocab().values(), default=-1), model.config.get_text_config().vocab_size
     if highest >= knows + max(64, knows // 100) or highest + 1 < knows - max(1024, knows // 100):
         raise ValueError(
-            f"the tokenizer in {folder} has tokens up to {highest}, but the draft knows 0 to {knows - 1}: put the "
-            "target's tokenizer there, with which the draft was trained"
+            f"the tokenizer in {folder} has token ids up to {highest}, but the draft's end at {knows - 1}: put the "
+            "tokenizer of the draft's target there"
         )
 
 
 @torch.inference_mode()
 def probe_logits(model: PreTrainedModel) -> torch.Tensor:
-    """Return the logits (1, positions, vocab) of a fixed text whose token ids are spread over the vocabulary."""
+    """Return the logits (1, positions, vocab) of a fixed text with token ids spread over the vocabulary."""
     tokens = torch.arange(_PROBE_LENGTH) * max(model.config.vocab_size // _PROBE_LENGTH, 1) % model.config.vocab_size
     logits: torch.Tensor = model(tokens[None]).logits
     return logits
@@ -104,6 +104,6 @@ def _check_same_tokenizer(written: PreTrainedTokenizerBase, read: PreTrainedToke
     )
     if not same:
         raise ValueError(
-            f"{folder} reads back with another tokenizer than was written: it does not survive being saved by this "
-            "version of transformers; save it again with the version that made it"
+            f"the tokenizer in {folder} changed when this version of transformers saved it: save it again with the "
+            "version that made it"
         )

@@ -1,4 +1,4 @@
-"""DSpark drafts in the folder that training writes, which vLLM and SGLang load: DeepSpec's flat form."""
+"""Export of DSpark drafts in DeepSpec's flat format, which training also writes and vLLM and SGLang load."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from trainer.export.task import Artefact, ExportTask
 
 
 def stored_draft(folder: Path) -> DSparkDraft:
-    """Load a draft in its stored dtype, as `served_config` has it."""
+    """Load a draft in its stored dtype, with the config that `served_config` returns."""
     stored = stored_weights(folder, "train the draft again")
     dtype = next((tensor.dtype for name, tensor in stored if name == "fc.weight"), torch.float32)
     draft = DSparkDraft.from_pretrained(folder, dtype)
@@ -27,7 +27,7 @@ def stored_draft(folder: Path) -> DSparkDraft:
 
 
 def served_config(config: DSparkConfig) -> DSparkConfig:
-    """Return a draft's config without a confidence head that reads no bias: llama.cpp does not load a file with one."""
+    """Return a draft's config; drop a confidence head that ignores the Markov bias, which llama.cpp cannot load."""
     wanted = config.enable_confidence_head and config.confidence_head_with_markov
     return replace(config, enable_confidence_head=wanted)
 
@@ -49,12 +49,12 @@ def describe_dspark(draft: DSparkDraft, format: str, dtype: str) -> Artefact:
 
 
 def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write the draft with the task's tree, if there is one; read it back, compare."""
+    """Write the draft, with the task's tree if it has one; read it back and compare."""
     draft = stored_draft(task.source)
     draft.config = replace(draft.config, tree=task.tree or draft.config.tree)
     draft.save_pretrained(task.folder)
     if read_dspark_config(task.folder) != draft.config:
-        raise ValueError(f"{task.folder} reads back with another config than was written: export again")
+        raise ValueError(f"the config in {task.folder} differs from what was written: export again")
     trained = draft.state_dict()
     check_bit_equal(trained, stored_draft(task.folder).state_dict().items(), task.folder)
     artefact = describe_dspark(draft, task.format, str(draft.fc.weight.dtype).removeprefix("torch."))
@@ -62,6 +62,6 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
 
 
 def readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained draft and the written one, which draft the written tree."""
+    """Return readers of the trained draft and the exported one; both draft the exported tree."""
     trained = lambda: DSparkDrafter(load_dspark(task.source, target), tree=task.tree or None)  # noqa: E731
     return [(trained, lambda: DSparkDrafter(load_dspark(task.folder, target)))]

@@ -1,4 +1,4 @@
-"""The export of trained heads and drafts in the formats that servers load, with a model card."""
+"""The export command's work: check, write, read back, describe on a card, list server commands."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,19 +23,19 @@ from trainer.files.folders import write_folder
 from trainer.heads.medusa2 import TARGET_FOLDER
 
 NO_PROMPTS = Path("none")
-"""In place of a file of prompts: the files are not decoded with."""
+"""Value of ``prompts`` that skips the decoding check."""
 
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """The result of an export: ``files`` maps names to bytes, ``compared`` says how they were read back."""
+    """The result of an export. ``files`` maps names to sizes in bytes; ``compared`` says what was read back."""
 
     format: str
     folder: Path
     files: dict[str, int]
     compared: tuple[str, ...]
     commands: tuple[ServerCommand, ...]
-    """Those of the servers that take the folder."""
+    """Commands that start the servers accepting the folder."""
 
     def __str__(self) -> str:
         """Return lines for a terminal."""
@@ -63,21 +63,22 @@ def export(
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
-    ``source`` is a run's folder, its ``final`` folder or one of its checkpoints (the newest of a run that was stopped),
-    or ``quickstart``: servers of a draft want the embedded target too. The destination appears whole or not at all, and
-    only after the written files were read back and found equal to the bit. ``report``: a ``report.json`` whose figures
-    go on the card. ``plan``: a ``plan.json`` whose tree the formats headstart and dspark store, and whose depths by
-    batch size the servers' commands have. ``target``: the model that the artefact drafts for, if it is not the recorded
-    one. ``type``: one of the format's types of numbers. ``license``: the Hub's identifier of the weights' licence.
-    Provenance and report go with the weights, without local paths.
+    ``source``: a run's folder, its ``final`` folder or one of its checkpoints. A run that was stopped gives its newest
+    checkpoint. ``quickstart`` exports the embedded target, for servers that run a draft for it.
+    ``report``: a ``report.json``; the card shows its figures.
+    ``plan``: a ``plan.json``. The formats headstart and dspark store its tree; the servers' commands use its depths by
+    batch size.
+    ``target``: the model that the artefact drafts for, if it differs from the recorded one.
+    ``type``: one of the format's number types. ``license``: the Hub's identifier of the weights' licence.
+    ``prompts``: a .jsonl file; by default the prompts that the training run held out. If the target is on this machine,
+    it decodes them with the trained weights and with the exported files. `NO_PROMPTS` skips this check.
 
-    The target decodes prompts with the trained weights and with the files, if it is on this machine: prompts of the
-    .jsonl file ``prompts``, by default those that the training run held out; `NO_PROMPTS` decodes none.
+    The destination appears complete or not at all, and only after the files were read back and compared. Provenance and
+    report are written next to the weights, without local paths. Heads that were trained jointly with adapters get the
+    adapted target in the folder ``target``.
 
-    Heads that were trained jointly with adapters get the adapted target beside them, in ``target``.
-
-    `ValueError` for a format that does not fit the artefact, a source without weights, a destination that is not empty,
-    a report or a plan that is malformed or of other weights, and files that read back differently.
+    `ValueError` if the format does not fit the artefact, the source lacks weights or the destination is not empty. Also
+    if the report or plan is malformed or describes other weights, or if a file reads back differently.
     """
     source, destination, target = Path(source), Path(destination), target and quickstart.resolve(target)
     _check_given(format, prompts)
@@ -110,25 +111,25 @@ def _check_given(format: str, prompts: Path | None) -> None:
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
     if prompts not in (None, NO_PROMPTS) and not Path(prompts).is_file():
-        raise ValueError(f"there is no file {prompts}: give a .jsonl file of prompts, one a line, as --prompts")
+        raise ValueError(f"the file {prompts} does not exist: give a .jsonl file with one prompt per line as --prompts")
 
 
 class _Request(NamedTuple):
-    """What goes with the weights, and how the files are decoded with."""
+    """The inputs of an export besides the weights: report, plan, licence, and target and prompts of the check."""
 
     made: tuple[str, ...]
-    """Sentences on how the source was made."""
+    """Sentences on how the source was prepared."""
     report: dict[str, Any] | None
     figures: CardFigures | None
     planned: ServingPlan | None
     license: str | None
     target: str | None
-    """The user's; None for the recorded one."""
+    """Target given by the user; None for the recorded one."""
     prompts: Path | None
 
 
 def _write(task: ExportTask, request: _Request) -> tuple[Artefact, tuple[str, ...]]:
-    """Fill the task's folder; return the artefact in numbers, and sentences on what was read back."""
+    """Fill the task's folder; return the artefact's description and sentences on what was read back."""
     artefact, sentences = task.module.write(task)
     compared = [*request.made, *sentences]
     if adapted := (task.source / TARGET_FOLDER).is_dir():
@@ -148,17 +149,17 @@ def _write(task: ExportTask, request: _Request) -> tuple[Artefact, tuple[str, ..
         license=request.license,
     )
     (task.folder / CARD_NAME).write_text(card, encoding="utf-8")
-    mode = (task.folder / CARD_NAME).stat().st_mode  # safetensors writes for the owner; servers run as other users
+    mode = (task.folder / CARD_NAME).stat().st_mode  # safetensors files are private; a server may be another user
     for path in filter(Path.is_file, task.folder.rglob("*")):
         path.chmod(mode)
     return artefact, tuple(compared)
 
 
 def _check_destination(source: Path, destination: Path) -> None:
-    """Reject a destination that is the source, holds it, is no folder, or is not empty."""
+    """Reject a destination that is the source, contains it, is not a folder, or is not empty."""
     if destination.resolve() in (source.resolve(), *source.resolve().parents):
-        raise ValueError(f"the destination {destination} is or holds the source {source}: give another folder")
+        raise ValueError(f"the destination {destination} is or contains the source {source}: give another folder")
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
-        raise ValueError(f"the destination {destination} is not a folder: give another")
+        raise ValueError(f"the destination {destination} is not a folder: give another path")
     if destination.is_dir() and any(destination.iterdir()):
         raise ValueError(f"the destination {destination} is not empty: remove it, or give another folder")

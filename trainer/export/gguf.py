@@ -1,7 +1,7 @@
-"""A draft, or any other causal LM, as one GGUF file for llama.cpp and the programs built on it.
+"""Export of a draft, or any causal LM, as one GGUF file for llama.cpp and programs built on it.
 
-llama.cpp reads a file of an architecture that it knows and ignores what it has no key for. So only settings that have a
-key are written, and a model with any other that changes the logits is rejected.
+llama.cpp ignores settings that it has no key for. So this module writes only settings with a key, and rejects a model
+with any other setting that changes the logits.
 """
 
 import io
@@ -51,24 +51,24 @@ TYPES = {
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
 _TYPE_OF = {torch.bfloat16: "bf16", torch.float16: "f16"}
-"""Stored dtype -> type of the file, if none is given; f32 for any other dtype."""
+"""Stored dtype -> default type of the file; f32 for any other dtype."""
 _TORCH = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
 _VALUES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
-"""llama.cpp reads whole numbers as unsigned."""
+"""llama.cpp reads integers as unsigned."""
 _UNREAD = ("attention_bias", "mlp_bias", "head_dim", "rope_parameters")
-"""Settings that llama.cpp takes from the tensors and from keys that transformers' reader of GGUF does not know."""
+"""Settings that transformers' GGUF reader misses: llama.cpp takes them from the tensors or from other keys."""
 _AGAIN = "export again, and check the disk if it happens twice"
 
 
 def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     """Write a model's GGUF file, read it back and compare.
 
-    A trimmed draft gets a full lm_head, by which it drafts the same tokens; a DSpark draft gets its target's tokenizer.
-    ValueError for a model or a tokenizer that llama.cpp would read as another.
+    A trimmed draft gets a full lm_head that drafts the same tokens; a DSpark draft gets its target's tokenizer.
+    ValueError for a model or a tokenizer that llama.cpp would interpret differently.
     """
     if kind_held_in(task.source) == DSPARK:
         return _write_dspark(task)
@@ -78,8 +78,8 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     if (tokens := read_output_tokens(model, name)) is not None:
         model = with_filled_vocabulary(trimmed_vocabulary(model, tokens))
         remarks.append(
-            f"the draft is trimmed to {len(tokens):,} of {model.config.vocab_size:,} tokens, which llama.cpp does not "
-            "know of: its lm_head is written whole, drafts the same tokens, and costs more"
+            f"the draft is trimmed to {len(tokens):,} of {model.config.vocab_size:,} tokens; llama.cpp cannot trim, so "
+            "the file has a full lm_head, which drafts the same tokens at a higher cost"
         )
     tokenizer = load_tokenizer(name, task.trust_remote_code)
     vocabulary, told = vocabulary_of(tokenizer, model.config.vocab_size, eos_token_ids(model, tokenizer))
@@ -89,27 +89,27 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     before, after = probe_logits(model), probe_logits(_read(path, model.config, model.dtype))
     change = float((before.float() - after.float()).abs().max())
     if change and not rounded:
-        raise ValueError(f"{path.name} reads back with other logits than were written (by {change:.3g}): export again")
+        raise ValueError(f"the logits of {path.name} differ from the written model's by {change:.3g}: export again")
     if rounded:
-        compared += f", a logit of a probe by {change:.3g}"
+        compared += f" and a logit of a probe by at most {change:.3g}"
     else:
-        compared += ", and the logits of a probe, as transformers reads the file"
+        compared += ", and so are the logits of a probe when transformers reads the file"
     artefact = replace(describe_model(model, task.format, type), rounded=rounded > 0)
     return artefact, (compared, *remarks, *told)
 
 
 def _write_dspark(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write a DSpark draft's file. ValueError for a target that is not here, or that it does not fit."""
+    """Write a DSpark draft's file. ValueError if the target cannot be read or does not fit the draft."""
     if task.target is None:
-        raise ValueError(f"a GGUF file holds the target's tokenizer, and {task.source} names no target: give --target")
+        raise ValueError(f"{task.source} does not name its target, and a GGUF file needs its tokenizer: give --target")
     draft, trusted = stored_draft(task.source), task.trust_remote_code
     try:
         model = model_without_weights(local_folder(task.target, weights=False), torch.float32, trusted)
         target, tokenizer = CausalLM(model), load_tokenizer(task.target, trusted)
     except UNREADABLE as error:
         raise ValueError(
-            f"the target {task.target}, whose tokenizer the file holds, cannot be read ({reason(error)}): give it as "
-            "--target"
+            f"the file needs the tokenizer of the target {task.target}, which cannot be read ({reason(error)}): give "
+            "the target as --target"
         ) from error
     draft.config.check_fits(target)
     vocabulary, told = vocabulary_of(tokenizer, target.vocab_size, eos_token_ids(target.model, tokenizer))
@@ -124,12 +124,12 @@ def _write_dspark(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
 def _written(
     path: Path, metadata: Mapping[str, Any], tensors: Callable[[], Iterator[tuple[str, Tensor]]], type: str
 ) -> tuple[str, int]:
-    """Write a file and read it back; return a sentence, and the number of tensors that were rounded."""
+    """Write a file and read it back; return a sentence and the number of rounded tensors."""
     write_file(path, metadata, tensors(), type)
     count, rounded, error = compare_file(path, metadata, tensors())
-    compared = f"{path.name}: {len(metadata)} keys and {count - rounded} of {count} tensors are equal, to the bit"
+    compared = f"{path.name}: {len(metadata)} keys and {count - rounded} of {count} tensors are bit-equal"
     if rounded:
-        compared += f"; the others are the weights rounded to {type}: a weight changes by at most {error:.3g}"
+        compared += f"; the others are rounded to {type}, which changes a weight by at most {error:.3g}"
     return compared, rounded
 
 
@@ -157,8 +157,8 @@ def readers(task: ExportTask, target: CausalLM) -> Readers:
 
 
 def _read(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Read a model from its file by transformers' own reader; only `_UNREAD` comes from the trained ``config``."""
-    with redirect_stderr(io.StringIO()):  # its bars
+    """Read a model from its file with transformers' reader; the settings `_UNREAD` come from the trained ``config``."""
+    with redirect_stderr(io.StringIO()):  # hides progress bars
         read = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         for key in _UNREAD:
             if hasattr(config, key):
@@ -184,13 +184,13 @@ def _read_dspark(path: Path, config: DSparkConfig) -> DSparkDraft:
 
 
 def write_file(path: Path, metadata: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], type: str) -> None:
-    """Write a file. Vectors are stored in f32, as llama.cpp wants them; matrices in ``type``.
+    """Write a file. Vectors are stored in f32, as llama.cpp requires, and matrices in ``type``.
 
-    Rows that q8_0 cannot cut into blocks are stored in f16.
+    Matrices with rows that do not divide into q8_0 blocks are stored in f16.
     """
     writer = GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():
-        if isinstance(value, list) and value:  # a file holds no empty list
+        if isinstance(value, list) and value:  # GGUF cannot store an empty list
             numbers = GGUFValueType.INT32 if isinstance(value[0], int) else None
             writer.add_key_value(key, value, GGUFValueType.ARRAY, sub_type=numbers)
         elif not isinstance(value, list) and key != "general.architecture":
@@ -221,53 +221,53 @@ def compare_file(
 ) -> tuple[int, int, float]:
     """Read a file and compare all of it with what was written; `ValueError` for a difference.
 
-    Returns the tensors, those of them with weights that the file's type has no number for, and the greatest difference
-    of a weight. Floats must be the rounded weights to the bit. q8_0 holds 32 weights as whole numbers from -127 to 127
-    times one number in f16: an error beyond half a step, and what rounding that number adds, is a difference.
+    Returns the number of tensors, the number of tensors with rounded weights, and the largest change of a weight.
+    Float types must hold the rounded weights bit for bit. q8_0 stores 32 weights as integers from -127 to 127 times one
+    f16 scale. There the error may reach half a step plus the error from rounding the scale.
     """
     reader = GGUFReader(path)
     for key, value in metadata.items():
         field = reader.get_field(key)
         if field is None or not _same(field.contents(), value):
-            raise ValueError(f"{path.name} reads back with another {key} than was written: {_AGAIN}")
+            raise ValueError(f"the key {key} in {path.name} differs from what was written: {_AGAIN}")
     stored = {tensor.name: tensor for tensor in reader.tensors}
     written, rounded, largest = set(), 0, 0.0
     for name, tensor in tensors:
         written.add(name)
         values, found = tensor.float(), stored.get(name)
         if found is None:
-            raise ValueError(f"{path.name} reads back without {name}: {_AGAIN}")
+            raise ValueError(f"the tensor {name} is missing from {path.name}: {_AGAIN}")
         read = torch.from_numpy(quants.dequantize(found.data, found.tensor_type).copy()).reshape(values.shape)
         if not _is_rounded(read, values, found.tensor_type):
-            raise ValueError(f"{path.name} reads back with another {name} than was written: {_AGAIN}")
+            raise ValueError(f"the tensor {name} in {path.name} differs from what was written: {_AGAIN}")
         rounded += not torch.equal(read, values)
         largest = max(largest, float((read - values).abs().max()))
     if more := sorted(stored.keys() - written):
-        raise ValueError(f"{path.name} reads back with a tensor {more[0]} that was not written: {_AGAIN}")
+        raise ValueError(f"{path.name} has a tensor {more[0]} that was not written: {_AGAIN}")
     return len(written), rounded, largest
 
 
 def _is_rounded(read: Tensor, values: Tensor, kind: GGMLQuantizationType) -> bool:
-    """Return True if ``read`` is what ``values`` round to in a type of the file."""
+    """Return True if ``read`` equals ``values`` rounded to the file's type."""
     if kind != GGMLQuantizationType.Q8_0:
         return torch.equal(read, values.to(_TORCH[kind]).float())
     peaks = values.reshape(-1, 32).abs().amax(1, keepdim=True)
-    allowed = peaks * (0.5 / 127 + 2.0**-11) + 2.0**-17  # f16 holds no steps below 2^-24, of which 127 add up
+    allowed = peaks * (0.5 / 127 + 2.0**-11) + 2.0**-17  # steps of f16 are at least 2^-24; 127 add up
     return bool(((read - values).reshape(-1, 32).abs() <= allowed).all())
 
 
 def _same(read: Any, written: Any) -> bool:
-    """Return True for equal values; floats are stored in 32 bits."""
+    """Return True if the values are equal; floats are compared in 32 bits, as stored."""
     if isinstance(written, float) or (isinstance(written, list) and written and isinstance(written[0], float)):
         return np.array_equal(np.array(read, np.float32), np.array(written, np.float32))
     return bool(read == written)
 
 
 def _packed(tensor: Tensor, kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
-    """Return a tensor's bytes in a type of the file."""
+    """Return a tensor's bytes in the file's type."""
     if kind == GGMLQuantizationType.Q8_0:
         return quants.quantize(tensor.float().contiguous().numpy(), kind)
     rounded = tensor.to(_TORCH[kind])
     if not bool(torch.isfinite(rounded).all()):
-        raise ValueError(f"a weight is {float(tensor.abs().max()):.3g}, beyond the range of f16: give type bf16 or f32")
+        raise ValueError(f"a weight of {float(tensor.abs().max()):.3g} is outside f16's range: give type bf16 or f32")
     return rounded.contiguous().view(torch.uint8).numpy()

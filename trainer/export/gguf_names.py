@@ -1,4 +1,4 @@
-"""A model by llama.cpp's names: its sizes as GGUF's keys, its tensors as llama.cpp lays them out."""
+"""llama.cpp's names for a model: GGUF keys for its sizes, and its tensors in llama.cpp's layout."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ ARCHITECTURES = {
     "qwen2": MODEL_ARCH.QWEN2,
     "qwen3": MODEL_ARCH.QWEN3,
 }
-"""Model type -> llama.cpp's architecture, for models whose every tensor it holds under one name of its own."""
+"""Model type -> llama.cpp's architecture, if llama.cpp has exactly one name for each tensor of the model."""
 _OF_DSPARK = {
     "fc": "fc",
     "hidden_norm": "enc.output_norm",
@@ -27,34 +27,34 @@ _OF_DSPARK = {
     "markov.output": "markov_w2",
     "confidence": "conf_proj",
 }
-"""Our names of a DSpark draft's tensors -> llama.cpp's; the others are a Qwen3's."""
+"""Our name of a DSpark draft's tensor -> llama.cpp's. The other tensors have the names of a Qwen3."""
 _YARN_UNWRITTEN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-"""Settings of yarn for which llama.cpp's defaults, transformers' own, are kept."""
+"""Settings of yarn that are not written. llama.cpp and transformers share their defaults; other values are rejected."""
 _OTHER_PROGRAM = "serve it with a program that reads transformers folders, such as vLLM"
 
 
 def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return GGUF's keys for the model's sizes and rotary embeddings; ValueError for what llama.cpp would misread."""
+    """Return GGUF's keys for the model's sizes and rotary embeddings; ValueError if llama.cpp would misread it."""
     config = model.config
     if config.model_type not in ARCHITECTURES:
         raise ValueError(
-            f"a model of type {config.model_type} cannot be written as GGUF here, only {', '.join(ARCHITECTURES)}: "
+            f"the model's type is {config.model_type}, but only {', '.join(ARCHITECTURES)} can be written as GGUF: "
             "convert it with llama.cpp's convert_hf_to_gguf.py"
         )
     if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act is {config.hidden_act}, and llama.cpp computes silu: {_OTHER_PROGRAM}")
+        raise ValueError(f"hidden_act is {config.hidden_act}, but llama.cpp computes silu: {_OTHER_PROGRAM}")
     if (window := shortest_window(config)) is not None:
         raise ValueError(
-            f"the model attends to a window of {window} tokens, which llama.cpp would not: set sliding_window to null, "
-            f"and max_position_embeddings to at most {window}, in its config.json"
+            f"the model attends to a window of {window} tokens, but llama.cpp would attend to all: in config.json set "
+            f"sliding_window to null and max_position_embeddings to at most {window}"
         )
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError("the model is quantised: give its folder before that, and choose --type q8_0")
+        raise ValueError("the model is quantised: give the folder of the unquantised model, with --type q8_0")
     return _keys(MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]], config, _rope(config))
 
 
 def _keys(architecture: str, config: PreTrainedConfig | DSparkConfig, others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that every model has, and ``others``."""
+    """Return the keys that every model has, plus ``others``."""
     sizes = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -73,7 +73,7 @@ def _keys(architecture: str, config: PreTrainedConfig | DSparkConfig, others: Ma
 
 
 def dspark_metadata(config: DSparkConfig) -> dict[str, Any]:
-    """Return GGUF's keys for a DSpark or DFlash draft; llama.cpp counts the inputs of layers, not their outputs."""
+    """Return GGUF's keys for a DSpark or DFlash draft. llama.cpp numbers the inputs of layers, not their outputs."""
     own = {
         "rope.freq_base": config.rope_theta,
         "block_size": config.slots,
@@ -85,9 +85,9 @@ def dspark_metadata(config: DSparkConfig) -> dict[str, Any]:
 
 
 def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and values of each tensor of the file, in the stored dtype, as llama.cpp lays it out.
+    """Yield the name and values of each tensor, in the stored dtype and in llama.cpp's layout.
 
-    A tied lm_head is left out: llama.cpp then takes the embeddings.
+    A tied lm_head is omitted, and llama.cpp then uses the embeddings.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
@@ -98,21 +98,21 @@ def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         stem, _, suffix = name.rpartition(".")
         theirs = names.get_name(stem)
         if theirs is None or suffix not in ("weight", "bias"):
-            raise ValueError(f"llama.cpp's {config.model_type} has no place for the tensor {name}: {_OTHER_PROGRAM}")
+            raise ValueError(f"llama.cpp's {config.model_type} cannot store the tensor {name}: {_OTHER_PROGRAM}")
         values = tensor.detach().cpu()
         if architecture == MODEL_ARCH.LLAMA and ".q_proj." in name:
             values = _interleaved(values, config.num_attention_heads)
         if architecture == MODEL_ARCH.LLAMA and ".k_proj." in name:
             values = _interleaved(values, config.num_key_value_heads)
         yield f"{theirs}.{suffix}", values
-    if config.rope_parameters.get("rope_type") == "llama3":  # the numbers by which llama.cpp divides the frequencies
+    if config.rope_parameters.get("rope_type") == "llama3":  # llama.cpp divides the frequencies by these
         size = _head_size(config)
         unscaled: Tensor = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
         yield "rope_freqs.weight", unscaled / ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
 
 
 def dspark_names(draft: DSparkDraft) -> dict[str, str]:
-    """Return llama.cpp's name of each tensor of a draft's state. Its order of q and k is transformers' own."""
+    """Map a draft's state names to llama.cpp's. Unlike for Llama, the rows of q and k keep transformers' order."""
     names = get_tensor_name_map(MODEL_ARCH.QWEN3, draft.config.num_hidden_layers)
     stems = [(name, *name.rpartition(".")[::2]) for name in draft.state_dict()]
     return {name: f"{_OF_DSPARK.get(stem) or names.get_name(f'model.{stem}')}.{suffix}" for name, stem, suffix in stems}
@@ -128,7 +128,7 @@ def _rope(config: PreTrainedConfig) -> dict[str, Any]:
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"the model turns {rope['partial_rotary_factor']} of each head only: {_OTHER_PROGRAM}")
+        raise ValueError(f"the model rotates only {rope['partial_rotary_factor']} of each head: {_OTHER_PROGRAM}")
     base = {"rope.freq_base": float(rope["rope_theta"])}
     if kind == "default" or (kind == "llama3" and ARCHITECTURES[config.model_type] == MODEL_ARCH.LLAMA):
         return base
@@ -138,12 +138,12 @@ def _rope(config: PreTrainedConfig) -> dict[str, Any]:
     if kind == "yarn" and not any(rope.get(key) is not None for key in _YARN_UNWRITTEN):
         return {**scaled, "rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
     raise ValueError(
-        f"the model's rotary embeddings are scaled by {kind} ({rope}), which a GGUF file of a {config.model_type} "
-        f"written here cannot say: {_OTHER_PROGRAM}"
+        f"the model scales its rotary embeddings by {kind} ({rope}), which this export cannot write for "
+        f"{config.model_type}: {_OTHER_PROGRAM}"
     )
 
 
 def _interleaved(rows: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of q or k: transformers turns row i with i + half a head, llama.cpp's llama with i + 1."""
+    """Reorder the rows of q or k: transformers rotates row i with i + half a head, llama.cpp's Llama with i + 1."""
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)

@@ -1,8 +1,8 @@
-"""A tokenizer as GGUF's metadata: what llama.cpp needs in order to split texts as the model's tokenizer does.
+"""A tokenizer as GGUF metadata, for llama.cpp to split texts as the model's tokenizer does.
 
-llama.cpp splits by code of its own. A byte-level BPE is chosen there by the name of its pre-tokenizer, a
-sentencepiece-like one merges by scores. A tokenizer that neither reproduces is refused: the file would load, and
-texts would be split in a way that the model never saw.
+llama.cpp has its own splitting code. It picks a byte-level BPE by the name of its pre-tokenizer; a sentencepiece-like
+BPE merges by scores. A tokenizer that llama.cpp would not reproduce is rejected: the file would load, but texts would
+be split in ways that the model never saw in training.
 """
 
 import json
@@ -14,7 +14,7 @@ from gguf import TokenType
 from transformers import PreTrainedTokenizerBase
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""The pattern of tokenizers' ``ByteLevel`` with ``use_regex``."""
+"""The pattern of ``ByteLevel`` with ``use_regex`` in the package tokenizers."""
 _DIGIT = r"\p{N}"
 _CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -29,7 +29,7 @@ _NAMES: dict[tuple[tuple[str, ...], bool], str] = {
     ((_LLAMA3,), False): "smaug-bpe",
     ((_QWEN2,), False): "qwen2",
 }
-"""(patterns that texts are split by, in turn; ``ignore_merges``) -> llama.cpp's name (llama-vocab.cpp)."""
+"""(splitting patterns in order, ``ignore_merges``) -> llama.cpp's name of the pre-tokenizer (llama-vocab.cpp)."""
 
 _ENDS = frozenset(
     {
@@ -37,7 +37,7 @@ _ENDS = frozenset(
         *("<eos>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>"),
     }
 )
-"""Texts of the tokens that end a text in llama.cpp whatever a file says (llama-vocab.cpp, end-of-generation)."""
+"""Tokens that always end a text in llama.cpp, even if the file does not say so (llama-vocab.cpp, end-of-generation)."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "▁"
 _REMEDY = "serve it with a program that reads tokenizer.json, such as vLLM"
@@ -46,9 +46,10 @@ _REMEDY = "serve it with a program that reads tokenizer.json, such as vLLM"
 def vocabulary_of(
     tokenizer: PreTrainedTokenizerBase, size: int, ends: Sequence[int]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the metadata of a tokenizer, and remarks: for ``size`` embeddings, of texts that end with ``ends``.
+    """Return a tokenizer's metadata and remarks for the user.
 
-    ValueError for a tokenizer by which llama.cpp would split texts in another way.
+    ``size``: rows of the model's embeddings. ``ends``: ids of the tokens that end a text. ValueError for a tokenizer
+    that llama.cpp would not reproduce.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -74,18 +75,18 @@ def vocabulary_of(
 
 
 def _refused(reason: str) -> ValueError:
-    return ValueError(f"llama.cpp would split texts otherwise than this tokenizer, for {reason}: {_REMEDY}")
+    return ValueError(f"llama.cpp would split texts differently from this tokenizer because {reason}: {_REMEDY}")
 
 
 def _tokens(
     tokenizer: PreTrainedTokenizerBase, stored: Mapping[str, Any], size: int
 ) -> tuple[list[str], list[TokenType]]:
-    """Return the text and the type of each row of the embeddings; rows without a token are unused."""
+    """Return the text and type of the token of each embedding row; rows without a token have the type UNUSED."""
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
     if (highest := max(texts)) >= size:
         raise ValueError(
-            f"the tokenizer has token {highest} ({texts[highest]!r}), but the model has {size} embeddings, and in a "
-            "GGUF file each token has one: resize the model's embeddings, or remove the token"
+            f"the tokenizer has token {highest} ({texts[highest]!r}), but the model has {size} embeddings, and GGUF "
+            "needs one for each token: resize the model's embeddings, or remove the token"
         )
     added = {token["id"]: token for token in stored["added_tokens"]}
     byte_fallback = stored["model"].get("byte_fallback")
@@ -106,22 +107,22 @@ def _tokens(
 
 
 def _byte_level(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the keys of a byte-level BPE: its merges, and llama.cpp's name of its pre-tokenizer."""
+    """Return the keys of a byte-level BPE, its merges and pre-tokenizer among them, and remarks."""
     patterns = tuple(_patterns(stored["pre_tokenizer"]))
     key = (patterns, bool(stored["model"].get("ignore_merges")))
     if key not in _NAMES:
-        raise _refused(f"no pre-tokenizer of llama.cpp splits by {' then '.join(patterns) or 'bytes alone'}")
+        raise _refused(f"llama.cpp has no pre-tokenizer that splits by {' then '.join(patterns) or 'bytes alone'}")
     remarks: tuple[str, ...] = ()
     normalizer = stored["normalizer"]
     if normalizer is not None and normalizer["type"] == "NFC":
-        remarks = ("llama.cpp does not normalise texts to NFC: texts in another form are split otherwise there",)
+        remarks = ("llama.cpp does not normalise texts to NFC, so it splits texts in other forms differently",)
     elif normalizer is not None:
         raise _refused(f"it changes texts by {normalizer['type']} first")
     return {"model": "gpt2", "pre": _NAMES[key], "merges": [" ".join(pair) for pair in _merges(stored)]}, remarks
 
 
 def _patterns(pre_tokenizer: Mapping[str, Any] | None) -> list[str]:
-    """Return the patterns that a byte-level pre-tokenizer splits texts by, in turn."""
+    """Return the splitting patterns of a byte-level pre-tokenizer, in order."""
     parts = [] if pre_tokenizer is None else pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     if not parts or parts[-1]["type"] != "ByteLevel" or parts[-1]["add_prefix_space"]:
         raise _refused("its pre-tokenizer does not end with ByteLevel, or adds a space to texts")
@@ -137,19 +138,19 @@ def _patterns(pre_tokenizer: Mapping[str, Any] | None) -> list[str]:
 
 
 def _merges(stored: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the pairs that are merged, the first of them first."""
+    """Return the pairs that the tokenizer merges, in order."""
     merges = stored["model"]["merges"]
     pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
     if odd := [pair for pair in pairs if len(pair) != 2 or any(" " in part for part in pair)]:
-        raise _refused(f"it merges {odd[0]}, which holds a space")
+        raise _refused(f"it merges {odd[0]}, which contains a space")
     return pairs
 
 
 def _sentencepiece(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the keys of a BPE with byte fallback, which llama.cpp's sentencepiece merges by scores.
+    """Return the keys of a BPE with byte fallback, for the sentencepiece code of llama.cpp, and remarks.
 
-    There any two neighbours whose joined text is a token merge, the highest score first. So every such pair must be
-    among the merges, and the pairs of one token must follow one another.
+    That code merges any two neighbours that together spell a token, highest score first. So every such pair must be
+    among the tokenizer's merges, and all pairs that spell the same token must be consecutive.
     """
     prefix, remarks = _space_prefix(stored)
     scores: dict[str, float] = {}
@@ -157,7 +158,7 @@ def _sentencepiece(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str
     for rank, (left, right) in enumerate(pairs):
         token = left + right
         if token in scores and token != previous:
-            raise _refused(f"its merges into {token!r} do not follow one another")
+            raise _refused(f"its merges into {token!r} are not consecutive")
         scores.setdefault(token, -float(rank))
         previous = token
     vocabulary, merged, special = stored["model"]["vocab"], set(pairs), {t["content"] for t in stored["added_tokens"]}
@@ -172,7 +173,7 @@ def _sentencepiece(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str
 
 
 def _space_prefix(stored: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
-    """Return True if a space is put before texts, and remarks on texts that are split otherwise."""
+    """Return True if texts get a leading space, and remarks on texts that llama.cpp splits differently."""
     normalizer, pre_tokenizer = stored["normalizer"], stored["pre_tokenizer"]
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -182,22 +183,22 @@ def _space_prefix(stored: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
         return False, ()
     if not steps and pre_tokenizer is not None and pre_tokenizer["type"] == "Metaspace":
         if pre_tokenizer["replacement"] != _SPACE or pre_tokenizer.get("split", True):
-            raise _refused("its Metaspace splits texts at spaces, or replaces them by another sign")
+            raise _refused("its Metaspace splits texts at spaces or replaces spaces by an unusual character")
         if pre_tokenizer["prepend_scheme"] == "never":
             return False, ()
-        remark = "llama.cpp puts a space before each text, also one that begins with a space or follows a special token"
+        remark = "llama.cpp puts a space before every text, even if it starts with a space or follows a special token"
         return True, (remark,)
     raise _refused("its normalizer and pre-tokenizer are not sentencepiece's")
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], size: int) -> dict[str, Any]:
-    """Return the ids of special tokens, and whether texts begin with the BOS and end with the EOS."""
+    """Return the ids of special tokens, and whether texts start with the BOS and end with the EOS."""
     plain = tokenizer("a b", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a b")["input_ids"]
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     begins, finishes = whole[:1] == [bos] != plain[:1], whole[-1:] == [eos] != plain[-1:]
     if whole != [bos] * begins + plain + [eos] * finishes:
-        raise _refused(f"it makes {whole} of the tokens {plain}")
+        raise _refused(f"it turns the tokens {plain} into {whole}")
     others = [end for end in ends if end != eos]
     first = eos if eos in ends or not others else others.pop(0)
     ids = {
@@ -213,16 +214,16 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], siz
 
 
 def _remarks_on_ends(tokens: Sequence[str], ends: Sequence[int]) -> tuple[str, ...]:
-    """Return remarks on tokens that end a text in llama.cpp alone, or in the model alone."""
+    """Return remarks on tokens that end a text only in llama.cpp or only in the model."""
     remarks = []
     if only_there := [token for index, token in enumerate(tokens) if token in _ENDS and index not in ends]:
-        remarks.append(f"llama.cpp also ends texts at {', '.join(only_there)}, by that name")
+        remarks.append(f"llama.cpp also ends texts at {', '.join(only_there)} because it recognises the name")
     if only_here := [tokens[index] for index in ends[3:] if tokens[index] not in _ENDS]:
-        remarks.append(f"llama.cpp does not end texts at {', '.join(only_here)}: a file names three such tokens")
+        remarks.append(f"llama.cpp does not end texts at {', '.join(only_here)}: a file can name only three tokens")
     return tuple(remarks)
 
 
 def _remarks_on_added(stored: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a remark on special tokens that take spaces with them, which llama.cpp's do not."""
+    """Return a remark on special tokens that strip adjacent spaces; llama.cpp does not strip these."""
     wide = [token["content"] for token in stored["added_tokens"] if token["lstrip"] or token["rstrip"]]
-    return (f"llama.cpp leaves spaces beside {', '.join(wide)} in the text",) if wide else ()
+    return (f"llama.cpp keeps the spaces next to {', '.join(wide)}; this tokenizer strips them",) if wide else ()

@@ -1,4 +1,4 @@
-"""Heads in this project's own format."""
+"""Export of Medusa heads in Headstart's own format."""
 
 from dataclasses import replace
 
@@ -28,19 +28,19 @@ def describe_heads(heads: MedusaHeads, format: str) -> Artefact:
 
 
 def readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained heads and the written ones, which draft the written tree."""
+    """Return readers of the trained heads and the exported ones; both draft the exported tree."""
     trained = lambda: MedusaDrafter(load_heads(task.source, target), task.tree or None)  # noqa: E731
     return [(trained, lambda: MedusaDrafter(load_heads(task.folder, target)))]
 
 
 def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write heads as `MedusaHeads` reads them, read them back, compare."""
+    """Write heads in the format that `MedusaHeads` reads, read them back and compare."""
     folder, heads = task.folder, MedusaHeads.from_pretrained(task.source)
     if task.tree:
         heads.config = replace(heads.config, tree=task.tree)
     heads.save_pretrained(folder)
     if read_config(folder) != heads.config:
-        raise ValueError(f"{folder} reads back with another config than was written: export again")
+        raise ValueError(f"the config in {folder} differs from what was written: export again")
     state = heads.state_dict()
     check_stored(state, folder)
     return describe_heads(heads, task.format), (f"{len(state)} tensors and the tree read back bit-equal",)

@@ -1,11 +1,11 @@
-"""The proof that an export is what was trained: every bit is read back, and prompts are decoded with both.
+"""Proof that exported files equal the trained weights: compare every bit, and decode prompts with both.
 
-Each format's module has ``readers(task, target)``: pairs of functions that load the trained weights and the exported
-files, the latter from the files alone, as drafters of the same chain or tree. One drafter is in memory at a time.
-Of files that hold rounded weights by design the texts alone must be equal, and the acceptance of both is reported.
+Each format's module has ``readers(task, target)``. It returns pairs of functions: one loads the trained weights, the
+other loads the exported files alone. The two drafters draft the same chain or tree; only one is in memory at a time.
+For formats that round weights only the texts must match, and the tokens per target pass of both are reported.
 
-The target runs in fp32: there a text does not depend on the number of tokens in a pass, and weights with equal bits
-draft equal tokens.
+The target runs in fp32. There a text does not depend on the number of tokens per pass, and bit-equal weights draft
+equal tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,39 +43,39 @@ from trainer.recipe.reading import parse_recipe
 Readers = list[tuple[Callable[[], Drafter], Callable[[], Drafter]]]
 
 PROMPTS = 20
-"""Prompts that are decoded with the trained weights and with the files."""
+"""Number of prompts to decode with the trained weights and with the exported files."""
 _NEW_TOKENS = 64
-"""Tokens of a text after a prompt of the user's; a run's own prompts are answered as its evaluations answered them."""
+"""New tokens after each prompt from the user's file; held-out prompts get as many as the run's evaluations decoded."""
 _ROWS_PER_PROMPT = 16
-"""Rows that are read of a run's held-out data for each prompt: some are too long, or hold none."""
+"""Rows of held-out data to read for each prompt wanted; some rows are too long or contain no prompt."""
 _POSITIONS = 32
-"""Positions of the first text at which the logits of heads are compared."""
+"""Number of positions in the first text at which the heads' logits are compared."""
 
 
 # --- every bit --------------------------------------------------------------------------------------------------------
 
 
 def check_stored(written: Mapping[str, Tensor], folder: Path) -> None:
-    """Compare the folder's weights with what was written, one tensor in memory at a time; errors: `check_bit_equal`."""
+    """Compare a folder's weights with ``written``, reading one tensor at a time; errors: `check_bit_equal`."""
     check_bit_equal(written, stored_weights(folder, "export again"), folder)
 
 
 def check_bit_equal(written: Mapping[str, Tensor], read: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Raise `ValueError` unless both hold the same names, dtypes, shapes and bits. Equal NaNs count as equal."""
+    """Raise `ValueError` unless ``written`` and ``read`` have equal names, dtypes, shapes and bits, NaNs included."""
     missing = set(written)
     for name, other in read:
         if name not in missing:
-            raise ValueError(f"{folder} reads back with another tensor than was written ({name}): export again")
+            raise ValueError(f"{folder} has a tensor {name} that was not written: export again")
         missing.remove(name)
         tensor = written[name]
         if tensor.dtype != other.dtype or tensor.shape != other.shape or not torch.equal(_bits(tensor), _bits(other)):
             raise ValueError(
-                f"{folder} reads back with another {name} than was written: export again, and check the disk if it "
+                f"the tensor {name} in {folder} differs from what was written: export again, and check the disk if it "
                 "happens twice"
             )
         del other  # before the next one is read
     if missing:
-        raise ValueError(f"{folder} reads back without {min(missing)}, which was written: export again")
+        raise ValueError(f"the tensor {min(missing)} is missing from {folder}: export again")
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -86,11 +86,11 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class _NotHere(Exception):
-    """The reason why an export is not decoded with on this machine, with the remedy; no fault of the export."""
+    """Why this machine cannot decode prompts with the export, with a remedy; the export itself may be fine."""
 
 
 class _Prompts(NamedTuple):
-    """Prompts as token ids. ``name``: that of their file."""
+    """Prompts as token ids. ``name``: the name of their file."""
 
     name: str
     tokens: Sequence[tuple[int, ...]]
@@ -98,9 +98,9 @@ class _Prompts(NamedTuple):
 
 
 def _read_target(name: str | None, given: bool, trusted: bool) -> tuple[CausalLM, PreTrainedTokenizerBase]:
-    """Load a target in fp32. `_NotHere` if it is unknown, or, unless the user has ``given`` it, not on the disk."""
+    """Load a target in fp32. `_NotHere` if it is unknown, or if the user has not ``given`` it and it is not on disk."""
     if name is None:
-        raise _NotHere("nothing records a target that these weights draft for; if there is one, give it as --target")
+        raise _NotHere("the target of these weights is not recorded; if they have one, give it as --target")
     try:
         with only_cached(not given):
             model = CausalLM(load_model(name, torch.float32, default_device(), trusted))
@@ -108,16 +108,16 @@ def _read_target(name: str | None, given: bool, trusted: bool) -> tuple[CausalLM
     except ValueError as error:
         if given:
             raise
-        raise _NotHere(f"their target, {name}, cannot be loaded here ({error}); give it as --target") from error
+        raise _NotHere(f"the target {name} cannot be loaded here ({error}); give it as --target") from error
 
 
 def _read_prompts(
     source: Path, prompts: Path | None, tokenizer: PreTrainedTokenizerBase, longest: int | None
 ) -> _Prompts:
-    """Read prompts of a file, or of the held-out data of the run that made ``source``, as that run read them.
+    """Read prompts from a file, or from the held-out data of the run that made ``source``, as that run read them.
 
-    ``longest``: the longest text, in tokens, that can be decoded; None without a limit. `_NotHere` if no file is given
-    and the run's is not on this machine.
+    ``longest``: the longest text, in tokens, that can be decoded; None for no limit. `_NotHere` if no file is given
+    and the held-out data cannot be read on this machine.
     """
     longest = longest or 1 << 30
     if prompts is not None:
@@ -126,18 +126,18 @@ def _read_prompts(
     remedy = "give a .jsonl file of prompts as --prompts"
     stored = read_provenance(source)
     if stored is None or not stored["recipe"]:
-        raise _NotHere(f"nothing records the held-out prompts of their training; {remedy}")
+        raise _NotHere(f"the held-out prompts of the training run are not recorded; {remedy}")
     try:
         recipe = parse_recipe(stored["recipe"], "provenance.json")
         path = resolve(recipe.data.heldout)
         if not Path(path).exists():
-            raise _NotHere(f"the held-out data of their training, {path}, is not on this machine; {remedy}")
+            raise _NotHere(f"the held-out data of the training run, {path}, is not on this machine; {remedy}")
         section, evaluation = recipe.data, recipe.evaluation
         few = section.model_copy(update={"max_rows": min(section.max_rows or 1 << 30, _ROWS_PER_PROMPT * PROMPTS)})
         examples = load_heldout_data(few, tokenizer).firsts
         read = heldout_prompts(examples, PROMPTS, evaluation.prompt_tokens, longest - evaluation.max_new_tokens)
     except ValueError as error:
-        raise _NotHere(f"the held-out data of their training cannot be read ({error}); {remedy}") from error
+        raise _NotHere(f"the held-out data of the training run cannot be read ({error}); {remedy}") from error
     return _Prompts(basename(path), read, evaluation.max_new_tokens)
 
 
@@ -145,11 +145,11 @@ def _read_prompts(
 
 
 def check_drafts(task: ExportTask, target: str | None, prompts: Path | None, rounded: bool = False) -> tuple[str, ...]:
-    """Decode prompts with the trained weights and with the written files; return a sentence on each comparison.
+    """Decode prompts with the trained weights and with the exported files; return a sentence on each comparison.
 
-    ``target`` and ``prompts``: the user's; None takes those of the training run. ValueError, naming prompt and token,
-    if they differ, or if a text is not the target's own. If target or prompts are not on this machine the sentence
-    says so. ``rounded``: the files hold rounded weights by design.
+    ``target`` and ``prompts``: given by the user; None takes the training run's. ``rounded``: the format rounds
+    weights. ValueError, naming prompt and token, if the texts differ from one another or from the target's own text. If
+    the target or the prompts are not on this machine, the sentence says so.
     """
     try:
         model, tokenizer = _read_target(target or task.target, target is not None, task.trust_remote_code)
@@ -158,16 +158,16 @@ def check_drafts(task: ExportTask, target: str | None, prompts: Path | None, rou
             for trained, exported in task.module.readers(task, model)
         )
     except _NotHere as reason:
-        return (f"no prompts were decoded with them: {reason}",)
+        return (f"no prompts were decoded with the exported files: {reason}",)
 
 
 class _Reading(NamedTuple):
-    """One side's texts and counts, and the logits of its heads at some positions, if it has heads."""
+    """The texts of one drafter with their counts, and its heads' logits at some positions if it has heads."""
 
     label: str
     decoded: list[Generation]
     plain: list[Generation]
-    """The same prompts without a drafter."""
+    """Texts for the same prompts, decoded without a drafter."""
     logits: Float[Tensor, "heads positions vocab"] | None
 
 
@@ -181,7 +181,7 @@ def _compared(
     own_target: bool,
     rounded: bool,
 ) -> str:
-    """Return the sentence on a pair. ValueError if they differ."""
+    """Compare one pair of drafters and return the sentence; ValueError if they differ."""
     drafter = trained()
     longest = min(filter(None, (model.max_positions, drafter.max_positions)), default=None)
     asked = _read_prompts(task.source, prompts, tokenizer, longest)
@@ -193,7 +193,7 @@ def _compared(
     if not rounded:
         _check_equal(task.folder, asked, ours, theirs)
     count, plain = len(asked.tokens), _equal(theirs.decoded, theirs.plain)
-    parts = [f"texts equal {_equal(ours.decoded, theirs.decoded)}/{count}, to plain decoding's {plain}/{count}"]
+    parts = [f"{_equal(ours.decoded, theirs.decoded)}/{count} texts equal, {plain}/{count} equal to plain decoding"]
     if plain < count:
         parts[0] += " (the others differ after near-ties)"
     if rounded:
@@ -206,14 +206,14 @@ def _compared(
 
 
 def _read_with(model: CausalLM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, prompts: _Prompts) -> _Reading:
-    """Decode with a drafter and without. ValueError for a text that is not the target's own."""
+    """Decode prompts with and without a drafter; ValueError for a text that is not the target's own."""
     config = DecodingConfig(prompts.max_new_tokens, eos_token_ids=eos_token_ids(model.model, tokenizer))
     plain, decoded = (Engine(model, each).decode(prompts.tokens, config, batch_size=10) for each in (None, drafter))
     for index, (text, own) in enumerate(zip(decoded, plain, strict=True)):
         if not is_near_tie(margin_of(model, prompts.tokens[index], text.tokens, own.tokens), torch.float32):
             raise ValueError(
-                f"with the {drafter.label} {_first_difference(prompts, index, text, own)} is not the target's own "
-                "text: please report this, with the model's name"
+                f"with the {drafter.label}, {_first_difference(prompts, index, text, own)} differs from the target's "
+                "own text: please report this with the model's name"
             )
     logits = None
     if isinstance(drafter, MedusaDrafter):
@@ -226,7 +226,7 @@ def _equal(some: Sequence[Generation], others: Sequence[Generation]) -> int:
 
 
 def _check_equal(folder: Path, prompts: _Prompts, ours: _Reading, theirs: _Reading) -> None:
-    wrong = f"{folder} decodes otherwise than the trained weights"
+    wrong = f"{folder} decodes differently from the trained weights"
     remedy = "export again, and report this if it happens twice"
     if ours.logits is not None and (theirs.logits is None or not torch.equal(ours.logits, theirs.logits)):
         raise ValueError(f"{wrong}: the heads' logits differ after prompt 1 of {prompts.name}; {remedy}")
@@ -238,25 +238,25 @@ def _check_equal(folder: Path, prompts: _Prompts, ours: _Reading, theirs: _Readi
 
 
 def _first_difference(prompts: _Prompts, index: int, text: Generation, other: Generation) -> str:
-    """Name the first token, from 1, at which two texts of a prompt differ."""
+    """Name the first token, counted from 1, at which two texts of a prompt differ."""
     token = common_length(text.tokens, other.tokens)
     return f"token {token + 1} after prompt {index + 1} of {prompts.name}"
 
 
 def _counts(decoded: Sequence[Generation]) -> str:
-    """Write ``2.31 tokens per pass; accepted 123/88/41 in 200 passes``, by position."""
+    """Return ``2.31 tokens per target pass, accepted 123/88/41 in 200 passes``; the counts are by position."""
     found = acceptance([text.counts for text in decoded])
     if not found.passes:
         return "no text has more than one token"
     accepted = "/".join(f"{share.value * found.passes:.0f}" for share in found.reached) or "none"
-    return f"{found.tokens_per_pass.value:.2f} tokens per pass, accepted {accepted} in {found.passes} passes"
+    return f"{found.tokens_per_pass.value:.2f} tokens per target pass, accepted {accepted} in {found.passes} passes"
 
 
 @torch.inference_mode()
 def heads_logits(
     heads: MedusaHeads, target: CausalLM, text: Sequence[int], most: int = _POSITIONS
 ) -> Float[Tensor, "heads positions vocab"]:
-    """Return the heads' logits at the last ``most`` positions of a text behind which all of them predict its tokens."""
+    """Return the heads' logits at the last ``most`` positions at which every head predicts a token of the text."""
     tokens, count = torch.tensor(list(text), device=target.device), heads.config.num_heads
     end = max(0, len(tokens) - count)
     positions = slice(max(0, end - most), end)

@@ -1,4 +1,4 @@
-"""An export in words: its formats, the task of one, the artefact in numbers, and the folder that it starts from."""
+"""Descriptions of an export: formats, task, exported artefact, and the folder that it starts from."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,16 +18,16 @@ HEADS, DRAFT, DSPARK = "heads", "a draft model", "a DSpark draft"
 
 @dataclass(frozen=True)
 class Format:
-    """A format of `headstart export`, written by the module of its name.
+    """A format of `headstart export`; the module of the same name writes it.
 
-    That module has ``write(task) -> (Artefact, sentences)`` and ``readers(task, target)``: see `readback`.
+    The module has ``write(task) -> (Artefact, sentences)`` and ``readers(task, target)``: see `readback`.
     """
 
     kinds: tuple[str, ...]
     library: str
     """The Hub's ``library_name``."""
     types: tuple[str, ...] = ()
-    """Types of numbers to choose among; empty for a format that keeps the stored one."""
+    """Number types to choose from; empty for a format that keeps the stored type."""
 
 
 FORMATS = {
@@ -45,14 +45,14 @@ class ExportTask:
     source: Path
     """Folder of the trained artefact."""
     folder: Path
-    """Folder to fill, which exists and is empty."""
+    """Existing empty folder to fill."""
     format: str
     target: str | None = None
-    """Folder or hub id of the model that the artefact drafts for; None if it is unknown."""
+    """Folder or Hub id of the model that the artefact drafts for; None if unknown."""
     tree: Paths = ()
-    """Tree in place of the artefact's own; empty for its own."""
+    """Tree that replaces the artefact's own; empty to keep its own."""
     type: str | None = None
-    """Type of the stored numbers, for a format that has several; None for its default."""
+    """Type of the stored numbers, for a format with a choice; None for its default."""
     trust_remote_code: bool = False
 
     @property
@@ -68,7 +68,7 @@ class ExportTask:
 
 @dataclass(frozen=True)
 class Artefact:
-    """The exported weights in numbers, for the card. ``heads`` is 0 for a draft."""
+    """Description of the exported weights for the card. ``heads`` is 0 for a draft."""
 
     format: str
     parameters: int
@@ -80,11 +80,11 @@ class Artefact:
     tree_nodes: int = 0
     shared_lm_head: bool = False
     markov_rank: int = 0
-    """Rank of the bias by the token before; 0: none."""
+    """Rank of the Markov bias, which depends on the previous token; 0 if there is none."""
     at_once: int = 0
     """Tokens that a DSpark draft drafts in one forward; 0 for any other artefact."""
     rounded: bool = False
-    """True if the format's type of numbers has none for some of the weights."""
+    """True if the format's number type rounds some of the weights."""
 
     @property
     def method(self) -> str:
@@ -95,45 +95,45 @@ class Artefact:
 
 
 def kind_held_in(source: Path) -> str:
-    """Return the kind of artefact in a folder: `HEADS`, `DRAFT` or `DSPARK`."""
+    """Return which kind of artefact a folder contains: `HEADS`, `DRAFT` or `DSPARK`."""
     if is_heads_folder(source):
         return HEADS
     return DSPARK if is_dspark_folder(source) else DRAFT
 
 
 def check_format(source: Path, format: str, type: str | None = None) -> None:
-    """Reject an unknown type, a folder without weights, links out of it, and a format for artefacts of another kind."""
+    """Reject an unknown type, a folder without weights or with links out of it, and a format of another kind."""
     if not source.is_dir():
-        raise ValueError(f"there is no folder {source}: give that of a training run, or its final folder")
+        raise ValueError(f"the folder {source} does not exist: give the folder of a training run, or its final folder")
     for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no .safetensors file")):
         if not any(source.glob(pattern)):
-            raise ValueError(f"{source} holds no weights to export ({what}): give the final folder of a training run")
+            raise ValueError(f"{source} contains no weights ({what}): give the final folder of a training run")
     check_links(source)
     held, types = kind_held_in(source), FORMATS[format].types
     if held not in FORMATS[format].kinds:
         fitting = " or ".join(name for name, other in FORMATS.items() if held in other.kinds)
-        raise ValueError(f"{source} holds {held}, which format {format!r} does not take: give format {fitting}")
+        raise ValueError(f"{source} contains {held}, but format {format!r} does not accept that: give format {fitting}")
     if type is not None and type not in types:
-        remedy = f"give one of {', '.join(types)}" if types else "leave it out: this format keeps the stored type"
-        raise ValueError(f"the type of format {format!r} is {type!r}: {remedy}")
+        remedy = f"give one of {', '.join(types)}" if types else "omit it; this format keeps the stored type"
+        raise ValueError(f"format {format!r} has no type {type!r}: {remedy}")
 
 
 def artefact_folder(source: Path) -> Path:
-    """Return the folder with the weights: ``source``, or its ``final`` folder if it is a run's."""
+    """Return the folder with the weights: ``source``, or its ``final`` folder if ``source`` is a run's folder."""
     final = source / "final"
     return final if not (source / "config.json").is_file() and (final / "config.json").is_file() else source
 
 
 @contextmanager
 def opened(source: Path, destination: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Yield the folder with the weights of a run, a checkpoint or ``quickstart``, and sentences on how it was made.
+    """Yield the folder with the weights of a run, a checkpoint or ``quickstart``, and sentences on its preparation.
 
-    Of a checkpoint, or of the newest one of a run that has no ``final`` folder, the artefact is made next to
-    ``destination`` and removed in the end. Errors: `trainer.run.finish.consolidate`.
+    A checkpoint is first turned into an artefact in a temporary folder next to ``destination``. A run without a
+    ``final`` folder gives its newest checkpoint. Errors: `trainer.run.finish.consolidate`.
     """
     if str(source) == quickstart.NAME and not source.exists():
         if not quickstart.is_built():
-            remedy = "headstart generate --target quickstart --prompt x builds it"
+            remedy = "build it with headstart generate --target quickstart --prompt x"
             raise ValueError(f"the embedded target is not built yet: {remedy}")
         source = Path(quickstart.resolve(str(source)))
     folder = artefact_folder(source)
@@ -149,7 +149,7 @@ def opened(source: Path, destination: Path) -> Iterator[tuple[Path, tuple[str, .
 
 
 def _checkpoint_in(folder: Path) -> Path | None:
-    """Return the folder itself if it is a checkpoint, or the newest checkpoint of a run; None if there is none."""
+    """Return the folder if it is a checkpoint, else the newest checkpoint of its run; None if there is none."""
     from trainer.run.checkpoint import newest_checkpoint
 
     return newest_checkpoint(folder) or newest_checkpoint(folder / "checkpoints")

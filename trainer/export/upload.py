@@ -1,9 +1,9 @@
-"""Upload of an exported folder to the Hugging Face Hub, as it is, in one commit.
+"""Upload of an exported folder, unchanged, to the Hugging Face Hub in one commit.
 
-The token goes into the request header and nowhere else, neither into messages nor into exceptions. A folder whose files
-hold the token is rejected. ``huggingface_hub`` repeats what failed, and sends nothing that the Hub has.
+The token goes only into the request header, never into messages or exceptions. A folder is rejected if one of its files
+contains the token. ``huggingface_hub`` retries failed requests and skips files that the Hub already has.
 
-Nothing here waits for transformers.
+This module does not import transformers, so it starts fast.
 """
 
 import mmap
@@ -22,7 +22,7 @@ from trainer.files.folders import check_links
 
 CARD_NAME = "README.md"
 TAG = "headstart"
-"""A tag of every card, by which an export is recognised."""
+"""Tag on every card; it identifies a folder as an export."""
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _REMEDIES = {
     401: f"{LOG_IN} to a valid token",
@@ -33,9 +33,9 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class PushSummary:
-    """The result of an upload. ``address``: that of the repository, or of the pull request; ``name``: ORG/NAME@COMMIT.
+    """The result of an upload. ``address``: the URL of the repository or of the pull request.
 
-    ``name`` is how every command reads these files again.
+    ``name``: ORG/NAME@COMMIT, which every command accepts to read these files.
     """
 
     address: str
@@ -43,7 +43,7 @@ class PushSummary:
 
     def __str__(self) -> str:
         """Return lines for a terminal."""
-        return f"{self.address}: sent\nread it as {self.name}"
+        return f"uploaded to {self.address}\nuse it as {self.name}"
 
 
 def push(
@@ -55,20 +55,20 @@ def push(
     pull_request: bool = False,
     message: str | None = None,
 ) -> PushSummary:
-    """Upload an exported folder to the model repository ORG/NAME in one commit, creating it if it is missing.
+    """Upload an exported folder to the model repository ORG/NAME in one commit; create a missing repository.
 
-    A new repository is private unless ``public``; an existing one of the other visibility is rejected, so that nothing
-    is published by accident. ``revision``: a branch, made if it is missing; by default ``main``. With ``pull_request``
-    the commit becomes a pull request. Files that the upload does not replace stay.
+    A new repository is private unless ``public``. An existing repository with the other visibility is rejected, to
+    publish nothing by accident. ``revision``: a branch, created if missing; by default ``main``. With ``pull_request``
+    the commit becomes a pull request. Files that the upload does not replace are kept.
 
-    `ValueError`, always one sentence, for a folder that is not an export, a pickle or the token among its files, a
-    malformed repository id, no token, a refusal of the Hub, and a Hub that cannot be reached.
+    `ValueError`, always one sentence, if the folder is not an export, or if a file is a pickle or contains the token.
+    Also if the token is missing, the repository id is malformed, or the Hub rejects the upload or cannot be reached.
     """
     folder = Path(folder)
     if pull_request and revision is not None:
-        raise ValueError(f"a pull request goes to main, but revision is {revision!r}: give one of the two")
+        raise ValueError(f"a pull request goes to main, but revision is {revision!r}: give only one of these options")
     if TAG not in (card_data(folder / CARD_NAME).get("tags") or ()):
-        raise ValueError(f"{folder} is not a folder that headstart export wrote: export first, then push its folder")
+        raise ValueError(f"headstart export did not write {folder}: export first, then push the exported folder")
     token = _check_access(repository)
     _check_folder(folder, token)
     api = HfApi(token=token, library_name="headstart")
@@ -90,12 +90,12 @@ def push(
         problem = f"{address} answered {status} ({said}): {_REMEDIES.get(status, 'push again later')}"
     except (ClientError, OSError, ValueError, RuntimeError) as error:
         problem = f"the upload to {address} failed ({type(error).__name__}: {shortened(error)}): push again"
-    # Raised here, outside the handlers: an exception's context would hold the request and its header.
+    # Raise outside the handlers: the exception's context would contain the request header and its token.
     raise ValueError(problem.replace(token, "(token)"))
 
 
 def card_data(path: Path) -> Any:
-    """Return a card's metadata; an empty object if there is none."""
+    """Return a card's metadata; an empty object if it cannot be read."""
     try:
         return ModelCard(path.read_text(encoding="utf-8", errors="replace"), ignore_metadata_errors=True).data
     except (ValueError, YAMLError, OSError):
@@ -103,26 +103,26 @@ def card_data(path: Path) -> Any:
 
 
 def _check_visibility(api: HfApi, repository: str, public: bool) -> None:
-    """Create the repository if it is missing; ValueError for an existing one of the other visibility."""
+    """Create the repository if it is missing; ValueError if it exists with the other visibility."""
     if not api.repo_exists(repository):
         api.create_repo(repository, private=not public)
     elif bool(api.repo_info(repository).private) == public:
         kind, remedy = ("private", "without --public") if public else ("public", "with --public")
-        raise ValueError(f"the repository exists and is {kind}; change that in its settings, or push {remedy}")
+        raise ValueError(f"the repository already exists and is {kind}: change that in its settings, or push {remedy}")
 
 
 def _check_access(repository: str) -> str:
-    """Return the token for the Hub; ValueError without one, and for a malformed repository id."""
+    """Return the Hub token; ValueError if there is none or the repository id is malformed."""
     try:
         validate_repo_id(repository)
         malformed = repository.count("/") != 1
     except HFValidationError:
         malformed = True
     if malformed:
-        raise ValueError(f"the repository id is {repository!r}: give ORG/NAME, of letters, digits, '-', '_' and '.'")
+        raise ValueError(f"the repository id is {repository!r}: give ORG/NAME with letters, digits, '-', '_' and '.'")
     token = get_token()
     if not token:
-        raise ValueError(f"there is no token for the Hub: {LOG_IN}")
+        raise ValueError(f"no Hub token was found: {LOG_IN}")
     return token
 
 
@@ -131,9 +131,9 @@ def _check_folder(folder: Path, token: str) -> None:
     check_links(folder)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         if path.suffix.lower() in _PICKLES:
-            raise ValueError(f"{path} may be a pickle, which runs code when it is loaded: remove it, then push again")
+            raise ValueError(f"{path} may be a pickle, and loading a pickle can run code: remove it, then push again")
         if path.stat().st_size == 0:
             continue
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if content.find(token.encode()) >= 0:
-                raise ValueError(f"{path} contains your token for the Hub: remove it there, then push again")
+                raise ValueError(f"{path} contains your Hub token: remove the token, then push again")

@@ -1,10 +1,10 @@
-"""Our heads in vLLM 0.32 and later: a proposer for its ``custom_class``. Imports torch, safetensors and vLLM alone.
+"""A proposer that drafts with our heads in vLLM 0.32 and later; it imports only torch, safetensors and vLLM.
 
     --speculative-config '{"method":"custom_class","model":"trainer.export.vllm_proposer.HeadsProposer",
     "num_speculative_tokens":4}' --additional-config '{"headstart":{"heads":FOLDER}}'
 
-It drafts a chain: the best token of each head, after the token before it if they have a Markov bias. vLLM hands it
-tokens and no states, so it listens to three calls of each step: see `_Step`.
+It drafts a chain of each head's best token. A Markov bias makes each token depend on the one before it. vLLM passes
+tokens but no states to a proposer, so the proposer wraps three calls of each step: see `_Step`.
 """
 
 import functools
@@ -21,28 +21,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 KEY = "headstart"
-"""Name of our part of vLLM's ``additional_config``: ``heads``, and if wanted ``depth`` and ``ngram``."""
+"""Our key in vLLM's ``additional_config``; its object has ``heads`` and optionally ``depth`` and ``ngram``."""
 _FORMAT = "headstart-medusa"
 
 
 class _Step(threading.local):
-    """The last states that a model of this thread computed logits of, and those that it sampled from.
+    """The states of this thread's current step: the last for which logits were computed, and the last sampled from.
 
-    A step computes the logits of its drafted tokens, samples, computes logits of prompts if their log-probabilities are
-    wanted, and drafts. So the states are kept when they are sampled from, and drafting takes them away: a step that
-    does not draft leaves nothing behind that a later one could use.
+    A step computes the logits of its drafted tokens, samples, computes prompt logits if their log-probabilities are
+    wanted, and drafts. So sampling stores the states, and drafting removes them. A later step can therefore never use
+    the states of an earlier one that did not draft.
     """
 
     computed: Tensor | None = None
     sampled: tuple[Tensor | None, Sequence[int] | None] | None = None
-    """The states, and the drafted tokens of each request among them; None for a step without drafts."""
+    """The states, and how many drafted tokens each request has among them (None in a step without drafts)."""
 
 
 _STEP = _Step()
 
 
 def _noting(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the ``forward`` of one of vLLM's samplers. The outer one of two is noted last, and stays."""
+    """Wrap the ``forward`` of a vLLM sampler to record its states. With nested samplers the outer one records last."""
 
     @functools.wraps(forward)
     def noting(*args: Any, **named: Any) -> Any:
@@ -51,21 +51,22 @@ def _noting(forward: Callable[..., Any]) -> Callable[..., Any]:
         _STEP.sampled = _STEP.computed, next((drafted for drafted in given if drafted is not None), None)
         return result
 
-    noting.headstart = True  # type: ignore[attr-defined]  # wrapped once in a process
+    noting.headstart = True  # type: ignore[attr-defined]  # marks it as wrapped: once per process
     return noting
 
 
 def state_rows(drafted: Sequence[int] | None, sampled: Sequence[Sequence[int]], rows: int) -> list[int]:
-    """Return the row of each request's newest token's state among a step's: drafted tokens and one more for each.
+    """Return, for each request, the row of the state that wrote its newest token.
 
-    ``sampled``: the tokens that each request got; its newest was written from its ``len(sampled)``-th row. A request
-    whose prompt is not read to its end got none. RuntimeError if these are not the rows of this step.
+    A step has one row per drafted token plus one more per request. ``sampled``: the new tokens of each request; n new
+    tokens mean that the request's n-th row wrote the newest. A request in the middle of its prompt has none.
+    RuntimeError if the number of rows does not match this step.
     """
     counts = [0] * len(sampled) if drafted is None else list(drafted)
     if len(counts) != len(sampled) or sum(counts) + len(counts) != rows:
         raise RuntimeError(
-            f"{rows} states are not those of {len(sampled)} requests with {sum(counts)} drafted tokens: please report "
-            "this with vLLM's version"
+            f"{len(sampled)} requests with {sum(counts)} drafted tokens do not match {rows} states: please report this "
+            "with vLLM's version"
         )
     found, first = [], 0
     for count, tokens in zip(counts, sampled, strict=True):
@@ -75,9 +76,10 @@ def state_rows(drafted: Sequence[int] | None, sampled: Sequence[Sequence[int]], 
 
 
 def looked_up(text: Tensor, ngram: int, count: int) -> list[int]:
-    """Return ``count`` tokens behind the latest earlier occurrence of a text's last ``ngram`` tokens; else none.
+    """Return up to ``count`` tokens after the latest earlier occurrence of a text's last ``ngram`` tokens.
 
-    Fewer if the text ends before, unless the occurrence touches its end: then the text repeats itself.
+    Returns nothing without an earlier occurrence, and fewer tokens if the text ends sooner. If the occurrence overlaps
+    or touches the last tokens, the text is repeating itself, and so does the result.
     """
     if len(text) <= ngram:
         return []
@@ -90,10 +92,10 @@ def looked_up(text: Tensor, ngram: int, count: int) -> list[int]:
 
 
 class HeadsProposer:
-    """Proposer of the heads' chain, and of a lookup's if the last ``ngram`` tokens of a text occur in it earlier.
+    """Proposer of the heads' chain, or of a lookup's chain if a text's last ``ngram`` tokens occurred in it before.
 
-    vLLM builds it before it loads anything. ValueError for a folder without heads, for heads of other sizes than the
-    target's, and for more tokens than there are heads.
+    vLLM builds it before loading any weights. ValueError if the folder lacks heads or their sizes differ from the
+    target's. Also if more tokens are wanted than there are heads.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -110,8 +112,8 @@ class HeadsProposer:
         for name, wanted in (("hidden_size", model.get_hidden_size()), ("vocab_size", model.get_vocab_size())):
             if config[name] != wanted:
                 raise ValueError(
-                    f"the heads in {self.folder} have {name} {config[name]} and the target {wanted}: give heads that "
-                    "were trained on this target"
+                    f"the heads in {self.folder} have {name} {config[name]}, but the target has {wanted}: give heads "
+                    "that were trained for this target"
                 )
         self.tokens: int = vllm_config.speculative_config.num_speculative_tokens
         self.ngram: int = given.get("ngram", 0)
@@ -123,7 +125,7 @@ class HeadsProposer:
         self.depth: int = min(depth, self.tokens)
 
     def load_model(self, target: Any) -> None:
-        """Read the weights in the target's dtype onto its device, and begin to note its states."""
+        """Load the weights in the target's dtype on its device, and start recording the target's states."""
         like, config = next(target.parameters()), self.config
         stored = _read_weights(self.folder, config)
         held = {name: tensor.to(device=like.device, dtype=like.dtype) for name, tensor in stored.items()}
@@ -151,7 +153,7 @@ class HeadsProposer:
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
-        """Return the drafted tokens of each request, none for one whose prompt is not read to its end."""
+        """Return the drafted tokens of each request; none for a request in the middle of its prompt."""
         step, _STEP.sampled = _STEP.sampled, None
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if self.ngram:
@@ -161,7 +163,7 @@ class HeadsProposer:
         asking = [request for request, tokens in enumerate(sampled_token_ids) if tokens and not drafts[request]]
         if asking:
             if step is None or step[0] is None:
-                raise RuntimeError("vLLM sampled without a state of its target: please report this with its version")
+                raise RuntimeError("vLLM sampled without computing a state: please report this with its version")
             rows = state_rows(step[1], sampled_token_ids, len(step[0]))
             index = torch.tensor([(rows[request], sampled_token_ids[request][-1]) for request in asking])
             row, newest = index.to(step[0].device).unbind(1)
@@ -170,9 +172,9 @@ class HeadsProposer:
         return drafts
 
     def chains(self, states: Tensor, newest: Tensor) -> Tensor:
-        """Return each request's chain, (requests, depth), from the states that their newest tokens were written from.
+        """Return each request's chain, (requests, depth), from the states that wrote the newest tokens.
 
-        Head k (from 0) drafts the token k + 1 behind the newest.
+        Head k (from 0) drafts the token k + 1 positions after the newest.
         """
         x = states.expand(self.depth, -1, -1)
         for weight, bias in self._layers:
@@ -188,30 +190,30 @@ class HeadsProposer:
 
 
 def _given(additional: Any) -> dict[str, Any]:
-    """Return our part of ``additional_config``; ValueError without a folder, and for other keys or values."""
+    """Return our part of ``additional_config``; ValueError if it lacks the folder or has other keys or values."""
     given = additional.get(KEY) if isinstance(additional, dict) else None
     held, wanted = dict(given) if isinstance(given, dict) else {}, {"heads": str, "depth": int, "ngram": int}
     if "heads" in held and all(type(value) is wanted.get(key) and value not in ("", 0) for key, value in held.items()):
         return held
     raise ValueError(
         f'vLLM\'s additional_config has {KEY} {given!r}: give --additional-config \'{{"{KEY}":{{"heads":FOLDER}}}}\', '
-        "and in it depth and ngram, 1 or more, if wanted"
+        "optionally with depth and ngram of at least 1"
     )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Read the sizes of heads as `decoding.model.heads` writes them."""
+    """Read the config of heads that `decoding.model.heads` wrote."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if config["format"] == _FORMAT:
             return dict(config)
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f"{folder} holds no heads of headstart: give the folder that headstart export wrote, on this disk")
+    raise ValueError(f"{folder} contains no headstart heads: give a local folder that headstart export wrote")
 
 
 def _read_weights(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
-    """Read the tensors; ValueError unless they have the names and shapes of the config."""
+    """Read the tensors; ValueError unless their names and shapes match the config."""
     size, vocab, rank = config["hidden_size"], config["vocab_size"], config["markov_rank"]
     shapes: dict[str, tuple[int, ...]] = {
         f"markov.{part}.weight": (vocab, rank) for part in ("embedding", "output") if rank
@@ -230,5 +232,5 @@ def _read_weights(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
         raise ValueError(f"{path} cannot be read as safetensors ({error}): export the heads again") from error
     found = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     if wrong := sorted(name for name in shapes | found if shapes.get(name) != found.get(name)):
-        raise ValueError(f"{folder} does not fit its config.json: {wrong[0]} is {found.get(wrong[0])}; export again")
+        raise ValueError(f"{wrong[0]} in {folder} is {found.get(wrong[0])}, unlike in its config.json: export again")
     return stored

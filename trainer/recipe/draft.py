@@ -139,10 +139,6 @@ class DraftSection(Section):
     vocabulary: Annotated[int, Field(ge=2)] | None = None
     """Number of tokens that the draft can write: the most frequent in training answers. None: all. It reads all tokens
     in any case."""
-    window: Annotated[int, Field(ge=2)] | None = None
-    """Sliding attention window in tokens, in every layer, in training and decoding. None: the architecture's. With a
-    window a step's time and memory do not grow with the text, and texts may exceed the draft's context. A Llama becomes
-    a Mistral with the same weights, because servers support its window."""
     loss: Annotated[LossSection, default_term("forward_kl")] = LossSection(forward_kl=1.0)
     policy: PolicySection = PolicySection()
     teacher: TeacherSection | None = None
@@ -186,7 +182,7 @@ class DraftSection(Section):
                 "draft.policy.loop_trains=rejected trains single tokens, but a DSpark draft needs runs of trained "
                 "tokens: set draft.policy.loop_trains=all"
             )
-        others: dict[str, Any] = {"teacher": self.teacher, "vocabulary": self.vocabulary, "window": self.window}
+        others: dict[str, Any] = {"teacher": self.teacher, "vocabulary": self.vocabulary}
         others["init.from_config"] = self.init.from_config
         if self.init.from_target != FromTargetSection():
             others["init.from_target"] = self.init.from_target

@@ -1,4 +1,4 @@
-"""THE dispatch from a recipe to its job. No other code checks the class of a recipe or an objective."""
+"""THE dispatch from a recipe to its job; no other code checks the class of a recipe or an objective."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """Checkpoints: trained weights, optimizer state and step, as safetensors and JSON.
 
-A checkpoint gets its name only once it is complete and on disk: a kill or a full disk loses that one alone. Data order,
+A checkpoint gets its name only once it is complete and on disk; a kill or a full disk loses only that one. Data order,
 learning rate and random state are functions of the step and are not saved. Tensors are whole and named by parameter
 (see `state`), so a run may resume under another launcher or number of processes.
 
@@ -212,7 +212,7 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _set_aside(self, newest: Path) -> None:
-        """Rename the skipped checkpoints, and those of steps after ``newest``."""
+        """Rename the skipped checkpoints and all checkpoints of steps after ``newest``."""
         for folder in self._all():
             if folder > newest or folder in self.unreadable:
                 others = len([*folder.parent.glob(f"{_ASIDE}{folder.name}*")])
@@ -220,14 +220,14 @@ class Checkpoints:
         self.unreadable = {}
 
     def read(self, step: int) -> Saved:
-        """Return the checkpoint of a step, already verified by another process."""
+        """Return the checkpoint of a step; another process has already verified it."""
         folder = self._folder / f"step-{step:08d}"
         state, saved = _read(folder, verify=False)
         self.best = _read_best(folder, state)
         return saved
 
     def latest(self) -> Saved | None:
-        """Return the newest readable checkpoint; None without any. Record the unreadable ones in `unreadable`.
+        """Return the newest readable checkpoint, or None without checkpoints; record skipped ones in `unreadable`.
 
         Raises ValueError if another recipe made it, or if no checkpoint can be read.
         """

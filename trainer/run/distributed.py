@@ -27,10 +27,10 @@ class Runner(Protocol):
         """Return the context of a micro batch's forward and backward pass; gradients are shared only in the last."""
 
     def backward(self, loss: Tensor) -> None:
-        """Add to the gradients."""
+        """Add the loss's gradients."""
 
     def clip(self) -> Tensor | None:
-        """Clip the gradients and return their norm before, on its device; None if only `step` knows it."""
+        """Clip the gradients and return their norm before clipping, on its device; None if only `step` knows it."""
 
     def step(self) -> list[float]:
         """Step the optimizers and zero the gradients; return their norm if `clip` did not."""
@@ -77,7 +77,7 @@ class _Plain:
 
 
 class _Zero:
-    """Runner for DeepSpeed, whose engine clips and steps together at the last micro batch."""
+    """Runner for DeepSpeed: its engine clips and steps together at the last micro batch."""
 
     def __init__(
         self, accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
@@ -120,7 +120,7 @@ class _Zero:
 
 @contextmanager
 def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[None]:
-    """Make every parameter of ``module`` whole on every process, for one process alone to run or copy it.
+    """Make every parameter of ``module`` whole on every process; a single process can then run or copy it.
 
     All processes must enter this. Changes made inside are lost. ``module`` is the objective's, not the wrapper.
     """
@@ -194,8 +194,8 @@ PREFIX = "prefix"
 def build_optimizers(module: nn.Module, section: TrainingSection, prefixes: Collection[str] = ("",)) -> list[Optimizer]:
     """Build AdamW for all trained parameters, or Muon for inner matrices and AdamW for the rest.
 
-    AdamW keeps embeddings and output layers, whose rows are tokens. Muon's step is scaled to AdamW's, so both share one
-    learning rate. A parameter joins the group of the longest of ``prefixes`` that its name starts with.
+    AdamW keeps embeddings and output layers, because their rows are tokens. Muon's step is scaled to AdamW's, so both
+    share one learning rate. A parameter joins the group of the longest of ``prefixes`` that its name starts with.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if section.optimizer == "adamw":

@@ -1,7 +1,7 @@
-"""Artefacts with provenance: of a finished run, or of a checkpoint.
+"""Artefacts with provenance, written from a finished run or from a checkpoint.
 
-A checkpoint's tensors are whole under any launcher (see `state`), so a single process can write its artefact, just as
-the run would have if that step had been its last.
+A checkpoint's tensors are whole under any launcher (see `state`), so a single process can write its artefact. The
+result is the same as if the run had ended at that step.
 """
 
 import json
@@ -42,7 +42,7 @@ def choose_tree(job: Job, evaluator: Evaluator | None) -> None:
 
     Every process must call this and gets the same tree.
     """
-    job.objective.module.eval()  # which may contain the target
+    job.objective.module.eval()  # the module may contain the target
     if evaluator is not None:
         job.objective.choose_tree(evaluator.target, lambda: evaluator.greedy_texts(job.dataset))
 
@@ -82,7 +82,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> AnyRecipe:
-    """Return the recipe with the settings of its last trained stretch: they may have changed since."""
+    """Return the recipe with the settings of its last trained stretch; the settings may have changed since."""
     names = type(recipe.training).model_fields
     last = {name: value for name, value in stretches[-1].items() if name in names} if stretches else {}
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=last)})
@@ -100,16 +100,13 @@ def consolidate(checkpoint: Path, destination: Path, console: Console | None = N
     job = assemble(recipe.without_store(), device, Process(console=console or standard_error()))
     refused = compare(state["identity"], json.loads(json.dumps(dict(job.identity)))).refused
     if changed := [str(each) for each in refused if not each.name.startswith(_STORED)]:
-        raise ValueError(
-            f"{checkpoint} was made with another {', '.join(changed)} than its recipe now refers to: restore the "
-            "original"
-        )
+        raise ValueError(f"since {checkpoint} was written, its {', '.join(changed)} changed: restore the original")
     load_weights(job.objective.module, saved.weights)
     choose_tree(job, evaluator_at_end(job, device))
     origin = {**state["launch"], "checkpoint": checkpoint.name}
     finish(replace(job, recipe=recipe), destination, saved.progress, state["stretches"], origin)
     done, steps = saved.progress.step, recipe.training.steps
-    return f"made from the checkpoint {checkpoint}: the weights after step {done} of {steps}, not the finished ones"
+    return f"made from the checkpoint {checkpoint}: weights after step {done} of {steps}, not the finished weights"
 
 
 def provenance(
@@ -127,7 +124,7 @@ def provenance(
     content = recipe.model_dump(mode="json")
     name = content.get("target")
     if name is not None and Path(name).is_dir():
-        name = str(Path(name).resolve())  # cannot be mistaken for a hub id
+        name = str(Path(name).resolve())  # cannot be mistaken for a Hub id
     elif name is not None and (named := hub_name(name)) is not None:
         name = named.repo_id  # the revisions have its commit
     known: dict[str, Any] = {"name": name, "fingerprint": target}

@@ -35,8 +35,8 @@ class Evaluator:
     """The real decoding loop on the same prompts, with the same seeds and in the same batches, every time.
 
     Batches are dealt over the accelerator's processes (None: one process). All processes must call each method together
-    and get the same result, whatever their number: each prompt keeps its seed and its batch, which in bf16 can decide
-    near-ties.
+    and get the same result for any number of processes: each prompt keeps its seed and its batch, because a batch can
+    decide near-ties in bf16.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Evaluator:
         return heldout_prompts(dataset.firsts, section.prompts, section.prompt_tokens, longest)
 
     def evaluate(self, objective: Objective) -> Evaluation:
-        """Measure the present weights: tokens per target pass, and conditional acceptance by position (from 1)."""
+        """Measure the current weights: tokens per target pass, and per-position acceptance (positions from 1)."""
         drafter, target = objective.drafter(), self.target.at_its_fastest()
         assert drafter is not None
 
@@ -143,7 +143,7 @@ class Watch:
         self._evaluated_at: int | None = None
 
     def evaluate(self, progress: Progress) -> None:
-        """Evaluate the present weights if a target is loaded. Every process must call this."""
+        """Evaluate the current weights if a target is loaded. Every process must call this."""
         if self._evaluator is None:
             return
         evaluation = self._evaluator.evaluate(self._objective)

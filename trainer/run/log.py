@@ -69,7 +69,7 @@ class Log:
         self._bar.begin(progress.step)
         steps = self._recipe.training.steps
         passed_over = checkpoints.unreadable.items()
-        lines = [f"{folder} ({reason}) cannot be used: skipped, not deleted" for folder, reason in passed_over]
+        lines = [f"{folder} is unreadable ({reason}); it was skipped, not deleted" for folder, reason in passed_over]
         lines.append(f"{self._recipe.name}: resuming from step {progress.step} of {steps}")
         lines += [f"changed from here on: {change}" for change in checkpoints.changes]
         say(self._console, *lines)
@@ -94,7 +94,8 @@ class Log:
     def step(self, progress: Progress, figures: dict[str, float], times: StepTimes | None) -> None:
         """Log a step's figures; if its time is known, also its speed and the target's share of the time.
 
-        Tokens per second count the trained tokens of the texts, whatever heads or a DSpark draft predict at each.
+        Tokens per second count each trained token of the texts once, however many predictions heads or a DSpark draft
+        make at it.
         """
         tokens, self._tokens = progress.tokens - self._tokens, progress.tokens
         note = f"loss {figures['loss']:.3f}"

@@ -231,7 +231,7 @@ def check_batch_divides(section: TrainingSection, processes: int) -> None:
 
 
 def _my_positions(section: TrainingSection, accelerator: Accelerator) -> range:
-    """Return this process's positions in a batch, dealt in turn: any number of processes trains the same batch."""
+    """Return this process's positions in a batch, dealt in turn so any number of processes trains on the same batch."""
     check_batch_divides(section, accelerator.num_processes)
     return range(accelerator.process_index, section.batch_size, accelerator.num_processes)
 

@@ -1,4 +1,4 @@
-"""From a recipe to a finished folder: assemble, train, evaluate, write."""
+"""A whole run, from a recipe to a finished folder: assemble, train, evaluate, write."""
 
 import os
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error
 
 CHECKPOINTS, FINAL = "checkpoints", "final"
-_TEMPERATURE = 1.0  # of the quickstart answers: greedy ones repeat themselves and teach little
+_TEMPERATURE = 1.0  # of the quickstart answers; greedy answers repeat themselves and teach little
 
 
 def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
@@ -76,7 +76,7 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
         with whole_parameters(accelerator, job.objective.module):
             finished = watch.choose_weights(progress)
             _finish(job, accelerator, log, checkpoints, progress, finished)
-        best = f", the weights of step {finished.step}, which were the best" if recipe.evaluation.keep == "best" else ""
+        best = f", with the best weights (step {finished.step})" if recipe.evaluation.keep == "best" else ""
         process.say(f"finished: {Path(recipe.output) / FINAL}{best}")
         accelerator.wait_for_everyone()
 
@@ -191,7 +191,7 @@ def _announce(process: Process, job: Job) -> None:
     recipe = job.recipe
     for name in recipe.tracking or ():
         if name not in installed_trackers():
-            process.say(f"{name} is not installed and gets no figures: pip install {name}")
+            process.say(f"{name} is not installed, so it gets no figures: pip install {name}")
     if job.heldout.sha256 == job.dataset.sha256:
         process.say(not_held_out("data.heldout", "data.train"))
     aim = f" for {recipe.target_name}" if recipe.target_name is not None else ""

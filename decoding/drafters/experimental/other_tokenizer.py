@@ -80,7 +80,7 @@ class OtherTokenizerSession(TextSession):
     def propose(self, request: DraftRequest) -> Proposal:
         depth = min(request.max_depth, request.max_nodes - 1, self._drafter.tokens)
         own = self._own_tokens(request.tokens)
-        longest, limit = len(own) + self._drafter.tokens, self._draft.max_text
+        longest, limit = len(own) + self._drafter.tokens, self._draft.max_positions
         if depth < 1 or not own or (limit is not None and longest > limit):
             return Proposal.root_only(request.tokens[-1], self._target.device)
         written = self._continue(own)

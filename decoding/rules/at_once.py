@@ -1,0 +1,272 @@
+"""Acceptance rules for many rows at once, on their device, without waiting for it.
+
+Each function does the arithmetic of the readable rule of `decoding.rules.verify`, on the same random numbers. The rules
+that reject read their numbers in an order that the trees alone decide, so every node is decided before the path is
+known. Flat nodes are numbered across the rows, each padded to ``nodes``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from decoding.rules.drawing import GeneratorSource, inverse_cdf
+from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.verify import Rule, recursive_rejection, sampled_verify, traversal_verification, typical
+
+TargetAt = Callable[[Int[Tensor, " nodes"]], Float[Tensor, "nodes vocab"]]
+"""Function from nodes, numbered as in ``first``, to the target's distribution at each."""
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """Rows to decide: their proposals, their random numbers and the target's distribution.
+
+    ``first[row]`` is the number of the row's root for ``target``; the row's other nodes follow.
+    """
+
+    proposals: Sequence[Proposal]
+    sources: Sequence[GeneratorSource]
+    target: TargetAt
+    first: Sequence[int]
+    device: torch.device
+
+    @property
+    def trees(self) -> list[TokenTree]:
+        return [proposal.tree for proposal in self.proposals]
+
+    def sent(self, values: Sequence[object], dtype: torch.dtype = torch.long) -> Tensor:
+        """Return the values on the rows' device, without waiting for it."""
+        return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+
+    def uniforms(self, count: int) -> Float64[Tensor, "rows count"]:
+        """Return the next numbers of each row's source, which keeps them."""
+        return self.sent([source.peek(count) for source in self.sources], torch.float64)
+
+    def tokens(self) -> Int[Tensor, "rows nodes"]:
+        """Return the tokens of the trees, with smaller trees padded."""
+        if all(tree.on_host for tree in self.trees):
+            return self.sent(padded([tree.token_list for tree in self.trees], 0))
+        return pad_sequence([tree.tokens.to(self.device) for tree in self.trees], batch_first=True)
+
+    def parents(self) -> Int[Tensor, "rows nodes"]:
+        """Return each node's parent; -1 for roots and padding."""
+        return self.sent(padded([tree.shape.parents for tree in self.trees], -1))
+
+    def p(self) -> Float[Tensor, "flat vocab"]:
+        """Return the target's distribution at all nodes; padding repeats the row's last node."""
+        size = max(map(len, self.trees))
+        rows = zip(self.first, self.trees, strict=True)
+        return self.target(self.sent([root + min(node, len(tree) - 1) for root, tree in rows for node in range(size)]))
+
+
+def padded(lists: Sequence[Sequence[int]], fill: int) -> list[list[int]]:
+    """Return the lists padded to the longest length."""
+    longest = max(map(len, lists))
+    return [[*values, *[fill] * (longest - len(values))] for values in lists]
+
+
+def walk(batch: Undecided) -> Int[Tensor, "rows 3"]:
+    """Decide by `sampled_verify`: draw at each row's node with the uniform of its depth, then follow.
+
+    Returns each row's last node, the token after it (the vocabulary's size if no token has weight), and how many
+    numbers the row's source must skip.
+    """
+    deepest = max(tree.shape.max_depth for tree in batch.trees)
+    uniforms, roots = batch.uniforms(deepest + 1), batch.sent(batch.first)
+    parents, tokens = batch.parents(), batch.tokens()
+    node, token, taken = (torch.zeros_like(roots) for _ in range(3))
+    walking = torch.ones_like(roots, dtype=torch.bool)
+    for depth in range(deepest + 1):
+        here = _still(walking)
+        if not len(here):
+            break
+        at, walks = node[here], walking[here]
+        drawn = inverse_cdf(batch.target(roots[here] + at), uniforms[here, depth])
+        holds = (parents[here] == at[:, None]) & (tokens[here] == drawn[:, None])
+        walking[here] = follows = walks & holds.any(1)
+        node[here] = torch.where(follows, holds.int().argmax(1), at)  # the first child with the token
+        token[here] = torch.where(walks, drawn, token[here])
+        taken[here] += walks
+    return torch.stack([node, token, taken], dim=1)
+
+
+def _still(walking: Bool[Tensor, " rows"]) -> Int[Tensor, " some"]:
+    """Return the rows still walking, or all rows if selecting them would wait for a device."""
+    return walking.nonzero().squeeze(1) if walking.is_cpu else torch.arange(len(walking), device=walking.device)
+
+
+class _Try(NamedTuple):
+    """A child to try, and the row of the q that it was drawn from (-1: all mass is on its token)."""
+
+    parent: int
+    child: int
+    q_row: int
+    leaves_q: bool
+    """True if a later sibling is drawn from q without this child's token."""
+
+
+class _Siblings(NamedTuple):
+    """Children of one rank, their parents, their tokens, and the q of each given the siblings before it."""
+
+    parents: Int[Tensor, " pairs"]
+    children: Int[Tensor, " pairs"]
+    token: Int[Tensor, "pairs 1"]
+    q: Float[Tensor, "pairs vocab"]
+
+
+def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: bool) -> Iterator[_Siblings]:
+    """Yield all children in draw order, rank by rank; ``by_depth``: depth by depth, then rank by rank."""
+    tokens, above = batch.tokens(), 0
+    groups: dict[tuple[int, int], list[_Try]] = {}
+    for row, proposal in enumerate(batch.proposals):
+        shape, first = proposal.tree.shape, row * tokens.shape[1]
+        drawn, kind = proposal.drawn or (0 if proposal.q is None else len(shape), proposal.kind)
+        for node, children in enumerate(shape.children):
+            for rank, child in enumerate(children):
+                q_row = above + node if child < drawn else -1
+                leaves = kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT and q_row >= 0 and child != children[-1]
+                group = groups.setdefault((shape.depths[node] * by_depth, rank), [])
+                group.append(_Try(first + node, first + child, q_row, leaves))
+        above += 0 if proposal.q is None else len(proposal.q)
+    left = torch.cat([like[:0], *(proposal.q for proposal in batch.proposals if proposal.q is not None)])
+    for _, tries in sorted(groups.items()):
+        below = batch.sent([each.child for each in tries])
+        token = tokens.flatten()[below][:, None]
+        q = torch.zeros_like(like[: len(tries)]).scatter_(1, token, 1)
+        if rows := [index for index, each in enumerate(tries) if each.q_row >= 0]:
+            q[batch.sent(rows)] = left[batch.sent([tries[row].q_row for row in rows])]
+        yield _Siblings(batch.sent([each.parent for each in tries]), below, token, q)
+        if rows := [index for index, each in enumerate(tries) if each.leaves_q]:
+            rest = q[at := batch.sent(rows)].scatter(1, token[at], 0)
+            left[batch.sent([tries[row].q_row for row in rows])] = rest / rest.sum(-1, keepdim=True)
+
+
+def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
+    """Decide by `recursive_rejection`; returns the same as `walk`.
+
+    Every path to a node has tried the same children, so each try reads a number at a known place.
+    """
+    shapes, p = [tree.shape for tree in batch.trees], batch.p()
+    ends = batch.sent(padded([_tries(shape)[1] for shape in shapes], 0))
+    uniforms = batch.uniforms(max(max(_tries(shape)[1]) for shape in shapes) + 1)
+    number = uniforms.gather(1, batch.sent(padded([_tries(shape)[0] for shape in shapes], 0))).flatten()
+    keeps = torch.zeros_like(number, dtype=torch.bool)
+    open_ = torch.ones_like(keeps)  # nodes of which no child is kept yet
+    for parents, children, token, q in _siblings(batch, p, by_depth=False):
+        now, tried = p[parents], open_[parents]
+        residual = (now - q).clamp(min=0)
+        total = residual.sum(-1, keepdim=True)
+        ratio = now.gather(1, token) / q.gather(1, token)
+        # Without a residual p = q up to rounding, and a rejection has probability 0.
+        kept = tried & ((number[children] < ratio[:, 0]) | (total[:, 0] == 0))
+        keeps[children], open_[parents] = kept, tried & ~kept
+        p[parents] = torch.where(tried[:, None] & (total > 0), residual / total, now)
+    depths, reached = _reached(batch, keeps.view_as(ends))
+    node = (depths * reached).argmax(1, keepdim=True)
+    return _drawn(p, node, ends.gather(1, node), uniforms)
+
+
+def traverse(batch: Undecided) -> Int[Tensor, "rows 3"]:
+    """Decide by `traversal_verification`; returns the same as `walk`.
+
+    When a node is tried, all its earlier siblings were rejected with their subtrees. Its A and its p therefore need no
+    random number. Then, leaves first, the next number decides whether a node is kept. The letters are as in the rule.
+    """
+    shapes, mass = [tree.shape for tree in batch.trees], batch.p()
+    order = batch.sent(padded([_leaves_first(shape) for shape in shapes], max(map(len, shapes)) - 1))
+    uniforms = batch.uniforms(order.shape[1])
+    inner = batch.sent(padded([list(map(bool, shape.children)) for shape in shapes], 0), torch.bool).flatten()
+    a = (torch.arange(len(mass), device=mass.device) % order.shape[1] == 0).double()  # 1 at the roots
+    for parents, children, token, q in _siblings(batch, mass, by_depth=True):
+        now, above = mass[parents], a[parents]
+        # A node without a residual has no A, and none of its later children is tried.
+        ratio = (now.gather(1, token) / q.gather(1, token))[:, 0].clamp(max=1) * (above > 0)
+        a[children] = ratio.double()
+        mass[children] = torch.where(inner[children], ratio, 1)[:, None] * mass[children]
+        residual = (now - q).clamp(min=0)
+        left = residual.sum(-1).double()
+        rest, lasts = left + (1 - above), (left > 0) & (above > 0)
+        a[parents] = torch.where(lasts, left / rest, 0)
+        mass[parents] = torch.where(lasts[:, None], residual / rest.to(mass)[:, None], now)
+    chance = a.view_as(order).gather(1, order)
+    asked = (chance > 0) & (order > 0)
+    number = asked.cumsum(1) - asked.long()
+    kept = (order == 0) | (asked & (uniforms.gather(1, number) < chance))
+    place = kept.int().argmax(1, keepdim=True)  # the first
+    return _drawn(mass, order.gather(1, place), (number + asked).gather(1, place), uniforms)
+
+
+def accept_typical(batch: Undecided, epsilon: float, delta: float) -> Int[Tensor, "rows 3"]:
+    """Decide by `typical`; returns the same as `walk`."""
+    p, tokens, parents = batch.p(), batch.tokens(), batch.parents()
+    threshold = torch.clamp(delta * torch.exp(torch.special.xlogy(p, p).sum(-1)), max=epsilon)
+    above = parents.clamp(min=0)
+    flat = above + torch.arange(len(p), device=p.device).view_as(above)[:, :1]
+    drafted = p[flat, tokens]
+    depths, reached = _reached(batch, (drafted > threshold[flat]) & (parents >= 0))
+    likelihood = torch.ones_like(drafted, dtype=torch.float64)
+    for _ in range(max(tree.shape.max_depth for tree in batch.trees)):
+        likelihood = torch.where(parents < 0, 1, likelihood.gather(1, above) * drafted)
+    longest = (depths * reached).amax(1, keepdim=True)
+    node = torch.where(reached & (depths == longest), likelihood, -1).argmax(1, keepdim=True)
+    return _drawn(p, node, torch.zeros_like(node), batch.uniforms(1))
+
+
+def _reached(batch: Undecided, keeps: Bool[Tensor, "rows nodes"]) -> tuple[Int[Tensor, "rows nodes"], Tensor]:
+    """Return each node's depth, and whether it and all nodes above it are kept; the root always is."""
+    depths = batch.sent(padded([tree.shape.depths for tree in batch.trees], 0))
+    parents, root = batch.parents().clamp(min=0), torch.arange(keeps.shape[1], device=keeps.device) == 0
+    reached = root | keeps
+    for _ in range(max(tree.shape.max_depth for tree in batch.trees)):
+        reached = root | (keeps & reached.gather(1, parents))
+    return depths, reached
+
+
+def _drawn(
+    weights: Float[Tensor, "flat vocab"],
+    node: Int[Tensor, "rows 1"],
+    number: Int[Tensor, "rows 1"],
+    uniforms: Float64[Tensor, "rows count"],
+) -> Int[Tensor, "rows 3"]:
+    """Draw each row's token after ``node``, with the uniform at ``number``; return the same as `walk`."""
+    of_node = weights.unflatten(0, (len(node), -1))[torch.arange(len(node), device=node.device), node[:, 0]]
+    token = inverse_cdf(of_node, uniforms.gather(1, number)[:, 0])
+    return torch.stack([node[:, 0], token, number[:, 0] + 1], dim=1)
+
+
+@lru_cache(maxsize=256)
+def _tries(shape: TreeShape) -> tuple[list[int], list[int]]:
+    """Return for each node the place of the number that tries it, and of the number drawn if no child is kept."""
+    before, place = [0] * len(shape), [0] * len(shape)
+    for node, children in enumerate(shape.children):
+        for rank, child in enumerate(children):
+            place[child], before[child] = before[node] + rank, before[node] + rank + 1
+    return place, [taken + len(children) for taken, children in zip(before, shape.children, strict=True)]
+
+
+@lru_cache(maxsize=256)
+def _leaves_first(shape: TreeShape) -> list[int]:
+    """Return the nodes in the order in which traversal leaves them: children before parents, the root last."""
+    order, stack = list[int](), [0]
+    while stack:
+        order.append(node := stack.pop())
+        stack += shape.children[node]
+    return order[::-1]
+
+
+AtOnce = Callable[[Undecided], Int[Tensor, "rows 3"]]
+
+
+def at_once(rule: Rule) -> AtOnce | None:
+    """Return the function that decides many rows as the rule does; None if there is none."""
+    if isinstance(rule.decide, partial) and rule.decide.func is typical:
+        return partial(accept_typical, **rule.decide.keywords)
+    known: dict[object, AtOnce] = {sampled_verify: walk, recursive_rejection: reject, traversal_verification: traverse}
+    return known.get(rule.decide)
