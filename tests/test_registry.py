@@ -108,7 +108,7 @@ def test_a_path_may_hold_commas(tmp_path: Path) -> None:
 MISTAKES = {
     "lokup": "no drafter is called 'lokup': choose one of heads, draft, draft-tree, dspark, lookup, hybrid",
     "distilgpt2": f"no drafter is called 'distilgpt2': choose one of {', '.join(REGISTRY)}, or draft:distilgpt2 for a",
-    "lookup:ngrams=3": "lookup does not take the option 'ngrams': choose among tokens, ngram, min_ngram, branches",
+    "lookup:ngrams=3": "the drafter lookup does not take 'ngrams': choose among tokens, ngram, min_ngram, branches",
     "lookup:ngram=0": "the drafter lookup is given ngram=0: give a whole number of at least 1",
     "heads": "'heads' lacks the path of the weights: give heads:PATH, a folder or Hub id of heads",
     "hybrid:x,of=lookup": "the drafter hybrid is given of=lookup: give one of heads, draft, draft-tree",
