@@ -17,7 +17,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def fast_dtype() -> str:
-    """Return ``bf16`` if the default device multiplies it natively, else ``fp32``.
+    """Return ``bf16`` if the default device supports it natively, else ``fp32``.
 
     Without AVX512-BF16, AMX or Arm's BF16, a processor was measured to be 50 times slower in bf16 than in fp32.
     """

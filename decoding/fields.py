@@ -132,7 +132,7 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
         kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
         if others := sorted({str(kind) for kind in kinds if kind != "text"}):
             found = " and ".join(others)
-            raise ValueError(f"{where}: a message has parts of type {found}, not only text: leave it out")
+            raise ValueError(f"{where}: a message has parts of type {found}, not only text: omit it")
         checked["content"] = "".join(str(part.get("text", "")) for part in parts)
     if not all(isinstance(checked.get(key), str) for key in ("role", "content")):
         raise ValueError(f"{where}: a message is {message!r:.60}, without text in role and content")

@@ -76,7 +76,7 @@ class HeadstartModel:
         tokenizer of a target given by name.
 
         ``dtype`` (or ``torch_dtype``) and ``device`` apply to a target given by name; heads and drafts follow their
-        target. The default dtype is bf16 if the device multiplies it natively, else fp32. The default device is the
+        target. The default dtype is bf16 if the device supports it natively, else fp32. The default device is the
         first GPU if there is one, or all GPUs for weights that do not fit on the first.
 
         ``static`` runs target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"eager"`` without graphs;
@@ -87,7 +87,7 @@ class HeadstartModel:
         if drafter is None and draft_options:
             raise ValueError(
                 f"from_pretrained does not take {next(iter(draft_options))!r} without a drafter with "
-                "options: leave it out, or give a drafter"
+                "options: omit it, or give a drafter"
             )
         with only_cached(local_files_only):
             spec = None if drafter is None else parse_drafter(drafter, **draft_options)
@@ -192,7 +192,7 @@ _REFUSED_ARGUMENTS = (
     *("token_type_ids", "past_key_values"),
 )
 _REFUSED_SETTINGS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "max_time")
-_REMEDY = "leave it out, or call the target's own generate"
+_REMEDY = "omit it, or call the target's own generate"
 _DEFAULT_NEW_TOKENS = 20  # transformers' default
 
 

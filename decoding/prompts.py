@@ -19,7 +19,7 @@ def with_variables(template: str, variables: Mapping[str, Any]) -> str:
     """
     for name in variables:
         if not name.isidentifier() or not re.search(rf"\b{name}\b", template):
-            raise ValueError(f"chat_template_kwargs has {name}, which the chat template does not read: leave it out")
+            raise ValueError(f"chat_template_kwargs has {name}, which the chat template does not read: omit it")
     values = {name: "none" if value is None else json.dumps(value) for name, value in variables.items()}
     return "".join(f"{{%- set {name} = {value} %}}" for name, value in values.items()) + template
 

@@ -23,7 +23,7 @@ options = parser.parse_args()
 
 target = prepare_target(options.target)  # trains the embedded target once; other names are unchanged
 tokenizer = load_tokenizer(target)
-# In fp32 the greedy text equals plain decoding's. In bf16, the faster default, near-ties may differ.
+# In fp32 plain decoding writes the same greedy text. In bf16, the faster default, near-ties may differ.
 model = HeadstartModel.from_pretrained(target, options.drafter, dtype=torch.float32)
 
 # 1. One call instead of `generate` of transformers, with the same options and the same result.

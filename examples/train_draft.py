@@ -31,7 +31,7 @@ target = prepare_target(recipe.target)
 tokenizer = load_tokenizer(target)
 prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
 
-# In fp32 greedy texts equal plain decoding's; in bf16, the faster default, near-ties may differ.
+# In fp32 plain decoding writes the same greedy texts; in bf16, the faster default, near-ties may differ.
 plain = HeadstartModel.from_pretrained(target, dtype=torch.float32)
 models = {"plain decoding": plain}
 for tokens in (2, 4, 6):

@@ -27,7 +27,7 @@ heads = run_recipe(recipe)
 print(f"the heads are in {heads}")
 
 # 3. In each step the heads propose a tree, and the target keeps the tokens that it would have written itself. In fp32
-#    every token equals plain decoding's; in bf16, the faster default, near-ties may differ.
+#    plain decoding writes the same tokens; in bf16, the faster default, near-ties may differ.
 target = prepare_target(recipe.target)
 tokenizer = load_tokenizer(target)
 model = HeadstartModel.from_pretrained(target, f"heads:{heads}", dtype=torch.float32)

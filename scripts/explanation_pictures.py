@@ -126,7 +126,7 @@ def name_curve(axes: Axes, x: float, y: float, text: str, colour: str, **more: o
 
 
 def draw_expected(colours: Colours) -> Figure:
-    """Draw the expected tokens per target pass over per-position acceptance, for chains of several depths."""
+    """Plot the expected tokens per target pass against per-position acceptance, for chains of several depths."""
     figure, axes = plot(210, "Tokens per target pass", "by per-position acceptance", colours)
     for depth, role in zip(explained.DEPTHS, ("dropped edge", "own edge", "kept edge", "ink"), strict=True):
         values = [expected_tokens(rate, depth) for rate in explained.RATES]

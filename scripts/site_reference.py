@@ -88,7 +88,7 @@ def _command(path: str, command: Any) -> str:
 
 
 def _record(context: Any) -> Callable[[Any], tuple[str, str]]:
-    """Return a function from an option, also a hidden one, to its name and meaning as in the help text."""
+    """Return a function that reads an option's name and meaning from the help text, even if the option is hidden."""
 
     def record(option: Any) -> tuple[str, str]:
         option.hidden = False

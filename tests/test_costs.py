@@ -136,7 +136,7 @@ def test_a_draft_that_cannot_pay_is_refused_before_anything_is_written(
 
 def test_costs_are_looked_at_once_and_a_run_under_way_goes_on(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run is not refused because the machine is busy with something else now."""
-    assert "it pays from a per-position acceptance of 0.21, at most 4.0x" in flat_run(workshop, monkeypatch, 0.2)
+    assert "it pays off above a per-position acceptance of 0.21, at most 4.0x" in flat_run(workshop, monkeypatch, 0.2)
     assert "costs here" not in flat_run(workshop, monkeypatch, 1.1)
 
 

@@ -36,7 +36,7 @@ def test_the_adapted_target_goes_with_its_heads(final: Path, tmp_path: Path) -> 
     assert stored_fingerprint(out / "target") == stored_fingerprint(final / "target")
     assert stored_fingerprint(out / "target") != stored_fingerprint(tmp_path / "target")
     decoded, card = summary.compared[-1], (out / "README.md").read_text()
-    assert "3/3 texts equal, 3/3 equal to plain decoding" in decoded and "logits of 2 heads bit-equal" in decoded
+    assert "3/3 texts equal, 3/3 as in plain decoding" in decoded and "logits of 2 heads bit-equal" in decoded
     assert "`DIR/target` is the adapted target" in card and str(tmp_path) not in card
     assert str(out / "target") in summary.commands[0].argv, "vLLM serves the adapted target"
 

@@ -60,13 +60,13 @@ def test_exported_heads_draft_as_the_trained_ones(
     assert sentence.startswith(
         f"3 prompts of heldout.jsonl decoded with both ({name}, tree of 3): 3/3 texts equal, 3/3 e"
     )
-    assert "3/3 equal to plain decoding" in sentence and sentence.endswith("logits of 2 heads bit-equal")
+    assert "3/3 as in plain decoding" in sentence and sentence.endswith("logits of 2 heads bit-equal")
 
 
 def test_a_draft_that_is_its_target_has_every_token_accepted(target_as_draft: Path, tmp_path: Path) -> None:
     """14 tokens each: one by the prefill, 10 in 2 passes of 4 + 1, and the last 3 in another."""
     sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
-    assert "(draft model, 4 tokens): 3/3 texts equal, 3/3 equal to plain decoding" in sentence
+    assert "(draft model, 4 tokens): 3/3 texts equal, 3/3 as in plain decoding" in sentence
     assert sentence.endswith(f"{13 / 3:.2f} tokens per target pass, accepted 9/9/6/6 in 9 passes")
 
 
@@ -140,5 +140,5 @@ def test_a_format_that_rounds_tells_both_acceptances_and_its_texts_are_equal(
     describe = draft.describe_model
     monkeypatch.setattr(draft, "describe_model", lambda *given: replace(describe(*given), rounded=True))
     sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
-    assert "3/3 texts equal, 3/3 equal to plain decoding; trained: 4.33 tokens per target pass" in sentence
+    assert "3/3 texts equal, 3/3 as in plain decoding; trained: 4.33 tokens per target pass" in sentence
     assert "; exported: " in sentence and "4.33" not in sentence.partition("exported")[2]

@@ -31,7 +31,7 @@ def write(tmp_path: Path, content: Any) -> Path:
     ("content", "change", "message"),
     [
         (MEDUSA, {"traget": "x"}, "unknown key 'traget'; did you mean 'target'?"),
-        (MEDUSA, {"draft": {}}, "'draft' is for recipes of kind draft, but this is a medusa recipe: leave it out"),
+        (MEDUSA, {"draft": {}}, "'draft' is for recipes of kind draft, but this is a medusa recipe: omit it"),
         (DRAFT, {"draft": {"polisy": {}}}, "unknown key 'draft.polisy'; did you mean 'policy'?"),
         (
             DRAFT,

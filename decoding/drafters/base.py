@@ -127,14 +127,14 @@ class Drafter(ABC):
     artefact: str | None = None
     """Kind of the trained artefact used for drafting: "heads", "draft", or None."""
     rough_cost: float = 0.1
-    """Rough cost of its largest draft, in target passes; used for decisions that must not read the clock."""
+    """Rough cost of the largest draft, in target passes; used for decisions that must not read the clock."""
 
     max_positions: int | None = None
-    """Longest text for which it can draft, in tokens; None if its models set no limit."""
+    """Longest text that the drafter supports, in tokens; None if its models set no limit."""
     taps: tuple[int, ...] = ()
-    """Layers of the target (from 0, increasing) after which it reads the target's states."""
+    """Layers of the target (from 0, increasing) after which the drafter reads the target's states."""
     budgets: tuple[Budget, ...]
-    """Sizes of the trees that it can draft, by increasing cost; the last one is the default."""
+    """Sizes of the trees that the drafter can draft, by increasing cost; the last one is the default."""
     label_with_size = ""
 
     @property
@@ -147,17 +147,17 @@ class Drafter(ABC):
         """Start on up to ``rows`` texts of at most ``max_length`` tokens; ValueError if the target does not fit."""
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        """Return the kinds of its proposals under these controls; deterministic by default."""
+        """Return the kinds of the drafter's proposals under these controls; deterministic by default."""
         return frozenset({ProposalKind.DETERMINISTIC})
 
     @property
     def chains_only(self) -> bool:
-        """True if it drafts chains only: no budget has room for a branch."""
+        """True if the drafter drafts only chains: no budget has room for a branch."""
         return all(budget.nodes == budget.depth + 1 for budget in self.budgets)
 
     @property
     def chains(self) -> tuple[Budget, ...]:
-        """Budgets under which it drafts chains only, for targets that cannot run trees."""
+        """Budgets that give only chains, for targets that cannot run trees."""
         return self.budgets if self.chains_only else ()
 
     def budgets_on(self, target: CausalLM) -> tuple[Budget, ...]:
@@ -171,12 +171,12 @@ class Drafter(ABC):
 
     @property
     def max_depth(self) -> int:
-        """Depth of its deepest tree."""
+        """Depth of the deepest tree."""
         return self.budgets[-1].depth
 
     @property
     def max_nodes(self) -> int:
-        """Number of nodes of its largest tree, including the root."""
+        """Number of nodes of the largest tree, including the root."""
         return self.budgets[-1].nodes
 
 

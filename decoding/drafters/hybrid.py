@@ -20,7 +20,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TokenTrie, fetch_tokens
 
 _PRIOR_TRIALS = 4.0
-"""Trials that a prior counts for: the prior of a text's mean, and that mean as prior for one match length."""
+"""Weight of a prior, in trials. A text's mean has a prior, and is itself the prior of each match length's mean."""
 _MEMORY = 50.0  # trials that a mean remembers
 _UNTRIED = 16  # steps without the first drafter after which a text tries it again
 _LENGTHS = 5  # classes of matches: none, 1, 2 to 3, 4 to 7, 8 and more tokens

@@ -18,9 +18,10 @@ from decoding.rules.tree import TokenTrie
 class PromptLookupDrafter(TextDrafter):
     """Drafter of up to ``branches`` continuations of ``tokens``, from the prompt and the output so far.
 
-    The first branch continues the latest earlier occurrence of the longest suffix. Further branches continue longer
-    suffixes first, then later occurrences; they share common beginnings. A continuation ends at the text's end, unless
-    the occurrence touches or overlaps the suffix: such a text repeats itself, and the continuation repeats it further.
+    The first branch continues the latest earlier occurrence of the longest suffix. Further branches continue other
+    occurrences: of longer suffixes first, then later ones. Equal beginnings are merged. A continuation ends at the
+    text's end, unless the occurrence touches or overlaps the suffix: such a text repeats itself, and the continuation
+    repeats it further.
 
     Suffixes of fewer than ``min_ngram`` tokens are not looked up.
     """

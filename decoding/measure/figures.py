@@ -124,7 +124,7 @@ def methods(report: Report) -> list[str]:
 
 
 def is_peer(row: Report) -> bool:
-    """Return True for plain decoding and for methods of other software."""
+    """Return True for plain decoding and for methods that other software runs."""
     return bool(row["method"] == PLAIN or str(row["method"]).startswith("transformers"))
 
 

@@ -234,7 +234,7 @@ def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decodin
     """Make transformers' generate, and assisted generation with the first draft: at our depth and with defaults."""
     peers = [transformers_method(target, setting, TRANSFORMERS, decoding)]
     for name, drafter in drafters.items():
-        # transformers treats a vocabulary of another size as another tokenizer, so padded drafts lack a peer.
+        # transformers takes another vocabulary size for another tokenizer, so padded drafts lack a peer.
         same = isinstance(drafter, DraftModelDrafter) and drafter.draft.vocab_size == target.vocab_size
         if isinstance(drafter, DraftModelDrafter) and same and not getattr(target.model, "_is_stateful", False):
             depth = drafter.max_depth

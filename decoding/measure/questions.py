@@ -83,7 +83,7 @@ def read_prompts(
 ) -> list[tuple[int, ...]]:
     """Return the first turns of the first ``limit`` questions as token ids, without a chat template unless ``chat``.
 
-    ``field`` is that of `read_questions`. Raises ValueError if a file contains no prompts.
+    ``field`` means the same as in `read_questions`. Raises ValueError if a file contains no prompts.
     """
     every = (question for file in _files(str(path)) for question in _questions(file, field))
     asker = Asker(list(islice(every, limit)), tokenizer, chat=chat, all_turns=False)

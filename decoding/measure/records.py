@@ -141,7 +141,7 @@ def open_records(folder: Path, rank: int, provenance: Mapping[str, Any]) -> Reco
 
 
 def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Raise ValueError if the folder holds records of other settings; the message names the first difference."""
+    """Raise ValueError if the folder holds records with other settings; the message names the first difference."""
     wanted = json.loads(json.dumps(identity))
     for file in record_files(folder):
         lines = read_lines(file)

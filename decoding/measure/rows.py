@@ -94,7 +94,7 @@ def _row(
 
 
 def _compared_to_plain(records: Records, mine: Sequence[Record]) -> dict[str, Any]:
-    """Count the greedy texts that equal plain decoding's, and find the largest `margin_of` among the others.
+    """Count the greedy texts that plain decoding also writes, and find the largest `margin_of` among the others.
 
     ``largest_margin`` is null if texts differ only because one ended early.
     """

@@ -219,7 +219,7 @@ class PreallocatedCache(Cache):
         self._hand_out_views()
 
     def _new_buffers(self, place: int, keys: Tensor, values: Tensor, capacity: int) -> _Buffers:
-        """Make zero buffers for a device's layers, with heads, widths and dtypes as in ``keys`` and ``values``."""
+        """Make a device's buffers, filled with zeros; heads, widths and dtypes are as in ``keys`` and ``values``."""
         device = self._devices[place] or keys.device
         layers = len(self._members[place])
         new_keys, new_values = (self._new_buffer(like, layers, capacity, device) for like in (keys, values))
@@ -291,7 +291,7 @@ class PreallocatedCache(Cache):
     def rewind(self, prompt: Sequence[int], taps: tuple[int, ...] = ()) -> int:
         """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return the prefix's length.
 
-        With ``taps`` the prefix is no longer than the kept states of these layers; states of other layers are dropped.
+        With ``taps`` the prefix is no longer than the kept states of these layers; other layers' states are dropped.
         """
         common = common_length(self.text, prompt[:-1])
         if taps:

@@ -116,7 +116,7 @@ class DSparkConfig:
         return self.block_size + (not self.sample_from_anchor)
 
     def check_fits(self, target: CausalLM) -> None:
-        """Raise ValueError for a target of other sizes."""
+        """Raise ValueError if the target's sizes are not those in this config."""
         found = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         for name, size in {**found, "num_target_layers": target.num_layers}.items():
             if getattr(self, name) not in (None, size):

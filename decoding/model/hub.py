@@ -158,7 +158,7 @@ def explained(error: Exception, named: HubName, page: str) -> str:
         status = cause.response.status_code
         answers = {
             401: f"{address} does not accept the token (401): {LOG_IN} to a valid one",
-            403: f"the token may not read {repo_id} (403): use one that may",
+            403: f"the token may not read {repo_id} (403): use a token that can",
             429: f"{address} received too many requests (429): wait a few minutes, or {LOG_IN} for a higher limit",
         }
         return answers.get(

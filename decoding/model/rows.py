@@ -189,7 +189,7 @@ class RowSteps:
         Returns (rows, tokens, hidden) and (rows, tokens, vocab), with shorter rows padded. ``last``: return only each
         row's last token. ``taps``: also return the states of all tokens of each block.
         """
-        assert isinstance(cache, RowsCache), "a cache of another model"
+        assert isinstance(cache, RowsCache), "a cache from another model"
         outputs = [
             self._run_row(block, cache, slot, last, taps)
             for slot, block in zip(range(len(blocks)) if slots is None else slots, blocks, strict=True)

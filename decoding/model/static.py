@@ -59,7 +59,7 @@ def node_bucket(rows: int, nodes: int) -> int:
 
 
 def key_bucket(keys: int) -> int:
-    """Round up a number of keys to a power of two or three quarters of one, at least to 256.
+    """Round a number of keys up to the next power of two or 3/4 of a power of two; the smallest result is 256.
 
     Each bucket has separate graphs. A text that grows from 256 keys to 32k uses 15 buckets.
     """

@@ -145,4 +145,4 @@ def _check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
         raise ValueError("the trimmed vocabulary is empty: give at least one token")
     check_once("token", tokens)
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:
-        raise ValueError(f"token {outside[0]} is unknown to the draft, which has 0 to {vocab_size - 1}: leave it out")
+        raise ValueError(f"token {outside[0]} is unknown to the draft, which has 0 to {vocab_size - 1}: omit it")

@@ -71,9 +71,9 @@ def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: 
     """Draw a token from p at each node: move to the child with this token, or write it if there is none.
 
     Lossless for any draft, however its tokens were chosen. Each written token takes exactly one draw from ``source``,
-    from p in its context, as in plain decoding. If the drafter draws nothing from ``source``, the text therefore equals
-    plain decoding with the same seed. A child drawn from q is kept with probability sum over x of p(x) q(x). Rejection
-    keeps at least as much: sum over x of min(p(x), q(x)).
+    from p in its context, as in plain decoding. If the drafter draws nothing from ``source``, the text is therefore
+    the one that plain decoding writes with the same seed. A child drawn from q is kept with probability sum over x of
+    p(x) q(x). Rejection keeps at least as much: sum over x of min(p(x), q(x)).
     """
     tree = proposal.tree
     path: list[int] = []

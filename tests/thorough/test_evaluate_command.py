@@ -41,7 +41,7 @@ REFUSED = {
     "--context 64,253": "--context 253 plus 4 new tokens exceeds the 256 positions of target and drafters",
     "--context 64": "--context 64 needs more text than",
     "--task a,c": "--task is 'c', but",
-    '--chat-template-kwargs {"a":1}': "chat_template_kwargs has a, which the chat template does not read: leave it out",
+    '--chat-template-kwargs {"a":1}': "chat_template_kwargs has a, which the chat template does not read: omit it",
 }
 
 

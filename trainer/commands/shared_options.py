@@ -49,7 +49,7 @@ Overrides = Annotated[list[str] | None, Argument(help="Values that replace the r
 
 TARGET_HELP = "Hub id or folder of the target"
 Target = Annotated[str, Option(metavar="MODEL", help=f"{TARGET_HELP}; 'quickstart' is the embedded one.")]
-DTYPE_HELP = "Type of the target's weights: bf16, fp16, fp32, or fast (bf16 if the device multiplies it, else fp32)."
+DTYPE_HELP = "Type of the target's weights: bf16, fp16, fp32, or fast (bf16 if the device supports it, else fp32)."
 Dtype = Annotated[str, Option(metavar="TYPE", help=DTYPE_HELP, hidden=True)]
 Trusted = Annotated[bool, Option(help="Run code that a Hub model brings.", hidden=True)]
 

@@ -254,7 +254,7 @@ class ChatTemplate:
             if tokens[: before.end] != before.tokens[: before.end]:
                 raise ValueError(
                     f"{where}: the chat template rewrites earlier answers once a later one follows, so no sequence is "
-                    "what the target saw: use conversations of one answer, or another template in data.chat_template"
+                    "what the target saw: use conversations with one answer, or another template in data.chat_template"
                 )
             found[place] = Marked(tokens, (False,) * before.end + trained[before.end :])
         return found

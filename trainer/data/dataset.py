@@ -130,8 +130,8 @@ def not_held_out(heldout: str, train: str) -> str:
 def heldout_prompts(examples: Sequence[Example], count: int, prompt_tokens: int, longest: int) -> list[tuple[int, ...]]:
     """Return up to ``count`` prompts to decode from: the tokens before the answer, or the beginning of a plain text.
 
-    A plain text gives ``prompt_tokens`` tokens. Prompts of more than ``longest`` tokens are skipped. Raises ValueError
-    if no prompt is left.
+    The prompt of a plain text is its first ``prompt_tokens`` tokens. Prompts of more than ``longest`` tokens are
+    skipped. Raises ValueError if no prompt is left.
     """
     prompts = []
     for example in examples:

@@ -47,7 +47,7 @@ class StoredExamples(_Examples):
 
 
 class Packed(_Examples):
-    """Sequences of another set, joined into longer ones.
+    """Sequences from another set, joined into longer ones.
 
     Example i contains the documents ``order[bounds[i] : bounds[i + 1]]``.
     """

@@ -335,7 +335,7 @@ class AccessFilter:
         if origin is not None and origin.partition("//")[2] != host:
             return f"the page at {origin:.100} may not send requests to this one"
         if scope["method"] not in _READING and scope["path"] not in _ENTRIES:
-            return f"this page accepts nothing at {scope['path']:.100}"
+            return f"this page does not accept requests at {scope['path']:.100}"
         return None
 
     def _refused_entry(self, body: bytes) -> str | None:

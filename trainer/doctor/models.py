@@ -49,7 +49,7 @@ _TRAINED_ON_IT = "give weights that were trained on this target"
 
 
 class Skeleton(NamedTuple):
-    """A model without weights, on the meta device in its later dtype, and its tokenizer."""
+    """A model without weights (on the meta device, in the dtype it will be loaded in), and its tokenizer."""
 
     name: str
     folder: Path

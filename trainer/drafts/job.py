@@ -164,5 +164,5 @@ def check_pays(costs: Costs) -> str:
         )
     return (
         f"costs here: a draft {step} takes {costs.draft_step:.2f} of a target pass; "
-        f"it pays from a per-position acceptance of {least:.2f}, at most {most:.1f}x"
+        f"it pays off above a per-position acceptance of {least:.2f}, at most {most:.1f}x"
     )

@@ -26,7 +26,7 @@ from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, LoopTrains, PolicySection
 
 TEXT_PROMPT = 64
-"""Tokens at the start of a plain text that serve as its prompt; of a short text, half."""
+"""Number of tokens at a plain text's start that serve as its prompt; half the text if it is short."""
 GENERATED = "generated"
 """The folder of generated texts in a run's output."""
 Origin = Literal["offline", "target", "loop"]

@@ -193,7 +193,7 @@ def _compared(
     if not rounded:
         _check_equal(task.folder, asked, ours, theirs)
     count, plain = len(asked.tokens), _equal(theirs.decoded, theirs.plain)
-    parts = [f"{_equal(ours.decoded, theirs.decoded)}/{count} texts equal, {plain}/{count} equal to plain decoding"]
+    parts = [f"{_equal(ours.decoded, theirs.decoded)}/{count} texts equal, {plain}/{count} as in plain decoding"]
     if plain < count:
         parts[0] += " (the others differ after near-ties)"
     if rounded:

@@ -225,7 +225,7 @@ def _depth(serving: Serving) -> str:
     """Return a note on how many tokens are drafted at a time, and why."""
     if serving.plan is not None and serving.plan.deepest:
         pays = serving.plan.schedule[0][2] > 0
-        which = "best chain at batch size 1" if pays else "deepest chain, although none pays at batch size 1"
+        which = "best chain at batch size 1" if pays else "deepest chain, although none pays off at batch size 1"
         why = f"the plan's {which}, for the costs {_of_loop(serving.plan)}"
     else:
         most = serving.artefact.heads or serving.artefact.at_once
@@ -264,8 +264,8 @@ def _warnings(serving: Serving) -> Iterator[str]:
         yield f"the target {name} is neither a folder here nor ORG/NAME on the Hub: give it as --target"
     if serving.plan is not None and serving.plan.schedule and not serving.plan.deepest:
         yield (
-            f"the plan found no batch size at which a chain of these drafts pays on {serving.plan.machine}: the server "
-            "may be faster without speculation"
+            f"the plan found no batch size at which a chain of these drafts pays off on {serving.plan.machine}: the "
+            "server may be faster without speculation"
         )
     config = serving.config
     if not config:

@@ -102,7 +102,7 @@ def kind_held_in(source: Path) -> str:
 
 
 def check_format(source: Path, format: str, type: str | None = None) -> None:
-    """Reject an unknown type, a folder without weights or with links out of it, and a format of another kind."""
+    """Reject an unknown type, a folder without weights or with links out of it, and a format unfit for the weights."""
     if not source.is_dir():
         raise ValueError(f"the folder {source} does not exist: give the folder of a training run, or its final folder")
     for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no .safetensors file")):

@@ -69,7 +69,7 @@ def too_few_positions(config: Mapping[str, Any], longest: int) -> list[Trap]:
 
 
 def misread(whose: str, stored: Mapping[str, Any]) -> list[Trap]:
-    """Return the settings that readers of transformers 4's keys interpret differently from transformers 5.
+    """Return the settings that programs reading transformers 4's keys interpret differently from transformers 5.
 
     ``whose`` names the model in the sentence, such as ``the draft's``.
     """

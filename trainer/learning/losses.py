@@ -150,8 +150,8 @@ class KnownLogits(NamedTuple):
     def log_p(self, temperature: float, dtype: torch.dtype) -> Float[Tensor, "rows outcomes"]:
         """Return log probabilities of the outcomes: every token, or ``tokens`` in order.
 
-        Logits with a total are already at the loss's temperature. The log of 0 is the lowest finite number, because 0
-        times that is 0.
+        Logits stored with their ``log_total`` are already divided by the loss's temperature. The log of 0 is the lowest
+        finite number, because 0 times that is 0.
         """
         lowest = torch.finfo(dtype).min
         if self.log_total is None:

@@ -72,7 +72,7 @@ class TrainingSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     mixed_precision: Annotated[Literal["fast", "no", "bf16"], Field(validate_default=True)] = "fast"
     """``bf16``: bf16 products of fp32 weights. ``no``: fp32 without TF32, slow on a GPU. ``fast``: ``bf16`` if the
-    device multiplies it natively, else ``no``."""
+    device supports it natively, else ``no``."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
     @field_validator("mixed_precision", mode="before")
@@ -110,7 +110,7 @@ class EvaluationSection(Section):
 
 
 class CheckpointSection(Section):
-    """Checkpoints: the steps from one to the next, and how many stay on disk."""
+    """Checkpoints: how many steps apart they are written, and how many stay on disk."""
 
     every: Annotated[int, Field(ge=1)] = 200
     keep: Annotated[int, Field(ge=1)] = 2
@@ -230,7 +230,7 @@ class TargetRecipe(CommonRecipe):
     target: str
     """Hub id or folder of the target; ``quickstart`` is the embedded default."""
     dtype: Annotated[Literal["fast", "bf16", "fp16", "fp32"], Field(validate_default=True)] = "fast"
-    """The target's dtype; ``fast`` means ``bf16`` if the device multiplies it natively, else ``fp32``."""
+    """The target's dtype; ``fast`` means ``bf16`` if the device supports it natively, else ``fp32``."""
     trust_remote_code: bool = False
 
     @field_validator("dtype")

@@ -31,5 +31,5 @@ class PretrainRecipe(CommonRecipe):
     @model_validator(mode="after")
     def _nothing_goes_by_evaluations(self) -> "PretrainRecipe":
         if self.evaluation.keep == "best":
-            raise ValueError("evaluation.keep=best needs a target, and pretraining has none: leave it out")
+            raise ValueError("evaluation.keep=best needs a target, and pretraining has none: omit it")
         return self

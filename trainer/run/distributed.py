@@ -194,8 +194,9 @@ PREFIX = "prefix"
 def build_optimizers(module: nn.Module, section: TrainingSection, prefixes: Collection[str] = ("",)) -> list[Optimizer]:
     """Build AdamW for all trained parameters, or Muon for inner matrices and AdamW for the rest.
 
-    AdamW keeps embeddings and output layers, because their rows are tokens. Muon's step is scaled to AdamW's, so both
-    share one learning rate. A parameter joins the group of the longest of ``prefixes`` that its name starts with.
+    AdamW keeps embeddings and output layers, because each of their rows belongs to a token. Muon's step is scaled to
+    AdamW's, so both share one learning rate. A parameter joins the group of the longest of ``prefixes`` that its name
+    starts with.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if section.optimizer == "adamw":

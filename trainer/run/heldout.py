@@ -165,7 +165,7 @@ class Watch:
             self._checkpoints.best = Best(progress, figure, weights)
 
     def choose_weights(self, progress: Progress) -> Progress:
-        """Load the weights to finish into the module at the end of training; return their progress.
+        """Load the weights to keep into the module at the end of training; return the progress that belongs to them.
 
         Every process must call this, with whole parameters.
         """

@@ -111,7 +111,7 @@ def _check_same(here: set[str], saved: set[str]) -> None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Gather a DTensor, as FSDP shards them; return any other tensor as it is."""
+    """Gather a tensor that FSDP has sharded (a DTensor); return any other tensor as it is."""
     whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole
 

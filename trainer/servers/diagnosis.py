@@ -139,7 +139,7 @@ def _by_folders(replay: Replay, greedy: Sequence[Sequence[int]]) -> Iterator[Fin
 def _ask(
     replay: Replay, served: "ServedModel", page: Page, temperature: float
 ) -> tuple[list[Completion], ServerCounts | None]:
-    """Let the server answer all prompts; return the answers, and the counts of this replay alone if it reports any.
+    """Let the server answer all prompts; return the answers, and this replay's counts if the server reports any.
 
     Prompts are sent as token ids if possible, so that a different template affects only the check of templates.
     """

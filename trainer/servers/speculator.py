@@ -66,7 +66,7 @@ class Speculator(NamedTuple):
         return self.chain(1).max_positions
 
     def chain_length(self, wanted: int | None) -> int:
-        """Return the chain length: ``wanted``, at most what the weights can draft; None means all (draft model: 4)."""
+        """Return ``wanted``, but at most what the weights can draft; for None return that maximum (draft model: 4)."""
         if isinstance(self.weights, CausalLM):
             return wanted or _DRAFT_TOKENS
         config = self.weights.config

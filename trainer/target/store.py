@@ -222,7 +222,7 @@ def ensure_store(
 
     Intact files stay untouched, so this may be killed and called again. Every process calls it, writes a share of the
     shards, and waits for the others and for other runs writing the same folder. A complete folder may be on a disk
-    without locks. Raises UserError for a folder of another identity, and for too small a disk.
+    without locks. Raises UserError if the folder was written with another identity, or the disk is too small.
     """
     with ExitStack() as held:
 

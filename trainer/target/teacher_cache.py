@@ -95,7 +95,7 @@ class TeacherWriter:
         return tokens_of_a_forward(self.identity.vocab_size)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return nothing: every tensor belongs to an example."""
+        """Return an empty dict: the store holds only tensors that belong to examples."""
         return {}
 
     @torch.inference_mode()

@@ -1,1 +1,1 @@
-"""Drafters that no table shows to be faster than the others: kept small, and lossless like all."""
+"""Drafters that are the fastest in no table of the results; they are small, and lossless like all others."""

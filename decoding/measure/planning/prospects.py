@@ -70,7 +70,7 @@ class Prospects(CostSurvey):
 def outlook(costs: Mapping[str, StepCosts], published: Sequence[Published] = PUBLISHED) -> dict[str, Any]:
     """Return, for each kind of draft, the cost and break-even acceptance of chains, and gains at published acceptance.
 
-    Chains have 1 to `DEEPEST` tokens. A cost is that of a whole step, in steps of plain decoding. The break-even is
+    Chains have 1 to `DEEPEST` tokens. Costs are of whole steps, in units of a plain decoding step. The break-even is
     None if the chain would not pay even with every token accepted.
     """
     drafts, reached = [], []

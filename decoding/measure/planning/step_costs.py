@@ -26,7 +26,7 @@ from decoding.rules.best_tree import Paths
 LEAST_GAIN = 1.02
 """Speed-up below which speculation is not worth turning on."""
 BLOCK = 4
-"""Consecutive steps with one budget. The first is not counted, because it pays for the switch."""
+"""Consecutive steps with one budget. The first is not counted, because it includes the cost of the switch."""
 _SIZES = 7
 """Most budgets measured per drafter; costs of all others are computed."""
 _HICCUP = 3.0
@@ -109,7 +109,7 @@ def survey_steps(
     samples: int = 24,
     seconds: float = 10.0,
 ) -> dict[Budget, StepSeconds]:
-    """Decode the prompts repeatedly in batches of ``rows``; return the seconds of a step by budget.
+    """Decode the prompts repeatedly in batches of ``rows``; return each budget's seconds per step.
 
     ``seconds`` bounds the time of the steps without prefills, but every budget that fits the texts gets a sample.
     Raises ValueError if the texts are too short for all budgets.

@@ -63,7 +63,7 @@ def basis(plan: Mapping[str, Any]) -> str:
 NAMES = {"heads": "heads", "dspark": "DSpark draft", "draft": "small draft"}
 """Names of the kinds of drafts for readers."""
 _PAYS = (
-    "A chain of this length pays from this per-position acceptance on; –: it never pays. "
+    "Lowest per-position acceptance at which a chain of this length is faster; –: none is.  "
     "Measured with random weights: heads that share the lm_head, a DSpark draft of the recipes' size, one layer of the "
     "target as a small draft."
 )
@@ -73,7 +73,7 @@ _REACHED = "Acceptance depends on target, texts and training: published figures 
 def break_even_table(plan: Mapping[str, Any]) -> Table:
     """Return a table with a row per batch size and kind of draft, and a column per chain length."""
     depths = map(str, range(1, 1 + len(plan["prospects"][0]["drafts"][0]["cost"])))
-    heading = _heading("Per-position acceptance that pays here, by chain length")
+    heading = _heading("Per-position acceptance needed on this machine, by chain length")
     table = Table("batch", "draft", "size", *depths, title=heading, **_caption(_PAYS))
     for cell in plan["prospects"]:
         for each in cell["drafts"]:

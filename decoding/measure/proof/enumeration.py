@@ -346,7 +346,7 @@ class RuleProof(NamedTuple):
 def prove_rule(rule: Rule, seeds: Sequence[int] = (0, 1)) -> RuleProof:
     """Enumerate every outcome of drafting and verifying by a sampling rule, and compare with the target.
 
-    Covers every proposal kind of the rule, on chains of 2 and 3 tokens and, unless it takes only chains, on trees.
+    Covers every proposal kind of the rule, on chains of 2 and 3 tokens, and on trees if the rule accepts them.
     Target and draft are random tables over 3 tokens: dense, with zeros, one-hot, mixed, and identical. Errors that need
     longer drafts or more tokens are not detected.
     """

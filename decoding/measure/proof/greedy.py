@@ -43,7 +43,8 @@ def is_near_tie(margin: Margin, dtype: torch.dtype) -> bool:
 def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Finding:
     """Compare each token of greedy texts with the target's argmax after the preceding tokens.
 
-    If all agree, the texts equal plain greedy decoding. After a near-tie, comparison continues on the text as written.
+    If all tokens agree, the texts are what plain greedy decoding writes. After a near-tie, the comparison continues
+    with the text as it is.
     """
     near = near_tie(reference.target.dtype)
     misses: list[dict[str, Any]] = [
