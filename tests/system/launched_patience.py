@@ -14,7 +14,7 @@ from unittest.mock import patch
 from trainer.processes import agreed, build_accelerator
 
 RANK = int(os.environ["RANK"])
-WAIT, WORK = 3, 7  # seconds
+WAIT, WORK = 2, 4  # seconds
 
 
 def outcome(patient: bool) -> str:

@@ -7,7 +7,6 @@ import io
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from tiny_training import write_rows
 from tokenizers import Regex, pre_tokenizers
 from trained_pair import bpe_tokenizer, sentences, train_dspark, train_pair
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from decoding.drafters import DraftModelDrafter, DSparkDrafter
 from decoding.engine import Engine
@@ -33,6 +33,7 @@ from decoding.measure.compare import compare, read_evaluation
 from decoding.measure.proof.greedy import margin_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_dspark, load_model, load_tokenizer
+from trainer.cli import app
 from trainer.commands.evaluate import run_evaluate
 from trainer.commands.options import EvaluateOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
@@ -301,8 +302,8 @@ def test_the_ci_job_of_the_docs_verifies_a_server_that_speculates(
     target, draft = (desk.file(folder, f"ci-{index}") for index, folder in enumerate(desk.pair))
     with llama_cpp(target, draft) as endpoint:
         line = line.replace("http://localhost:8000/v1", endpoint).replace("ORG/NAME", str(desk.pair[0]))
-        done = subprocess.run([sys.executable, "-m", "trainer.cli", *shlex.split(line)[1:], "--max-new-tokens", "16"])
-    assert done.returncode == 0
+        done = CliRunner().invoke(app, [*shlex.split(line)[1:], "--max-new-tokens", "16"])
+    assert done.exit_code == 0, done.output
     suite = ElementTree.parse(tmp_path / "verified.xml").getroot()[0]
     assert suite.get("failures") == "0" and "greedy identity" in {case.get("name") for case in suite}
 

@@ -27,7 +27,7 @@ def test_a_refusal_of_one_process_is_an_error_on_both(refused: Path, name: str) 
 
 
 def test_a_process_that_works_for_long_is_waited_for_as_long_as_it_gives_signs(tmp_path: Path) -> None:
-    """Each waits for three seconds here, and one works for seven."""
+    """Each waits for two seconds here, and one works for four."""
     script = str(ROOT / "tests" / "system" / "launched_patience.py")
     run([*TORCHRUN, "--standalone", "--nproc_per_node", "2", script, str(tmp_path)], tmp_path)
     quick, slow = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))

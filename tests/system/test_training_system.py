@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -126,22 +125,14 @@ def init(project, name): return print("trackio", project, name, flush=True) or R
 """
 
 
-def test_figures_go_to_each_tracker_of_a_list_that_is_installed(workshop: Path, tmp_path: Path) -> None:
+def test_figures_go_to_each_tracker_that_is_installed_and_wandb_without_a_key_calls_nobody(
+    workshop: Path, tmp_path: Path
+) -> None:
     """One package stands in for trackio; mlflow is missing."""
+    pytest.importorskip("wandb", reason="the tracker is an optional extra")
     (tmp_path / "trackio-1.0.dist-info").mkdir()
     (tmp_path / "trackio-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: trackio\nVersion: 1.0\n")
     (tmp_path / "trackio.py").write_text(TRACKIO)
-    recipe = write_recipe(workshop, "medusa", tmp_path / "tracked", steps=2)
-    paths = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
-    words = [*DIRECT, recipe, "tracking=[trackio,mlflow]"]  # in a process that looks for packages anew
-    done = subprocess.run(words, env=environment(PYTHONPATH=paths), capture_output=True, text=True, timeout=DEADLINE)
-    assert done.returncode == 0 and "mlflow is not installed, so it gets no figures: pip install mlflow" in done.stderr
-    assert done.stdout.startswith("trackio headstart tiny medusa\ntrackio has 2 tiny medusa\ntrackio 1 ['grad_norm'")
-    assert "trackio 2 ['heldout/acceptance_1'" in done.stdout
-
-
-def test_wandb_without_a_key_writes_an_offline_run_and_calls_nobody(workshop: Path, tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="the tracker is an optional extra")
     marker = "s3cret-m4rker-that-must-not-leak"
     output = tmp_path / "tracked"
     recipe = write_recipe(workshop, "medusa", output, steps=3)
@@ -149,16 +140,19 @@ def test_wandb_without_a_key_writes_an_offline_run_and_calls_nobody(workshop: Pa
         proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY"), address)
         nowhere = {"HF_ENDPOINT": address, "WANDB_BASE_URL": address, "HF_HUB_OFFLINE": None, "NO_PROXY": None}
         home = {"HOME": str(tmp_path / "home"), "HF_TOKEN": marker}
-        said = run([*DIRECT, recipe, "tracking=wandb"], tmp_path, **proxies, **nowhere, **home)
-        assert calls == []
+        home["PYTHONPATH"] = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
+        done = finish([*DIRECT, recipe, "tracking=[trackio,mlflow,wandb]"], tmp_path, **proxies, **nowhere, **home)
+        assert done.returncode == 0 and calls == [], done.stderr
         asked = finish([*DIRECT, recipe, "target=org/none"], tmp_path, **proxies, **nowhere, **home)
         assert asked.returncode == 2 and calls  # the trap does notice who calls
+    assert "mlflow is not installed, so it gets no figures: pip install mlflow" in done.stderr
+    assert done.stdout.startswith("trackio headstart tiny medusa\ntrackio has 3 tiny medusa\ntrackio 1 ['grad_norm'")
+    assert "trackio 3 ['heldout/acceptance_1'" in done.stdout
     (offline,) = tmp_path.glob("**/offline-run-*")
     (written,) = offline.glob("*.wandb")
     assert written.stat().st_size > 1000 and b"loss/head_0" in written.read_bytes()
-    assert list(losses(output)) == [1, 2, 3] and marker not in said
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert not [path for path in files if marker.encode() in path.read_bytes()]
+    assert list(losses(output)) == [1, 2, 3] and marker not in done.stdout + done.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and marker.encode() in path.read_bytes()]
 
 
 def test_a_sigterm_to_the_accelerate_launcher_stops_the_trainer_too_with_its_state_saved(workshop: Path) -> None:

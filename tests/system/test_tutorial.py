@@ -34,9 +34,9 @@ _TINY_RECIPE = {
 SHORTER = {  # option or key: a value that makes the command quick, in place of the tutorial's or behind its words
     "generate": {"--max-new-tokens": "8"},
     "regenerate": {"--max-new-tokens": "12", "--limit": "4", "--batch-size": "2"},
-    "evaluate": {"--max-new-tokens": "8", "--limit": "2"},
+    "evaluate": {"--max-new-tokens": "6", "--limit": "1"},
     "export": {},
-    "verify": {"--max-new-tokens": "8", "--limit": "2", "--draws": "40"},
+    "verify": {"--max-new-tokens": "6", "--limit": "2", "--draws": "20"},
     "train": _TINY_RECIPE,
 }
 SERVER = """

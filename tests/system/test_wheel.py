@@ -46,10 +46,10 @@ def test_the_installed_wheel_says_its_version_and_trains_three_steps(headstart: 
     assert finish(tmp_path, headstart, "--version").strip() == f"headstart {metadata.version('headstart')}"
     recipe = write_recipe(write_workshop(tmp_path), "medusa", tmp_path / "run", steps=3)
     assert f"finished: {tmp_path / 'run' / 'final'}" in finish(tmp_path, headstart, "train", recipe)
-    found = (
-        "from pathlib import Path; import decoding; print(*Path(decoding.__file__).parent.glob('measure/report/*.j2'))"
+    code = (
+        "import pathlib as p, importlib.util as u; print(*p.Path(u.find_spec('decoding').origin).parent.rglob('*.j2'))"
     )
-    templates = finish(tmp_path, headstart.parent / "python", "-c", found).split()
+    templates = finish(tmp_path, headstart.parent / "python", "-c", code).split()
     assert templates and all(path.startswith(str(headstart.parent.parent)) for path in templates)
 
 

@@ -95,8 +95,8 @@ def options_for(desk: Desk, **changes: Any) -> DiagnoseOptions:
             "prompts": str(desk.folder / "prompts.jsonl"),
             "exported": desk.folder / "exported",
             "dtype": "fp32",
-            "max_new_tokens": 32,
-            "limit": 8,
+            "max_new_tokens": 24,
+            "limit": 6,
             **changes,
         }
     )

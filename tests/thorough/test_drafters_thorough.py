@@ -21,7 +21,10 @@ def test_sampled_verify_writes_plain_decodings_text_of_the_seed(
     check_text_of_the_seed(tiny_llama, DRAFTERS[name](tiny_llama, tiny_draft))
 
 
-@pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - {"chain", "Markov heads"}))  # which every check decodes
+# Every check decodes the first two; the others are of parts that decode here by themselves.
+@pytest.mark.parametrize(
+    "name", sorted(DRAFTERS.keys() - {"chain", "Markov heads", "likeliest heads", "likeliest DFlash", "DSpark hybrid"})
+)
 def test_the_loop_writes_the_targets_distribution(name: str) -> None:
     target, drafter = small_llama(TARGET_SEED), None
     if "DSpark" in name or "DFlash" in name:  # of one layer a target has no states that a server reads
