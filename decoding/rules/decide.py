@@ -1,6 +1,7 @@
 """Verdicts for the rows of a batch: sampling controls on the target's logits, then each row's acceptance rule.
 
-On an accelerator, rows with the same rule are decided at once. On a CPU they are decided one by one, except in large
+On an accelerator, rows with the same rule are decided at once, except on MPS and under rules that
+`decoding.rules.at_once` lacks. On a CPU they are decided one by one, except in large
 batches of `sampled_verify`: one row stays in the processor's cache and stops as soon as it is decided.
 """
 
@@ -45,7 +46,7 @@ def decide(
         ]
     rules = [_rule_of(proposal, rule) for proposal in proposals]
     found, decided = list[Tensor](), list[int]()
-    for each in dict.fromkeys(rules):
+    for each in {id(of_row): of_row for of_row in rules}.values():  # rules of a user's own may not be hashable
         rows = [row for row, of_row in enumerate(rules) if of_row is each]
         drafted = sum(len(trees[row]) > 1 for row in rows if each is SAMPLED_VERIFY)
         if (decide_rows := at_once(each)) and _pays(logits, drafted):
