@@ -32,7 +32,7 @@ from trainer.drafts.dspark import DSparkObjective, initial_dspark
 from trainer.recipe.draft import DraftSection
 
 SIZES: dict[str, Any] = {"vocab": 128, "max_position_embeddings": 256, "num_hidden_layers": 4}
-PROMPTS = [f"{place} and {place * 7 % 10}?" for place in range(12)]
+PROMPTS = [f"{place} and {place * 7 % 10}?" for place in range(8)]
 
 
 class Desk:
@@ -46,7 +46,7 @@ class Desk:
         texts = list[Example]()
         for prompt in PROMPTS:
             tokens = self.tokenizer(prompt)["input_ids"]
-            text = Engine(self.target).decode(tokens, DecodingConfig(40)).tokens
+            text = Engine(self.target).decode(tokens, DecodingConfig(24)).tokens
             trained = (False,) * len(tokens) + (True,) * len(text)
             texts.append(Example((*tokens, *text), trained, len(tokens)))
         settings = {"layers": 1, "block_size": 3, "markov_rank": 16, "anchors": 12, "mask_token": "~", "taps": [1, 2]}
@@ -58,7 +58,7 @@ class Desk:
             self.target, self.tokenizer, initial_dspark(self.target, self.tokenizer, section, ()), section, seed=0
         )
         optimizer = torch.optim.Adam(objective.module.parameters(), lr=1e-2)
-        for step in range(200):
+        for step in range(120):
             (inputs,) = objective.inputs(collate(texts), step)
             optimizer.zero_grad()
             objective.module(inputs).losses.sum().backward()
@@ -98,8 +98,8 @@ def diagnosed(desk: Desk, drafter: DSparkDrafter | None = None, **changes: Any) 
             "target": str(desk.folder / "target"),
             "prompts": str(desk.folder / "prompts.jsonl"),
             "dtype": "fp32",
-            "max_new_tokens": 40,
-            "limit": 12,
+            "max_new_tokens": 24,
+            "limit": 8,
             "temperature": 0.0,
         }
         run_diagnose(DiagnoseOptions(**given | changes), Console(file=printed, width=10_000))
@@ -108,7 +108,7 @@ def diagnosed(desk: Desk, drafter: DSparkDrafter | None = None, **changes: Any) 
 
 
 def test_nothing_differs_for_the_draft_itself(desk: Desk) -> None:
-    first, printed = diagnosed(desk, DSparkDrafter(desk.draft))
+    first, printed = diagnosed(desk, DSparkDrafter(desk.draft), exported=desk.folder / "final")
     assert first == "" and "PASS" in printed, printed
 
 
@@ -144,7 +144,6 @@ COPIES: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("damage", COPIES)
 def test_a_damaged_copy_is_named_first(desk: Desk, tmp_path: Path, damage: str) -> None:
     desk.draft.save_pretrained(tmp_path / "served")
-    assert diagnosed(desk, exported=tmp_path / "served")[0] == ""
     change, wanted = COPIES[damage]
     change(tmp_path / "served")
     first, printed = diagnosed(desk, exported=tmp_path / "served")
