@@ -20,6 +20,7 @@ STEPS = "training.steps=2 training.batch_size=2 training.micro_batch_size=2 eval
 DSPARK = "draft.dspark.mask_token=^ draft.dspark.markov_rank=4"
 PROMPTS = "--prompts rows.jsonl --max-new-tokens 8"
 FEW = f"{PROMPTS} --limit 2 --dtype fp32"
+BOTH = "--drafter heads:heads/final --drafter dspark:dspark/final"
 THINKING = "{% if enable_thinking %}think;{% endif %}"
 RUNS = (
     (f"train {ANY}/markov.yaml output=heads features.folder=states", "finished: heads/final"),
@@ -32,7 +33,11 @@ RUNS = (
         f"evaluate {FEW} --drafter heads:heads/final,tree=0/1/0.0 --drafter draft:draft/final --output measured",
         "greedy texts are identical",
     ),
+<<<<<<< HEAD
     (f"plan {FEW} --batch-size 1 --drafter dspark:dspark/final --output plan", "written: plan/plan.json"),
+=======
+    (f"plan {FEW} --batch-size 1 {BOTH} --output plan", "written: plan/plan.json"),
+>>>>>>> main
     (f"verify {PROMPTS} --draws 40 --drafter dspark:dspark/final --dtype fp32", "PASS: all"),
     (f"regenerate {FEW} --drafter heads:heads/final,tree=0/1/0.0/0.1/0.0.0 --output new.jsonl", "written: new.jsonl"),
     ("data inspect rows.jsonl data.chat_template_kwargs.enable_thinking=true", "think;user:0. How are you?"),
