@@ -33,11 +33,7 @@ RUNS = (
         f"evaluate {FEW} --drafter heads:heads/final,tree=0/1/0.0 --drafter draft:draft/final --output measured",
         "greedy texts are identical",
     ),
-<<<<<<< HEAD
-    (f"plan {FEW} --batch-size 1 --drafter dspark:dspark/final --output plan", "written: plan/plan.json"),
-=======
     (f"plan {FEW} --batch-size 1 {BOTH} --output plan", "written: plan/plan.json"),
->>>>>>> main
     (f"verify {PROMPTS} --draws 40 --drafter dspark:dspark/final --dtype fp32", "PASS: all"),
     (f"regenerate {FEW} --drafter heads:heads/final,tree=0/1/0.0/0.1/0.0.0 --output new.jsonl", "written: new.jsonl"),
     ("data inspect rows.jsonl data.chat_template_kwargs.enable_thinking=true", "think;user:0. How are you?"),
