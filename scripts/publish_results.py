@@ -226,11 +226,11 @@ def stored_by_token(report: Report) -> str:
 
 def stored_sentence(report: Report) -> str:
     """Return one sentence on what heads and drafts store for each token in int8, and what the last peer documents."""
-    (_, heads, *_), (_, draft, *_), *_, (peer, theirs) = report["stored"]
+    (_, heads, *_), (_, draft, whole), *_, (peer, theirs) = report["stored"]
     return (
         f"Training needs no stored states. If you store those of Qwen3-8B in int8, a token takes {heads:,} bytes for "
-        f"heads and {draft:,} for a DSpark draft ([comparison](docs/how-to/one-gpu.md)); {peer.split(',')[0]} "
-        f"documents {theirs:,}."
+        f"heads and {draft:,} for a DSpark draft, or {whole:,} in bf16 ([comparison](docs/how-to/one-gpu.md)). "
+        f"{peer.split(',')[0]} documents {theirs:,} for six states."
     )
 
 
@@ -242,13 +242,13 @@ def headline(report: Report) -> str:
 
     Only methods that were timed on the most prompts compete.
     """
-    first = report["rows"][0]
-    target, machine = next(iter(first["speed"])), report["hardware"]
+    first, machine = next(row for row in report["rows"] if row["speed"]), report["hardware"]
+    target = next(iter(first["speed"]))
     timed = [row for row in report["rows"] if target in row["speed"] and row["set"] == first["set"]]
     best = _fastest([row for row in timed if row["setting"] == "greedy"], target)
     drawn = _fastest([row for row in timed if row["setting"] == "T=1" and row["arm"] == best["arm"]], target)
     gains = [row["speed"][target]["over_plain"] for row in (best, drawn)]
-    prompts = " and ".join(str(gain["observations"]) for gain in gains)
+    prompts = " and ".join(dict.fromkeys(str(gain["observations"]) for gain in gains))
     place = machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}"
     return (
         f"**{estimate(gains[0], '×')} the speed of plain decoding** when greedy ({text(best['drafting'])}), and "

@@ -106,10 +106,6 @@ class CausalLM:
         """Return the bytes of one text's recurrent states, or 0; drafting a chain needs twice as much."""
         return self._rows.state_bytes() if self._rows is not None else 0
 
-    def windows(self) -> dict[str, int | None]:
-        """Return the sliding window (None: full attention) of each layer type that takes a mask."""
-        return self._masks.windows
-
     @cached_property
     def _key_devices(self) -> tuple[torch.device, ...] | None:
         return key_devices(self.model)

@@ -66,7 +66,7 @@ def adapted_model(folder: Path) -> str | None:
     while following is not None:
         at = Path(following).resolve()
         if at in visited:
-            raise ValueError(f"the adapters in {folder} name themselves as their base model: {_REMEDY}")
+            raise ValueError(f"the adapters in {folder} lead back to themselves as their base model: {_REMEDY}")
         visited.add(at)
         following = _base_of(at)
     return base

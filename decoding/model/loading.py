@@ -130,7 +130,7 @@ def _that_or_base(folder: Path, pattern: str) -> Path:
     while (base := adapted_model(folder)) is not None and not any(folder.glob(pattern)):
         folder = local_folder(base, weights=False)
         if folder in visited:
-            raise ValueError(f"the adapters {base} name themselves as their base model: give the base model")
+            raise ValueError(f"the adapters {base} lead back to themselves as their base model: give the base model")
         visited.append(folder)
     return folder
 

@@ -129,7 +129,7 @@ def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | N
     if file_name is None:
         return None
     if file_name != OUTPUT_TOKENS_NAME:
-        raise ValueError(f"{name} lists its tokens in {file_name!r}: rename the file to {OUTPUT_TOKENS_NAME}")
+        raise ValueError(f"config.json of {name} names the tokens' file {file_name!r}: name it {OUTPUT_TOKENS_NAME}")
     try:
         tokens = json.loads((local_folder(name, weights=False) / file_name).read_text())
     except (OSError, ValueError, RecursionError) as error:

@@ -136,7 +136,7 @@ def _table(summary: Summary) -> Table:
 def _backend(options: RegenerateOptions) -> tuple[Backend, dict[str, Any]]:
     """Return the requested backend and the settings that determine its answers."""
     if (options.target is None) == (options.endpoint is None):
-        raise ValueError("one source of answers is needed: give --target to decode in this process, or --endpoint")
+        raise ValueError("give one source of answers: --target to decode in this process, or --endpoint with --model")
     check_endpoint(options.endpoint, options.model)
     unread = _OF_ENDPOINTS if options.endpoint is None else _OF_THIS_PROCESS
     if changed := [name for name in unread if getattr(options, name) != getattr(RegenerateOptions, name)]:

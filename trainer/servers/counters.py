@@ -6,7 +6,7 @@
 - SGLang 0.5 (``observability/scheduler_metrics_mixin.py``): the gauge ``sglang:spec_accept_length``, measured over the
   last interval only.
 
-Like this project, all define the acceptance length as 1 + accepted / passes with a draft.
+All define the acceptance length as 1 + accepted / passes with a draft.
 """
 
 import math

@@ -85,7 +85,10 @@ class TeacherIdentity(Identity):
 
 @dataclass(frozen=True)
 class TeacherWriter:
-    """Writer of a teacher cache: runs the target."""
+    """Writer of a teacher cache: runs the target.
+
+    An example's sample depends only on its index in the data set and its logits.
+    """
 
     target: CausalLM
     identity: TeacherIdentity
