@@ -133,7 +133,8 @@ class Acceptance:
     def acceptance_length(self) -> float:
         """One plus the sum of ``reached``; NaN without passes.
 
-        Servers give this name to 1 + accepted / passes with a draft. Tokens per target pass are lower by ``ended_in_draft`` / passes.
+        Servers give this name to 1 + accepted / passes with a draft. Tokens per target pass are lower by
+        ``ended_in_draft`` / passes.
         """
         return 1.0 + sum(share.value for share in self.reached) if self.passes else math.nan
 
