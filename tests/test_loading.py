@@ -69,7 +69,7 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="no tokenizer could be read"):
             read(str(folder))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")  # a pickle does not count
-    with pytest.raises(ValueError, match=r"has no \.safetensors file"):
+    with pytest.raises(ValueError, match=r"lacks \.safetensors files"):
         load_model(str(folder))
 
 

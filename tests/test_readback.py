@@ -58,7 +58,7 @@ def test_exported_heads_draft_as_the_trained_ones(
     random_heads(replace(HEADS, **change), torch.bfloat16).save_pretrained(heads)
     sentence = export(heads.parent, tmp_path / "out", "headstart").compared[-1]
     assert sentence.startswith(
-        f"3 prompts of heldout.jsonl decoded with both ({name}, tree of 3): 3/3 texts equal, 3/3 e"
+        f"3 prompts of heldout.jsonl decoded with both ({name}, tree of 3): 3/3 texts equal, 3/3 as"
     )
     assert "3/3 as in plain decoding" in sentence and sentence.endswith("logits of 2 heads bit-equal")
 

@@ -278,7 +278,7 @@ def test_an_export_of_another_kind_is_refused_before_anything_is_compared(desk: 
         ({"endpoint": "http://127.0.0.1:1/v1"}, "give it as --model"),
         ({"model": "tiny"}, "--model tiny needs an --endpoint"),
         ({"exported": Path("nowhere")}, "a server cannot load nowhere"),
-        ({"speculator": "lookup"}, "no trained weights"),
+        ({"speculator": "lookup"}, "does not have trained weights"),
         ({"metrics": "nowhere.txt"}, "neither a file nor an address"),
         ({"metrics": "http://zoe:secret@127.0.0.1"}, "--metrics cannot be read (InvalidURL)"),
         ({"prompts": "nowhere.jsonl"}, "nowhere.jsonl"),

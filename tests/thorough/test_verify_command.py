@@ -132,7 +132,7 @@ def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_on
         (["verify", "--target", "t", "--prompts", "p", "--endpoint", "http://x/v1"], "give it as --model"),
         (
             ["verify", "--target", "t", "--prompts", "p", "--endpoint", "http://x", "--model", "m", "--rule", "token"],
-            "--drafter and --rule have no effect",
+            "--drafter and --rule do nothing",
         ),
         (["verify", "--target", "t", "--prompts", "p", "--temperature", "0", "--rule", "token"], "needs sampling"),
         (["verify", "--target", "t", "--prompts", "p", "--rule", "none-such"], "no rule is called 'none-such'"),
