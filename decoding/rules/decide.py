@@ -1,8 +1,8 @@
 """Verdicts for the rows of a batch: sampling controls on the target's logits, then each row's acceptance rule.
 
 On an accelerator, rows with the same rule are decided at once, except on MPS and under rules that
-`decoding.rules.at_once` lacks. On a CPU they are decided one by one, except in large
-batches of `sampled_verify`: one row stays in the processor's cache and stops as soon as it is decided.
+`decoding.rules.at_once` lacks. On a CPU they are decided one by one, except in large batches of `sampled_verify`: one
+row stays in the processor's cache and stops as soon as it is decided.
 """
 
 from collections.abc import Sequence
