@@ -6,6 +6,7 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig, Step
 from decoding.model.cache import PreallocatedCache
 from decoding.prompts import encode_prompt
@@ -48,7 +49,7 @@ class Conversation:
         """Answer a question; yield each step after its target pass, and end the turn after the last one.
 
         A turn that is closed or interrupted keeps its steps so far as the answer; without any steps, it keeps nothing.
-        Turn i (from 0) is decoded with the seed ``seed + i``. Raises ValueError at once if the template rejects the
+        Turn i (from 0) is decoded with the seed ``seed + i``. Raises UserError at once if the template rejects the
         question or the context cannot hold it; the conversation is then unchanged.
         """
         self._end_turn()
@@ -57,7 +58,7 @@ class Conversation:
         if (most := self.max_positions) is not None:
             room = min(room, most - len(prompt))
         if room < 1:
-            raise ValueError(
+            raise UserError(
                 f"the conversation has {len(prompt)} tokens, but at most {most} fit: shorten the question or undo turns"
             )
         if self._cache is None:

@@ -5,14 +5,16 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from decoding.errors import UserError
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Return the dtype called ``bf16``, ``fp16``, ``fp32`` or ``fast``; ValueError for any other name."""
+    """Return the dtype called ``bf16``, ``fp16``, ``fp32`` or ``fast``; UserError for any other name."""
     if name != "fast" and name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}: give one of fast, {', '.join(DTYPES)}")
+        raise UserError(f"dtype is {name!r}: give one of fast, {', '.join(DTYPES)}")
     return DTYPES[fast_dtype() if name == "fast" else name]
 
 
@@ -35,12 +37,12 @@ def default_device() -> torch.device:
 def quantised(model: Model) -> Model:
     """Round the weights of a model's linear layers to int8 in place, with one scale per row.
 
-    Each call widens the weights to the model's dtype, so the model is smaller but slower. Raises ValueError without
+    Each call widens the weights to the model's dtype, so the model is smaller but slower. Raises UserError without
     torchao.
     """
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError as error:
-        raise ValueError("int8 weights need torchao: pip install 'headstart[quantise]'") from error
+        raise UserError("int8 weights need torchao: pip install 'headstart[quantise]'") from error
     quantize_(model, Int8WeightOnlyConfig(), lambda module, name: isinstance(module, nn.Linear))
     return model

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from decoding.drafters.base import Drafter
+from decoding.errors import UserError
 from decoding.generate import DecodingBatch, DecodingConfig, Generation, Step
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
@@ -59,16 +60,14 @@ class Engine:
         then skips the prefix that a prompt shares with the previous text; drafts read the whole prompt. The earlier
         call cannot continue. `Conversation` uses this between the turns of a chat.
 
-        Raises ValueError at the call, not at the first step, for prompts, rules or drafters that do not fit.
+        Raises UserError at the call, not at the first step, for prompts, rules or drafters that do not fit.
         """
         if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: give at least 1")
+            raise UserError(f"batch_size is {batch_size}: give at least 1")
         if batch_size is None and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], list | tuple):
-            raise ValueError(
-                f"{len(prompt)} prompts are given without batch_size: set it to how many to decode at once"
-            )
+            raise UserError(f"{len(prompt)} prompts are given without batch_size: set it to how many to decode at once")
         if batch_size is not None and cache is not None:
-            raise ValueError("a cache is given with batch_size: give one of them")
+            raise UserError("a cache is given with batch_size: give one of them")
         prompts = [prompt] if batch_size is None else prompt
         rows = min(batch_size or 1, len(prompts))
         stop = StopCheck(config.eos_token_ids, config.stop_strings, self.tokenizer)

@@ -4,15 +4,18 @@ from collections.abc import Hashable, Iterable
 
 
 class UserError(ValueError):
-    """An error with its remedy. Its text is ``message: remedy``, each one sentence without a full stop."""
+    """An error that the user can fix: the only type that commands print without a traceback.
 
-    def __init__(self, message: str, remedy: str) -> None:
+    Its text is ``message: remedy``, each one sentence without a full stop. Without ``remedy``, the message contains it.
+    """
+
+    def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message, remedy)  # both arguments, for pickling
         self.message = message
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"{self.message}: {self.remedy}"
+        return f"{self.message}: {self.remedy}" if self.remedy else self.message
 
 
 def check_once(name: str, values: Iterable[Hashable]) -> None:

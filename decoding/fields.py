@@ -4,6 +4,8 @@ import json
 from contextlib import suppress
 from typing import Any
 
+from decoding.errors import UserError
+
 PROMPT_FIELDS = (
     *("prompt", "question", "instruction", "problem", "query", "turns", "messages", "conversations", "input", "text"),
 )
@@ -45,12 +47,12 @@ def prompt_of(row: dict[str, Any], field: str | None, where: str) -> tuple[str, 
     """Return the name and the value of a row's prompt field: ``field``, else the first of `PROMPT_FIELDS`.
 
     A non-empty ``input`` or ``context`` is appended to an ``instruction``; ``conversations`` become messages. Raises
-    ValueError, naming the row by ``where``, if the field is missing.
+    UserError, naming the row by ``where``, if the field is missing.
     """
     name = field or find_prompt(row)
     if name is None or name not in row:
         wanted = f"the field {field!r}" if field else f"a field of {', '.join(PROMPT_FIELDS)}"
-        raise ValueError(f"{where}: the row lacks {wanted}; it has {', '.join(sorted(row))}")
+        raise UserError(f"{where}: the row lacks {wanted}; it has {', '.join(sorted(row))}")
     value = row[name]
     if name == "conversations":
         return name, messages_of(value, where)
@@ -60,7 +62,7 @@ def prompt_of(row: dict[str, Any], field: str | None, where: str) -> tuple[str, 
     about = next((field for field in _ABOUT if holder.get(field)), None)
     text = holder[about] if about else ""
     if not isinstance(text, str):
-        raise ValueError(f"{where}: field {about!r} is {type(text).__name__}, not text")
+        raise UserError(f"{where}: field {about!r} is {type(text).__name__}, not text")
     return name, f"{value}\n\n{text}" if text.strip() else value
 
 
@@ -72,7 +74,7 @@ def answer_of(row: dict[str, Any], name: str, where: str) -> Any:
 def _first_instance(row: dict[str, Any], where: str) -> dict[str, Any]:
     instances = row["instances"]
     if not isinstance(instances, list) or not instances or not isinstance(instances[0], dict):
-        raise ValueError(f"{where}: the instances are {instances!r:.60}, not a list of inputs with outputs")
+        raise UserError(f"{where}: the instances are {instances!r:.60}, not a list of inputs with outputs")
     first: dict[str, Any] = instances[0]
     return first
 
@@ -81,7 +83,7 @@ def tools_of(row: dict[str, Any], where: str) -> Tools | None:
     """Return a row's tools, or None.
 
     ShareGPT rows give tools as JSON text, often without OpenAI's ``{"type": "function", "function": ...}``; both forms
-    are accepted. Raises ValueError, naming the row by ``where``, for anything else.
+    are accepted. Raises UserError, naming the row by ``where``, for anything else.
     """
     tools = row.get("tools")
     if isinstance(tools, str):
@@ -90,14 +92,14 @@ def tools_of(row: dict[str, Any], where: str) -> Tools | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"{where}: the tools are {tools!r:.60}, not a list of functions: correct or remove the field")
+        raise UserError(f"{where}: the tools are {tools!r:.60}, not a list of functions: correct or remove the field")
     return [tool if {"type", "function"} & tool.keys() else {"type": "function", "function": tool} for tool in tools]
 
 
 def messages_of(turns: Any, where: str) -> list[dict[str, Any]]:
-    """Turn a ShareGPT row's ``conversations`` into messages for a chat template; ValueError names a bad turn."""
+    """Turn a ShareGPT row's ``conversations`` into messages for a chat template; UserError names a bad turn."""
     if not isinstance(turns, list) or not turns:
-        raise ValueError(f"{where}: the conversations are {turns!r:.60}, not a list of turns")
+        raise UserError(f"{where}: the conversations are {turns!r:.60}, not a list of turns")
     if isinstance(turns[0], dict) and "role" in turns[0]:  # messages under ShareGPT's field name
         return check_messages(turns, where)
     return [_message(turn, where) for turn in turns]
@@ -105,20 +107,20 @@ def messages_of(turns: Any, where: str) -> list[dict[str, Any]]:
 
 def _message(turn: Any, where: str) -> dict[str, Any]:
     if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("from", "value")):
-        raise ValueError(f"{where}: a turn is {turn!r:.60}, without text in 'from' and 'value'")
+        raise UserError(f"{where}: a turn is {turn!r:.60}, without text in 'from' and 'value'")
     if turn["from"] not in _ROLES:
-        raise ValueError(f"{where}: a turn is from {turn['from']!r}: use one of {', '.join(_ROLES)}")
+        raise UserError(f"{where}: a turn is from {turn['from']!r}: use one of {', '.join(_ROLES)}")
     return {"role": _ROLES[turn["from"]], "content": turn["value"]}
 
 
 def check_messages(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return messages in the form that chat templates take, with role and content as text; else raise ValueError.
+    """Return messages in the form that chat templates take, with role and content as text; else raise UserError.
 
     A message with only tool calls or reasoning gets an empty content. JSON arguments of a call (OpenAI's format) become
     an object, as servers pass them to templates.
     """
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{where}: the messages are {value!r:.60}, not a list of messages")
+        raise UserError(f"{where}: the messages are {value!r:.60}, not a list of messages")
     return [_checked(message, where) for message in value]
 
 
@@ -132,10 +134,10 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
         kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
         if others := sorted({str(kind) for kind in kinds if kind != "text"}):
             found = " and ".join(others)
-            raise ValueError(f"{where}: a message has parts of type {found}, not only text: omit it")
+            raise UserError(f"{where}: a message has parts of type {found}, not only text: omit it")
         checked["content"] = "".join(str(part.get("text", "")) for part in parts)
     if not all(isinstance(checked.get(key), str) for key in ("role", "content")):
-        raise ValueError(f"{where}: a message is {message!r:.60}, without text in role and content")
+        raise UserError(f"{where}: a message is {message!r:.60}, without text in role and content")
     if isinstance(calls := checked.get("tool_calls"), list):
         checked["tool_calls"] = [_with_object(call) for call in calls]
     return checked

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decoding.clock import PhaseClock
 from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStart
+from decoding.errors import UserError
 from decoding.metrics import StepCount
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
@@ -48,12 +49,12 @@ class DecodingConfig:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give at least 1")
+            raise UserError(f"max_new_tokens is {self.max_new_tokens}: give at least 1")
         if self.rule is not None and self.sampling.greedy != (self.rule is GREEDY):
             wanted = "temperature 0" if self.rule is GREEDY else "a temperature above 0"
-            raise ValueError(f"the {self.rule.name} rule needs {wanted}; it is {self.sampling.temperature:g}")
+            raise UserError(f"the {self.rule.name} rule needs {wanted}; it is {self.sampling.temperature:g}")
         if "" in self.stop_strings:
-            raise ValueError("a stop string is empty: give at least one character")
+            raise UserError("a stop string is empty: give at least one character")
 
     @property
     def label(self) -> str:
@@ -127,7 +128,7 @@ class DecodingBatch:
         seeds: Sequence[int] | None = None,
         cache: PreallocatedCache | None = None,
     ) -> None:
-        """Decode ``rows`` texts at a time. The other arguments and the ValueErrors are as in `Engine.steps`."""
+        """Decode ``rows`` texts at a time. The other arguments and the UserErrors are as in `Engine.steps`."""
         for prompt in prompts:
             check_prompt(target, prompt, config)
         self.budgets: tuple[Budget, ...] = ()
@@ -154,7 +155,7 @@ class DecodingBatch:
     def _open(self, cache: PreallocatedCache | None) -> None:
         """Open the drafter's session and a cache, after waiting for a static target's cache.
 
-        Raises ValueError if the target or the length does not fit the drafter.
+        Raises UserError if the target or the length does not fit the drafter.
         """
         target = self.target
         if target.is_static:
@@ -370,11 +371,11 @@ def _nodes(hidden: Float[Tensor, "nodes hidden"], kept: Sequence[int]) -> Float[
 
 
 def check_prompt(target: CausalLM, prompt: Sequence[int], config: DecodingConfig) -> None:
-    """Raise ValueError if a prompt is empty, contains unknown token ids, or exceeds the target's context."""
+    """Raise UserError if a prompt is empty, contains unknown token ids, or exceeds the target's context."""
     check_ids(prompt, target.vocab_size)
     longest = len(prompt) + config.max_new_tokens
     if target.max_positions is not None and longest > target.max_positions:
-        raise ValueError(
+        raise UserError(
             f"a prompt of {len(prompt)} tokens and {config.max_new_tokens} new ones exceed the target's context of "
             f"{target.max_positions}: shorten the prompt or lower max_new_tokens"
         )

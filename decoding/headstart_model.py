@@ -85,7 +85,7 @@ class HeadstartModel:
         """
         dtype = draft_options.pop("torch_dtype", dtype)
         if drafter is None and draft_options:
-            raise ValueError(
+            raise UserError(
                 f"from_pretrained does not take {next(iter(draft_options))!r} without a drafter with "
                 "options: omit it, or give a drafter"
             )
@@ -131,7 +131,7 @@ class HeadstartModel:
         Greedy texts equal the target's own `generate`; sampled texts have its distribution, unless ``rule`` is lossy.
         Without a ``seed`` one is drawn from torch's global generator: under the policy "fixed", ``torch.manual_seed``
         then repeats a text. ``batch_size`` rows (None: all) are decoded at a time. Processors see each text without its
-        padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. Raises ValueError for an
+        padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. Raises UserError for an
         unsupported option.
         """
         inputs = options.pop("inputs", None)
@@ -141,7 +141,7 @@ class HeadstartModel:
         config = _resolve(self.generation_config, generation_config, options)
         prompts = self._prompts(inputs if input_ids is None else input_ids, attention_mask, config)
         if streamer is not None and len(prompts.rows) > 1:
-            raise ValueError(f"a streamer takes one text, not {len(prompts.rows)}: call generate for each prompt")
+            raise UserError(f"a streamer takes one text, not {len(prompts.rows)}: call generate for each prompt")
         eos = _token_list(config.eos_token_id)
         config.num_return_sequences, config.eos_token_id = None, eos or None
         max_new_tokens = _resolve_lengths(config, prompts.width, self.target.max_positions)
@@ -212,7 +212,7 @@ def _resolve(
     config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
     unknown = [name for name, value in config.update(**options).items() if value is not None]
     if unknown:
-        raise ValueError(f"generate does not take {' or '.join(unknown)}: check the spelling")
+        raise UserError(f"generate does not take {' or '.join(unknown)}: check the spelling")
     for name in _REFUSED_SETTINGS:
         if getattr(config, name, None):
             raise UserError(f"{name} is {getattr(config, name)}, which is not supported", _REMEDY)
@@ -233,7 +233,7 @@ def _resolve_lengths(config: GenerationConfig, width: int, max_positions: int | 
         longest = width + _DEFAULT_NEW_TOKENS
         config.max_length = longest if max_positions is None else min(longest, max_positions)
     if config.max_length <= width:
-        raise ValueError(f"the prompt is {width} tokens long and max_length is {config.max_length}: set max_new_tokens")
+        raise UserError(f"the prompt is {width} tokens long and max_length is {config.max_length}: set max_new_tokens")
     return int(config.max_length - width)
 
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from decoding.errors import UserError
+
 _WANTED = "a .jsonl file has one JSON object per line, in UTF-8"
 _FROM_CSV = "docs/how-to/data.md shows how to convert it"
 _ROWS_AT_ONCE = 256
@@ -20,7 +22,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_parquet(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number from 1, row) of a Parquet file, `without_nulls`; ValueError if the file is not readable."""
+    """Yield (number from 1, row) of a Parquet file, `without_nulls`; UserError if the file is not readable."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
@@ -29,7 +31,7 @@ def read_parquet(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             rows = (row for batch in file.iter_batches(_ROWS_AT_ONCE) for row in batch.to_pylist())
             yield from enumerate(map(without_nulls, rows), start=1)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise ValueError(f"{path} is not a readable Parquet file: {str(error).partition(chr(10))[0]}") from error
+        raise UserError(f"{path} is not a readable Parquet file: {str(error).partition(chr(10))[0]}") from error
 
 
 def without_nulls(value: Any) -> Any:
@@ -44,15 +46,15 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     path = Path(path)
     if not path.is_file():
         missing = "is a folder" if path.is_dir() else "is not there"
-        raise ValueError(f"{path} {missing}: give a .jsonl file, with one JSON object per line")
+        raise UserError(f"{path} {missing}: give a .jsonl file, with one JSON object per line")
     if path.suffix == ".parquet":
-        raise ValueError(f"{path} is Parquet, but rows are copied from .jsonl files only: convert it to JSON lines")
+        raise UserError(f"{path} is Parquet, but rows are copied from .jsonl files only: convert it to JSON lines")
     if path.suffix.lower() in (".csv", ".tsv"):
-        raise ValueError(f"{path} is a text table, not a .jsonl file: {_FROM_CSV}")
+        raise UserError(f"{path} is a text table, not a .jsonl file: {_FROM_CSV}")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if number == 1 and not (encoding := json.detect_encoding(line)).startswith("utf-8"):
-                raise ValueError(f"{path} is {encoding.upper()} text: save it as UTF-8")
+                raise UserError(f"{path} is {encoding.upper()} text: save it as UTF-8")
             if line.strip():
                 yield number, line
 
@@ -60,22 +62,22 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
 def parse_row(line: bytes, where: str) -> dict[str, Any]:
     """Parse one line of a .jsonl file; a bare string becomes ``{"text": string}``.
 
-    Raises ValueError, naming the line by ``where``, for other values, other encodings and half surrogate pairs.
+    Raises UserError, naming the line by ``where``, for other values, other encodings and half surrogate pairs.
     """
     try:
         row = json.loads(line.rstrip(b"\r\n"))  # without the line end, an error at the end is counted in this line
         if b"\\u" in line:  # an escape may be half a surrogate pair, which tokenizers reject
             json.dumps(row, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"{where}: not JSON ({error.msg.removesuffix(' at')} at column {error.colno}): {_WANTED}"
         ) from error
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: a \\u escape is half a character ({error.reason}): write both halves") from error
+        raise UserError(f"{where}: a \\u escape is half a character ({error.reason}): write both halves") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 text ({error.reason}): {_WANTED}") from error
+        raise UserError(f"{where}: not UTF-8 text ({error.reason}): {_WANTED}") from error
     if isinstance(row, str):
         return {"text": row}
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: the row is {type(row).__name__}, not an object: write one object per line")
+        raise UserError(f"{where}: the row is {type(row).__name__}, not an object: write one object per line")
     return row

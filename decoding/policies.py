@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median_low
 from typing import NamedTuple, Protocol
 
+from decoding.errors import UserError
 from decoding.metrics import StepCount
 
 
@@ -48,7 +49,7 @@ class FixedPolicy:
 
     def __init__(self, depth: int | None = None, nodes: int | None = None) -> None:
         if (depth is not None and depth < 0) or (nodes is not None and nodes < 1):
-            raise ValueError(f"a depth of {depth} and {nodes} nodes: give at least 0 and at least 1 (the root)")
+            raise UserError(f"a depth of {depth} and {nodes} nodes: give at least 0 and at least 1 (the root)")
         self._depth = math.inf if depth is None else depth
         self._nodes = math.inf if nodes is None else nodes
 
@@ -238,7 +239,7 @@ def default_policy(seed: int | None, greedy: bool) -> str:
 
 
 def named_policy(name: str) -> Policy:
-    """Create a policy, ``adaptive`` or ``fixed``; ValueError for another name."""
+    """Create a policy, ``adaptive`` or ``fixed``; UserError for another name."""
     if name not in _POLICIES:
-        raise ValueError(f"no policy is called {name!r}: choose one of {', '.join(_POLICIES)}")
+        raise UserError(f"no policy is called {name!r}: choose one of {', '.join(_POLICIES)}")
     return _POLICIES[name]()

@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from decoding.errors import UserError
 from decoding.fields import Tools
 
 
@@ -15,28 +16,28 @@ def with_variables(template: str, variables: Mapping[str, Any]) -> str:
     """Return a chat template with variables set, such as ``enable_thinking`` (``chat_template_kwargs`` of requests).
 
     The variables become part of the template's text, so they apply to every use of the template and change its digest.
-    Raises ValueError for a name that the template does not read.
+    Raises UserError for a name that the template does not read.
     """
     for name in variables:
         if not name.isidentifier() or not re.search(rf"\b{name}\b", template):
-            raise ValueError(f"chat_template_kwargs has {name}, which the chat template does not read: omit it")
+            raise UserError(f"chat_template_kwargs has {name}, which the chat template does not read: omit it")
     values = {name: "none" if value is None else json.dumps(value) for name, value in variables.items()}
     return "".join(f"{{%- set {name} = {value} %}}" for name, value in values.items()) + template
 
 
 def read_variables(given: str) -> dict[str, Any]:
-    """Read the variables of a chat template from a JSON object; ValueError for any other text."""
+    """Read the variables of a chat template from a JSON object; UserError for any other text."""
     try:
         variables = json.loads(given)
         if not isinstance(variables, dict):
-            raise ValueError("no object")
+            raise UserError("no object")
     except ValueError as error:
-        raise ValueError(f'chat_template_kwargs is {given}: give a JSON object, {{"name": value}}') from error
+        raise UserError(f'chat_template_kwargs is {given}: give a JSON object, {{"name": value}}') from error
     return variables
 
 
 def set_variables(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None:
-    """Set variables of a tokenizer's chat template from a JSON object; ValueError as in `with_variables`."""
+    """Set variables of a tokenizer's chat template from a JSON object; UserError as in `with_variables`."""
     if given is None:
         return
     variables = read_variables(given)
@@ -53,7 +54,7 @@ def encode_prompt(
     """Return the token ids that prompt an answer to a user's message or to a list of messages.
 
     Without ``chat`` or a chat template these are the tokens of the plain text, to be continued. ``tools`` are as in
-    `decoding.fields.tools_of`. Raises ValueError for text that is not UTF-8, or if the template rejects the messages.
+    `decoding.fields.tools_of`. Raises UserError for text that is not UTF-8, or if the template rejects the messages.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
@@ -66,9 +67,9 @@ def encode_prompt(
         else:
             encoded = tokenizer("\n".join(message["content"] for message in messages))
     except UnicodeEncodeError as error:
-        raise ValueError(f"the prompt is not UTF-8 text ({error.reason}): give it in that encoding") from error
+        raise UserError(f"the prompt is not UTF-8 text ({error.reason}): give it in that encoding") from error
     except (TemplateError, OverflowError, TypeError) as error:
-        raise ValueError(f"the chat template rejects this prompt: {error}") from error
+        raise UserError(f"the chat template rejects this prompt: {error}") from error
     tokens: list[int] = encoded["input_ids"]
     if not tokens and tokenizer.bos_token_id is not None:
         tokens = [int(tokenizer.bos_token_id)]

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from decoding.errors import UserError
 from decoding.rules.drawing import GeneratorSource
 from decoding.rules.sampling import History
 
@@ -25,7 +26,7 @@ class StopCheck:
         self, eos_token_ids: tuple[int, ...], stop_strings: tuple[str, ...], tokenizer: TextDecoder | None
     ) -> None:
         if stop_strings and tokenizer is None:
-            raise ValueError("stop strings need the tokenizer: pass it along")
+            raise UserError("stop strings need the tokenizer: pass it along")
         self._eos = frozenset(eos_token_ids)
         self._strings = stop_strings
         self._tokenizer = tokenizer
@@ -101,7 +102,7 @@ def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
     vocabulary.
     """
     if isinstance(prompt, str | bytes | Tensor) or not isinstance(prompt, Sized) or not isinstance(prompt, Iterable):
-        raise ValueError(f"a prompt is {prompt!r:.60}, not a list of token ids: {_REMEDY}")
+        raise UserError(f"a prompt is {prompt!r:.60}, not a list of token ids: {_REMEDY}")
     if all(type(token) is int for token in prompt) and len(prompt) and vocab_size is not None:
         low, high = min(prompt), max(prompt)
         if low >= 0 and high < vocab_size:
@@ -109,20 +110,20 @@ def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, Integral):
             kind = type(token).__name__
-            raise ValueError(f"a prompt contains {token!r:.60}, a {kind}, but token ids are integers: {_REMEDY}")
+            raise UserError(f"a prompt contains {token!r:.60}, a {kind}, but token ids are integers: {_REMEDY}")
         if vocab_size is not None and not 0 <= int(token) < vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"token {token} is outside the target's vocabulary (0 to {vocab_size - 1}): use the target's tokenizer"
             )
     if vocab_size is not None and not len(prompt):
-        raise ValueError("the prompt is empty: give at least one token (a BOS token will do)")
+        raise UserError("the prompt is empty: give at least one token (a BOS token will do)")
 
 
 def check_tensor_of_ids(input_ids: Any) -> None:
     """Reject anything but a tensor of integers."""
     if not isinstance(input_ids, Tensor):
         kind = type(input_ids).__name__
-        raise ValueError(f"input_ids is a {kind}: give a tensor of ids, tokenizer(text, return_tensors='pt').input_ids")
+        raise UserError(f"input_ids is a {kind}: give a tensor of ids, tokenizer(text, return_tensors='pt').input_ids")
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
         kind = str(input_ids.dtype).removeprefix("torch.")
-        raise ValueError(f"input_ids contains {kind} numbers, but token ids are integers: {_REMEDY}")
+        raise UserError(f"input_ids contains {kind} numbers, but token ids are integers: {_REMEDY}")

@@ -24,6 +24,7 @@ from rich.console import Console
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from decoding.errors import UserError
 from trainer.terminal.console import say, standard_error
 
 TIMEOUT = timedelta(minutes=30)
@@ -112,7 +113,7 @@ def _is_first() -> bool:
 
 def _raise_on_all(error: Exception | None) -> None:
     if any_process(error is not None):
-        error = error or ValueError("another process failed: see its error message")
+        error = error or UserError("another process failed: see its error message")
         error.add_note(_AGREED)
         raise error
 
@@ -145,7 +146,7 @@ def _in_touch() -> Iterator[Callable[[], None]]:
 def build_accelerator(mixed_precision: str = "no", **options: Any) -> Accelerator:
     """Return the accelerator for the launcher in use; ``mixed_precision`` is ``no`` or ``bf16``.
 
-    Raises ValueError if accelerate starts anything but what the launcher asked for.
+    Raises UserError if accelerate starts anything but what the launcher asked for.
     """
     _meet_apart_from_the_dead()
     deepspeed = _is_asked_for("ACCELERATE_USE_DEEPSPEED")
@@ -174,13 +175,13 @@ def build_accelerator(mixed_precision: str = "no", **options: Any) -> Accelerato
 def join_processes() -> Accelerator | None:
     """Return the accelerator for processes that share work without training; None for a single process.
 
-    Raises ValueError for DeepSpeed or FSDP, and if accelerate starts anything but what the launcher asked for.
+    Raises UserError for DeepSpeed or FSDP, and if accelerate starts anything but what the launcher asked for.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     for name in ("DeepSpeed", "FSDP"):
         if _is_asked_for(f"ACCELERATE_USE_{name.upper()}"):
-            raise ValueError(
+            raise UserError(
                 f"the launcher asks for {name}, but this command does not train: launch with "
                 "recipes/accelerate/ddp.yaml"
             )
@@ -221,12 +222,12 @@ def _meet_apart_from_the_dead() -> None:
     """Give processes that torchrun has restarted a fresh port to meet at.
 
     Otherwise they reuse the previous attempt's store and wait for the dead processes listed in it
-    (pytorch/pytorch#135712). Raises ValueError for several machines: their attempt counts may differ.
+    (pytorch/pytorch#135712). Raises UserError for several machines: their attempt counts may differ.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
         return
     if int(os.environ["GROUP_WORLD_SIZE"]) > 1 and int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > 0:
-        raise ValueError(
+        raise UserError(
             f"torchrun cannot restart processes on {os.environ['GROUP_WORLD_SIZE']} machines this way. "
             "Start it on each with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d"
         )
@@ -248,9 +249,9 @@ def _is_asked_for(variable: str) -> bool:
 
 def _check_deepspeed() -> None:
     if importlib.util.find_spec("deepspeed") is None:
-        raise ValueError("the launcher asks for DeepSpeed, but it is not installed: pip install 'headstart[deepspeed]'")
+        raise UserError("the launcher asks for DeepSpeed, but it is not installed: pip install 'headstart[deepspeed]'")
     if _is_asked_for("ACCELERATE_USE_CPU"):
-        raise ValueError(
+        raise UserError(
             "accelerate ignores DeepSpeed while ACCELERATE_USE_CPU is set: unset it (DeepSpeed uses the CPU by itself "
             "if there is no GPU), or launch with recipes/accelerate/cpu.yaml"
         )
@@ -266,17 +267,17 @@ def _leave_out_compiled_communication() -> None:
 def _check_type(accelerator: Accelerator, deepspeed: bool, fsdp: bool) -> None:
     got = accelerator.distributed_type
     if deepspeed and got != DistributedType.DEEPSPEED:
-        raise ValueError(f"the launcher asks for DeepSpeed but accelerate starts {got.value}: launch several processes")
+        raise UserError(f"the launcher asks for DeepSpeed but accelerate starts {got.value}: launch several processes")
     if fsdp and (got != DistributedType.FSDP or not accelerator.is_fsdp2):
         fsdp1 = got == DistributedType.FSDP
-        raise ValueError(
+        raise UserError(
             f"the launcher asks for FSDP, but accelerate starts {'its version 1' if fsdp1 else 'none'} on "
             f"{accelerator.device}. Launch with recipes/accelerate/fsdp.yaml (version 2, one GPU per process), or "
             "without GPUs with recipes/accelerate/ddp.yaml"
         )
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != accelerator.num_processes:
-        raise ValueError(
+        raise UserError(
             f"{world} processes were launched, but accelerate sees {accelerator.num_processes}: on a CPU launch with "
             "ACCELERATE_USE_CPU=true and recipes/accelerate/ddp.yaml"
         )

@@ -144,7 +144,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
-        """Start on up to ``rows`` texts of at most ``max_length`` tokens; ValueError if the target does not fit."""
+        """Start on up to ``rows`` texts of at most ``max_length`` tokens; UserError if the target does not fit."""
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         """Return the kinds of the drafter's proposals under these controls; deterministic by default."""
@@ -204,7 +204,7 @@ class TextDrafter(Drafter):
         """Start on a text of at most ``max_length`` tokens."""
 
     def check(self, target: CausalLM, max_length: int) -> None:
-        """Raise ValueError, before any text begins, for a target or a length that it cannot draft for."""
+        """Raise UserError, before any text begins, for a target or a length that it cannot draft for."""
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
         self.check(target, max_length)

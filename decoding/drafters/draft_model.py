@@ -8,6 +8,7 @@ from torch import Tensor
 from decoding.drafters.base import Drafter, DraftRequest
 from decoding.drafters.draft_state import DraftState, StateSession
 from decoding.drafters.growth import Growth, StaticTree
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
@@ -25,7 +26,7 @@ class DraftModelDrafter(Drafter):
 
     def __init__(self, draft: CausalLM, tokens: int = 4, sampled: bool = True) -> None:
         if tokens < 1:
-            raise ValueError(f"tokens is {tokens}: give at least 1")
+            raise UserError(f"tokens is {tokens}: give at least 1")
         self.draft = draft
         self.tokens = tokens
         self.growth = Growth(StaticTree.chain(tokens), sampled)

@@ -6,6 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from decoding.drafters.base import RowsSession, TextRows, TextStart
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.vocabulary import over_vocabulary
 from decoding.rules.sampling import SamplingConfig
@@ -13,16 +14,16 @@ from decoding.rules.tree import TokenTree
 
 
 def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
-    """Raise ValueError if the draft's context is too short, or if it writes tokens unknown to the target."""
+    """Raise UserError if the draft's context is too short, or if it writes tokens unknown to the target."""
     if draft.no_trees is not None:
-        raise ValueError(f"{draft.no_trees}, so it cannot draft: give a small model with full attention")
+        raise UserError(f"{draft.no_trees}, so it cannot draft: give a small model with full attention")
     if draft.max_positions is not None and max_length > draft.max_positions:
-        raise ValueError(
+        raise UserError(
             f"the text may grow to {max_length} tokens, more than the draft's context of {draft.max_positions}: "
             "give a shorter prompt, or a lower max_new_tokens"
         )
     if draft.output_tokens is not None and (largest := int(draft.output_tokens.max())) >= target.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"the draft's trimmed lm_head writes token {largest}, but the target knows 0 to {target.vocab_size - 1}: "
             "give a draft trimmed for this target"
         )

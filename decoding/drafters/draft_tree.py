@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest
 from decoding.drafters.draft_state import DraftState, StateSession, shared_tokens
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -32,9 +33,9 @@ class DraftTreeDrafter(Drafter):
 
     def __init__(self, draft: CausalLM, depth: int = 5, width: int = 4, nodes: int = 24) -> None:
         if depth < 1 or width < 1:
-            raise ValueError(f"depth is {depth} and width {width}: give at least 1 of each")
+            raise UserError(f"depth is {depth} and width {width}: give at least 1 of each")
         if nodes <= depth:
-            raise ValueError(f"nodes is {nodes}: a tree {depth} deep needs at least {depth + 1}, the root included")
+            raise UserError(f"nodes is {nodes}: a tree {depth} deep needs at least {depth + 1}, the root included")
         self.draft = draft
         self.depth = depth
         self.width = width
@@ -48,7 +49,7 @@ class DraftTreeDrafter(Drafter):
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DraftTreeSession":
         known = shared_tokens(self.draft, target)
         if self.width > known:
-            raise ValueError(f"width is {self.width}, but target and draft share {known} tokens: give at most {known}")
+            raise UserError(f"width is {self.width}, but target and draft share {known} tokens: give at most {known}")
         state = DraftState(self.draft, target, sampling, rows, max_length, 1 + self.width * self.depth)
         return DraftTreeSession(self, state, sampling)
 

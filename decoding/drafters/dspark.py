@@ -7,6 +7,7 @@ from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest, RowsSession, TextRows, TextStart
 from decoding.drafters.growth import ConditionalLogits, Growth, StaticTree
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkDraft, TextKeys
 from decoding.model.markov import DecodingBias
@@ -37,14 +38,14 @@ class DSparkDrafter(Drafter):
     ) -> None:
         config = draft.config
         if tokens is not None and not 1 <= tokens <= config.block_size:
-            raise ValueError(f"tokens is {tokens}: this draft allows 1 to {config.block_size}")
+            raise UserError(f"tokens is {tokens}: this draft allows 1 to {config.block_size}")
         if tree is not None and tokens is not None:
-            raise ValueError("tree and tokens are both given: give one of them")
+            raise UserError("tree and tokens are both given: give one of them")
         if tree is None and tokens is None:
             tree = config.tree or None
         shape = StaticTree.chain(tokens or config.block_size) if tree is None else StaticTree(tree)
         if shape.max_depth > config.block_size:
-            raise ValueError(
+            raise UserError(
                 f"the tree is {shape.max_depth} deep, but the draft has {config.block_size} tokens: shorten its paths"
             )
         self.draft = draft

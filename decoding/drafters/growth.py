@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decoding.drafters.base import DraftRequest, TextRows
+from decoding.errors import UserError
 from decoding.model.markov import DecodingBias
 from decoding.policies import Budget
 from decoding.rules.drawing import draw_rows_without_replacement
@@ -38,11 +39,11 @@ class StaticTree:
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
-        """Take ``paths`` of ranks as in `TreeShape.from_paths`; ValueError if there are none."""
+        """Take ``paths`` of ranks as in `TreeShape.from_paths`; UserError if there are none."""
         self._shape, ranks = TreeShape.from_paths(paths)
         self.max_depth = self._shape.max_depth
         if self.max_depth < 1:
-            raise ValueError("the tree is empty: give at least the path [0]")
+            raise UserError("the tree is empty: give at least the path [0]")
         self._ranks = (0, *ranks)
         self.ranks = max(self._ranks) + 1
         self.is_chain = self._shape.is_chain

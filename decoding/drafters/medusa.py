@@ -7,6 +7,7 @@ from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest, RowsSession, TextRows
 from decoding.drafters.growth import ConditionalLogits, Growth, StaticTree
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads, StackedHeads
 from decoding.model.markov import DecodingBias
@@ -29,11 +30,11 @@ class MedusaDrafter(Drafter):
         config = heads.config
         shape = StaticTree(config.tree if tree is None else tree)
         if shape.max_depth > config.num_heads:
-            raise ValueError(
+            raise UserError(
                 f"the tree is {shape.max_depth} deep, but there are {config.num_heads} heads: shorten its paths"
             )
         if shape.ranks > config.vocab_size:
-            raise ValueError(f"the tree has rank {shape.ranks - 1}: give ranks below {config.vocab_size}")
+            raise UserError(f"the tree has rank {shape.ranks - 1}: give ranks below {config.vocab_size}")
         self.heads = heads
         self.name = "medusa" if heads.markov is None else "markov"
         self.growth = Growth(shape, sampled)

@@ -20,6 +20,7 @@ from decoding.drafters.hybrid import HybridDrafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafters.spec import DrafterSpec, Option, one_of, options_of, read_options, split_spec
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
 from decoding.model.heads import MedusaHeads
@@ -68,7 +69,7 @@ def _hybrid(first: Entry | None = None) -> Entry:
 
     def make(weights: Any, values: Mapping[str, Any]) -> Drafter:
         if first is None:
-            raise ValueError(f"the hybrid lacks its other drafter: give of=NAME, one of {', '.join(_FIRSTS)}")
+            raise UserError(f"the hybrid lacks its other drafter: give of=NAME, one of {', '.join(_FIRSTS)}")
         own = {name: value for name, value in values.items() if name in first.options}
         rest = {name: value for name, value in values.items() if name in joined}
         lookup = {name.removeprefix(_PREFIX): value for name, value in values.items() if name.startswith(_PREFIX)}
@@ -109,7 +110,7 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
 
     ``options`` are further options, given to `HeadstartModel.from_pretrained`.
 
-    Raises ValueError, in one sentence, for an item that is misspelt, missing or out of range. The weights are not read,
+    Raises UserError, in one sentence, for an item that is misspelt, missing or out of range. The weights are not read,
     but a PATH without a name is looked up, on the Hub if it is not a folder. It means a ``hybrid`` of ``heads`` for
     heads, ``dspark`` for a DSpark draft, ``draft-tree`` if an option belongs to the tree, else ``draft``.
     """
@@ -119,13 +120,13 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
         name, given = "hybrid", {"of": _recognised(path, given), **given}
     entry = _entry_of(name, given.get("of"))
     if entry.weights is None and path is not None:
-        raise ValueError(f"{text!r} gives a path, {path}, but {name} reads no weights: remove the path")
+        raise UserError(f"{text!r} gives a path, {path}, but {name} reads no weights: remove the path")
     if entry.weights is not None and path is None:
-        raise ValueError(
+        raise UserError(
             f"{text!r} lacks the path of the weights: give {name}:PATH, a folder or Hub id of {entry.weights}"
         )
     if unknown := [option for option in options if option not in entry.options]:
-        raise ValueError(
+        raise UserError(
             f"from_pretrained does not take {unknown[0]!r}: the drafter {name} takes {', '.join(entry.options)}"
         )
     return DrafterSpec(name, path, read_options(given, entry.options, f"the drafter {name}"))
@@ -133,7 +134,7 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
 
 def _entry_of(name: str, of: str | None) -> Entry:
     if name not in REGISTRY:
-        raise ValueError(f"no drafter is called {name!r}: choose one of {', '.join(REGISTRY)}")
+        raise UserError(f"no drafter is called {name!r}: choose one of {', '.join(REGISTRY)}")
     return _hybrid(_FIRSTS.get(of)) if name == "hybrid" and of is not None else REGISTRY[name]
 
 
@@ -164,7 +165,7 @@ class DrafterLoader:
         self._loaded: dict[tuple[Weights, str], LoadedWeights] = {}
 
     def load(self, spec: DrafterSpec) -> Drafter:
-        """Load the drafter; ValueError if its weights cannot be read or do not fit the target."""
+        """Load the drafter; UserError if its weights cannot be read or do not fit the target."""
         entry = _entry_of(spec.name, spec.options.get("of"))
         if entry.weights is None:
             return entry.make(None, spec.options)
@@ -184,6 +185,6 @@ class DrafterLoader:
         if weights == "draft":
             return load_draft(path, self._target, self._tokenizer, self._trusted)
         if self._tokenizer is None:
-            raise ValueError(f"{path} has another tokenizer, and the target's is missing: give it as tokenizer")
+            raise UserError(f"{path} has another tokenizer, and the target's is missing: give it as tokenizer")
         draft = load_draft(path, self._target, None, self._trusted, other_tokenizer=True)
         return ForeignDraft(draft, load_tokenizer(path, self._trusted), self._tokenizer)

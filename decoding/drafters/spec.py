@@ -10,6 +10,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple, get_args
 
+from decoding.errors import UserError
+
 
 class Option(NamedTuple):
     """An option of a drafter, named after the class's parameter. ``wanted`` describes its values."""
@@ -49,13 +51,13 @@ def split_spec(text: str, names: Sequence[str]) -> tuple[str | None, str | None,
     A text that begins with none of ``names`` is a path if it exists or has a slash. After a name the first item is the
     path if it exists or lacks ``=``. If several items together form an existing path, they are the path.
 
-    Raises ValueError for an unknown name, and for an item that is neither the path nor ``option=value``.
+    Raises UserError for an unknown name, and for an item that is neither the path nor ``option=value``.
     """
     head = re.split("[:,]", text, maxsplit=1)[0]
     named = head in names
     if not named and "/" not in head and not (head and Path(head).exists()):
         remedy = f", or draft:{head} for a model of that name" if head else ""
-        raise ValueError(f"no drafter is called {head!r}: choose one of {', '.join(names)}{remedy}")
+        raise UserError(f"no drafter is called {head!r}: choose one of {', '.join(names)}{remedy}")
     rest = text[len(head) + 1 :] if named else text
     path: str | None = None
     options: dict[str, str] = {}
@@ -67,9 +69,9 @@ def split_spec(text: str, names: Sequence[str]) -> tuple[str | None, str | None,
         if index == 0 and (parts > 1 or not equals or not named or Path(item).exists()):
             path = item
         elif not equals or not option.strip():
-            raise ValueError(f"{text!r} contains {item!r}: after the path give option=value, separated by commas")
+            raise UserError(f"{text!r} contains {item!r}: after the path give option=value, separated by commas")
         elif option.strip() in options:
-            raise ValueError(f"{text!r} gives {option.strip()} twice: give it once")
+            raise UserError(f"{text!r} gives {option.strip()} twice: give it once")
         else:
             options[option.strip()] = value.strip()
     return (head if named else None), path or None, options
@@ -89,18 +91,18 @@ def options_of(make: Callable[..., Any], skipped: int = 0) -> dict[str, Option]:
 def read_options(given: Mapping[str, Any], known: Mapping[str, Option], of: str) -> dict[str, Any]:
     """Read the values of the given options, each a text or a value already read.
 
-    Raises ValueError, in one sentence naming the drafter by ``of``, for an option that ``known`` lacks or a value that
+    Raises UserError, in one sentence naming the drafter by ``of``, for an option that ``known`` lacks or a value that
     does not fit.
     """
     values = {}
     for name, value in given.items():
         if name not in known:
             choice = f"choose among {', '.join(known)}" if known else "it has none"
-            raise ValueError(f"{of} does not take {name!r}: {choice}")
+            raise UserError(f"{of} does not take {name!r}: {choice}")
         try:
             values[name] = known[name].read(_written(value))
         except ValueError:
-            raise ValueError(f"{of} is given {name}={_written(value)}: give {known[name].wanted}") from None
+            raise UserError(f"{of} is given {name}={_written(value)}: give {known[name].wanted}") from None
     return values
 
 

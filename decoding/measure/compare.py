@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from decoding.errors import UserError
 from decoding.measure.figures import PLAIN, load_of, told
 from decoding.measure.records import GridCell, Record, Records, provenance_of, provenances, read_lines, record_files
 from decoding.measure.rows import tokens_and_seconds
@@ -44,14 +45,14 @@ class RecordedEvaluation:
 
 
 def read_evaluation(folder: Path) -> RecordedEvaluation:
-    """Read an output folder of `headstart evaluate`; raise ValueError if it contains no runs."""
+    """Read an output folder of `headstart evaluate`; raise UserError if it contains no runs."""
     lines: list[dict[str, Any]] = []
     for file in record_files(folder):
         if found := read_lines(file):
             provenance_of(found, file)  # raises for a file from elsewhere
             lines += found
     if not lines:
-        raise ValueError(f"{folder} contains no runs-*.jsonl: give the --output folder of `headstart evaluate`")
+        raise UserError(f"{folder} contains no runs-*.jsonl: give the --output folder of `headstart evaluate`")
     return RecordedEvaluation(folder, Records(known=lines), provenances(folder))
 
 
@@ -92,7 +93,7 @@ def compare(
 ) -> dict[str, Any]:
     """Return ``load`` (see `load_of`), ``warnings`` and a row for each common setting, cell and method.
 
-    ``method`` is a method of A, ``other`` one of B. Raises ValueError if the targets or prompts differ, or if a method
+    ``method`` is a method of A, ``other`` one of B. Raises UserError if the targets or prompts differ, or if a method
     is missing from its evaluation.
     """
     timed, warnings = _check_alike(a, b)
@@ -106,7 +107,7 @@ def compare(
         if (row := _row(a, b, (setting, mine), (setting, theirs), cell, timed))
     ]
     if not rows:
-        raise ValueError(f"{a.folder} and {b.folder} share no prompts: evaluate both on the same file")
+        raise UserError(f"{a.folder} and {b.folder} share no prompts: evaluate both on the same file")
     for setting in dict.fromkeys(each[0] for each in chosen):
         for cell in cells if timed and a.folder != b.folder else []:
             row = _row(a, b, (setting, PLAIN), (setting, PLAIN), cell, True)
@@ -123,10 +124,10 @@ def compare(
 
 
 def _check_alike(a: RecordedEvaluation, b: RecordedEvaluation) -> tuple[bool, list[str]]:
-    """Return True if times are comparable, and the warnings; raise ValueError if targets or tokenizers differ."""
+    """Return True if times are comparable, and the warnings; raise UserError if targets or tokenizers differ."""
     for name in ("target", "tokenizer"):
         if a.identity.get(name) != b.identity.get(name):
-            raise ValueError(
+            raise UserError(
                 f"{a.folder} and {b.folder} were evaluated with different {name}s: use the same {name} for both"
             )
     warnings = []
@@ -152,11 +153,11 @@ def _chosen(
 ) -> list[tuple[str, str, str]]:
     """Return (setting, method of A, method of B) for each comparison."""
     if a.folder == b.folder and (method is None or other is None):
-        raise ValueError("both folders are the same: name two of its methods by --method and --other")
+        raise UserError("both folders are the same: name two of its methods by --method and --other")
     for evaluation, name in ((a, method), (b, other or method)):
         known = dict.fromkeys(each for _, each in evaluation.methods())
         if name is not None and name not in known:
-            raise ValueError(f"{evaluation.folder} lacks the method {name!r}: choose among {', '.join(known)}")
+            raise UserError(f"{evaluation.folder} lacks the method {name!r}: choose among {', '.join(known)}")
     theirs = b.methods()
     found = [
         (setting, name, other or name)
@@ -164,7 +165,7 @@ def _chosen(
         if method in (None, name) and (setting, other or name) in theirs
     ]
     if not found:
-        raise ValueError(
+        raise UserError(
             f"{a.folder} and {b.folder} share no method and setting: name two methods by --method and --other"
         )
     return found
@@ -209,7 +210,7 @@ def _pairs(
 ) -> tuple[list[tuple[Record, Record]], int]:
     """Pair the texts of two methods; also return how many later turns are left out because their prompts differ.
 
-    Raises ValueError if the tokens of a question's first turn differ.
+    Raises UserError if the tokens of a question's first turn differ.
     """
     ours, others = (
         {
@@ -223,7 +224,7 @@ def _pairs(
     both = {name: (record, others[name]) for name, record in ours.items() if name in others}
     differing = [name for name, (record, other) in both.items() if record.digests != other.digests]
     if first := next((question for question, turn, _ in differing if turn == 0), None):
-        raise ValueError(
+        raise UserError(
             f"question {first} has different tokens in {a.folder} and {b.folder}: evaluate both on the same "
             "file, with the same template, thinking mode and lengths"
         )

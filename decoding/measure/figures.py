@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from decoding.errors import UserError
 from decoding.measure.markdown import one_line
 from decoding.metrics import FEWEST, Estimate
 
@@ -65,7 +66,7 @@ def _with_range(figure: Figure, middle: str, low: str, high: str, unit: str) -> 
         return NONE
     ends = [number(figure.get(end)) for end in (low, high)]
     if NONE not in ends and not 0 <= figure[low] <= figure[middle] <= figure[high]:
-        raise ValueError(f"{figure[middle]!r} is not between {figure[low]!r} and {figure[high]!r}")
+        raise UserError(f"{figure[middle]!r} is not between {figure[low]!r} and {figure[high]!r}")
     return text + unit + ("" if NONE in ends else f" [{ends[0]}, {ends[1]}]")
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from decoding.drafters.base import Drafter
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.figures import PLAIN
 from decoding.measure.machine import commit, hardware, versions
@@ -210,10 +211,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure every method on every prompt; return the report (see `write_report` and `decoding.measure.report`).
 
-    Raises ValueError before the first run if a prompt is too long.
+    Raises UserError before the first run if a prompt is too long.
     """
     if not prompts:
-        raise ValueError("the list of prompts is empty: give at least one")
+        raise UserError("the list of prompts is empty: give at least one")
     for prompt in prompts:  # before the first run, not after an hour
         check_prompt(target, prompt, DecodingConfig(config.max_new_tokens))
     measurement = Measurement(target, methods, TokenPrompts(prompts), config)

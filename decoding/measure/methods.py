@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig, Generation
 from decoding.measure.figures import PLAIN, TRANSFORMERS
 from decoding.metrics import StepCount
@@ -91,10 +92,10 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         for setting in self.settings:
             if setting not in SETTINGS:
-                raise ValueError(f"setting is {setting!r}: give greedy, sampling or typical")
+                raise UserError(f"setting is {setting!r}: give greedy, sampling or typical")
         if not self.temperatures or min(self.temperatures) <= 0:
             given = ", ".join(f"{each:g}" for each in self.temperatures)
-            raise ValueError(f"temperatures are {given or 'none'}: give numbers above 0 (0 is the setting greedy)")
+            raise UserError(f"temperatures are {given or 'none'}: give numbers above 0 (0 is the setting greedy)")
 
 
 class Setting(NamedTuple):

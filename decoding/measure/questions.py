@@ -65,7 +65,7 @@ def read_questions(path: str | Path, field: str | None = None) -> list[Question]
     The id is ``question_id``, ``id`` or ``task_id``, else the line number. The task is the row's ``category``; in
     Spec-Bench's file the eight categories of MT-Bench are one task, ``mt_bench``.
 
-    Raises ValueError if a file contains no prompts.
+    Raises UserError if a file contains no prompts.
     """
     files = _files(str(path))
     questions: list[Question] = []
@@ -83,7 +83,7 @@ def read_prompts(
 ) -> list[tuple[int, ...]]:
     """Return the first turns of the first ``limit`` questions as token ids, without a chat template unless ``chat``.
 
-    ``field`` means the same as in `read_questions`. Raises ValueError if a file contains no prompts.
+    ``field`` means the same as in `read_questions`. Raises UserError if a file contains no prompts.
     """
     every = (question for file in _files(str(path)) for question in _questions(file, field))
     asker = Asker(list(islice(every, limit)), tokenizer, chat=chat, all_turns=False)
@@ -114,12 +114,12 @@ def _rows_in(folder: Path) -> list[Path]:
 
 
 def _questions(path: str | Path, field: str | None) -> Iterator[Question]:
-    """Yield the questions as they are read; raise ValueError if the file contains none."""
+    """Yield the questions as they are read; raise UserError if the file contains none."""
     number = 0
     for number, (line, row) in enumerate(read_rows(Path(path)), start=1):
         yield _question(number, row, field, f"{path}, line {line}")
     if not number:
-        raise ValueError(f"{path} contains no prompts: give a .jsonl file with one per line")
+        raise UserError(f"{path} contains no prompts: give a .jsonl file with one per line")
 
 
 def _with_tasks(questions: list[Question]) -> list[Question]:
@@ -144,11 +144,11 @@ def _question(number: int, row: dict[str, Any], field: str | None, where: str) -
             first = roles.index("user") + 1
             messages, later = messages[:first], tuple(message["content"] for message in messages[first:])
         if not messages:
-            raise ValueError(f"{where}: there is no question before the first answer: begin with the user's message")
+            raise UserError(f"{where}: there is no question before the first answer: begin with the user's message")
     else:
         turns = value if isinstance(value, list) and value else [value]
         if wrong := [turn for turn in turns if not isinstance(turn, str)]:
-            raise ValueError(f"{where}: the prompt is {type(wrong[0]).__name__}, not text")
+            raise UserError(f"{where}: the prompt is {type(wrong[0]).__name__}, not text")
         messages, later = [{"role": "user", "content": turns[0]}], tuple(turns[1:])
     if any(_UNPREPARED in text for text in (*later, *(message["content"] for message in messages))):
         raise UserError(f"{where}: SPEED-Bench's prompt is a placeholder", "run its prepare.py and give that output")
@@ -235,7 +235,7 @@ class Asker:
             if len(tokens) <= context:
                 return tokens
             room -= len(tokens) - context
-        raise ValueError(
+        raise UserError(
             f"a context of {context} tokens is too short for question {question.id} in its chat template: give more "
             "tokens"
         )

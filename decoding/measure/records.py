@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from decoding.errors import UserError
 from decoding.measure.methods import Run
 from decoding.metrics import StepCount
 
@@ -141,7 +142,7 @@ def open_records(folder: Path, rank: int, provenance: Mapping[str, Any]) -> Reco
 
 
 def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Raise ValueError if the folder holds records with other settings; the message names the first difference."""
+    """Raise UserError if the folder holds records with other settings; the message names the first difference."""
     wanted = json.loads(json.dumps(identity))
     for file in record_files(folder):
         lines = read_lines(file)
@@ -150,7 +151,7 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
         found = provenance_of(lines, file).get("identity", {})
         for name in {**wanted, **found}:
             if found.get(name) != wanted.get(name):
-                raise ValueError(
+                raise UserError(
                     f"{file} contains runs with {name} {json.dumps(found.get(name)):.60}, not "
                     f"{json.dumps(wanted.get(name)):.60}: give another --output, or --restart to delete them"
                 )
@@ -162,26 +163,26 @@ def record_files(folder: Path) -> list[Path]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a record file; raise ValueError for a damaged line."""
+    """Return the complete lines of a record file; raise UserError for a damaged line."""
     content = path.read_bytes() if path.exists() else b""
     lines = []
     for number, line in enumerate(content[: _whole(content)].split(b"\n")[:-1], start=1):
         try:
             value = json.loads(line)
             if not isinstance(value, dict):
-                raise ValueError(f"{type(value).__name__}, not an object")
+                raise UserError(f"{type(value).__name__}, not an object")
             lines.append(value)
         except ValueError as error:
-            raise ValueError(
+            raise UserError(
                 f"{path}, line {number} is damaged ({error}): delete the line to decode its wave again"
             ) from error
     return lines
 
 
 def provenance_of(lines: Sequence[Mapping[str, Any]], path: Path) -> dict[str, Any]:
-    """Return the provenance in the first of a file's lines; raise ValueError if it is missing."""
+    """Return the provenance in the first of a file's lines; raise UserError if it is missing."""
     if not lines or "provenance" not in lines[0]:
-        raise ValueError(f"{path} does not begin with a provenance: give a file that `headstart evaluate` wrote")
+        raise UserError(f"{path} does not begin with a provenance: give a file that `headstart evaluate` wrote")
     return dict(lines[0]["provenance"])
 
 

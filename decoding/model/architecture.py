@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from decoding.errors import UserError
+
 STATIC_MODES = ("eager", "graphs")
 STATIC_CHOICES = ("auto", "off", *STATIC_MODES)
 """Ways to run steps, by the names that users give; `STATIC_MODES` run in fixed shapes."""
@@ -79,17 +81,17 @@ def why_not_static(model: PreTrainedModel) -> str | None:
 
 
 def check_static(static: str, device: torch.device) -> None:
-    """Raise ValueError for a choice that is unknown or that the device does not support."""
+    """Raise UserError for a choice that is unknown or that the device does not support."""
     if static not in STATIC_CHOICES:
-        raise ValueError(f"static is {static!r}: give one of {', '.join(STATIC_CHOICES)}")
+        raise UserError(f"static is {static!r}: give one of {', '.join(STATIC_CHOICES)}")
     if static == "graphs" and device.type != "cuda":
-        raise ValueError(f"static is graphs, which need a CUDA device, not {device.type}: give auto or eager")
+        raise UserError(f"static is graphs, which need a CUDA device, not {device.type}: give auto or eager")
 
 
 def static_of(choice: str, model: PreTrainedModel) -> str | None:
     """Return the ``static`` of `CausalLM` for a choice; ``auto`` means graphs if the CUDA device and model allow them.
 
-    Raises ValueError for a choice that `check_static` rejects. `CausalLM` itself rejects a model that cannot run so.
+    Raises UserError for a choice that `check_static` rejects. `CausalLM` itself rejects a model that cannot run so.
     """
     check_static(choice, model.device)
     if choice == "auto":

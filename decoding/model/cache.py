@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from decoding.errors import UserError
 from decoding.rules.tree import common_length
 
 _BUFFERS = itertools.count(1)
@@ -69,7 +70,7 @@ class PreallocatedLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None and block is not None
         size = key_states.shape[-2]
         if key_states.shape[1::2] != self.keys.shape[1::2] or value_states.shape[1::2] != self.values.shape[1::2]:
-            raise ValueError(
+            raise UserError(
                 "the layers of this model have keys of different shapes (heads and widths "
                 f"{list(self.keys.shape[1::2])} and {list(key_states.shape[1::2])}): give a model with equal layers"
             )
@@ -205,9 +206,9 @@ class PreallocatedCache(Cache):
         return self.lease
 
     def check(self, lease: int) -> None:
-        """Raise ValueError if another generation took the buffers after this ``lease``."""
+        """Raise UserError if another generation took the buffers after this ``lease``."""
         if lease != self.lease:
-            raise ValueError(
+            raise UserError(
                 "another generation has begun on this cache: finish or drop the first one, or use separate caches"
             )
 

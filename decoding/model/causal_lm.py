@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decoding.errors import UserError
 from decoding.model.architecture import (
     key_devices,
     max_positions,
@@ -44,7 +45,7 @@ class CausalLM:
         model decodes one batch at a time.
         """
         if reason := why_unfit(model):
-            raise ValueError(reason)
+            raise UserError(reason)
         leave_out_cudnn()  # here, because every model is wrapped; the setting also affects transformers' own decoding
         self.model = model
         self.lock = lock_of(model)
@@ -89,14 +90,14 @@ class CausalLM:
         return device
 
     def check_drafts(self, drafter: str, has_chains: bool) -> None:
-        """Raise ValueError if a drafter cannot run on this target; ``has_chains``: the drafter can draft chains."""
+        """Raise UserError if a drafter cannot run on this target; ``has_chains``: the drafter can draft chains."""
         kind = self.model.config.model_type
         if (reason := why_no_chains(self.model)) is not None:
-            raise ValueError(
+            raise UserError(
                 f"{reason}, so it cannot verify drafts: decode and measure the {kind} model without a drafter"
             )
         if self.no_trees is not None and not has_chains:
-            raise ValueError(
+            raise UserError(
                 f"{self.no_trees}, but {drafter} drafts trees: give a {kind} model heads, a draft, dspark as a chain, "
                 "or a lookup of one branch"
             )

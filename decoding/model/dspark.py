@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rotate_half
 
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import REMEDY, DSparkConfig, read_dspark_config
 from decoding.model.lm_head import unscaled_embeddings
@@ -169,7 +170,7 @@ class DSparkDraft(nn.Module):
     def from_pretrained(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> "DSparkDraft":
         """Read a draft, ready to decode, in ``dtype``.
 
-        Raises ValueError if tensors do not match the config, before anything is built, or if a weight is not finite in
+        Raises UserError if tensors do not match the config, before anything is built, or if a weight is not finite in
         the dtype.
         """
         config, header = read_described(folder)
@@ -183,17 +184,17 @@ class DSparkDraft(nn.Module):
 
 
 def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]:
-    """Read a draft's config and the header of its tensors; raise ValueError if they do not match."""
+    """Read a draft's config and the header of its tensors; raise UserError if they do not match."""
     config = read_dspark_config(folder)
     if (folder / "mask_embedding.pt").is_file():
-        raise ValueError(f"{folder} contains mask_embedding.pt, and separate masks are not supported: {_MASK}")
+        raise UserError(f"{folder} contains mask_embedding.pt, and separate masks are not supported: {_MASK}")
     header = {name: part for name, part in weights_header(folder, REMEDY).items() if name not in _TARGETS_OWN}
     check_tensors(folder, header, _stored_shapes(config), REMEDY)
     return config, header
 
 
 def check_ends(folder: Path, target: CausalLM) -> None:
-    """Raise ValueError if a folder's embedding, lm_head or ids differ from the target's by more than rounding.
+    """Raise UserError if a folder's embedding, lm_head or ids differ from the target's by more than rounding.
 
     ``d2t`` contains, for each draft id, the difference to the target's id.
     """
@@ -206,12 +207,12 @@ def check_ends(folder: Path, target: CausalLM) -> None:
         return
     for name, tensor in stored_weights(folder, REMEDY):
         if name == "d2t" and tensor.any():
-            raise ValueError(f"{folder} contains d2t, so its ids differ from its target's: {REMEDY}")
+            raise UserError(f"{folder} contains d2t, so its ids differ from its target's: {REMEDY}")
         if name not in ends:
             continue
         own = ends[name].weight.detach()
         if tensor.shape != own.shape or not torch.allclose(tensor.to(own), own, rtol=2**-7, atol=1e-6):
-            raise ValueError(
+            raise UserError(
                 f"{folder} contains an {name} other than the target's: give a draft that uses the target's weights"
             )
 
@@ -297,7 +298,7 @@ class TextKeys:
 
 @dataclass(frozen=True)
 class DSpark:
-    """A draft together with its target; raises ValueError if their sizes differ."""
+    """A draft together with its target; raises UserError if their sizes differ."""
 
     draft: DSparkDraft
     target: CausalLM

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.stored import CONFIG_NAME, check_whole, read_object
 from decoding.rules.tree import MOST_NODES, checked_paths
@@ -37,7 +38,7 @@ _THIS_TARGET = "give a draft trained on this target"
 
 @dataclass(frozen=True)
 class DSparkConfig:
-    """Sizes of a draft, named as in ``config.json``; raises ValueError for sizes that no server loads.
+    """Sizes of a draft, named as in ``config.json``; raises UserError for sizes that no server loads.
 
     ``hidden_size`` and ``vocab_size`` are the target's. ``target_layer_ids``: the target's layers (from 0) after which
     states are read. ``num_target_layers`` None: unknown. ``mask_token_id``: a token that does not occur in texts.
@@ -80,31 +81,29 @@ class DSparkConfig:
             check_whole("an entry of target_layer_ids", tap, 0)
         highest = (self.num_target_layers or 1 << 20) - 2
         if not taps or list(taps) != sorted(set(taps)) or taps[-1] > highest:
-            raise ValueError(
+            raise UserError(
                 f"target_layer_ids is {list(taps)}: give increasing layers from 0 to {highest}, without the last one"
             )
         if self.mask_token_id >= self.vocab_size:
-            raise ValueError(
-                f"mask_token_id is {self.mask_token_id}: give one of the target's {self.vocab_size} tokens"
-            )
+            raise UserError(f"mask_token_id is {self.mask_token_id}: give one of the target's {self.vocab_size} tokens")
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
+            raise UserError(
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads "
                 f"({self.num_key_value_heads})"
             )
         if self.head_dim not in HEAD_DIMS:
-            raise ValueError(
+            raise UserError(
                 f"head_dim is {self.head_dim}: give one of {', '.join(map(str, HEAD_DIMS))}, which servers support"
             )
         if not self.markov_rank and (self.sample_from_anchor or self.enable_confidence_head):
             name = "sample_from_anchor" if self.sample_from_anchor else "enable_confidence_head"
-            raise ValueError(f"{name} is true with a markov_rank of 0: no server supports this in a DFlash draft")
+            raise UserError(f"{name} is true with a markov_rank of 0: no server supports this in a DFlash draft")
         if self.block_size >= MOST_NODES:
-            raise ValueError(f"block_size is {self.block_size}: give at most {MOST_NODES - 1}")
+            raise UserError(f"block_size is {self.block_size}: give at most {MOST_NODES - 1}")
         paths = checked_paths(self.tree, self.vocab_size)
         deepest = max((len(path) for path in paths), default=0)
         if deepest > self.block_size:
-            raise ValueError(
+            raise UserError(
                 f"the tree is {deepest} deep, but a forward drafts {self.block_size} tokens: shorten its paths"
             )
         object.__setattr__(self, "target_layer_ids", taps)
@@ -116,17 +115,17 @@ class DSparkConfig:
         return self.block_size + (not self.sample_from_anchor)
 
     def check_fits(self, target: CausalLM) -> None:
-        """Raise ValueError if the target's sizes are not those in this config."""
+        """Raise UserError if the target's sizes are not those in this config."""
         found = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         for name, size in {**found, "num_target_layers": target.num_layers}.items():
             if getattr(self, name) not in (None, size):
-                raise ValueError(
+                raise UserError(
                     f"this draft needs a target whose {name} is {getattr(self, name)}, not {size}: {_THIS_TARGET}"
                 )
         if (last := self.target_layer_ids[-1]) > (most := target.num_layers - 2):
-            raise ValueError(f"this draft reads layer {last}, but only 0 to {most} can be read: {_THIS_TARGET}")
+            raise UserError(f"this draft reads layer {last}, but only 0 to {most} can be read: {_THIS_TARGET}")
         if (width := target.model.config.get_text_config(decoder=True).hidden_size) != self.hidden_size:
-            raise ValueError(
+            raise UserError(
                 f"the target's lm_head is {self.hidden_size} wide, but its layers are {width}: give another target"
             )
 
@@ -165,15 +164,15 @@ def is_dspark_folder(folder: Path) -> bool:
 
 
 def read_dspark_config(folder: Path) -> DSparkConfig:
-    """Read a draft's ``config.json``; raise ValueError if a size is missing or a setting is not supported."""
+    """Read a draft's ``config.json``; raise UserError if a size is missing or a setting is not supported."""
     path = folder / CONFIG_NAME
     stored = read_object(path, REMEDY)
     try:
         if not is_dspark_folder(folder):
-            raise ValueError(f"architectures is {stored.get('architectures')}")
+            raise UserError(f"architectures is {stored.get('architectures')}")
         return _config_of(stored)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not describe a DSpark draft ({error}): {REMEDY}") from error
+        raise UserError(f"{path} does not describe a DSpark draft ({error}): {REMEDY}") from error
 
 
 def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
@@ -183,17 +182,17 @@ def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
     for nested in ("transformer_layer_config", "dflash_config", "dspark_config"):
         flat |= stored.get(nested) or {}
     if not is_dspark and flat.get("markov_rank"):
-        raise ValueError(f"markov_rank is {flat['markov_rank']} in a DFlash draft: give 0")
+        raise UserError(f"markov_rank is {flat['markov_rank']} in a DFlash draft: give 0")
     rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
     if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
-        raise ValueError(f"its rotary embeddings are {kind}")
+        raise UserError(f"its rotary embeddings are {kind}")
     for key, values in _TAKEN.items():
         if flat.get(key) not in values:
-            raise ValueError(f"{key} is {flat[key]}")
+            raise UserError(f"{key} is {flat[key]}")
     if set(flat.get("layer_types") or ()) - {"full_attention"}:
-        raise ValueError("some of its layers attend to a window")
+        raise UserError("some of its layers attend to a window")
     if (written := flat.get("draft_vocab_size")) not in (None, vocab := flat.get("vocab_size")):
-        raise ValueError(f"it writes {written} of {vocab} tokens")
+        raise UserError(f"it writes {written} of {vocab} tokens")
     anchored = flat.get("sample_from_anchor", is_dspark and not of_speculators)
     config = DSparkConfig(
         **{

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from decoding.errors import UserError
 from decoding.model.folder import adapted_model
 from decoding.model.hub import local_folder
 from decoding.model.loading import TOKENIZER_PROBE, is_heads_folder, reason
@@ -50,7 +51,7 @@ def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str
     because their figures depend on it, and the base model of adapters. Files are read in pieces, about a second per
     GB, and only once per process unless they change.
 
-    Raises ValueError if the model does not exist or one of its files cannot be read.
+    Raises UserError if the model does not exist or one of its files cannot be read.
     """
     folder = local_folder(name)
     states = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
@@ -69,7 +70,7 @@ def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tupl
             digest.update(f"{name}{tuple(part.get_shape())}{part.get_dtype()}".encode())
             digest.update(_bytes_of(tensor))
     except (OSError, KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"the files in {folder} cannot be read: {reason(error)}") from error
+        raise UserError(f"the files in {folder} cannot be read: {reason(error)}") from error
     return digest.hexdigest()[:_DIGITS]
 
 
@@ -116,13 +117,13 @@ def _sorted(value: Any) -> Any:
 def files_of_tensors(folder: Path) -> dict[str, Path]:
     """Return the file of every tensor stored in a folder that transformers would load.
 
-    Raises ValueError for a folder without weights, and for a truncated file.
+    Raises UserError for a folder without weights, and for a truncated file.
     """
     remedy = "fetch or write it again"
     adapters = folder / _ADAPTER_WEIGHTS
     files = [adapters] if adapters.is_file() else weight_files(folder, remedy)
     if not files:
-        raise ValueError(f"{folder} lacks .safetensors files: convert its weights (pickled ones are not loaded)")
+        raise UserError(f"{folder} lacks .safetensors files: convert its weights (pickled ones are not loaded)")
     return {name: path for path in files for name in read_header(path, remedy)}
 
 

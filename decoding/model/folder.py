@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import (  # type: ignore[attr-d
     CONFIG_MAPPING_NAMES,
 )
 
+from decoding.errors import UserError
 from decoding.model.stored import StoredTensor, read_header, read_object, weights_header
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -26,7 +27,7 @@ _ALL_LAYERS_RUN = (
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise ValueError, with file and value, if a folder's config and weights cannot belong to one model.
+    """Raise UserError, with file and value, if a folder's config and weights cannot belong to one model.
 
     Only headers are read. For adapters, a base model in a local folder is checked too.
     """
@@ -59,14 +60,14 @@ def quantisation(folder: Path) -> str | None:
 def adapted_model(folder: Path) -> str | None:
     """Return the name of the base model of a folder's adapters; None for a folder without adapters.
 
-    Raises ValueError if the name is missing, or if the chain of base models leads back to the adapters.
+    Raises UserError if the name is missing, or if the chain of base models leads back to the adapters.
     """
     base, visited = _base_of(folder), {folder.resolve()}
     following = base
     while following is not None:
         at = Path(following).resolve()
         if at in visited:
-            raise ValueError(f"the adapters in {folder} lead back to themselves as their base model: {_REMEDY}")
+            raise UserError(f"the adapters in {folder} lead back to themselves as their base model: {_REMEDY}")
         visited.add(at)
         following = _base_of(at)
     return base
@@ -78,14 +79,14 @@ def _base_of(folder: Path) -> str | None:
         return None
     name = read_object(path, _REMEDY).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise ValueError(
+        raise UserError(
             f"{path} has {reprlib.repr(name)} as base_model_name_or_path: give the folder or Hub id of its model"
         )
     return name
 
 
 def _check_ranks(folder: Path) -> None:
-    """Raise ValueError for a LoRA rank above every stored size."""
+    """Raise UserError for a LoRA rank above every stored size."""
     path, weights = folder / _ADAPTER_CONFIG, folder / "adapter_model.safetensors"
     if not weights.is_file():
         return
@@ -93,7 +94,7 @@ def _check_ranks(folder: Path) -> None:
     patterns, most = config.get("rank_pattern"), max((max(it.shape, default=0) for it in header.values()), default=0)
     for rank in (config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())):
         if isinstance(rank, int | float) and rank > most:
-            raise ValueError(f"{path} has a rank of {rank}, but no tensor in {weights.name} has that size: {_REMEDY}")
+            raise UserError(f"{path} has a rank of {rank}, but no tensor in {weights.name} has that size: {_REMEDY}")
 
 
 def _check_layers(path: Path, config: Mapping[str, Any], header: Mapping[str, StoredTensor]) -> None:
@@ -107,7 +108,7 @@ def _check_layers(path: Path, config: Mapping[str, Any], header: Mapping[str, St
     least = most if numbered and kind in _ALL_LAYERS_RUN else 1
     for key in _LAYERS:
         if isinstance(layers := config.get(key), int) and not least <= layers <= most:
-            raise ValueError(f"{path} has {layers} as {key}, but the weights have {most} layers: {_REMEDY}")
+            raise UserError(f"{path} has {layers} as {key}, but the weights have {most} layers: {_REMEDY}")
 
 
 def _layer_of(name: str) -> str | None:
@@ -118,6 +119,6 @@ def _layer_of(name: str) -> str | None:
 def _check_floats(path: Path, header: Mapping[str, StoredTensor]) -> None:
     for name, tensor in header.items():
         if name.endswith(".weight") and not tensor.dtype.startswith(("F", "BF")):
-            raise ValueError(
+            raise UserError(
                 f"the weights next to {path} store {name} as {tensor.dtype}, which is not a float: {_REMEDY}"
             )

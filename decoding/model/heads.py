@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from decoding.errors import UserError
 from decoding.model.lm_head import OutputLayer
 from decoding.model.markov import MarkovBias
 from decoding.model.stored import (
@@ -39,7 +40,7 @@ _THIS_TARGET = "give heads trained on this target"
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Sizes of the heads and the tree that they draft; raises ValueError for an impossible size or tree.
+    """Sizes of the heads and the tree that they draft; raises UserError for an impossible size or tree.
 
     ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix must be
     listed. ``shared_lm_head``: the heads use the target's lm_head instead of output layers. ``markov_rank``: rank of
@@ -59,11 +60,11 @@ class MedusaConfig:
         for name, smallest in least.items():
             check_whole(name, getattr(self, name), smallest)
         if type(self.shared_lm_head) is not bool:
-            raise ValueError(f"shared_lm_head is {self.shared_lm_head!r}: give true or false")
+            raise UserError(f"shared_lm_head is {self.shared_lm_head!r}: give true or false")
         paths = checked_paths(self.tree, self.vocab_size)
         deepest = max((len(path) for path in paths), default=0)
         if deepest > self.num_heads:
-            raise ValueError(f"the tree is {deepest} deep, but there are {self.num_heads} heads: shorten its paths")
+            raise UserError(f"the tree is {deepest} deep, but there are {self.num_heads} heads: shorten its paths")
         object.__setattr__(self, "tree", paths)
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -80,13 +81,13 @@ class MedusaConfig:
             yield "markov.output.weight", (self.vocab_size, self.markov_rank)
 
     def check_fits(self, hidden_size: int, vocab_size: int) -> None:
-        """Raise ValueError if the target's hidden size or vocabulary size differs."""
+        """Raise UserError if the target's hidden size or vocabulary size differs."""
         if self.hidden_size != hidden_size:
-            raise ValueError(
+            raise UserError(
                 f"these heads read states of size {self.hidden_size}, not the target's {hidden_size}: {_THIS_TARGET}"
             )
         if self.vocab_size != vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"these heads predict {self.vocab_size} tokens, not the target's {vocab_size}: {_THIS_TARGET}"
             )
 
@@ -131,7 +132,7 @@ class MedusaHead(nn.Module):
         """Return the logits from the head's output layer or the target's, in that layer's dtype and on its device."""
         writer = lm_head if self.lm_head is None else self.lm_head
         if writer is None:
-            raise ValueError("these heads share the target's lm_head: give it as lm_head")
+            raise UserError("these heads share the target's lm_head: give it as lm_head")
         logits: Tensor = writer(features.to(next(writer.parameters())))
         return logits
 
@@ -154,14 +155,14 @@ class MedusaHeads(nn.Module):
         """
         lm_head: nn.Linear = target.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
         if getattr(lm_head, "bias", None) is not None:
-            raise ValueError("the target's lm_head has a bias, which heads do not support: give a target without one")
+            raise UserError("the target's lm_head has a bias, which heads do not support: give a target without one")
         return MedusaHeads.for_lm_head(lm_head.weight, config)
 
     @staticmethod
     def for_lm_head(weight: Float[Tensor, "vocab hidden"], config: MedusaConfig) -> "MedusaHeads":
         """Make the heads of `for_target` from the weight of the target's lm_head alone."""
         if weight.shape != (config.vocab_size, config.hidden_size):
-            raise ValueError(f"the target's lm_head has shape {tuple(weight.shape)}: give heads of the same sizes")
+            raise UserError(f"the target's lm_head has shape {tuple(weight.shape)}: give heads of the same sizes")
         heads = MedusaHeads(config)
         if config.shared_lm_head:
             return heads
@@ -215,7 +216,7 @@ class MedusaHeads(nn.Module):
     ) -> "MedusaHeads":
         """Read heads written by `save_pretrained`, in ``dtype`` (None: as stored).
 
-        Raises ValueError if tensors do not match ``config.json``, before anything is built, or if a weight is not
+        Raises UserError if tensors do not match ``config.json``, before anything is built, or if a weight is not
         finite in the dtype.
         """
         folder = Path(folder)
@@ -278,7 +279,7 @@ def loaded(
     """Build heads from these weights, ready to decode, in ``dtype`` (None: the dtype of the weights).
 
     The heads take over the tensors without copying, and ``weights`` is emptied; another dtype is converted tensor by
-    tensor. Raises ValueError, naming ``folder`` as the source, if a weight is not finite in that dtype.
+    tensor. Raises UserError, naming ``folder`` as the source, if a weight is not finite in that dtype.
     """
     check_finite(weights, f"{folder}", "give an earlier checkpoint, or train the heads again")
     stored = next(iter(weights.values())).dtype
@@ -293,8 +294,8 @@ def loaded(
 
 
 def read_config(folder: Path) -> MedusaConfig:
-    """Read the ``config.json`` of heads; raise ValueError unless it describes heads in `FORMAT`."""
+    """Read the ``config.json`` of heads; raise UserError unless it describes heads in `FORMAT`."""
     for name, there in ((CONFIG_NAME, (folder / CONFIG_NAME).is_file()), (WEIGHTS_NAME, has_weights(folder))):
         if not there:
-            raise ValueError(f"{folder} does not contain Medusa heads, {name} is missing: {_REMEDY}")
+            raise UserError(f"{folder} does not contain Medusa heads, {name} is missing: {_REMEDY}")
     return read_config_of(MedusaConfig, folder / CONFIG_NAME, FORMAT, _REMEDY)

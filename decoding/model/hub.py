@@ -26,6 +26,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 )
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 
+from decoding.errors import UserError
 from decoding.model.stored import WEIGHT_FILES, named_files
 
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md")
@@ -55,27 +56,27 @@ class HubName(NamedTuple):
 def hub_name(name: str | Path) -> HubName | None:
     """Parse a name of the form ORG/NAME[@REVISION]; return None for a path or an existing folder.
 
-    Raises ValueError for a revision that git would not accept.
+    Raises UserError for a revision that git would not accept.
     """
     name = str(name)
     repo_id, at, revision = name.partition("@")
     if Path(name).exists() or name.startswith(("/", ".", "~")) or repo_id.count("/") > 1:
         return None
     if at and _REVISION.fullmatch(revision) is None:
-        raise ValueError(f"{name!r} has {revision!r} as revision: give ORG/NAME@ and a branch, a tag or a commit hash")
+        raise UserError(f"{name!r} has {revision!r} as revision: give ORG/NAME@ and a branch, a tag or a commit hash")
     return HubName(repo_id, revision if at else None)
 
 
 def local_folder(name: str | Path, weights: bool = True) -> Path:
     """Return the folder of this name; for a Hub id, the snapshot in the cache, after fetching missing files.
 
-    Only files that are read here are fetched, and weights only with ``weights``. Raises ValueError if the folder,
+    Only files that are read here are fetched, and weights only with ``weights``. Raises UserError if the folder,
     repository or revision does not exist or may not be read, or if it is not cached and the Hub cannot be reached.
     """
     named = hub_name(name)
     if named is None:
         if not Path(name).is_dir():
-            raise ValueError(
+            raise UserError(
                 f"there is no folder {name}{similar(Path(name))}: give a folder with a model, or a Hub id such as "
                 "ORG/NAME or ORG/NAME@REVISION"
             )
@@ -136,7 +137,7 @@ def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = 
         _commits[place] = Path(folder).name
         return Path(folder)
     # Raised outside the handler, because an exception's context would contain the request with its headers.
-    raise ValueError(
+    raise UserError(
         f"{str(named)!r} cannot be loaded: there is no such folder{similar(Path(str(named)))}, and loading it "
         f"from the Hub failed: {problem}"
     )

@@ -60,7 +60,7 @@ def load_model(
 
     ``dtype="auto"`` keeps the stored dtype; None uses `fast_dtype`. ``device`` None: the first GPU, or the CPU without
     one; weights that do not fit on the first of several GPUs are spread over all GPUs. The config is compared with the
-    weights before the model is built. Raises ValueError if the model cannot be read, lacks weights, or is too large for
+    weights before the model is built. Raises UserError if the model cannot be read, lacks weights, or is too large for
     all GPUs together.
     """
     folder = model_folder(name)
@@ -84,16 +84,16 @@ def load_model(
             output_loading_info=True,
         )
     except UNREADABLE as error:
-        raise ValueError(f"no model could be read from {name!r}: {reason(error)}") from error
+        raise UserError(f"no model could be read from {name!r}: {reason(error)}") from error
     model: PreTrainedModel = read[0]
     if missing := sorted(read[1]["missing_keys"]):
-        raise ValueError(
+        raise UserError(
             f"the weights of {name} lack {missing[0]}, one of {len(missing)} missing: give a complete folder"
         )
     if not spread and placed is None:
         model.to(device or default_device())  # type: ignore[arg-type]  # transformers' stubs
     elif is_spread(model) and (left := sorted({"cpu", "disk"} & places_of(model))):
-        raise ValueError(
+        raise UserError(
             f"{name} does not fit on the GPUs without {' and '.join(left)}: give more GPUs or a narrower dtype"
         )
     model.eval()
@@ -124,13 +124,13 @@ def model_without_weights(folder: Path, dtype: torch.dtype, trust_remote_code: b
 def _that_or_base(folder: Path, pattern: str) -> Path:
     """Return the folder if it contains a file that matches, else the first base model of its adapters that does.
 
-    Raises ValueError if adapters lead back to themselves, also on the Hub.
+    Raises UserError if adapters lead back to themselves, also on the Hub.
     """
     visited = [folder]
     while (base := adapted_model(folder)) is not None and not any(folder.glob(pattern)):
         folder = local_folder(base, weights=False)
         if folder in visited:
-            raise ValueError(f"the adapters {base} lead back to themselves as their base model: give the base model")
+            raise UserError(f"the adapters {base} lead back to themselves as their base model: give the base model")
         visited.append(folder)
     return folder
 
@@ -157,9 +157,9 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
         )
     except UNREADABLE as error:
         told = reason(error) if _is_untrusted(error) or _has_vocabulary(folder) else _NO_VOCABULARY
-        raise ValueError(f"no tokenizer could be read from {name!r}: {told}") from error
+        raise UserError(f"no tokenizer could be read from {name!r}: {told}") from error
     if tokenizer.vocab_files_names and not _has_vocabulary(folder):  # some families would get an empty tokenizer
-        raise ValueError(f"no tokenizer could be read from {name!r}: {_NO_VOCABULARY}")
+        raise UserError(f"no tokenizer could be read from {name!r}: {_NO_VOCABULARY}")
     return tokenizer
 
 
@@ -177,12 +177,12 @@ def _is_untrusted(error: BaseException) -> bool:
 
 
 def model_folder(name: str) -> Path:
-    """Return the local folder of a model, fetched if needed; raise ValueError if config or weights are missing."""
+    """Return the local folder of a model, fetched if needed; raise UserError if config or weights are missing."""
     folder = local_folder(name)
     if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):  # or adapters
-        raise ValueError(f"{name} does not contain a model: config.json is missing")
+        raise UserError(f"{name} does not contain a model: config.json is missing")
     if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{name} lacks .safetensors files: convert its weights (pickled ones are not loaded)")
+        raise UserError(f"{name} lacks .safetensors files: convert its weights (pickled ones are not loaded)")
     return folder
 
 
@@ -262,7 +262,7 @@ def load_draft(
     with a trimmed vocabulary.
     """
     if dspark_folder(name) is not None:
-        raise ValueError(f"{name} is a DSpark draft, not a draft model: give it as dspark:{name}")
+        raise UserError(f"{name} is a DSpark draft, not a draft model: give it as dspark:{name}")
     draft = load_model(name, target.dtype, target.device, trust_remote_code)
     wider = "a dtype of a wider range, such as bf16, or " if target.dtype == torch.float16 else ""
     parameters, remedy = dict(draft.named_parameters()), f"give {wider}an earlier checkpoint of it"
@@ -271,8 +271,8 @@ def load_draft(
         own_tokenizer = load_tokenizer(name, trust_remote_code)
         try:
             check_same_tokenizer(tokenizer, own_tokenizer)
-        except ValueError as error:
-            raise ValueError(f"{error}, or give this draft as other-tokenizer:{name}, which is slower") from error
+        except UserError as error:
+            raise UserError(f"{error}, or give this draft as other-tokenizer:{name}, which is slower") from error
     output_tokens = read_output_tokens(draft, name)
     loaded = CausalLM(draft) if output_tokens is None else trimmed_vocabulary(draft, output_tokens)
     return loaded if why_not_static(draft) else loaded.with_static(target.static)
@@ -287,11 +287,11 @@ def dspark_folder(name: str | Path) -> Path | None:
 def load_dspark(name: str | Path, target: CausalLM) -> DSparkDraft:
     """Load a DSpark or DFlash draft, in the target's dtype and on its device; check sizes before weights.
 
-    Raises ValueError if its embedding or lm_head differs from the target's.
+    Raises UserError if its embedding or lm_head differs from the target's.
     """
     folder = local_folder(name)
     if not is_dspark_folder(folder):
-        raise ValueError(f"{name} does not contain a DSpark draft: give draft:{name} for an ordinary draft")
+        raise UserError(f"{name} does not contain a DSpark draft: give draft:{name} for an ordinary draft")
     read_dspark_config(folder).check_fits(target)
     check_ends(folder, target)
     return DSparkDraft.from_pretrained(folder, target.dtype, target.device)

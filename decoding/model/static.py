@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decoding.errors import UserError
 from decoding.model.architecture import STATIC_MODES, why_not_static
 from decoding.model.cache import PreallocatedCache
 from decoding.model.dynamic import TreeMasks, blocked_keys, stacked
@@ -150,9 +151,9 @@ class StaticSteps:
     def __init__(self, model: PreTrainedModel, masks: TreeMasks, max_positions: int | None, mode: str) -> None:
         """``max_positions``: number of the model's position embeddings; None for unlimited rotary embeddings."""
         if mode not in STATIC_MODES:
-            raise ValueError(f"static mode is {mode!r}: give one of {', '.join(STATIC_MODES)}")
+            raise UserError(f"static mode is {mode!r}: give one of {', '.join(STATIC_MODES)}")
         if reason := why_not_static(model):
-            raise ValueError(reason)
+            raise UserError(reason)
         self._model = model
         self._masks = masks
         self._max_positions = max_positions

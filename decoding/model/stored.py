@@ -18,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from decoding.errors import UserError
+
 Config = TypeVar("Config")
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -39,79 +41,79 @@ class StoredTensor(NamedTuple):
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON object from a file; raise ValueError with ``remedy`` if there is none."""
+    """Read a JSON object from a file; raise UserError with ``remedy`` if there is none."""
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"it has {path.stat().st_size} bytes")
+            raise UserError(f"it has {path.stat().st_size} bytes")
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise ValueError(f"{path} cannot be read as JSON ({error}): {remedy}") from error
+        raise UserError(f"{path} cannot be read as JSON ({error}): {remedy}") from error
     if not isinstance(stored, dict):
-        raise ValueError(f"{path} contains a {type(stored).__name__}, not an object: {remedy}")
+        raise UserError(f"{path} contains a {type(stored).__name__}, not an object: {remedy}")
     return stored
 
 
 def read_config_of(kind: type[Config], path: Path, format: str, remedy: str) -> Config:
     """Read a JSON file that contains exactly ``format`` and the fields of the dataclass ``kind``.
 
-    Raises ValueError with ``remedy`` for any other file, or if the dataclass rejects a value.
+    Raises UserError with ``remedy`` for any other file, or if the dataclass rejects a value.
     """
     stored = read_object(path, remedy)
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     try:
         if stored.pop("format", None) != format:
-            raise ValueError(f"no format: {format!r}")
+            raise UserError(f"no format: {format!r}")
         for key in (*known, *stored):
             if key not in stored or key not in known:
-                raise ValueError(f"{key} is {'missing' if key in known else 'unknown'}")
+                raise UserError(f"{key} is {'missing' if key in known else 'unknown'}")
         return kind(**stored)
-    except ValueError as error:
-        raise ValueError(f"{path} does not contain a {kind.__name__} ({error}): {remedy}") from error
+    except UserError as error:
+        raise UserError(f"{path} does not contain a {kind.__name__} ({error}): {remedy}") from error
 
 
 def check_whole(key: str, value: object, least: int = 1) -> None:
-    """Raise ValueError unless the size ``key`` is an int of at least ``least``; True and 1.0 are rejected too."""
+    """Raise UserError unless the size ``key`` is an int of at least ``least``; True and 1.0 are rejected too."""
     if type(value) is not int or value < least:
-        raise ValueError(f"{key} is {reprlib.repr(value)}: give a whole number, {least} or more")
+        raise UserError(f"{key} is {reprlib.repr(value)}: give a whole number, {least} or more")
 
 
 # --- headers ----------------------------------------------------------------------------------------------------------
 
 
 def read_header(path: Path, remedy: str) -> dict[str, StoredTensor]:
-    """Read a safetensors file's names, dtypes and shapes; raise ValueError if the file is missing or truncated."""
+    """Read a safetensors file's names, dtypes and shapes; raise UserError if the file is missing or truncated."""
     try:
         with safe_open(path, framework="pt") as file:
             stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
             return {name: StoredTensor(part.get_dtype(), tuple(part.get_shape())) for name, part in stored.items()}
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read as safetensors ({error}): {remedy}") from error
+        raise UserError(f"{path} cannot be read as safetensors ({error}): {remedy}") from error
 
 
 def check_tensors(
     path: Path, header: Mapping[str, StoredTensor], expected: Iterable[tuple[str, tuple[int, ...]]], remedy: str
 ) -> None:
-    """Raise ValueError unless the header of weights has exactly these names and shapes, in one floating dtype.
+    """Raise UserError unless the header of weights has exactly these names and shapes, in one floating dtype.
 
     ``path``: the file or folder of the header, for messages. ``expected`` is read only up to the first missing name,
     because a wrong config may yield very many names.
     """
     if not header:
-        raise ValueError(f"{path} does not contain tensors: {remedy}")
+        raise UserError(f"{path} does not contain tensors: {remedy}")
     known = set()
     for name, shape in expected:
         if name not in header:
-            raise ValueError(f"{path} does not fit its config: {name} is missing; {remedy}")
+            raise UserError(f"{path} does not fit its config: {name} is missing; {remedy}")
         if header[name].shape != shape:
-            raise ValueError(
+            raise UserError(
                 f"{path} does not fit its config: size mismatch, {name} is {header[name].shape}, not {shape}; {remedy}"
             )
         known.add(name)
     if unknown := sorted(header.keys() - known):
-        raise ValueError(f"{path} does not fit its config: {unknown[0]} is unknown; {remedy}")
+        raise UserError(f"{path} does not fit its config: {unknown[0]} is unknown; {remedy}")
     dtypes = sorted({tensor.dtype for tensor in header.values()})
     if len(dtypes) > 1 or dtypes[0] not in FLOATS:
-        raise ValueError(f"{path} contains weights in {' and '.join(dtypes)}: save them in one of {', '.join(FLOATS)}")
+        raise UserError(f"{path} contains weights in {' and '.join(dtypes)}: save them in one of {', '.join(FLOATS)}")
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ def has_weights(folder: Path) -> bool:
 def named_files(folder: Path, remedy: str) -> list[Path]:
     """Return the weight file, or all shards in the index, even missing ones; empty if the folder has neither.
 
-    Raises ValueError with ``remedy`` for a shard outside the folder.
+    Raises UserError with ``remedy`` for a shard outside the folder.
     """
     if (folder / WEIGHTS_NAME).is_file():
         return [folder / WEIGHTS_NAME]
@@ -158,9 +160,9 @@ def named_files(folder: Path, remedy: str) -> list[Path]:
     index = read_object(path, remedy)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(index.get("metadata", {}), dict):
-        raise ValueError(f"{path} is not an index of weights (a weight_map from tensors to files): {remedy}")
+        raise UserError(f"{path} is not an index of weights (a weight_map from tensors to files): {remedy}")
     if outside := [name for name in weight_map.values() if not _is_shard(name)]:
-        raise ValueError(f"{path} names {reprlib.repr(outside[0])}, which is not a file inside its folder: {remedy}")
+        raise UserError(f"{path} names {reprlib.repr(outside[0])}, which is not a file inside its folder: {remedy}")
     return [folder / name for name in dict.fromkeys(weight_map.values())]
 
 
@@ -175,12 +177,12 @@ def _is_shard(name: object) -> bool:
 def weight_files(folder: Path, remedy: str) -> list[Path]:
     """Return the weight file, or the shards in the index; empty if the folder has neither.
 
-    Raises ValueError with ``remedy`` unless each shard exists inside the folder.
+    Raises UserError with ``remedy`` unless each shard exists inside the folder.
     """
     files = named_files(folder, remedy)
     if missing := [path for path in files if not path.is_file()]:
         name = reprlib.repr(str(missing[0].relative_to(folder)))
-        raise ValueError(f"{folder / INDEX_NAME} names {name}, which is missing: {remedy}")
+        raise UserError(f"{folder / INDEX_NAME} names {name}, which is missing: {remedy}")
     return files
 
 
@@ -211,13 +213,13 @@ def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def check_finite(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
-    """Raise ValueError for the first tensor with a NaN or an infinity; the message counts such values.
+    """Raise UserError for the first tensor with a NaN or an infinity; the message counts such values.
 
     ``what`` names the owner of the tensors, ``remedy`` says what to do ("give an earlier checkpoint").
     """
     if broken := non_finite(tensors):
         tensor, others = tensors[broken[0]], len(broken) - 1
-        raise ValueError(
+        raise UserError(
             f"{what} has weights that are not finite, {_count_non_finite(tensor)} of {tensor.numel()} values in "
             f"{broken[0]}{f' and some in {others} more tensors' * bool(others)}: {remedy}"
         )

@@ -10,11 +10,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decoding.errors import UserError
 from decoding.model.lm_head import hooked, replaced_forward
 
 
 def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
-    """Return a model's list of ``count`` layers, under any name; raise ValueError if there is none.
+    """Return a model's list of ``count`` layers, under any name; raise UserError if there is none.
 
     The text decoder is searched first, because a vision tower may have as many layers.
     """
@@ -24,7 +25,7 @@ def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
     for module in modules:  # lists inside a layer, such as experts, come after the list of layers
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module  # stop early, because every step searches
-    raise ValueError(f"{type(model).__name__} does not keep its {count} layers in a list: give another target")
+    raise UserError(f"{type(model).__name__} does not keep its {count} layers in a list: give another target")
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def capture_taps(
                 return
             parts[tap] = output if isinstance(output, Tensor) else output[0]
             if parts[tap].ndim > 3:
-                raise ValueError(
+                raise UserError(
                     f"layers of {type(model).__name__} output several streams: train heads or an ordinary draft on it"
                 )
             if tap == taps[-1]:

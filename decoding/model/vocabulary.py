@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decoding.errors import check_once
+from decoding.errors import UserError, check_once
 from decoding.model.causal_lm import CausalLM
 from decoding.model.hub import local_folder
 
@@ -31,7 +31,7 @@ def most_frequent_tokens(texts: Iterable[Sequence[int]], count: int, always: Seq
     others that must not be missing.
     """
     if count < max(1, len(set(always))):
-        raise ValueError(f"count is {count}: give at least 1, and at least the {len(set(always))} tokens in always")
+        raise UserError(f"count is {count}: give at least 1, and at least the {len(set(always))} tokens in always")
     seen = Counter(token for text in texts for token in text)
     chosen = dict.fromkeys(always)
     for token in sorted(seen, key=lambda token: (-seen[token], token)):
@@ -39,7 +39,7 @@ def most_frequent_tokens(texts: Iterable[Sequence[int]], count: int, always: Seq
             break
         chosen.setdefault(token)
     if not chosen:
-        raise ValueError("the texts are empty: give texts with tokens")
+        raise UserError("the texts are empty: give texts with tokens")
     return tuple(sorted(chosen))
 
 
@@ -51,7 +51,7 @@ def trimmed_vocabulary(model: PreTrainedModel, token_ids: Iterable[int]) -> Caus
     tokens = sorted(token_ids)
     lm_head = model.get_output_embeddings()
     if not isinstance(lm_head, nn.Linear):
-        raise ValueError(f"the lm_head is a {type(lm_head).__name__}: trim a draft before quantising it")
+        raise UserError(f"the lm_head is a {type(lm_head).__name__}: trim a draft before quantising it")
     _check_tokens(tokens, lm_head.out_features)
     index = torch.tensor(tokens, device=lm_head.weight.device)
     weight, bias = lm_head.weight.detach()[index], None if lm_head.bias is None else lm_head.bias.detach()[index]
@@ -115,7 +115,7 @@ def write_output_tokens(folder: str | Path, token_ids: Iterable[int]) -> None:
     """Mark a draft's folder as trimmed to ``token_ids``. `loading.load_draft` reads the mark; transformers does not."""
     config_path = Path(folder) / "config.json"
     if not config_path.is_file():
-        raise ValueError(f"{folder} does not contain a model: config.json is missing")
+        raise UserError(f"{folder} does not contain a model: config.json is missing")
     config = json.loads(config_path.read_text())
     tokens = sorted(token_ids)
     _check_tokens(tokens, config.get("vocab_size", max(tokens, default=0) + 1))
@@ -129,20 +129,20 @@ def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | N
     if file_name is None:
         return None
     if file_name != OUTPUT_TOKENS_NAME:
-        raise ValueError(f"config.json of {name} names the tokens' file {file_name!r}: name it {OUTPUT_TOKENS_NAME}")
+        raise UserError(f"config.json of {name} names the tokens' file {file_name!r}: name it {OUTPUT_TOKENS_NAME}")
     try:
         tokens = json.loads((local_folder(name, weights=False) / file_name).read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file_name} of {name} cannot be read: {error}") from error
+        raise UserError(f"{file_name} of {name} cannot be read: {error}") from error
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise ValueError(f"{file_name} of {name} is not a list of token ids: write it with write_output_tokens")
+        raise UserError(f"{file_name} of {name} is not a list of token ids: write it with write_output_tokens")
     _check_tokens(tokens, model.config.get_text_config(decoder=True).vocab_size)
     return tuple(tokens)
 
 
 def _check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
     if not tokens:
-        raise ValueError("the trimmed vocabulary is empty: give at least one token")
+        raise UserError("the trimmed vocabulary is empty: give at least one token")
     check_once("token", tokens)
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:
-        raise ValueError(f"token {outside[0]} is unknown to the draft, which has 0 to {vocab_size - 1}: omit it")
+        raise UserError(f"token {outside[0]} is unknown to the draft, which has 0 to {vocab_size - 1}: omit it")

@@ -3,6 +3,8 @@
 import heapq
 from collections.abc import Sequence
 
+from decoding.errors import UserError
+
 FITTED_RANKS = 10
 """Best tokens of each head, or of each DSpark slot, with accuracies for `best_tree`."""
 
@@ -17,11 +19,11 @@ def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Paths:
     ``accuracies[d][r]`` is the share of steps in which the rank-r token (from 0) of head d (from 0) was right. Heads
     are treated as independent: a path's probability is the product of the shares along it. It never rises from parent
     to child or from one rank to the next, so popping the likeliest paths from a heap gives the optimal tree (Medusa,
-    2401.10774, section 2.3.3). Raises ValueError without a node or a head.
+    2401.10774, section 2.3.3). Raises UserError without a node or a head.
     """
     shares = [list(_non_increasing(head)) for head in accuracies]
     if not shares or not shares[0] or nodes < 1:
-        raise ValueError(f"got {nodes} nodes and the accuracies {list(shares)}: give at least one node and one head")
+        raise UserError(f"got {nodes} nodes and the accuracies {list(shares)}: give at least one node and one head")
     heap: list[tuple[float, tuple[int, ...]]] = [(-shares[0][0], (0,))]
     chosen: list[tuple[int, ...]] = []
     while heap and len(chosen) < nodes:

@@ -14,6 +14,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from decoding.errors import UserError
 from decoding.rules.sampling import ForPromptLength, LogitsProcessor, SamplingConfig
 
 Processor = LogitsProcessor | ForPromptLength
@@ -56,7 +57,7 @@ def sampling_from_generation_config(
 
     Reads the config as `generate` does: without ``do_sample`` decoding is greedy, and an unset ``top_k`` is 50.
     ``device`` is the device of the logits. Length limits and end tokens are not read here; they belong in
-    `DecodingConfig`. Raises ValueError, with the option's name, if an unsupported option is set.
+    `DecodingConfig`. Raises UserError, with the option's name, if an unsupported option is set.
     """
     sample = bool(config.do_sample)
     _refuse_unsupported(config, {**_REFUSED, **(_REFUSED_IF_SAMPLING if sample else {})})
@@ -72,7 +73,7 @@ def sampling_from_generation_config(
         return SamplingConfig(repetition_penalty=penalty, processors=merged)
     temperature = 1.0 if config.temperature is None else config.temperature
     if temperature == 0:
-        raise ValueError("temperature is 0 with do_sample: set do_sample=False for greedy decoding")
+        raise UserError("temperature is 0 with do_sample: set do_sample=False for greedy decoding")
     return SamplingConfig(
         temperature=temperature,
         top_k=50 if config.top_k is None else config.top_k,
@@ -88,12 +89,12 @@ def _refuse_unsupported(config: GenerationConfig, refused: Mapping[str, str]) ->
     for reason, names in refused.items():
         for name in names.split():
             if (value := getattr(config, name, None)) and not (value == 1 and name in _OFF_AT_ONE):
-                raise ValueError(f"{name} is {value}, which is not supported: {reason}; unset it")
+                raise UserError(f"{name} is {value}, which is not supported: {reason}; unset it")
     # Only options that `transformers` defines: `generate` ignores other entries of published configs.
     every = " ".join((*_REFUSED.values(), *_REFUSED_IF_SAMPLING.values())).split()
     for name in sorted(vars(GenerationConfig()).keys() - _KNOWN - set(every)):
         if not name.startswith("_") and getattr(config, name, None) is not None:
-            raise ValueError(f"{name} is {getattr(config, name)}, which is not supported: unset it")
+            raise UserError(f"{name} is {getattr(config, name)}, which is not supported: unset it")
 
 
 class _Generating(GenerationMixin):
@@ -113,7 +114,7 @@ def _processors(
     for name in ("min_length", "min_new_tokens", "exponential_decay_length_penalty"):
         if getattr(own, name, None) and not eos:
             value = getattr(own, name)
-            raise ValueError(f"{name} is {value} but eos_token_id is not set: set it, or unset {name}")
+            raise UserError(f"{name} is {value} but eos_token_id is not set: set it, or unset {name}")
 
     @lru_cache(maxsize=256)
     def build(prompt_length: int) -> Any:

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from decoding.errors import UserError
 from decoding.rules.at_once import Undecided, at_once
 from decoding.rules.drawing import NO_WEIGHT, GeneratorSource
 from decoding.rules.proposal import Proposal
@@ -60,7 +61,7 @@ def decide(
     verdicts = dict[int, Verdict]()
     for row, node, token, numbers in zip(decided, values[::3], values[1::3], values[2::3], strict=True):
         if token == logits.shape[-1]:
-            raise ValueError(NO_WEIGHT)
+            raise UserError(NO_WEIGHT)
         sources[row].skip(numbers)
         verdicts[row] = Verdict(trees[row].shape.path(node), token)
     return [

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+from decoding.errors import UserError
+
 
 def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"]) -> Int[Tensor, " rows"]:
     """Draw one token per row in proportion to its weights (any positive sum), from uniforms in [0, 1).
@@ -100,7 +102,7 @@ class GeneratorSource:
         cumulative = _cumulative(weights)
         token = int(torch.searchsorted(cumulative, cumulative[-1] * self.uniform(), right=True))
         if token == len(weights):
-            raise ValueError(NO_WEIGHT)
+            raise UserError(NO_WEIGHT)
         return token
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from decoding.errors import UserError
 from decoding.rules.tree import TokenTree
 
 
@@ -65,12 +66,12 @@ class SamplingConfig:
             ("repetition_penalty", 0 < self.repetition_penalty < infinite, "a positive number, 1 for none"),
         ):
             if not fits:
-                raise ValueError(f"{name} is {getattr(self, name)}: give {wanted}")
+                raise UserError(f"{name} is {getattr(self, name)}: give {wanted}")
         if not isinstance(self.processors, tuple):
-            raise ValueError(f"processors is a {type(self.processors).__name__}: give a tuple of processors")
+            raise UserError(f"processors is a {type(self.processors).__name__}: give a tuple of processors")
         for processor in self.processors:
             if not isinstance(processor, ForPromptLength) and not callable(processor):
-                raise ValueError(f"processor {processor!r} cannot be called: give (input_ids, scores) -> scores")
+                raise UserError(f"processor {processor!r} cannot be called: give (input_ids, scores) -> scores")
 
     @property
     def greedy(self) -> bool:
@@ -233,7 +234,7 @@ def _processed(
             processor = entry.build(prompt_length) if isinstance(entry, ForPromptLength) else entry
             result = processor(texts, scores)
             if result.shape != scores.shape:
-                raise ValueError(
+                raise UserError(
                     f"processor {type(processor).__name__} returned shape {tuple(result.shape)} for scores of "
                     f"{tuple(scores.shape)}: return one score for each token of each row"
                 )

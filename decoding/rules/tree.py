@@ -13,39 +13,41 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from decoding.errors import UserError
+
 MOST_NODES = 4096
 """Most nodes of a tree from a file or a recipe: its mask takes 16 MiB, and no target verifies more."""
 
 
 def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Return paths of child ranks, read from a file or a recipe, as tuples; ValueError unless they form a tree.
+    """Return paths of child ranks, read from a file or a recipe, as tuples; UserError unless they form a tree.
 
     Every prefix of a path must be listed, every path once, and every rank must be below ``vocab_size``.
     """
     if not isinstance(paths, list | tuple):
-        raise ValueError(f"the tree is {reprlib.repr(paths)}: give paths of ranks, such as [[0], [1], [0, 0]]")
+        raise UserError(f"the tree is {reprlib.repr(paths)}: give paths of ranks, such as [[0], [1], [0, 0]]")
     if len(paths) > MOST_NODES:
-        raise ValueError(f"the tree has {len(paths)} nodes: give at most {MOST_NODES}")
+        raise UserError(f"the tree has {len(paths)} nodes: give at most {MOST_NODES}")
     known: set[tuple[int, ...]] = {()}
     for path in sorted(map(_checked_path, paths), key=len):
         shown = reprlib.repr(list(path))
         if path in known:
-            raise ValueError(f"tree path {shown} is listed twice: list each path once")
+            raise UserError(f"tree path {shown} is listed twice: list each path once")
         if path[:-1] not in known:
-            raise ValueError(f"tree path {shown} lacks its parent: add {reprlib.repr(list(path[:-1]))} to the paths")
+            raise UserError(f"tree path {shown} lacks its parent: add {reprlib.repr(list(path[:-1]))} to the paths")
         if path[-1] >= vocab_size:
-            raise ValueError(f"tree path {shown} has a rank of {path[-1]}: give ranks below the {vocab_size} tokens")
+            raise UserError(f"tree path {shown} has a rank of {path[-1]}: give ranks below the {vocab_size} tokens")
         known.add(path)
     return tuple(map(tuple, paths))
 
 
 def _checked_path(path: object) -> tuple[int, ...]:
-    """Return the path as a tuple; ValueError unless it is a non-empty list of ranks."""
+    """Return the path as a tuple; UserError unless it is a non-empty list of ranks."""
     if not isinstance(path, list | tuple) or not path:
-        raise ValueError(f"tree path {reprlib.repr(path)} is not a list of ranks: give one such as [0, 1]")
+        raise UserError(f"tree path {reprlib.repr(path)} is not a list of ranks: give one such as [0, 1]")
     for rank in path:
         if type(rank) is not int or rank < 0:
-            raise ValueError(f"tree path {reprlib.repr(path)} contains {reprlib.repr(rank)}: give whole numbers from 0")
+            raise UserError(f"tree path {reprlib.repr(path)} contains {reprlib.repr(rank)}: give whole numbers from 0")
     return tuple(path)
 
 
@@ -80,7 +82,7 @@ class TreeShape:
         """Build a shape from paths of child ranks, as Medusa writes its trees (``medusa_choices``).
 
         ``(0, 2)`` is the third best child (rank 2) of the best child of the root. Every prefix of a path must be listed
-        (else ValueError). Returns the shape, and the rank among its siblings of each node but the root. Nodes are
+        (else UserError). Returns the shape, and the rank among its siblings of each node but the root. Nodes are
         ordered by depth, then by path, with the best sibling first.
         """
         ordered = sorted({tuple(path) for path in paths} - {()}, key=lambda path: (len(path), path))
@@ -88,7 +90,7 @@ class TreeShape:
         parents = [-1]
         for path in ordered:
             if path[:-1] not in node_of:
-                raise ValueError(f"tree path {list(path)} lacks its parent: add {list(path[:-1])} to the paths")
+                raise UserError(f"tree path {list(path)} lacks its parent: add {list(path[:-1])} to the paths")
             node_of[path] = len(parents)
             parents.append(node_of[path[:-1]])
         return TreeShape(tuple(parents)), tuple(path[-1] for path in ordered)

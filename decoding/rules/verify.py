@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from decoding.errors import UserError
 from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
 
@@ -33,7 +34,7 @@ Decide = Callable[[Proposal, Tensor, RandomSource], Verdict]
 
 @dataclass(frozen=True)
 class Rule:
-    """An acceptance rule and its label. A call raises ValueError for a proposal that the rule was not derived for."""
+    """An acceptance rule and its label. A call raises UserError for a proposal that the rule was not derived for."""
 
     name: str
     lossless: bool
@@ -46,12 +47,12 @@ class Rule:
         return "lossless" if self.lossless else "lossy"
 
     def check(self, kinds: Collection[ProposalKind], are_chains: bool) -> None:
-        """Raise ValueError unless the rule was derived for these kinds, and for trees unless ``are_chains``."""
+        """Raise UserError unless the rule was derived for these kinds, and for trees unless ``are_chains``."""
         if unfit := sorted(kind.value for kind in kinds if kind not in self.kinds):
             fitting = " or ".join(sorted(kind.value for kind in self.kinds))
-            raise ValueError(f"the {self.name} rule takes {fitting} proposals, not {' or '.join(unfit)} ones")
+            raise UserError(f"the {self.name} rule takes {fitting} proposals, not {' or '.join(unfit)} ones")
         if self.chains_only and not are_chains:
-            raise ValueError(f"the {self.name} rule takes chains only: use traversal verification for trees")
+            raise UserError(f"the {self.name} rule takes chains only: use traversal verification for trees")
 
     def __call__(self, proposal: Proposal, target_probs: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
         self.check((proposal.kind,), proposal.tree.shape.is_chain)

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import os, signal, sys, types, typer
+from decoding.errors import UserError
 work = types.ModuleType("trainer.commands.demo")
 def run_demo(options):
     {act}
@@ -44,8 +45,7 @@ def end_of(act: str, *words: str, **options: object) -> subprocess.CompletedProc
     [
         ("print('done')", ExitCode.DONE, ""),
         ("raise typer.Exit(1)", ExitCode.FAILED, ""),
-        ("raise ValueError('depth is 0: give at least 1')", ExitCode.BAD_INPUT, "error: depth is 0: give at least 1\n"),
-        ("open('nowhere')", ExitCode.BAD_INPUT, "error: [Errno 2] No such file or directory: 'nowhere'\n"),
+        ("raise UserError('depth is 0', 'give 1')", ExitCode.BAD_INPUT, "error: depth is 0: give 1\n"),
         ("os.kill(os.getpid(), signal.SIGINT); signal.pause()", ExitCode.STOPPED, "stopped by Ctrl-C\n"),
     ],
 )
@@ -54,15 +54,16 @@ def test_an_end_has_its_code_and_at_most_one_sentence(act: str, code: ExitCode, 
     assert (done.returncode, done.stderr) == (code, sentence)
 
 
-def test_an_internal_error_keeps_its_traceback_in_a_file_and_debug_prints_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["AssertionError", "ValueError"])
+def test_an_internal_error_keeps_its_traceback_in_a_file_and_debug_prints_it(tmp_path: Path, kind: str) -> None:
     hidden = "hf_0123456789abcdefABCD"
-    act = f"raise AssertionError('no {hidden} here')"
+    act = f"raise {kind}('no {hidden} here')"
     environment = {"TMPDIR": str(tmp_path), "PATH": "", "PYTHONPATH": str(ROOT)}
     done = end_of(act, env=environment)
     assert done.returncode == ExitCode.INTERNAL_ERROR
     (kept,) = tmp_path.iterdir()
     assert done.stderr == (
-        f"error: internal error, AssertionError: no (withheld) here: the traceback is in {kept}, and "
+        f"error: internal error, {kind}: no (withheld) here: the traceback is in {kept}, and "
         "'headstart --debug COMMAND ...' prints it\n"
     )
     text = kept.read_text()
@@ -101,7 +102,17 @@ def test_streams_that_the_caller_has_closed_are_empty() -> None:
 
 def test_a_connection_that_a_server_closed_is_no_closed_output() -> None:
     done = end_of("raise BrokenPipeError(32, 'Broken pipe')")
-    assert (done.returncode, done.stderr) == (ExitCode.BAD_INPUT, "error: [Errno 32] Broken pipe\n")
+    assert done.returncode == ExitCode.BAD_INPUT and done.stderr.startswith(
+        "error: [Errno 32] Broken pipe: the traceback"
+    )
+
+
+def test_what_the_operating_system_answers_is_bad_input_with_a_traceback_in_a_file() -> None:
+    done = end_of("open('nowhere')")
+    assert done.returncode == ExitCode.BAD_INPUT
+    assert done.stderr.startswith("error: [Errno 2] No such file or directory: 'nowhere': the traceback is in ")
+    done = end_of("raise OSError('of a library')")
+    assert done.returncode == ExitCode.INTERNAL_ERROR
 
 
 def test_a_terminated_command_that_saves_nothing_ends_as_the_system_does() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from rich.console import Console
 
 from decoding.conversation import Conversation
+from decoding.errors import UserError
 from decoding.generate import Step
 from decoding.stream import Tally
 from trainer.commands.generate import Decoder, read_decoder
@@ -70,7 +71,7 @@ class Chat:
             except EOFError:
                 say(self.notes, "")
                 return
-            except ValueError as error:
+            except UserError as error:
                 say_error(self.notes, str(error))
 
     def _typed(self) -> str:
@@ -101,7 +102,7 @@ class Chat:
             self._answer(line)
 
     def _obey(self, command: str) -> None:
-        """Run a command; ValueError if it is unknown."""
+        """Run a command; UserError if it is unknown."""
         if command == "/help":
             say(self.notes, *COMMANDS.splitlines())
         elif command == "/reset":
@@ -113,7 +114,7 @@ class Chat:
         elif command == "/exit":
             self.left = True
         else:
-            raise ValueError(
+            raise UserError(
                 f"unknown command {command.split()[0]}: /help lists all; a space in front makes it a question"
             )
 

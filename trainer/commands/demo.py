@@ -7,6 +7,7 @@ from types import ModuleType
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from decoding.errors import UserError
 from decoding.measure.redact import published_name
 from decoding.model.fingerprint import stored_fingerprint
 from trainer import quickstart
@@ -56,13 +57,13 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> None:
 
 
 def imported_app() -> ModuleType:
-    """Return the page's module; ValueError if Gradio is not installed."""
+    """Return the page's module; UserError if Gradio is not installed."""
     try:
         from trainer.demo import app
     except ModuleNotFoundError as error:
         if error.name != "gradio":
             raise
-        raise ValueError("the demo needs Gradio, but it is not installed: pip install 'headstart[demo]'") from error
+        raise UserError("the demo needs Gradio, but it is not installed: pip install 'headstart[demo]'") from error
     return app
 
 

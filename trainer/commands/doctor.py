@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from decoding.dtypes import parse_dtype
+from decoding.errors import UserError
 from decoding.measure.proof.finding import Finding, all_pass, note
 from trainer import quickstart
 from trainer.commands.check_options import DoctorOptions
@@ -21,14 +22,14 @@ _BUILD = "build it with headstart train recipes/quickstart/medusa1.yaml"
 
 
 def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
-    """Check and print the findings; return False if there is a problem. ValueError for unreadable names.
+    """Check and print the findings; return False if there is a problem. UserError for unreadable names.
 
     transformers takes longest to import, so it is imported only if there is a target to check.
     """
     console = console or standard_output()
     parse_dtype(options.dtype)
     if options.drafter and options.target is None:
-        raise ValueError(f"--drafter {options.drafter[0]} can only be checked with a target: give --target too")
+        raise UserError(f"--drafter {options.drafter[0]} can only be checked with a target: give --target too")
     recipes = OF_ANY
     sections = {"machine": machine_findings(os.environ), "packages": installed_packages()}
     if options.target is not None:

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
 
+from decoding.errors import UserError
 from trainer.commands.inspection import marked_text
 from trainer.doctor.machine import size
 from trainer.export.exporter import NO_PROMPTS, export
@@ -79,7 +80,7 @@ def dry_run(recipe: AnyRecipe, console: Console | None = None) -> None:
     """Print a row as trained and a run's parameters, memory, disk and time; write an untrained artefact.
 
     The last steps of the recipe cost the most, so those are measured, under the launcher that started this program.
-    Nothing else remains on disk. ValueError for any recipe that training rejects.
+    Nothing else remains on disk. UserError for any recipe that training rejects.
     """
     console = console or standard_output()
     ensure_built(recipe.target_name)
@@ -119,7 +120,7 @@ def _write_artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scrat
     format = {HEADS: "headstart", DRAFT: "draft", DSPARK: "dspark"}[kind_held_in(made)]
     try:
         say(console, str(export(made, folder, format, prompts=NO_PROMPTS)))
-    except ValueError as error:  # some drafts fit no format
+    except UserError as error:  # some drafts fit no format
         say(console, f"the untrained artefact was not written as {format}: {error}")
 
 

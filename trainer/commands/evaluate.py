@@ -162,12 +162,12 @@ def _measured(
 
 
 def chosen_questions(every: Sequence[Question], options: EvaluateOptions, process: Process) -> list[Question]:
-    """Return the questions to ask; ValueError for a task that is not in the file."""
+    """Return the questions to ask; UserError for a task that is not in the file."""
     of_tasks = every
     if options.task is not None:
         known = sorted({question.task for question in every if question.task is not None})
         if unknown := next((task for task in options.task if task not in known), None):
-            raise ValueError(f"--task is {unknown!r}, but {options.prompts} has {', '.join(known) or 'no tasks'}")
+            raise UserError(f"--task is {unknown!r}, but {options.prompts} has {', '.join(known) or 'no tasks'}")
         of_tasks = [question for question in every if question.task in options.task]
     chosen = evenly(of_tasks, options.limit)
     if len(chosen) < len(of_tasks) and (tasks := {question.task for question in chosen} - {None}):
@@ -176,14 +176,14 @@ def chosen_questions(every: Sequence[Question], options: EvaluateOptions, proces
 
 
 def _fitting(asker: Asker, config: EvaluationConfig, models: LoadedModels) -> Asker:
-    """Drop questions that do not fit target and drafters with their new tokens; ValueError if none is left."""
+    """Drop questions that do not fit target and drafters with their new tokens; UserError if none is left."""
     limits = [models.target.max_positions, *(drafter.max_positions for drafter in models.drafters.values())]
     longest = min((limit for limit in limits if limit is not None), default=None)
     if longest is None:
         return asker
     room = longest - config.max_new_tokens
     if too_far := [each for each in config.contexts if each is not None and each > room]:
-        raise ValueError(
+        raise UserError(
             f"--context {min(too_far)} plus {config.max_new_tokens} new tokens exceeds the {longest} positions of "
             f"target and drafters: give at most {room}"
         )
@@ -191,7 +191,7 @@ def _fitting(asker: Asker, config: EvaluationConfig, models: LoadedModels) -> As
         return asker
     kept = [each for index, each in enumerate(asker.questions) if len(asker.prompt(index)) <= room]
     if not kept:
-        raise ValueError(
+        raise UserError(
             f"every prompt plus {config.max_new_tokens} new tokens exceeds the {longest} positions of target and "
             "drafters: lower --max-new-tokens, or cut the prompts with --context"
         )
@@ -202,14 +202,14 @@ def _check_filled(asker: Asker, config: EvaluationConfig, prompts: str) -> None:
     """Reject a context or a batch size that the questions cannot fill; results would be mislabelled."""
     for size in config.batch_sizes:
         if (largest := max(len(wave.questions) for wave in waves_of(asker.tasks, size))) < size:
-            raise ValueError(
+            raise UserError(
                 f"--batch-size {size} needs as many questions of one task, but the largest task has {largest}: raise "
                 f"--limit, or give at most {largest}"
             )
     for context in (each for each in config.contexts if each is not None):
         lengths = [len(asker.prompt(index, context)) for index in range(len(asker.questions))]
         if (filled := int(median(lengths))) < _FILLED * context:
-            raise ValueError(
+            raise UserError(
                 f"--context {context} needs more text than {prompts} has (prompts would have {filled} tokens): give at "
                 f"most {filled}, or a file with more text"
             )
@@ -255,7 +255,7 @@ def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_records(options: EvaluateOptions, about: Mapping[str, Any]) -> None:
-    """Drop earlier runs if --restart is given; ValueError if the folder contains runs with other settings."""
+    """Drop earlier runs if --restart is given; UserError if the folder contains runs with other settings."""
     if options.restart:
         for file in record_files(options.output):
             file.unlink()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import typer
 
+from decoding.errors import UserError
 from decoding.measure.markdown import one_line
 from decoding.measure.redact import without_secrets
 from decoding.threads import spin_briefly
@@ -65,7 +66,12 @@ def _ended(work: Callable[[], None], debug: bool, resumes: bool) -> int:
 def _code(error: Exception) -> ExitCode:
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(it in str(error) for it in _FULL)):
         return ExitCode.OUT_OF_MEMORY
-    return ExitCode.BAD_INPUT if isinstance(error, (ValueError, OSError)) else ExitCode.INTERNAL_ERROR
+    return ExitCode.BAD_INPUT if isinstance(error, UserError) or _is_the_system_s(error) else ExitCode.INTERNAL_ERROR
+
+
+def _is_the_system_s(error: Exception) -> bool:
+    """Return True for what the operating system answered: a missing file, a full disk, no permission."""
+    return isinstance(error, OSError) and error.errno is not None
 
 
 def _sentence(error: Exception) -> str:
@@ -74,11 +80,12 @@ def _sentence(error: Exception) -> str:
     if code == ExitCode.OUT_OF_MEMORY:
         remedy = "use smaller batches or shorter texts; 'headstart train RECIPE --dry-run' prints what training needs"
         return f"out of memory ({sentence}): {remedy}"
-    if code == ExitCode.INTERNAL_ERROR:
-        kept = _kept_traceback()
-        where = f"the traceback is in {kept}, and " if kept else ""
-        return f"internal error, {type(error).__name__}: {sentence}: {where}'headstart --debug COMMAND ...' prints it"
-    return sentence
+    if isinstance(error, UserError):
+        return sentence
+    kept = _kept_traceback()
+    where = f"the traceback is in {kept}, and " if kept else ""
+    kind = f"internal error, {type(error).__name__}: " if code == ExitCode.INTERNAL_ERROR else ""
+    return f"{kind}{sentence}: {where}'headstart --debug COMMAND ...' prints it"
 
 
 def _kept_traceback() -> str | None:

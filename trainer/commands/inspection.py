@@ -78,12 +78,12 @@ def _section_of(source: str, overrides: Sequence[str]) -> DataSection:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, ("data", *first["loc"])))
-        raise ValueError(f"{name}: {first['msg'].removeprefix('Value error, ')} (got {first['input']!r})") from None
+        raise UserError(f"{name}: {first['msg'].removeprefix('Value error, ')} (got {first['input']!r})") from None
 
 
-def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | ValueError, colour: bool) -> None:
+def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | UserError, colour: bool) -> None:
     console.print()
-    if isinstance(encoded, ValueError):
+    if isinstance(encoded, UserError):
         say(console, Text(f"skipped: {encoded}", style="red"))
         return
     format = encoded.transcript.format

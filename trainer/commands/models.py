@@ -103,7 +103,7 @@ def check_endpoint(endpoint: str | Sequence[str] | None, model: str | None) -> N
 
 
 def connect(endpoint: str, model: str) -> "ServedModel":
-    """Return a client of the server without sending anything yet; ValueError for a malformed address."""
+    """Return a client of the server without sending anything yet; UserError for a malformed address."""
     from trainer.servers.client import ServedModel
     from trainer.servers.connection import Endpoint
 

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from decoding.drafters.registry import DrafterLoader
 from decoding.dtypes import parse_dtype
+from decoding.errors import UserError
 from decoding.measure.figures import without_nan
 from decoding.measure.planning.plan_file import plan_fingerprints, read_plan, write_plan
 from decoding.measure.planning.planner import Planner
@@ -102,12 +103,12 @@ def asked_or_planned(
     """Return the specs of the ``given`` drafters, or else of the plan in ``path``; plain decoding needs none.
 
     ``temperatures`` and ``batch_sizes`` belong to the texts to decode. Prints to ``notes`` why the plan may fit badly.
-    ValueError if drafters and a plan are given, or if the plan has another target, drafter or dtype.
+    UserError if drafters and a plan are given, or if the plan has another target, drafter or dtype.
     """
     if path is None:
         return given
     if given:
-        raise ValueError("--plan and --drafter are both given: omit one")
+        raise UserError("--plan and --drafter are both given: omit one")
     plan = read_plan(path)
     dtype = str(parse_dtype(options.dtype)).removeprefix("torch.")
     found = plan.check(resolve(options.target), dtype, options.trust_remote_code)

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
+from decoding.errors import UserError
 from decoding.measure.planning.prospects import DEEPEST
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
@@ -48,7 +49,7 @@ def untrained_drafters(
     for kind, make in makers.items():
         try:
             drafters[kind], parameters[kind] = make()
-        except ValueError as error:  # this target cannot have such a draft
+        except UserError as error:  # this target cannot have such a draft
             left_out[kind] = str(error)
     return drafters, parameters, left_out
 

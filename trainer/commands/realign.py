@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decoding.drafters.registry import named_drafter
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
 from decoding.measure.figures import estimate, told
@@ -74,7 +75,7 @@ def run_realign(options: RealignOptions, console: Console | None = None) -> dict
     watched, console = console or standard_error(), console or standard_output()
     check_can_be_folder(options.output, "output")
     if Path(options.draft).resolve() == (options.output / FINAL).resolve():
-        raise ValueError(f"{options.draft} was made here by an earlier run: give another output")
+        raise UserError(f"{options.draft} was made here by an earlier run: give another output")
     recipe = recipe_of(options)
     ensure_built(options.target)
     with hold(options.output):
@@ -123,9 +124,9 @@ def split_prompts(options: RealignOptions) -> None:
     else:
         heldout = [line.rstrip(b"\n") for _, line in read_lines(resolve(options.heldout))][:_MOST_HELDOUT]
         if not heldout:
-            raise ValueError(f"{options.heldout} contains no prompts: give another file, or omit --heldout")
+            raise UserError(f"{options.heldout} contains no prompts: give another file, or omit --heldout")
     if len(rows) < choosing + 1 or not heldout:
-        raise ValueError(
+        raise UserError(
             f"{options.prompts} leaves {len(rows)} prompts to learn from: give at least 3, ideally hundreds"
         )
     options.output.mkdir(parents=True, exist_ok=True)
@@ -203,7 +204,7 @@ def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
     }
     recipe = parse_recipe(overridden(content, options.overrides or ()), "realign")
     if not isinstance(recipe, DraftRecipe):
-        raise ValueError(f"kind={recipe.kind} does not train a draft: omit the override")
+        raise UserError(f"kind={recipe.kind} does not train a draft: omit the override")
     return recipe
 
 
@@ -219,7 +220,7 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
     drafter = named_drafter(_kind(recipe), draft, tokens=recipe.draft.num_draft_tokens)
     positions = min((m.max_positions for m in (target, drafter) if m.max_positions is not None), default=1 << 30)
     if positions < _PROMPT_TOKENS + room:
-        raise ValueError(
+        raise UserError(
             f"max_new_tokens is {room}, but with {_PROMPT_TOKENS} tokens of prompt that exceeds the {positions} "
             "positions of target and draft: lower it"
         )
@@ -233,7 +234,7 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
             batch_size = recipe.training.batch_size
             found = acceptance(count_steps(target, drafter, prompts, sampled, batch_size, on_text=bar.advance))
         if not found.passes:
-            raise ValueError(f"every text ended with its first token ({setting}): give prompts with longer answers")
+            raise UserError(f"every text ended with its first token ({setting}): give prompts with longer answers")
         figures[setting] = {name: told(getattr(found, name)) for name in _NAMES}
     return HeldoutFigures(figures, len(prompts), positions)
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
 from decoding.model.fingerprint import stored_fingerprint
@@ -89,7 +90,7 @@ class _BadRows:
     def __init__(self) -> None:
         self.count, self.first = 0, ""
 
-    def __call__(self, error: ValueError) -> None:
+    def __call__(self, error: UserError) -> None:
         self.count, self.first = self.count + 1, self.first or str(error)
 
 
@@ -136,12 +137,12 @@ def _table(summary: Summary) -> Table:
 def _backend(options: RegenerateOptions) -> tuple[Backend, dict[str, Any]]:
     """Return the requested backend and the settings that determine its answers."""
     if (options.target is None) == (options.endpoint is None):
-        raise ValueError("give one source of answers: --target to decode in this process, or --endpoint with --model")
+        raise UserError("give one source of answers: --target to decode in this process, or --endpoint with --model")
     check_endpoint(options.endpoint, options.model)
     unread = _OF_ENDPOINTS if options.endpoint is None else _OF_THIS_PROCESS
     if changed := [name for name in unread if getattr(options, name) != getattr(RegenerateOptions, name)]:
         given = "without" if options.endpoint is None else "with"
-        raise ValueError(f"--{changed[0].replace('_', '-')} does nothing {given} --endpoint: omit it")
+        raise UserError(f"--{changed[0].replace('_', '-')} does nothing {given} --endpoint: omit it")
     asked = None
     if (options.temperature, options.top_p) != (None, None):
         top_p = 1.0 if options.top_p is None else options.top_p
@@ -166,9 +167,9 @@ def _backend(options: RegenerateOptions) -> tuple[Backend, dict[str, Any]]:
 
 
 def _fitting(sampling: SamplingConfig, options: RegenerateOptions) -> SamplingConfig:
-    """Return the sampling; ValueError for several greedy answers, which would all be equal."""
+    """Return the sampling; UserError for several greedy answers, which would all be equal."""
     if options.n > 1 and sampling.greedy:
-        raise ValueError(f"n is {options.n}, but at temperature 0 all answers are equal: give a temperature")
+        raise UserError(f"n is {options.n}, but at temperature 0 all answers are equal: give a temperature")
     return sampling
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters import Drafter
 from decoding.dtypes import parse_dtype
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.proof.finding import Finding, all_pass
 from decoding.measure.proof.prove import Effort, EngineWriter, prove
@@ -80,15 +81,15 @@ def _check(options: VerifyOptions) -> None:
     """Reject contradictory options before anything is loaded."""
     check_endpoint(options.endpoint, options.model)
     if options.endpoint is not None and (options.drafter or options.rule):
-        raise ValueError("--drafter and --rule do nothing with --endpoint: omit them")
+        raise UserError("--drafter and --rule do nothing with --endpoint: omit them")
     if options.rule is not None:
         named_rule(options.rule)
         if options.temperature == 0:
-            raise ValueError(f"--rule {options.rule} needs sampling: give a --temperature above 0")
+            raise UserError(f"--rule {options.rule} needs sampling: give a --temperature above 0")
 
 
 def _read_input(options: VerifyOptions, models: LoadedModels) -> ProofInput:
-    """Read the prompts; ValueError for a prompt that leaves too few positions for the new tokens."""
+    """Read the prompts; UserError for a prompt that leaves too few positions for the new tokens."""
     target, tokenizer = models.target, models.tokenizer
     sampling = SamplingConfig(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     engines = max(1, len(models.drafters))

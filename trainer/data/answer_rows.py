@@ -43,9 +43,9 @@ class RowFile:
                 try:
                     row = json.loads(line)
                     if not isinstance(row, dict) or not {*_KEY, *fields} <= row.keys():
-                        raise ValueError(f"it is not an object with {', '.join(sorted({*_KEY, *fields}))}")
+                        raise UserError(f"it is not an object with {', '.join(sorted({*_KEY, *fields}))}")
                     if not all(type(row[name]) is int for name in _KEY):
-                        raise ValueError("its row and sample are not numbers")
+                        raise UserError("its row and sample are not numbers")
                 except ValueError as error:
                     raise UserError(
                         f"{path}, line {number} is damaged ({first_line(error)})",

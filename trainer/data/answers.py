@@ -130,11 +130,11 @@ class AnswerFile:
             lines.settle()
 
     def check_not_empty(self) -> None:
-        """Raise ValueError if no run answered any conversation."""
+        """Raise UserError if no run answered any conversation."""
         if self._answers.keys:
             return
         first = self._set_aside.first()
-        raise ValueError(
+        raise UserError(
             f"nothing was answered: all {len(self._set_aside.keys)} conversations were set aside, the one of line "
             f"{first['row']} because: {first['reason']}; {self.set_aside_path} lists all reasons"
         )
@@ -153,7 +153,7 @@ class AnswerFile:
             transcript = transcript_of(Row("the answer", fields), DataSection(train="", heldout=""))
             if self._encoder is not None:
                 self._encoder.encode(transcript)
-        except ValueError as error:
+        except UserError as error:
             if outcome.answer_tokens is not None:  # the text alone may be usable
                 return self._judged(replace(outcome, answer_tokens=None, prompt_tokens=None))
             return FailedConversation(conversation, "failed", f"training would reject it: {error}")

@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from decoding.errors import UserError
+
 if TYPE_CHECKING:  # batches contain only tensors
     from transformers import PreTrainedModel
 
@@ -143,12 +145,12 @@ def flat_rows(values: Tensor, places: Int[Tensor, " places"]) -> Tensor:
 
 @torch.no_grad()
 def check_documents_are_apart(model: "PreTrainedModel") -> None:
-    """Raise ValueError if the model lets packed documents see one another."""
+    """Raise UserError if the model lets packed documents see one another."""
     documents = [((1, 2), (5, 6, 7)), ((3, 4), (5, 6, 7))]
     rows = [Example(first + second, (True,) * 5, 0, (2, 3)) for first, second in documents]
     logits = model(**collate(rows).to(model.device).model_inputs(), use_cache=False).logits[:, 2:].float()
     if not torch.allclose(logits[0], logits[1], rtol=0, atol=1e-3 * float(logits.abs().max())):
-        raise ValueError(
+        raise UserError(
             f"data.packing is on, but {model.config.model_type} models let packed texts see one another: set "
             "data.packing=false"
         )

@@ -47,7 +47,7 @@ class TranscriptEncoder:
         self._vocabulary = frozenset(tokenizer.get_vocab().values())
 
     def encode(self, transcript: Transcript) -> Encoded:
-        """Return the transcript's sequences. Raises a ValueError that names the row if it cannot be encoded."""
+        """Return the transcript's sequences. Raises a UserError that names the row if it cannot be encoded."""
         template = self._template and self._template.with_tools(transcript.tools)
         ignored = self.ignored(transcript.messages, transcript.tools)
         return self._encoded(transcript, template)._replace(ignored=ignored)
@@ -70,7 +70,7 @@ class TranscriptEncoder:
         if transcript.answer_tokens is not None:
             return Encoded(transcript, "the target's own tokens", self._own_tokens(transcript, template))
         if template is None:
-            raise ValueError(
+            raise UserError(
                 f"{where}: {transcript.format!r} rows need a chat template, and the tokenizer has none: set "
                 "data.chat_template to a file, or use prompt and answer"
             )
@@ -183,7 +183,7 @@ class ChatTemplate:
         self._template = with_variables(tokenizer.get_chat_template(template, tools), self._variables)
         self._has_marks = _GENERATION.search(self._template) is not None
         if not tokenizer.is_fast:
-            raise ValueError(
+            raise UserError(
                 "finding the assistant's tokens needs a tokenizer that maps tokens to characters: use a target with "
                 "a tokenizer.json"
             )
@@ -218,7 +218,7 @@ class ChatTemplate:
         try:
             text = self._asking(messages, where)
         except (TemplateError, TypeError) as error:
-            raise ValueError(f"{where}: the chat template rejects this conversation: {error}") from error
+            raise UserError(f"{where}: the chat template rejects this conversation: {error}") from error
         tokens: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return tuple(tokens)
 
@@ -229,13 +229,13 @@ class ChatTemplate:
         write it.
         """
         if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError(f"{where}: the conversation lacks an assistant's answer to train on")
+            raise UserError(f"{where}: the conversation lacks an assistant's answer to train on")
         try:
             encoded = self._by_marks(messages, where) if self._has_marks else self._by_comparison(messages, where)
             if cut_off and messages[-1]["role"] == "assistant":
                 encoded[-1] = self._without_end(messages, encoded[-1])
         except (TemplateError, TypeError) as error:  # TypeError: the template adds a text to a value that is not text
-            raise ValueError(f"{where}: the chat template rejects this conversation: {error}") from error
+            raise UserError(f"{where}: the chat template rejects this conversation: {error}") from error
         for sequence in encoded:
             self._check(sequence.trained, where)
         return encoded
@@ -252,7 +252,7 @@ class ChatTemplate:
             before = self._marked(messages[:index]) if index else Marked((), ())
             tokens, trained = found[place]
             if tokens[: before.end] != before.tokens[: before.end]:
-                raise ValueError(
+                raise UserError(
                     f"{where}: the chat template rewrites earlier answers once a later one follows, so no sequence is "
                     "what the target saw: use conversations with one answer, or another template in data.chat_template"
                 )
@@ -291,7 +291,7 @@ class ChatTemplate:
             asked = self._asking(messages[:index], where)
             answered = self._render(messages[: index + 1])
             if not answered.startswith(asked):
-                raise ValueError(
+                raise UserError(
                     f"{where}: the chat template rewrites the text before an answer once the answer follows, so the "
                     "answer's tokens cannot be found: put {% generation %} ... {% endgeneration %} around the "
                     "assistant's content in a template file, and set data.chat_template to it"
@@ -305,7 +305,7 @@ class ChatTemplate:
 
     def _asking(self, messages: Messages, where: str) -> str:
         if not messages:
-            raise ValueError(f"{where}: the conversation begins with the assistant; begin it with a user message")
+            raise UserError(f"{where}: the conversation begins with the assistant; begin it with a user message")
         return self._render(messages, add_generation_prompt=True)
 
     def _render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
@@ -349,7 +349,7 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> C
     file, variables, given = section.chat_template, section.chat_template_kwargs, None
     if file is not None:
         if not Path(file).is_file():
-            raise ValueError(f"chat template {file} does not exist: set data.chat_template to a Jinja file")
+            raise UserError(f"chat template {file} does not exist: set data.chat_template to a Jinja file")
         given = Path(file).read_text(encoding="utf-8")
     elif tokenizer.chat_template is None:
         with_variables("", variables)  # rejects any variables

@@ -66,7 +66,7 @@ class Transcript:
 
 
 def transcript_of(row: Row, section: DataSection) -> Transcript:
-    """Interpret a row as the recipe's data section says; raise a ValueError that names an unusable row."""
+    """Interpret a row as the recipe's data section says; raise a UserError that names an unusable row."""
     fields, where = row.fields(), row.where
     format = _format_of(fields, section, where)
     if format == "text":
@@ -122,7 +122,7 @@ def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Form
 def _text(value: Any, field: str, where: str) -> str:
     if not isinstance(value, str):
         held = "is empty (null)" if value is None else f"contains {type(value).__name__}"
-        raise ValueError(f"{where}: field {field!r} {held}, not text")
+        raise UserError(f"{where}: field {field!r} {held}, not text")
     return value
 
 
@@ -181,7 +181,7 @@ def read_conversations(
     samples: int,
     chat: bool,
     stream: Iterable[dict[str, Any]] | None = None,
-    on_bad: Callable[[ValueError], None] | None = None,
+    on_bad: Callable[[UserError], None] | None = None,
 ) -> Iterator[OpenConversation]:
     """Yield ``samples`` conversations without answers for each of a file's first ``limit`` rows, as they are read.
 
@@ -190,20 +190,20 @@ def read_conversations(
 
     The prompt's field is found as in `decoding.prompts.read_prompts`. A row with several turns, or with messages
     separated by the assistant's, becomes a conversation of several turns. Such a conversation requires ``chat``. Raises
-    ValueError for a file without prompts, and for a row that is not a prompt unless ``on_bad`` is given.
+    UserError for a file without prompts, and for a row that is not a prompt unless ``on_bad`` is given.
     """
     count = 0
     for number, row in read_rows(path) if stream is None else enumerate(map(without_nulls, stream), start=1):
         where = f"{path}, line {number}"
         try:
             turns, tools = _turns(prompt_of(row, field, where)[1], where), tools_of(row, where)
-        except ValueError as error:
+        except UserError as error:
             if on_bad is None:
                 raise
             on_bad(error)
             continue
         if not chat and (len(turns) > 1 or len(turns[0]) > 1):
-            raise ValueError(f"{where}: a conversation of several messages needs a chat template: use one text per row")
+            raise UserError(f"{where}: a conversation of several messages needs a chat template: use one text per row")
         model = row["model"] if isinstance(row.get("model"), str) else None
         for sample in range(samples):
             yield OpenConversation(AnswerKey(number, sample), count, turns, chat, tools, model)
@@ -211,7 +211,7 @@ def read_conversations(
         if limit is not None and count >= limit * samples:
             break
     if not count:
-        raise ValueError(f"{path} contains no prompts: use a .jsonl file with one prompt per line, and a limit above 0")
+        raise UserError(f"{path} contains no prompts: use a .jsonl file with one prompt per line, and a limit above 0")
 
 
 def _turns(value: Any, where: str) -> tuple[tuple[Message, ...], ...]:
@@ -226,10 +226,10 @@ def _turns(value: Any, where: str) -> tuple[tuple[Message, ...], ...]:
     else:
         texts = value if isinstance(value, list) else [value]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{where}: the prompt is {value!r:.60}, not text")
+            raise UserError(f"{where}: the prompt is {value!r:.60}, not text")
         found = tuple(({"role": "user", "content": text},) for text in texts)
     if not found:
-        raise ValueError(f"{where}: the conversation has nothing to answer: add at least one user message")
+        raise UserError(f"{where}: the conversation has nothing to answer: add at least one user message")
     return found
 
 
@@ -243,7 +243,7 @@ def read_heldout(
 ) -> list[tuple[OpenConversation, tuple[int, ...]]]:
     """Return the first ``limit`` prompts of a file with their token ids, skipping prompts that are too long.
 
-    ``holds`` is the longest text, in tokens, that both target and speculator support. Raises ValueError if no prompt is
+    ``holds`` is the longest text, in tokens, that both target and speculator support. Raises UserError if no prompt is
     left.
     """
     chat = tokenizer.chat_template is not None
@@ -251,5 +251,5 @@ def read_heldout(
     encoded = [(each, encode_prompt(each.open_after(()), tokenizer, chat)) for each in conversations]
     fitting = [(each, prompt) for each, prompt in encoded if 0 < len(prompt) <= holds - max_new_tokens]
     if not fitting:
-        raise ValueError(f"no held-out prompt leaves room for {max_new_tokens} new tokens: lower max_new_tokens")
+        raise UserError(f"no held-out prompt leaves room for {max_new_tokens} new tokens: lower max_new_tokens")
     return fitting

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from decoding.errors import UserError
 from trainer.data.batch import Example
 from trainer.data.encoding import Account
 from trainer.data.rows import open_source
@@ -73,7 +74,7 @@ class Dataset:
 def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Load all rows of a source as sequences with a loss mask; a hub data set is read from ``section.split``.
 
-    Raises ValueError for a source without a trained token, and for a bad row unless the section skips bad rows.
+    Raises UserError for a source without a trained token, and for a bad row unless the section skips bad rows.
     """
     source = open_source(path, section)
     sequences, firsts, account = load_sequences(source, section, tokenizer)
@@ -84,7 +85,7 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
         _LOGGER.warning("%s rows have %s, but the chat template ignores this field: %s", f"{count:,}", field, remedy)
     if not sequences:
         why = f"; the first of {account.bad_rows} bad rows: {account.named[0]}" if account.named else ""
-        raise ValueError(f"{path} contains nothing to train on: no row has a trained token{why}")
+        raise UserError(f"{path} contains nothing to train on: no row has a trained token{why}")
     digest = source.sha256
     if section.chat_template is not None:
         digest = hashlib.sha256(digest.encode() + Path(section.chat_template).read_bytes()).hexdigest()
@@ -103,7 +104,7 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
 
 
 def load_splits(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
-    """Load the training data and the held-out data (never packed). Raises ValueError for unusable rows."""
+    """Load the training data and the held-out data (never packed). Raises UserError for unusable rows."""
     heldout = load_heldout_data(section, tokenizer)
     return load_training_data(section, tokenizer), heldout
 
@@ -113,8 +114,8 @@ def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) 
     apart = section.model_copy(update={"split": section.heldout_split, "packing": False})
     try:
         return load_dataset(resolve(section.heldout), apart, tokenizer)
-    except ValueError as error:
-        raise ValueError(f"data.heldout: {error}") from error
+    except UserError as error:
+        raise UserError(f"data.heldout: {error}") from error
 
 
 def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
@@ -131,7 +132,7 @@ def heldout_prompts(examples: Sequence[Example], count: int, prompt_tokens: int,
     """Return up to ``count`` prompts to decode from: the tokens before the answer, or the beginning of a plain text.
 
     The prompt of a plain text is its first ``prompt_tokens`` tokens. Prompts of more than ``longest`` tokens are
-    skipped. Raises ValueError if no prompt is left.
+    skipped. Raises UserError if no prompt is left.
     """
     prompts = []
     for example in examples:
@@ -141,5 +142,5 @@ def heldout_prompts(examples: Sequence[Example], count: int, prompt_tokens: int,
         if len(prompts) == count:
             break
     if not prompts:
-        raise ValueError(f"no held-out prompt has at most {longest} tokens: use shorter prompts or fewer new tokens")
+        raise UserError(f"no held-out prompt has at most {longest} tokens: use shorter prompts or fewer new tokens")
     return prompts

@@ -53,7 +53,7 @@ class Account:
         """Number of rows read, including bad rows."""
         return sum(self.formats.values()) + self.bad_rows
 
-    def count_bad(self, error: ValueError) -> None:
+    def count_bad(self, error: UserError) -> None:
         """Count an unusable row."""
         self.bad_rows += 1
         self.named = [*self.named, str(error)][:_NAMED_ROWS]
@@ -89,13 +89,13 @@ class RowEncoder:
         self._section = section
         self._encoder = TranscriptEncoder(section, tokenizer)
 
-    def encode(self, row: Row) -> Encoded | ValueError:
-        """Return a row's sequences. For a bad row, raise its ValueError, or return it if the section skips bad rows."""
+    def encode(self, row: Row) -> Encoded | UserError:
+        """Return a row's sequences. For a bad row, raise its UserError, or return it if the section skips bad rows."""
         try:
             return self._encoder.encode(transcript_of(row, self._section))
-        except ValueError as error:
+        except UserError as error:
             if self._section.bad_rows == "stop":
-                raise ValueError(f"{error}; set data.bad_rows=skip to skip such rows") from error
+                raise UserError(f"{error}; set data.bad_rows=skip to skip such rows") from error
             return error
 
     def encode_all(self, rows: Sequence[Row]) -> tuple[list[list[Example]], Account]:
@@ -103,7 +103,7 @@ class RowEncoder:
         account, found = Account(), []
         for row in rows:
             encoded = self.encode(row)
-            if isinstance(encoded, ValueError):
+            if isinstance(encoded, UserError):
                 account.count_bad(encoded)
                 continue
             kept = [cut(whole, self._section.max_length) for whole in encoded.examples]

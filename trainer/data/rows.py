@@ -57,12 +57,12 @@ class Row(NamedTuple):
 
     where: str
     """The row's location for error messages: file and line, or data set and row."""
-    content: dict[str, Any] | ValueError
-    """ValueError for a line that is not a JSON object; the reader decides whether this stops the run."""
+    content: dict[str, Any] | UserError
+    """UserError for a line that is not a JSON object; the reader decides whether this stops the run."""
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields; raise the row's ValueError if it has none."""
-        if isinstance(self.content, ValueError):
+        """Return the fields; raise the row's UserError if it has none."""
+        if isinstance(self.content, UserError):
             raise self.content
         return self.content
 
@@ -102,7 +102,7 @@ def open_source(name: str, section: DataSection) -> RowSource:
     """Open a file, a folder's files in order of name, or the section's split of a hub data set.
 
     A folder's hidden files and its files set aside by `headstart regenerate` are ignored. For a streamed data set, this
-    only requests the commit. Raises ValueError for a missing or unreadable source.
+    only requests the commit. Raises UserError for a missing or unreadable source.
     """
     path = Path(name)
     if path.is_dir():
@@ -136,8 +136,8 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
     for number, line in read_lines(file):
         where = f"{file}, line {number}"
         try:
-            content: dict[str, Any] | ValueError = parse_row(line, where)
-        except ValueError as error:
+            content: dict[str, Any] | UserError = parse_row(line, where)
+        except UserError as error:
             content = error
         yield Row(where, content)
 
@@ -151,7 +151,7 @@ def _downloaded(name: str, hub: HubName, config: str | None, section: DataSectio
     try:
         rows: Any = datasets.load_dataset(hub.repo_id, config, split=section.split, revision=hub.revision)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(
+        raise UserError(
             f"file or folder {name} does not exist, and split {section.split!r} of the hub data set with that name "
             f"cannot be read: {first_line(error)}"
         ) from error
@@ -177,7 +177,7 @@ class _Stream:
     commit: str
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield all rows; raise a one-sentence ValueError if they cannot be fetched or read."""
+        """Yield all rows; raise a one-sentence UserError if they cannot be fetched or read."""
         import datasets
 
         unreadable = (HTTPError, OSError, ValueError, TypeError, EOFError, RuntimeError)
@@ -190,7 +190,7 @@ class _Stream:
         except (*unreadable, datasets.exceptions.DatasetsError) as error:
             problem = str(error) if isinstance(error, UserError) else _explained(error, self.hub)
         # Raise outside the handler: the exception's context would hold the request and its header.
-        raise ValueError(
+        raise UserError(
             f"the stream of {name} broke off after {number:,} rows: {problem}; the next run reads it from the first row"
             if number
             else f"{name} cannot be streamed from the hub: {problem}"
@@ -223,7 +223,7 @@ def _commit_of(hub: HubName) -> str:
     else:
         assert sha is not None, "the request expands the sha"
         return sha
-    raise ValueError(f"file or folder {hub.repo_id} does not exist, and the hub data set cannot be streamed: {problem}")
+    raise UserError(f"file or folder {hub.repo_id} does not exist, and the hub data set cannot be streamed: {problem}")
 
 
 def _explained(error: Exception, hub: HubName) -> str:

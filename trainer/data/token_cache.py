@@ -51,7 +51,7 @@ Tokenized = tuple[Sequence[Example], Int[np.ndarray, " rows"], Account]
 def load_sequences(source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
     """Return the sequences of a source from the cache, filling it if needed; few rows are only kept in memory.
 
-    The first process on a machine tokenizes while the others wait. Raises ValueError for bad rows and for a cache that
+    The first process on a machine tokenizes while the others wait. Raises UserError for bad rows and for a cache that
     cannot be written.
     """
     if source.num_bytes is not None and (

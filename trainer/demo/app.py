@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from decoding.errors import UserError
+
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio reads it on import, and sends no requests
 import gradio as gr
 import jinja2
@@ -199,7 +201,7 @@ class Answers:
         visitor, shown = str(request.session_hash), self.shown
         try:
             race = race_of(self.models, Form(*entries))
-        except ValueError as error:
+        except UserError as error:
             yield {shown.notice: HTML.notice(_sentence(error))}
             return
         self.races.pop(visitor, None)  # moves the visitor to the end
@@ -259,13 +261,13 @@ def reporting(answer: Callable[..., Any]) -> Callable[..., Any]:
     def answered(*given: Any) -> Any:
         try:
             return answer(*given)
-        except ValueError as error:
+        except UserError as error:
             raise gr.Error(_sentence(error), print_exception=False) from None
 
     return answered
 
 
-def _sentence(error: ValueError) -> str:
+def _sentence(error: UserError) -> str:
     text = str(error).rstrip(".")
     return f"{text[:1].upper()}{text[1:]}."
 

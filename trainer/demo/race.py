@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig, Step
 from decoding.measure.proof.greedy import is_near_tie, margin_of
 from decoding.model.causal_lm import CausalLM
@@ -49,7 +50,7 @@ class Models:
     def drafter(self, name: str) -> Drafter:
         """Return a drafter by its name on the page."""
         if name not in self.drafters:
-            raise ValueError(f"no drafter is called {name!r}: choose one of {', '.join(self.drafters)}")
+            raise UserError(f"no drafter is called {name!r}: choose one of {', '.join(self.drafters)}")
         return self.drafters[name]
 
     def warm_up(self, tokens: int = 8) -> None:
@@ -119,7 +120,7 @@ class Race:
     """
 
     def __init__(self, models: Models, engine: Engine, prompt: Sequence[int], config: DecodingConfig) -> None:
-        """Start both sides, the speculative one with ``engine`` and ``config``; ValueError for a bad prompt or rule."""
+        """Start both sides, the speculative one with ``engine`` and ``config``; UserError for a bad prompt or rule."""
         self.models, self.config, self.prompt = models, config, tuple(prompt)
         self.speculative = Side(engine, prompt, replace(config, trees=True))
         plain = Engine(models.plain_target, tokenizer=engine.tokenizer)
@@ -184,7 +185,7 @@ def fitting_rules(drafter: Drafter, temperature: float | None) -> list[tuple[str
         if greedy == (rule is GREEDY):
             try:
                 rule.check(drafter.kinds(SamplingConfig(0.0 if greedy else 1.0)), drafter.chains_only)
-            except ValueError:
+            except UserError:
                 continue
             found.append((f"{name} ({rule.label})", name))
     return found
@@ -204,16 +205,16 @@ class Form(NamedTuple):
 
 
 def race_of(models: Models, form: Form) -> Race:
-    """Create the race that a form describes; ValueError with one sentence for invalid input."""
+    """Create the race that a form describes; UserError with one sentence for invalid input."""
     prompt = "" if form.prompt is None else str(form.prompt)
     if not prompt.strip():
-        raise ValueError("the prompt is empty: write one, or choose an example")
+        raise UserError("the prompt is empty: write one, or choose an example")
     if len(prompt) > LONGEST_PROMPT:
-        raise ValueError(f"the prompt has {len(prompt)} characters: give at most {LONGEST_PROMPT}")
+        raise UserError(f"the prompt has {len(prompt)} characters: give at most {LONGEST_PROMPT}")
     drafter = models.drafter(form.drafter)
     policy = FixedPolicy(whole("depth", form.depth, 1), whole("the tree's nodes", form.nodes, 2))
     if policy.choose(drafter.budgets, 1) == PLAIN:
-        raise ValueError(f"{form.drafter} cannot draft a tree with this depth and number of nodes: raise one of them")
+        raise UserError(f"{form.drafter} cannot draft a tree with this depth and number of nodes: raise one of them")
     config = DecodingConfig(
         max_new_tokens=whole("max new tokens", form.max_new_tokens, 1, MOST_NEW_TOKENS),
         sampling=SamplingConfig(number_of("temperature", form.temperature)),
@@ -226,22 +227,22 @@ def race_of(models: Models, form: Form) -> Race:
 
 
 def number_of(name: str, value: Any) -> float:
-    """Return the number that was entered in a field; ValueError if it is not a finite number."""
+    """Return the number that was entered in a field; UserError if it is not a finite number."""
     if value is None:
-        raise ValueError(f"{name} is empty: give a number")
+        raise UserError(f"{name} is empty: give a number")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{name} is {value!s:.40}: give a number")
+        raise UserError(f"{name} is {value!s:.40}: give a number")
     return number
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return the whole number that was entered in a field; ValueError outside its bounds."""
+    """Return the whole number that was entered in a field; UserError outside its bounds."""
     number = number_of(name, value)
     if number != int(number) or number < least or (most is not None and number > most):
         wanted = f"a whole number from {least}" + ("" if most is None else f" to {most}")
-        raise ValueError(f"{name} is {number:g}: give {wanted}")
+        raise UserError(f"{name} is {number:g}: give {wanted}")
     return int(number)

@@ -73,7 +73,7 @@ def attempt(check: str, work: Callable[[], Finding], remedy: str) -> Finding:
 
 
 def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Finding], Skeleton | None]:
-    """Read a model without its weights; None after a problem. Raises ValueError if the name does not exist."""
+    """Read a model without its weights; None after a problem. Raises UserError if the name does not exist."""
     folder = local_folder(name, weights=False)
     built: list[Skeleton] = []
 
@@ -192,7 +192,7 @@ class DrafterCheck(NamedTuple):
 
 
 def check_drafter(spec: DrafterSpec, target: Skeleton, trusted: bool = False) -> DrafterCheck:
-    """Compare a drafter's weights with the target. Raises ValueError if the path does not exist."""
+    """Compare a drafter's weights with the target. Raises UserError if the path does not exist."""
     weights = weights_of(spec)
     if weights is None or spec.path is None:
         return DrafterCheck([ok("weights", f"{spec.name} needs no weights: it drafts from the text, for any target")])

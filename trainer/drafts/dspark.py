@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter, DSparkDrafter
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkDraft
 from decoding.model.dspark_config import HEAD_DIMS, DSparkConfig
@@ -42,7 +43,7 @@ def initial_dspark(
 ) -> DSparkDraft:
     """Make a recipe's initial draft, in fp32 on the target's device: random by torch's global seed, or a stored one.
 
-    Raises ValueError for sizes that no server loads, and for a mask token that occurs in the examples.
+    Raises UserError for sizes that no server loads, and for a mask token that occurs in the examples.
     """
     assert section.dspark is not None, "the recipe asks for a DSpark draft"
     if section.init.from_model is None:
@@ -53,7 +54,7 @@ def initial_dspark(
         draft = _stored_draft(target, tokenizer, section.init.from_model, section.dspark)
         config = draft.config
     if any((example.tokens == config.mask_token_id).any() for example in examples):
-        raise ValueError(
+        raise UserError(
             f"token {config.mask_token_id} would be the draft's mask, but it occurs in the training data: set "
             "draft.dspark.mask_token to a token that no text contains"
         )
@@ -63,7 +64,7 @@ def initial_dspark(
 def _stored_draft(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, name: str, section: DSparkSection
 ) -> DSparkDraft:
-    """Load a draft to train further; raise ValueError if its sizes differ from the section's (None fits any)."""
+    """Load a draft to train further; raise UserError if its sizes differ from the section's (None fits any)."""
     draft = load_dspark(name, target).float().requires_grad_(True).train()
     config = draft.config = replace(draft.config, tree=())  # the tree will be fitted again
     mask = None if section.mask_token is None else mask_token(tokenizer, target.vocab_size, section.mask_token)
@@ -78,7 +79,7 @@ def _stored_draft(
         ("mask_token", mask, config.mask_token_id),
     ):
         if wanted not in (None, found):
-            raise ValueError(
+            raise UserError(
                 f"draft.init.from_model, {name}, has {key} {found} and not {wanted}: change draft.dspark.{key}, or "
                 "give another draft"
             )
@@ -125,12 +126,12 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | 
     """Return the id of a token that no text contains.
 
     By default the padding, a reserved token, an id without a token, or a byte that never occurs in UTF-8. Raises
-    ValueError if ``name`` is not a token of the target, and if no token is free.
+    UserError if ``name`` is not a token of the target, and if no token is free.
     """
     known = tokenizer.get_vocab()
     if name is not None:
         if known.get(name, vocab_size) >= vocab_size:
-            raise ValueError(f"draft.dspark.mask_token, {name!r}, is not a token of the target: give an existing token")
+            raise UserError(f"draft.dspark.mask_token, {name!r}, is not a token of the target: give an existing token")
         return int(known[name])
     used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
     template = str(tokenizer.chat_template or "")
@@ -147,7 +148,7 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | 
         index = known.get(token, vocab_size)
         if index < vocab_size and index not in tokenizer(token, add_special_tokens=False)["input_ids"]:
             return int(index)
-    raise ValueError(
+    raise UserError(
         "the target's tokenizer has no spare token for the mask: set draft.dspark.mask_token to one that your data "
         "never contains"
     )

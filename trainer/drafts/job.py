@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from decoding.errors import UserError
 from decoding.metrics import break_even
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs, measure_costs
@@ -30,7 +31,7 @@ from trainer.target.teacher_cache import ensure_teacher_cache
 def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, check_costs: bool = False) -> Job:
     """Load and check everything that the recipe names, and write missing features or teacher logits.
 
-    Every process calls this. With ``check_costs``, raises ValueError for a draft too slow here to ever pay, unless the
+    Every process calls this. With ``check_costs``, raises UserError for a draft too slow here to ever pay, unless the
     recipe switches that check off.
     """
     target = load_target(recipe, device)
@@ -153,11 +154,11 @@ def payoff(costs: Costs) -> Payoff:
 
 
 def check_pays(costs: Costs) -> str:
-    """Describe in a sentence what a draft of these costs can gain; raise ValueError if nothing."""
+    """Describe in a sentence what a draft of these costs can gain; raise UserError if nothing."""
     (least, most), at_once = payoff(costs), max(costs.draft)
     step = "step" if at_once == 1 else f"forward for {at_once} tokens"
     if least is None:
-        raise ValueError(
+        raise UserError(
             f"this draft is too slow to pay: a {step} takes {costs.draft_step:.2f} of a target pass here, so even full "
             f"acceptance gives only {most:.2f} times the speed of plain decoding. Give it fewer layers (draft.init) or "
             "less width (draft.init.from_config), start again if the machine was busy, or set draft.check_costs=false"

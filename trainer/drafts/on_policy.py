@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
@@ -155,13 +156,13 @@ class WindowFiles:
                 path.unlink(missing_ok=True)
 
     def read(self, done: int) -> list[GeneratedText]:
-        """Return the texts of all processes; raise ValueError if a file is damaged."""
+        """Return the texts of all processes; raise UserError if a file is damaged."""
         texts = []
         for path in sorted(self.folder.glob(f"{_window_name(done)}-*.jsonl")):
             try:
                 texts += [_read_row(json.loads(line)) for line in path.read_text().splitlines()]
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
+                raise UserError(
                     f"{path} is damaged ({error!r}): remove the checkpoints after step {done}, or give another output"
                 ) from error
         return texts
@@ -186,7 +187,7 @@ def policy_source(
 ) -> "PolicySource":
     """Return the source of a draft's batches. ``draft`` returns the draft with its current weights.
 
-    Texts are saved in the run's output. Raises ValueError if no prompt leaves room for an answer.
+    Texts are saved in the run's output. Raises UserError if no prompt leaves room for an answer.
     """
     training, policy = recipe.training, recipe.draft.policy
     ends = eos_token_ids(target.model, tokenizer)
@@ -220,7 +221,7 @@ class PolicySource:
         self._texts: dict[tuple[int, int], GeneratedText] = {}
         """This window's generated texts, by step and position."""
         if not any(self._fits(prompt_of(example)) for example in examples):
-            raise ValueError(
+            raise UserError(
                 f"draft.policy.max_new_tokens ({policy.max_new_tokens}) does not fit after any training prompt in the "
                 f"target's context of {writer.target.max_positions} tokens: lower it"
             )
@@ -264,7 +265,7 @@ class PolicySource:
         wanted = {(order.step, order.position) for order in self._orders(window, range(self._training.batch_size))}
         texts = {(text.step, text.position): text for text in self._files.read(window)} if wanted else {}
         if missing := wanted - texts.keys():
-            raise ValueError(
+            raise UserError(
                 f"{len(missing)} texts generated after step {window} are missing from {self._files.folder}: restore "
                 f"them, remove the checkpoints after step {window}, or give another output"
             )

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import (
     check_same_tokenizer,
@@ -59,24 +60,24 @@ def initial_draft(
 ) -> InitialDraft:
     """Make a recipe's draft, with its vocabulary trimmed to the most frequent tokens in the answers if asked.
 
-    ``longest`` is the longest text that it will read. Raises ValueError for a draft that does not fit: another
+    ``longest`` is the longest text that it will read. Raises UserError for a draft that does not fit: another
     tokenizer, too small a context or vocabulary, missing layers, or an invalid config.
     """
     init = section.init
     if init.from_model is None and getattr(target.model, "_is_stateful", False):  # some of its layers may not build
-        raise ValueError(_no_draft(target))
+        raise UserError(_no_draft(target))
     model = _started(target, tokenizer, init, trust_remote_code)
     model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
     draft = CausalLM(model)
     if draft.no_trees is not None:
-        raise ValueError(_no_draft(draft))
+        raise UserError(_no_draft(draft))
     given = "from_model" if init.from_model else "from_config" if init.from_config else "from_target"
     check_reads(draft, target, f"draft.init.{given}", examples, longest)
     known = min(draft.vocab_size, target.vocab_size)
     written: Sequence[int] | None = None if init.from_model is None else read_output_tokens(model, init.from_model)
     if section.vocabulary is not None:
         if written is not None:
-            raise ValueError(
+            raise UserError(
                 f"draft.vocabulary is {section.vocabulary} but draft.init.from_model, {init.from_model}, is already "
                 f"trimmed to {len(written)} tokens: leave draft.vocabulary out to keep them"
             )
@@ -99,7 +100,7 @@ def _started(
 ) -> PreTrainedModel:
     if init.from_model is not None:
         if dspark_folder(init.from_model) is not None:
-            raise ValueError(
+            raise UserError(
                 f"draft.init.from_model, {init.from_model}, is a DSpark draft: add draft.dspark, as in "
                 "recipes/any/dspark.yaml, or give another draft"
             )
@@ -145,7 +146,7 @@ def draft_from_target(
     the first to the last (1: the first).
     """
     if getattr(target, "hf_quantizer", None) is not None:
-        raise ValueError(
+        raise UserError(
             "the target is quantised, so its layers cannot be trained as a draft: set draft.init.from_model to a small "
             "model with the target's tokenizer, or train heads or a DSpark draft"
         )
@@ -162,7 +163,7 @@ def draft_from_target(
         if position is not None:
             parts[position] = str(kept[int(parts[position])])
         if (own := ".".join(parts)) not in source:
-            raise ValueError(
+            raise UserError(
                 f"the target, a {type(target).__name__}, lacks a parameter {own}: merge its adapters if it has any, or "
                 "set draft.init.from_model or draft.init.from_config"
             )
@@ -178,9 +179,7 @@ def _chosen_layers(layers: int | Sequence[int], total: int) -> list[int]:
     else:
         kept = [layer + total if layer < 0 else layer for layer in layers]
     if not kept or min(kept) < 0 or max(kept) >= total:
-        raise ValueError(
-            f"draft.init.from_target.layers is {layers}: give some of the target's layers 0 to {total - 1}"
-        )
+        raise UserError(f"draft.init.from_target.layers is {layers}: give some of the target's layers 0 to {total - 1}")
     return kept
 
 
@@ -200,7 +199,7 @@ def _set_layers(config: PreTrainedConfig, kept: Sequence[int]) -> None:
 
 def _new_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
-        raise ValueError(
+        raise UserError(
             f"transformers has no separate {config.model_type} model, so its layers cannot be a draft: set "
             "draft.init.from_model to a small model with the target's tokenizer, or train heads or a DSpark draft"
         )
@@ -231,7 +230,7 @@ def draft_from_config(
     known = {*(base.to_dict().keys() - PreTrainedConfig().to_dict().keys()), *base.attribute_map, "tie_word_embeddings"}
     if wrong := [key for key in changes if key not in known - {"vocab_size", "auto_map", "model_type"}]:
         nearest = difflib.get_close_matches(str(wrong[0]), known, n=3, cutoff=0.4)
-        raise ValueError(
+        raise UserError(
             f"draft.init.from_config cannot set {wrong[0]!r} for a {base.model_type} draft: use keys such as "
             f"{', '.join(nearest or sorted(known))}, and draft.vocabulary for the vocabulary"
         )
@@ -245,7 +244,7 @@ def draft_from_config(
         with torch.no_grad():
             draft.eval()(torch.zeros((1, 2), dtype=torch.long), use_cache=False)
     except Exception as error:  # model families raise different errors for inconsistent sizes
-        raise ValueError(f"draft.init.from_config is not a valid {base.model_type} config: {reason(error)}") from error
+        raise UserError(f"draft.init.from_config is not a valid {base.model_type} config: {reason(error)}") from error
     _keep_ends(draft, target)
     return draft
 
@@ -268,14 +267,14 @@ def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> di
 def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[Example], longest: int) -> None:
     """Reject a draft, given by the recipe's ``key``, that cannot read the data's tokens or ``longest`` of them."""
     if draft.max_positions is not None and draft.max_positions < longest:
-        raise ValueError(
+        raise UserError(
             f"the draft from {key} reads at most {draft.max_positions} tokens, but texts here have up to {longest}: "
             "lower data.max_length and evaluation.max_new_tokens, or give another draft"
         )
     if draft.vocab_size < target.vocab_size:  # models of one family may pad to different sizes
         largest = max(int(example.tokens.max()) for example in examples)
         if largest >= draft.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"the draft from {key} knows tokens 0 to {draft.vocab_size - 1}, but the training data contains "
                 f"{largest}: give a draft with the target's vocabulary"
             )
@@ -286,12 +285,12 @@ def _most_frequent(
 ) -> tuple[int, ...]:
     """Return the most frequent trained tokens below ``known``, and all tokens that end a text."""
     if count > known:
-        raise ValueError(f"draft.vocabulary is {count} but target and draft share {known} tokens: lower it")
+        raise UserError(f"draft.vocabulary is {count} but target and draft share {known} tokens: lower it")
     ends = {*eos_token_ids(target.model, tokenizer)}
     if tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)
     always = sorted(token for token in ends if token < known)
     if count < len(always):
-        raise ValueError(f"draft.vocabulary is {count} but {len(always)} tokens end texts: raise it above that")
+        raise UserError(f"draft.vocabulary is {count} but {len(always)} tokens end texts: raise it above that")
     texts = (predicted[predicted < known].tolist() for predicted in map(Example.predicted, examples))
     return most_frequent_tokens(texts, count, always)

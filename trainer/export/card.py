@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined, Template
 
+from decoding.errors import UserError
 from decoding.measure.figures import greedy_sentence
 from decoding.measure.markdown import code, fenced, text
 from decoding.measure.redact import is_hub_id, without_local_paths
@@ -56,41 +57,41 @@ class CardFigures(NamedTuple):
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Read a report by `headstart evaluate`; `ValueError` if it is missing or lacks labelled rows of figures."""
+    """Read a report by `headstart evaluate`; `UserError` if it is missing or lacks labelled rows of figures."""
     if not path.is_file():
-        raise ValueError(f"the report {path} does not exist: give the report.json that `headstart evaluate` wrote")
+        raise UserError(f"the report {path} does not exist: give the report.json that `headstart evaluate` wrote")
     report = read_object(path, _REMEDY)
     rows = report.get("rows")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path} contains no rows of figures: {_REMEDY}")
+        raise UserError(f"{path} contains no rows of figures: {_REMEDY}")
     if unlabelled := [row for row in rows if row.get("label") not in _LABELS]:
-        raise ValueError(f"{path} labels {unlabelled[0].get('method')!r} neither lossless nor lossy: evaluate again")
+        raise UserError(f"{path} labels {unlabelled[0].get('method')!r} neither lossless nor lossy: evaluate again")
     return report
 
 
 def read_own_report(path: Path, source: Path) -> dict[str, Any]:
     """Read a report, keeping the rows of the weights in ``source`` and of methods that need no weights.
 
-    `ValueError` unless the report measured these weights on the target that they were trained for.
+    `UserError` unless the report measured these weights on the target that they were trained for.
     """
     report, kind = read_report(path), "heads" if kind_held_in(source) == HEADS else "draft"
     found, specs, mine = report.get("fingerprints"), report.get("drafters"), stored_fingerprint(source)
     if not isinstance(found, dict) or not isinstance(specs, dict):
-        raise ValueError(f"{path} does not record the fingerprints of what it measured: {_REMEDY}")
+        raise UserError(f"{path} does not record the fingerprints of what it measured: {_REMEDY}")
     names = {name for name, spec in specs.items() if found.get(spec) == mine}
     own = [row for row in report["rows"] if row.get("artefact") == kind and row.get("drafter") in names]
     if not own:
-        raise ValueError(f"{path} did not measure the {kind} in {source} ({mine}): {_REMEDY}")
+        raise UserError(f"{path} did not measure the {kind} in {source} ({mine}): {_REMEDY}")
     wanted, target = trained_for(source), found.get("target")
     if wanted is not None and target != wanted:
-        raise ValueError(f"{path} measured with target {target}, but {source} was trained for {wanted}: {_REMEDY}")
+        raise UserError(f"{path} measured with target {target}, but {source} was trained for {wanted}: {_REMEDY}")
     return {**report, "rows": [row for row in report["rows"] if row in own or row.get("artefact") is None]}
 
 
 def card_figures(report: dict[str, Any], chains: bool) -> CardFigures:
     """Return the card's figures from a report that `read_own_report` read.
 
-    ``chains``: servers draft chains with this format, so any chain ranks above any tree. `ValueError` if a row contains
+    ``chains``: servers draft chains with this format, so any chain ranks above any tree. `UserError` if a row contains
     anything but figures.
     """
     report = without_local_paths(report)
@@ -122,7 +123,7 @@ def card_figures(report: dict[str, Any], chains: bool) -> CardFigures:
         short, table = (markdown_table({**report, "rows": rows}) for rows in (best, report["rows"]))
         return CardFigures(short, table, about, greedy_sentence(report), tuple(limits))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the report has a malformed row ({error!r}): run the evaluation again") from error
+        raise UserError(f"the report has a malformed row ({error!r}): run the evaluation again") from error
 
 
 def _speed(row: dict[str, Any], key: str) -> float:

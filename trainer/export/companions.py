@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.drafters.registry import parse_drafter
+from decoding.errors import UserError
 from decoding.measure.markdown import one_line
 from decoding.measure.planning.plan_file import read_plan
 from decoding.measure.redact import basename, hub_repository, is_hub_id, without_local_paths
@@ -39,7 +40,7 @@ Provenance = dict[str, Any]
 def read_provenance(source: Path) -> Provenance | None:
     """Read ``provenance.json`` next to the weights; None if the file is missing.
 
-    `ValueError` unless it is a JSON object and each of the keys `_OBJECTS` is absent, empty or an object.
+    `UserError` unless it is a JSON object and each of the keys `_OBJECTS` is absent, empty or an object.
     """
     path = source / PROVENANCE_NAME
     if not path.is_file():
@@ -49,7 +50,7 @@ def read_provenance(source: Path) -> Provenance | None:
     for key in _OBJECTS:
         stored[key] = stored.get(key) or {}
         if not isinstance(stored[key], dict):
-            raise ValueError(f"{path} has {stored[key]!r} as {key}, not an object: {remedy}")
+            raise UserError(f"{path} has {stored[key]!r} as {key}, not an object: {remedy}")
     return stored
 
 
@@ -131,7 +132,7 @@ class ServingPlan:
 
 
 def read_serving_plan(path: Path, source: Path) -> ServingPlan:
-    """Read the part of a plan that concerns the weights in ``source``; ValueError if the plan used other weights."""
+    """Read the part of a plan that concerns the weights in ``source``; UserError if the plan used other weights."""
     plan = read_plan(path)
     drafter = plan.drafter_of(stored_fingerprint(source))
     tree = plan.best_of(drafter["drafter"])["best"]["tree"]
@@ -151,7 +152,7 @@ def read_serving_plan(path: Path, source: Path) -> ServingPlan:
 def copy_target(source: Path, folder: Path) -> str:
     """Copy the adapted target of the heads in ``source`` to ``folder`` and compare the copy; return a sentence.
 
-    ValueError for files that read back differently.
+    UserError for files that read back differently.
     """
     source, folder = source / TARGET_FOLDER, folder / TARGET_FOLDER
     folder.mkdir()
@@ -160,7 +161,7 @@ def copy_target(source: Path, folder: Path) -> str:
         shutil.copyfile(source / name, folder / name)
     _, mismatched, unreadable = filecmp.cmpfiles(source, folder, names, shallow=False)
     if wrong := [*mismatched, *unreadable]:
-        raise ValueError(f"{folder / wrong[0]} differs from its original after copying: export again")
+        raise UserError(f"{folder / wrong[0]} differs from its original after copying: export again")
     return f"{len(names)} files of the adapted target read back bit-equal"
 
 

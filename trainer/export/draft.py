@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters.draft_model import DraftModelDrafter
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import TOKENIZER_PROBE, load_draft, load_model, load_tokenizer
 from decoding.model.stored import check_finite
@@ -64,10 +65,10 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model = load_model(str(folder), "auto", torch.device("cpu"))
     try:
         tokenizer = load_tokenizer(str(folder))
-    except ValueError as error:
+    except UserError as error:
         if any(folder.glob("tokenizer*")):
             raise
-        raise ValueError(
+        raise UserError(
             f"{folder} contains no tokenizer, but servers need one: save the target's tokenizer there"
         ) from error
     _check_vocabulary(tokenizer, model, folder)
@@ -81,7 +82,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
     """
     highest, knows = max(tokenizer.get_vocab().values(), default=-1), model.config.get_text_config().vocab_size
     if highest >= knows + max(64, knows // 100) or highest + 1 < knows - max(1024, knows // 100):
-        raise ValueError(
+        raise UserError(
             f"the tokenizer in {folder} has token ids up to {highest}, but the draft's end at {knows - 1}: put the "
             "tokenizer of the draft's target there"
         )
@@ -103,7 +104,7 @@ def _check_same_tokenizer(written: PreTrainedTokenizerBase, read: PreTrainedToke
         and written(TOKENIZER_PROBE)["input_ids"] == read(TOKENIZER_PROBE)["input_ids"]
     )
     if not same:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer in {folder} changed when this version of transformers saved it: save it again with the "
             "version that made it"
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from decoding.drafters.dspark import DSparkDrafter
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
 from decoding.model.dspark_config import DSparkConfig, read_dspark_config
@@ -54,7 +55,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     draft.config = replace(draft.config, tree=task.tree or draft.config.tree)
     draft.save_pretrained(task.folder)
     if read_dspark_config(task.folder) != draft.config:
-        raise ValueError(f"the config in {task.folder} differs from what was written: export again")
+        raise UserError(f"the config in {task.folder} differs from what was written: export again")
     trained = draft.state_dict()
     check_bit_equal(trained, stored_draft(task.folder).state_dict().items(), task.folder)
     artefact = describe_dspark(draft, task.format, str(draft.fc.weight.dtype).removeprefix("torch."))

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from decoding.errors import UserError
 from decoding.measure.redact import without_local_paths
 from trainer import quickstart
 from trainer.export.card import FOLDER_NAME, CardFigures, card_figures, read_own_report, render_card, target_argument
@@ -77,7 +78,7 @@ def export(
     report are written next to the weights, without local paths. Heads that were trained jointly with adapters get the
     adapted target in the folder ``target``.
 
-    `ValueError` if the format does not fit the artefact, the source lacks weights or the destination is not empty. Also
+    `UserError` if the format does not fit the artefact, the source lacks weights or the destination is not empty. Also
     if the report or plan is malformed or describes other weights, or if a file reads back differently.
     """
     source, destination, target = Path(source), Path(destination), target and quickstart.resolve(target)
@@ -109,9 +110,9 @@ def export(
 
 def _check_given(format: str, prompts: Path | None) -> None:
     if format not in FORMATS:
-        raise ValueError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
+        raise UserError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
     if prompts not in (None, NO_PROMPTS) and not Path(prompts).is_file():
-        raise ValueError(f"the file {prompts} does not exist: give a .jsonl file with one prompt per line as --prompts")
+        raise UserError(f"the file {prompts} does not exist: give a .jsonl file with one prompt per line as --prompts")
 
 
 class _Request(NamedTuple):
@@ -158,8 +159,8 @@ def _write(task: ExportTask, request: _Request) -> tuple[Artefact, tuple[str, ..
 def _check_destination(source: Path, destination: Path) -> None:
     """Reject a destination that is the source, contains it, is not a folder, or is not empty."""
     if destination.resolve() in (source.resolve(), *source.resolve().parents):
-        raise ValueError(f"the destination {destination} is or contains the source {source}: give another folder")
+        raise UserError(f"the destination {destination} is or contains the source {source}: give another folder")
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
-        raise ValueError(f"the destination {destination} is not a folder: give another path")
+        raise UserError(f"the destination {destination} is not a folder: give another path")
     if destination.is_dir() and any(destination.iterdir()):
-        raise ValueError(f"the destination {destination} is not empty: remove it, or give another folder")
+        raise UserError(f"the destination {destination} is not empty: remove it, or give another folder")

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
 from decoding.model.dspark_config import DSparkConfig, read_dspark_config
@@ -68,7 +69,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     """Write a model's GGUF file, read it back and compare.
 
     A trimmed draft gets a full lm_head that drafts the same tokens; a DSpark draft gets its target's tokenizer.
-    ValueError for a model or a tokenizer that llama.cpp would interpret differently.
+    UserError for a model or a tokenizer that llama.cpp would interpret differently.
     """
     if kind_held_in(task.source) == DSPARK:
         return _write_dspark(task)
@@ -89,7 +90,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     before, after = probe_logits(model), probe_logits(_read(path, model.config, model.dtype))
     change = float((before.float() - after.float()).abs().max())
     if change and not rounded:
-        raise ValueError(f"the logits of {path.name} differ from the written model's by {change:.3g}: export again")
+        raise UserError(f"the logits of {path.name} differ from the written model's by {change:.3g}: export again")
     if rounded:
         compared += f" and a logit of a probe by at most {change:.3g}"
     else:
@@ -99,15 +100,15 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
 
 
 def _write_dspark(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write a DSpark draft's file. ValueError if the target cannot be read or does not fit the draft."""
+    """Write a DSpark draft's file. UserError if the target cannot be read or does not fit the draft."""
     if task.target is None:
-        raise ValueError(f"{task.source} does not name its target, and a GGUF file needs its tokenizer: give --target")
+        raise UserError(f"{task.source} does not name its target, and a GGUF file needs its tokenizer: give --target")
     draft, trusted = stored_draft(task.source), task.trust_remote_code
     try:
         model = model_without_weights(local_folder(task.target, weights=False), torch.float32, trusted)
         target, tokenizer = CausalLM(model), load_tokenizer(task.target, trusted)
     except UNREADABLE as error:
-        raise ValueError(
+        raise UserError(
             f"the file needs the tokenizer of the target {task.target}, which cannot be read ({reason(error)}): give "
             "the target as --target"
         ) from error
@@ -219,7 +220,7 @@ def write_file(path: Path, metadata: Mapping[str, Any], tensors: Iterable[tuple[
 def compare_file(
     path: Path, metadata: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]
 ) -> tuple[int, int, float]:
-    """Read a file and compare all of it with what was written; `ValueError` for a difference.
+    """Read a file and compare all of it with what was written; `UserError` for a difference.
 
     Returns the number of tensors, the number of tensors with rounded weights, and the largest change of a weight.
     Float types must hold the rounded weights bit for bit. q8_0 stores 32 weights as integers from -127 to 127 times one
@@ -229,21 +230,21 @@ def compare_file(
     for key, value in metadata.items():
         field = reader.get_field(key)
         if field is None or not _same(field.contents(), value):
-            raise ValueError(f"the key {key} in {path.name} differs from what was written: {_AGAIN}")
+            raise UserError(f"the key {key} in {path.name} differs from what was written: {_AGAIN}")
     stored = {tensor.name: tensor for tensor in reader.tensors}
     written, rounded, largest = set(), 0, 0.0
     for name, tensor in tensors:
         written.add(name)
         values, found = tensor.float(), stored.get(name)
         if found is None:
-            raise ValueError(f"the tensor {name} is missing from {path.name}: {_AGAIN}")
+            raise UserError(f"the tensor {name} is missing from {path.name}: {_AGAIN}")
         read = torch.from_numpy(quants.dequantize(found.data, found.tensor_type).copy()).reshape(values.shape)
         if not _is_rounded(read, values, found.tensor_type):
-            raise ValueError(f"the tensor {name} in {path.name} differs from what was written: {_AGAIN}")
+            raise UserError(f"the tensor {name} in {path.name} differs from what was written: {_AGAIN}")
         rounded += not torch.equal(read, values)
         largest = max(largest, float((read - values).abs().max()))
     if more := sorted(stored.keys() - written):
-        raise ValueError(f"{path.name} has a tensor {more[0]} that was not written: {_AGAIN}")
+        raise UserError(f"{path.name} has a tensor {more[0]} that was not written: {_AGAIN}")
     return len(written), rounded, largest
 
 
@@ -269,5 +270,5 @@ def _packed(tensor: Tensor, kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
         return quants.quantize(tensor.float().contiguous().numpy(), kind)
     rounded = tensor.to(_TORCH[kind])
     if not bool(torch.isfinite(rounded).all()):
-        raise ValueError(f"a weight of {float(tensor.abs().max()):.3g} is outside f16's range: give type bf16 or f32")
+        raise UserError(f"a weight of {float(tensor.abs().max()):.3g} is outside f16's range: give type bf16 or f32")
     return rounded.contiguous().view(torch.uint8).numpy()

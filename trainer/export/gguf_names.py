@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from decoding.errors import UserError
 from decoding.model.architecture import shortest_window
 from decoding.model.dspark import DSparkDraft
 from decoding.model.dspark_config import DSparkConfig
@@ -34,22 +35,22 @@ _OTHER_PROGRAM = "serve it with a program that reads transformers folders, such 
 
 
 def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return GGUF's keys for the model's sizes and rotary embeddings; ValueError if llama.cpp would misread it."""
+    """Return GGUF's keys for the model's sizes and rotary embeddings; UserError if llama.cpp would misread it."""
     config = model.config
     if config.model_type not in ARCHITECTURES:
-        raise ValueError(
+        raise UserError(
             f"the model's type is {config.model_type}, but only {', '.join(ARCHITECTURES)} can be written as GGUF: "
             "convert it with llama.cpp's convert_hf_to_gguf.py"
         )
     if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act is {config.hidden_act}, but llama.cpp computes silu: {_OTHER_PROGRAM}")
+        raise UserError(f"hidden_act is {config.hidden_act}, but llama.cpp computes silu: {_OTHER_PROGRAM}")
     if (window := shortest_window(config)) is not None:
-        raise ValueError(
+        raise UserError(
             f"the model attends to a window of {window} tokens, but llama.cpp would attend to all: in config.json set "
             f"sliding_window to null and max_position_embeddings to at most {window}"
         )
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError("the model is quantised: give the folder of the unquantised model, with --type q8_0")
+        raise UserError("the model is quantised: give the folder of the unquantised model, with --type q8_0")
     return _keys(MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]], config, _rope(config))
 
 
@@ -98,7 +99,7 @@ def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         stem, _, suffix = name.rpartition(".")
         theirs = names.get_name(stem)
         if theirs is None or suffix not in ("weight", "bias"):
-            raise ValueError(f"llama.cpp's {config.model_type} cannot store the tensor {name}: {_OTHER_PROGRAM}")
+            raise UserError(f"llama.cpp's {config.model_type} cannot store the tensor {name}: {_OTHER_PROGRAM}")
         values = tensor.detach().cpu()
         if architecture == MODEL_ARCH.LLAMA and ".q_proj." in name:
             values = _interleaved(values, config.num_attention_heads)
@@ -128,7 +129,7 @@ def _rope(config: PreTrainedConfig) -> dict[str, Any]:
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"the model rotates only {rope['partial_rotary_factor']} of each head: {_OTHER_PROGRAM}")
+        raise UserError(f"the model rotates only {rope['partial_rotary_factor']} of each head: {_OTHER_PROGRAM}")
     base = {"rope.freq_base": float(rope["rope_theta"])}
     if kind == "default" or (kind == "llama3" and ARCHITECTURES[config.model_type] == MODEL_ARCH.LLAMA):
         return base
@@ -137,7 +138,7 @@ def _rope(config: PreTrainedConfig) -> dict[str, Any]:
         return scaled
     if kind == "yarn" and not any(rope.get(key) is not None for key in _YARN_UNWRITTEN):
         return {**scaled, "rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
-    raise ValueError(
+    raise UserError(
         f"the model scales its rotary embeddings by {kind} ({rope}), which this export cannot write for "
         f"{config.model_type}: {_OTHER_PROGRAM}"
     )

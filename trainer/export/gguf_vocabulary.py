@@ -13,6 +13,8 @@ from typing import Any
 from gguf import TokenType
 from transformers import PreTrainedTokenizerBase
 
+from decoding.errors import UserError
+
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The pattern of ``ByteLevel`` with ``use_regex`` in the package tokenizers."""
 _DIGIT = r"\p{N}"
@@ -48,7 +50,7 @@ def vocabulary_of(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return a tokenizer's metadata and remarks for the user.
 
-    ``size``: rows of the model's embeddings. ``ends``: ids of the tokens that end a text. ValueError for a tokenizer
+    ``size``: rows of the model's embeddings. ``ends``: ids of the tokens that end a text. UserError for a tokenizer
     that llama.cpp would not reproduce.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -74,8 +76,8 @@ def vocabulary_of(
     return metadata, remarks
 
 
-def _refused(reason: str) -> ValueError:
-    return ValueError(f"llama.cpp would split texts differently from this tokenizer because {reason}: {_REMEDY}")
+def _refused(reason: str) -> UserError:
+    return UserError(f"llama.cpp would split texts differently from this tokenizer because {reason}: {_REMEDY}")
 
 
 def _tokens(
@@ -84,7 +86,7 @@ def _tokens(
     """Return the text and type of the token of each embedding row; rows without a token have the type UNUSED."""
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
     if (highest := max(texts)) >= size:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer has token {highest} ({texts[highest]!r}), but the model has {size} embeddings, and GGUF "
             "needs one for each token: resize the model's embeddings, or remove the token"
         )

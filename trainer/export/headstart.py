@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from decoding.drafters.medusa import MedusaDrafter
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads, read_config
 from decoding.model.loading import load_heads
@@ -40,7 +41,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
         heads.config = replace(heads.config, tree=task.tree)
     heads.save_pretrained(folder)
     if read_config(folder) != heads.config:
-        raise ValueError(f"the config in {folder} differs from what was written: export again")
+        raise UserError(f"the config in {folder} differs from what was written: export again")
     state = heads.state_dict()
     check_stored(state, folder)
     return describe_heads(heads, task.format), (f"{len(state)} tensors and the tree read back bit-equal",)

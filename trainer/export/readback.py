@@ -21,6 +21,7 @@ from decoding.drafters.base import Drafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.dtypes import default_device
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig, Generation
 from decoding.measure.proof.greedy import is_near_tie, margin_of
 from decoding.measure.redact import basename
@@ -61,21 +62,21 @@ def check_stored(written: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def check_bit_equal(written: Mapping[str, Tensor], read: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Raise `ValueError` unless ``written`` and ``read`` have equal names, dtypes, shapes and bits, NaNs included."""
+    """Raise `UserError` unless ``written`` and ``read`` have equal names, dtypes, shapes and bits, NaNs included."""
     missing = set(written)
     for name, other in read:
         if name not in missing:
-            raise ValueError(f"{folder} has a tensor {name} that was not written: export again")
+            raise UserError(f"{folder} has a tensor {name} that was not written: export again")
         missing.remove(name)
         tensor = written[name]
         if tensor.dtype != other.dtype or tensor.shape != other.shape or not torch.equal(_bits(tensor), _bits(other)):
-            raise ValueError(
+            raise UserError(
                 f"the tensor {name} in {folder} differs from what was written: export again, and check the disk if it "
                 "happens twice"
             )
         del other  # before the next one is read
     if missing:
-        raise ValueError(f"the tensor {min(missing)} is missing from {folder}: export again")
+        raise UserError(f"the tensor {min(missing)} is missing from {folder}: export again")
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ def _read_target(name: str | None, given: bool, trusted: bool) -> tuple[CausalLM
         with only_cached(not given):
             model = CausalLM(load_model(name, torch.float32, default_device(), trusted))
             return model, load_tokenizer(name, trusted)
-    except ValueError as error:
+    except UserError as error:
         if given:
             raise
         raise _NotHere(f"the target {name} cannot be loaded here ({error}); give it as --target") from error
@@ -136,7 +137,7 @@ def _read_prompts(
         few = section.model_copy(update={"max_rows": min(section.max_rows or 1 << 30, _ROWS_PER_PROMPT * PROMPTS)})
         examples = load_heldout_data(few, tokenizer).firsts
         read = heldout_prompts(examples, PROMPTS, evaluation.prompt_tokens, longest - evaluation.max_new_tokens)
-    except ValueError as error:
+    except UserError as error:
         raise _NotHere(f"the held-out data of the training run cannot be read ({error}); {remedy}") from error
     return _Prompts(basename(path), read, evaluation.max_new_tokens)
 
@@ -148,7 +149,7 @@ def check_drafts(task: ExportTask, target: str | None, prompts: Path | None, rou
     """Decode prompts with the trained weights and with the exported files; return a sentence on each comparison.
 
     ``target`` and ``prompts``: given by the user; None takes the training run's. ``rounded``: the format rounds
-    weights. ValueError, naming prompt and token, if the texts differ from one another or from the target's own text. If
+    weights. UserError, naming prompt and token, if the texts differ from one another or from the target's own text. If
     the target or the prompts are not on this machine, the sentence says so.
     """
     try:
@@ -181,7 +182,7 @@ def _compared(
     own_target: bool,
     rounded: bool,
 ) -> str:
-    """Compare one pair of drafters and return the sentence; ValueError if they differ."""
+    """Compare one pair of drafters and return the sentence; UserError if they differ."""
     drafter = trained()
     longest = min(filter(None, (model.max_positions, drafter.max_positions)), default=None)
     asked = _read_prompts(task.source, prompts, tokenizer, longest)
@@ -206,12 +207,12 @@ def _compared(
 
 
 def _read_with(model: CausalLM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, prompts: _Prompts) -> _Reading:
-    """Decode prompts with and without a drafter; ValueError for a text that is not the target's own."""
+    """Decode prompts with and without a drafter; UserError for a text that is not the target's own."""
     config = DecodingConfig(prompts.max_new_tokens, eos_token_ids=eos_token_ids(model.model, tokenizer))
     plain, decoded = (Engine(model, each).decode(prompts.tokens, config, batch_size=10) for each in (None, drafter))
     for index, (text, own) in enumerate(zip(decoded, plain, strict=True)):
         if not is_near_tie(margin_of(model, prompts.tokens[index], text.tokens, own.tokens), torch.float32):
-            raise ValueError(
+            raise UserError(
                 f"with the {drafter.label}, {_first_difference(prompts, index, text, own)} differs from the target's "
                 "own text: please report this with the model's name"
             )
@@ -229,12 +230,12 @@ def _check_equal(folder: Path, prompts: _Prompts, ours: _Reading, theirs: _Readi
     wrong = f"{folder} decodes differently from the trained weights"
     remedy = "export again, and report this if it happens twice"
     if ours.logits is not None and (theirs.logits is None or not torch.equal(ours.logits, theirs.logits)):
-        raise ValueError(f"{wrong}: the heads' logits differ after prompt 1 of {prompts.name}; {remedy}")
+        raise UserError(f"{wrong}: the heads' logits differ after prompt 1 of {prompts.name}; {remedy}")
     for index, (mine, other) in enumerate(zip(ours.decoded, theirs.decoded, strict=True)):
         if mine.tokens != other.tokens:
-            raise ValueError(f"{wrong}: {_first_difference(prompts, index, other, mine)} differs; {remedy}")
+            raise UserError(f"{wrong}: {_first_difference(prompts, index, other, mine)} differs; {remedy}")
     if [text.counts for text in ours.decoded] != [text.counts for text in theirs.decoded]:
-        raise ValueError(f"{wrong}: {_counts(ours.decoded)}, exported {_counts(theirs.decoded)}; {remedy}")
+        raise UserError(f"{wrong}: {_counts(ours.decoded)}, exported {_counts(theirs.decoded)}; {remedy}")
 
 
 def _first_difference(prompts: _Prompts, index: int, text: Generation, other: Generation) -> str:

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from decoding.errors import UserError
 from decoding.model.dspark_config import is_dspark_folder
 from decoding.model.loading import is_heads_folder
 from decoding.rules.best_tree import Paths
@@ -57,11 +58,11 @@ class ExportTask:
 
     @property
     def module(self) -> Any:
-        """The module of the format; ValueError if a package that it needs is missing."""
+        """The module of the format; UserError if a package that it needs is missing."""
         try:
             return import_module(f"trainer.export.{self.format}")
         except ModuleNotFoundError as error:
-            raise ValueError(
+            raise UserError(
                 f"format {self.format} needs the package {error.name}: pip install 'headstart[gguf]'"
             ) from error
 
@@ -104,18 +105,18 @@ def kind_held_in(source: Path) -> str:
 def check_format(source: Path, format: str, type: str | None = None) -> None:
     """Reject an unknown type, a folder without weights or with links out of it, and a format unfit for the weights."""
     if not source.is_dir():
-        raise ValueError(f"the folder {source} does not exist: give the folder of a training run, or its final folder")
+        raise UserError(f"the folder {source} does not exist: give the folder of a training run, or its final folder")
     for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no .safetensors file")):
         if not any(source.glob(pattern)):
-            raise ValueError(f"{source} contains no weights ({what}): give the final folder of a training run")
+            raise UserError(f"{source} contains no weights ({what}): give the final folder of a training run")
     check_links(source)
     held, types = kind_held_in(source), FORMATS[format].types
     if held not in FORMATS[format].kinds:
         fitting = " or ".join(name for name, other in FORMATS.items() if held in other.kinds)
-        raise ValueError(f"{source} contains {held}, but format {format!r} does not accept that: give format {fitting}")
+        raise UserError(f"{source} contains {held}, but format {format!r} does not accept that: give format {fitting}")
     if type is not None and type not in types:
         remedy = f"give one of {', '.join(types)}" if types else "omit it; this format keeps the stored type"
-        raise ValueError(f"format {format!r} lacks the type {type!r}: {remedy}")
+        raise UserError(f"format {format!r} lacks the type {type!r}: {remedy}")
 
 
 def artefact_folder(source: Path) -> Path:
@@ -134,7 +135,7 @@ def opened(source: Path, destination: Path) -> Iterator[tuple[Path, tuple[str, .
     if str(source) == quickstart.NAME and not source.exists():
         if not quickstart.is_built():
             remedy = "build it with headstart generate --target quickstart --prompt x"
-            raise ValueError(f"the embedded target is not built yet: {remedy}")
+            raise UserError(f"the embedded target is not built yet: {remedy}")
         source = Path(quickstart.resolve(str(source)))
     folder = artefact_folder(source)
     checkpoint = None if (folder / "config.json").is_file() or not folder.is_dir() else _checkpoint_in(folder)

@@ -17,6 +17,7 @@ from huggingface_hub.errors import HTTPError as ClientError  # type: ignore[attr
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 from yaml import YAMLError
 
+from decoding.errors import UserError
 from decoding.model.hub import LOG_IN, shortened, without_login
 from trainer.files.folders import check_links
 
@@ -61,14 +62,14 @@ def push(
     publish nothing by accident. ``revision``: a branch, created if missing; by default ``main``. With ``pull_request``
     the commit becomes a pull request. Files that the upload does not replace are kept.
 
-    `ValueError`, always one sentence, if the folder is not an export, or if a file is a pickle or contains the token.
+    `UserError`, always one sentence, if the folder is not an export, or if a file is a pickle or contains the token.
     Also if the token is missing, the repository id is malformed, or the Hub rejects the upload or cannot be reached.
     """
     folder = Path(folder)
     if pull_request and revision is not None:
-        raise ValueError(f"a pull request goes to main, but revision is {revision!r}: give only one of these options")
+        raise UserError(f"a pull request goes to main, but revision is {revision!r}: give only one of these options")
     if TAG not in (card_data(folder / CARD_NAME).get("tags") or ()):
-        raise ValueError(f"headstart export did not write {folder}: export first, then push the exported folder")
+        raise UserError(f"headstart export did not write {folder}: export first, then push the exported folder")
     token = _check_access(repository)
     _check_folder(folder, token)
     api = HfApi(token=token, library_name="headstart")
@@ -91,7 +92,7 @@ def push(
     except (ClientError, OSError, ValueError, RuntimeError) as error:
         problem = f"the upload to {address} failed ({type(error).__name__}: {shortened(error)}): push again"
     # Raise outside the handlers: the exception's context would contain the request header and its token.
-    raise ValueError(problem.replace(token, "(token)"))
+    raise UserError(problem.replace(token, "(token)"))
 
 
 def card_data(path: Path) -> Any:
@@ -103,26 +104,26 @@ def card_data(path: Path) -> Any:
 
 
 def _check_visibility(api: HfApi, repository: str, public: bool) -> None:
-    """Create the repository if it is missing; ValueError if it exists with the other visibility."""
+    """Create the repository if it is missing; UserError if it exists with the other visibility."""
     if not api.repo_exists(repository):
         api.create_repo(repository, private=not public)
     elif bool(api.repo_info(repository).private) == public:
         kind, remedy = ("private", "without --public") if public else ("public", "with --public")
-        raise ValueError(f"the repository already exists and is {kind}: change that in its settings, or push {remedy}")
+        raise UserError(f"the repository already exists and is {kind}: change that in its settings, or push {remedy}")
 
 
 def _check_access(repository: str) -> str:
-    """Return the Hub token; ValueError if there is none or the repository id is malformed."""
+    """Return the Hub token; UserError if there is none or the repository id is malformed."""
     try:
         validate_repo_id(repository)
         malformed = repository.count("/") != 1
     except HFValidationError:
         malformed = True
     if malformed:
-        raise ValueError(f"the repository id is {repository!r}: give ORG/NAME with letters, digits, '-', '_' and '.'")
+        raise UserError(f"the repository id is {repository!r}: give ORG/NAME with letters, digits, '-', '_' and '.'")
     token = get_token()
     if not token:
-        raise ValueError(f"no Hub token was found: {LOG_IN}")
+        raise UserError(f"no Hub token was found: {LOG_IN}")
     return token
 
 
@@ -131,9 +132,9 @@ def _check_folder(folder: Path, token: str) -> None:
     check_links(folder)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         if path.suffix.lower() in _PICKLES:
-            raise ValueError(f"{path} may be a pickle, and loading a pickle can run code: remove it, then push again")
+            raise UserError(f"{path} may be a pickle, and loading a pickle can run code: remove it, then push again")
         if path.stat().st_size == 0:
             continue
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if content.find(token.encode()) >= 0:
-                raise ValueError(f"{path} contains your Hub token: remove the token, then push again")
+                raise UserError(f"{path} contains your Hub token: remove the token, then push again")

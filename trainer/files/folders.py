@@ -9,6 +9,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from decoding.errors import UserError
+
 CHECKSUMS = "SHA256SUMS"
 """File in a sealed folder with the checksum of every other file, for `sha256sum -c`."""
 
@@ -72,23 +74,23 @@ def read_checksums(path: Path) -> dict[str, str]:
 
 
 def check_seal(folder: Path) -> None:
-    """Raise ValueError, naming the file, if a sealed folder has changed; OSError if the disk fails.
+    """Raise UserError, naming the file, if a sealed folder has changed; OSError if the disk fails.
 
     Reads every file in full: about a second per GB.
     """
     try:
         sums = read_checksums(folder / CHECKSUMS)
     except FileNotFoundError:
-        raise ValueError(f"{CHECKSUMS} is missing") from None
+        raise UserError(f"{CHECKSUMS} is missing") from None
     if others := {path.name for path in folder.iterdir() if path.name != CHECKSUMS} - sums.keys():
-        raise ValueError(f"{min(others)} is not listed in {CHECKSUMS}")
+        raise UserError(f"{min(others)} is not listed in {CHECKSUMS}")
     if not sums:
-        raise ValueError(f"{CHECKSUMS} is empty")
+        raise UserError(f"{CHECKSUMS} is empty")
     for name, digest in sums.items():
         if not (folder / name).is_file():
-            raise ValueError(f"{name} is missing")
+            raise UserError(f"{name} is missing")
         if sha256_of(folder / name) != digest:
-            raise ValueError(f"{name} is damaged: its {(folder / name).stat().st_size:,} bytes have another checksum")
+            raise UserError(f"{name} is damaged: its {(folder / name).stat().st_size:,} bytes have another checksum")
 
 
 def sha256_of(path: Path) -> str:
@@ -152,14 +154,14 @@ def flush_to_disk(path: Path) -> None:
 
 
 def check_can_be_folder(path: Path, name: str) -> None:
-    """Raise ValueError if a file is in the way of a folder; ``name`` is the recipe's key for it."""
+    """Raise UserError if a file is in the way of a folder; ``name`` is the recipe's key for it."""
     in_the_way = next((place for place in (path, *path.parents) if place.is_file()), None)
     if in_the_way is not None:
-        raise ValueError(f"{name} is {path}, but {in_the_way} is a file: give another folder")
+        raise UserError(f"{name} is {path}, but {in_the_way} is a file: give another folder")
 
 
 def check_links(folder: Path) -> None:
-    """Raise ValueError for a link that leads out of a folder: its file would seem to belong there.
+    """Raise UserError for a link that leads out of a folder: its file would seem to belong there.
 
     Links from a snapshot in the Hub's cache to blobs of the same repository are allowed.
     """
@@ -167,4 +169,4 @@ def check_links(folder: Path) -> None:
     within = root.parents[1] if root.parent.name == "snapshots" else root
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(within):  # resolve fails on a loop
-            raise ValueError(f"{path} links out of its folder: replace it by the file, or remove it")
+            raise UserError(f"{path} links out of its folder: replace it by the file, or remove it")

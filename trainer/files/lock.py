@@ -20,7 +20,7 @@ _PATIENCE = 1.0  # seconds before a wait is reported
 def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
     """Lock ``folder`` against other runs while this context lasts; create it if missing.
 
-    A process may lock a folder repeatedly; a kill releases its locks. If another run has the lock, raises ValueError
+    A process may lock a folder repeatedly; a kill releases its locks. If another run has the lock, raises UserError
     naming its process and host. With ``on_wait`` it waits, and after a second passes a sentence to it.
     """
     made = not folder.exists()
@@ -39,7 +39,7 @@ def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator
 
 @contextmanager
 def hold_file(path: Path, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Lock the file ``path`` against other runs, by a lock file next to it; wait or raise ValueError as `hold` does."""
+    """Lock the file ``path`` against other runs, by a lock file next to it; wait or raise UserError as `hold` does."""
     with _acquired(FileLock(path.with_name(f"{path.name}.lock")), path, on_wait):
         yield
 

@@ -6,6 +6,7 @@ Those of vLLM are from version 0.32, found in its code and by running it.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from decoding.errors import UserError
 from decoding.model.vocabulary import OUTPUT_TOKENS_KEY
 from trainer.files.transformers4 import rope_keys
 
@@ -78,7 +79,7 @@ def misread(whose: str, stored: Mapping[str, Any]) -> list[Trap]:
     defaults = {**_VERSION_4, **_BY_FAMILY.get(str(config.get("model_type")), {})}
     try:
         wanted = rope_keys(config)
-    except ValueError as error:
+    except UserError as error:
         found = f"{whose} config.json cannot be read by programs with transformers 4: {error}"
         return [Trap(found, "serve it with a program that uses transformers 5")]
     return [

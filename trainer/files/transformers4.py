@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from decoding.errors import UserError
 from decoding.model.loading import UNREADABLE
 from decoding.model.stored import SHARD_BYTES, read_object
 
@@ -57,12 +58,12 @@ def write_model(
 def config_for_both(kind: type[PreTrainedConfig], stored: Mapping[str, Any]) -> dict[str, Any]:
     """Add transformers 4's keys to a config.json of transformers 5 and return it.
 
-    Raises ValueError if version 4 lacks a key for a setting, or if the new keys change what version 5 reads.
+    Raises UserError if version 4 lacks a key for a setting, or if the new keys change what version 5 reads.
     """
     both = _with_older_keys(stored)
     before, after = _as_read(kind, stored), _as_read(kind, both)
     if differing := [key for key, value in before.items() if after.get(key) != value]:
-        raise ValueError(f"with their keys added, transformers 5 reads {differing[0]} as {after.get(differing[0])!r}")
+        raise UserError(f"with their keys added, transformers 5 reads {differing[0]} as {after.get(differing[0])!r}")
     return both
 
 
@@ -81,10 +82,10 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     if all(isinstance(value, dict | None) for value in rope.values()):  # one per type of layer
         if family not in _LOCAL:
-            raise ValueError(f"they support one rotary embedding for all layers of a {family}, but it has several")
+            raise UserError(f"they support one rotary embedding for all layers of a {family}, but it has several")
         local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or {}
         if local.get("rope_type", "default") != "default":
-            raise ValueError(f"they do not support the rope_type {local['rope_type']!r} in sliding layers")
+            raise UserError(f"they do not support the rope_type {local['rope_type']!r} in sliding layers")
         keys["rope_local_base_freq"] = local.get("rope_theta")
     theta, share = _NAMES.get(str(family), ("rope_theta", "partial_rotary_factor"))
     keys[theta] = rope.get("rope_theta")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads
 from decoding.model.hub import local_folder
@@ -139,7 +140,7 @@ def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection)
     wanted, found = replace(config, tree=()), replace(heads.config, tree=())
     if wanted != found:
         differing = next(name for name in vars(wanted) if getattr(wanted, name) != getattr(found, name))
-        raise ValueError(
+        raise UserError(
             f"the heads in heads.init, {section.init}, have {differing} {getattr(found, differing)} and not "
             f"{getattr(wanted, differing)}: change the recipe's heads section, or start from other heads"
         )

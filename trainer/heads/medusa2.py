@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
+from decoding.errors import UserError
 from decoding.model.architecture import is_spread
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import lm_head_input, run_in_lm_head
@@ -169,12 +170,12 @@ class Medusa2Objective:
 def _refuse_unfit(target: CausalLM) -> None:
     model = target.model
     if is_spread(model):
-        raise ValueError(
+        raise UserError(
             "adapters cannot train a target spread over several devices: launch one process per GPU to shard the "
             "training, or train heads alone (a recipe without adapters)"
         )
     if cap := getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
-        raise ValueError(
+        raise UserError(
             f"adapters cannot train a target that caps its logits (softly, at {cap}): train heads alone (a recipe "
             "without adapters)"
         )
@@ -204,9 +205,9 @@ def with_adapters(model: PreTrainedModel, section: AdaptersSection) -> "PeftMode
     try:
         adapted: PeftModel = get_peft_model(model, config)
     except ValueError as error:
-        raise ValueError(unfit) from error
+        raise UserError(unfit) from error
     if config.target_parameters or kind.startswith("llama4"):
-        raise ValueError(unfit)
+        raise UserError(unfit)
     return adapted
 
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from decoding.errors import UserError
 from trainer.learning.losses import KnownLogits, LossMix, Teacher, TokenDivergences
 from trainer.learning.products import Product, blocks, chunks, product_dtype, scale, wide_dtype
 
@@ -58,11 +59,11 @@ def fused_loss(
     label that no row writes adds nothing to the cross entropy.
 
     At most ``chunk`` rows of logits exist at a time, and as many of the teacher's: a chunk's gradient overwrites its
-    logits. Nothing is computed twice. Products run in autocast's dtype, the softmax in fp32. Raises ValueError for a
+    logits. Nothing is computed twice. Products run in autocast's dtype, the softmax in fp32. Raises UserError for a
     divergence without a fitting teacher. After Liger Kernel (2410.10989, section 3.2).
     """
     if teacher is None and mix.soft:
-        raise ValueError(f"the loss has {', '.join(mix.weights)} but no teacher to compare with: give a teacher")
+        raise UserError(f"the loss has {', '.join(mix.weights)} but no teacher to compare with: give a teacher")
     layer = _Outputs(len(weight), tokens, soft_cap)
     if not torch.is_grad_enabled():  # always False inside `apply`
         hidden, weight = hidden.detach(), weight.detach()
@@ -253,7 +254,7 @@ class _Outputs:
         if self._tokens is not None:
             return log_p[:, self._tokens]
         if self._count > log_p.shape[1]:
-            raise ValueError(
+            raise UserError(
                 f"the draft writes {self._count} tokens but the target has {log_p.shape[1]}: "
                 f"give the first {log_p.shape[1]} rows of the draft's lm_head"
             )

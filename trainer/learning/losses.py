@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from decoding.errors import UserError
 from trainer.recipe.common import Divergence, LossSection, Term
 
 
@@ -232,9 +233,9 @@ class SampledTailTeacher(NamedTuple):
         return self.tokens.shape[1] + self.tail_tokens.shape[1]
 
     def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
-        """Return the best and sampled logits of these tokens; raise ValueError for a temperature other than stored."""
+        """Return the best and sampled logits of these tokens; raise UserError for a temperature other than stored."""
         if temperature != self.temperature:
-            raise ValueError(
+            raise UserError(
                 f"the loss has temperature {temperature:g} but the target's logits were stored at "
                 f"{self.temperature:g}: set the temperature to {self.temperature:g}, or store them again"
             )

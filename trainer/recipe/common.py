@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from decoding.errors import UserError
+
 
 class Section(BaseModel):
     """Part of a recipe; an unknown key or a value out of range is a ValidationError."""
@@ -105,7 +107,7 @@ class EvaluationSection(Section):
     @model_validator(mode="after")
     def _there_is_something_to_go_by(self) -> "EvaluationSection":
         if not self.prompts and self.keep == "best":
-            raise ValueError("evaluation.keep=best needs evaluations: set evaluation.prompts above 0")
+            raise UserError("evaluation.keep=best needs evaluations: set evaluation.prompts above 0")
         return self
 
 
@@ -154,7 +156,7 @@ class LossSection(Section):
     @model_validator(mode="after")
     def _a_term_has_a_weight(self) -> "LossSection":
         if not self.mix:
-            raise ValueError("every term of the loss has weight 0: set one above 0, such as forward_kl=1")
+            raise UserError("every term of the loss has weight 0: set one above 0, such as forward_kl=1")
         return self
 
 
@@ -217,7 +219,7 @@ class CommonRecipe(Section):
     def _batches_divide(self) -> "CommonRecipe":
         training = self.training
         if training.batch_size % training.micro_batch_size:
-            raise ValueError(
+            raise UserError(
                 f"training.batch_size ({training.batch_size}) is not a multiple of training.micro_batch_size "
                 f"({training.micro_batch_size}): change either"
             )

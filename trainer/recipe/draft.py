@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from decoding.errors import UserError
 from trainer.recipe.common import LossSection, Section, TargetRecipe, Weight, default_term
 from trainer.recipe.heads import FeaturesSection
 
@@ -30,7 +31,7 @@ class InitSection(Section):
     def _one_is_given(self) -> "InitSection":
         given = [name for name in ("from_target", "from_model", "from_config") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"draft.init sets {' and '.join(given)}: keep one and set the others to null")
+            raise UserError(f"draft.init sets {' and '.join(given)}: keep one and set the others to null")
         return self
 
     @model_validator(mode="before")
@@ -153,12 +154,12 @@ class DraftSection(Section):
     @model_validator(mode="after")
     def _the_cache_suffices(self) -> "DraftSection":
         if self.teacher is not None and self.policy.generates:
-            raise ValueError(
+            raise UserError(
                 "draft.teacher stores the target's logits on the answers in the data, but draft.policy generates new "
                 "ones: set draft.teacher=null, or the shares of target and loop to 0"
             )
         if self.teacher is not None and set(self.loss.mix) == {"cross_entropy"}:
-            raise ValueError(
+            raise UserError(
                 "draft.loss has only cross_entropy, so draft.teacher would be unused: set draft.teacher=null"
             )
         return self
@@ -168,17 +169,17 @@ class DraftSection(Section):
         if self.dspark is None:
             return self
         if self.dspark.markov_rank == 0 and self.dspark.sample_from_anchor:
-            raise ValueError(
+            raise UserError(
                 "draft.dspark.markov_rank=0 makes a DFlash draft, in which masks predict their own tokens: set "
                 "draft.dspark.sample_from_anchor=false"
             )
         if self.dspark.markov_rank == 0 and self.dspark.confidence:
-            raise ValueError(
+            raise UserError(
                 "draft.dspark.markov_rank=0 makes a DFlash draft, and servers reject its confidence head: set "
                 "draft.dspark.confidence=false"
             )
         if self.policy.loop and self.policy.loop_trains == "rejected":
-            raise ValueError(
+            raise UserError(
                 "draft.policy.loop_trains=rejected trains single tokens, but a DSpark draft needs runs of trained "
                 "tokens: set draft.policy.loop_trains=all"
             )
@@ -187,7 +188,7 @@ class DraftSection(Section):
         if self.init.from_target != FromTargetSection():
             others["init.from_target"] = self.init.from_target
         if given := [name for name, value in others.items() if value is not None]:
-            raise ValueError(
+            raise UserError(
                 f"draft.{given[0]} does not apply to a DSpark draft: set it to null, and give sizes in draft.dspark"
             )
         return self
@@ -217,17 +218,17 @@ class DraftRecipe(TargetRecipe):
         if self.features is None:
             return self
         if self.draft.dspark is None:
-            raise ValueError(
+            raise UserError(
                 "features are for a DSpark draft, and this draft is an ordinary one: set features=null, and store "
                 "logits with draft.teacher instead"
             )
         if self.draft.policy.generates:
-            raise ValueError(
+            raise UserError(
                 "features store states of the answers in the data, but draft.policy generates new ones: set "
                 "features=null, or the shares of target and loop to 0"
             )
         if not self.features.keep_target:
-            raise ValueError(
+            raise UserError(
                 "features.keep_target=false works for heads only, because a DSpark draft uses parts of its target at "
                 "every step: set it to true"
             )
@@ -236,7 +237,7 @@ class DraftRecipe(TargetRecipe):
     @model_validator(mode="after")
     def _what_is_written_stands_alone(self) -> "DraftRecipe":
         if self.data.packing and self.draft.policy.generates:
-            raise ValueError(
+            raise UserError(
                 "data.packing joins examples, but draft.policy answers prompts one by one: set data.packing=false, or "
                 "the shares of target and loop to 0"
             )

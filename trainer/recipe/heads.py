@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from decoding.errors import UserError
 from trainer.recipe.common import LossSection, Section, TargetRecipe, default_term
 
 
@@ -82,11 +83,11 @@ class MedusaRecipe(TargetRecipe):
     @model_validator(mode="after")
     def _features_are_of_a_frozen_target(self) -> "MedusaRecipe":
         if self.adapters is not None and self.features is not None:
-            raise ValueError(
+            raise UserError(
                 "adapters change the target, so stored features would be out of date: give only one of the two"
             )
         if self.evaluation.keep == "best" and self.features is not None and not self.features.keep_target:
-            raise ValueError(
+            raise UserError(
                 "evaluation.keep=best needs the target for evaluations during training: set features.keep_target=true"
             )
         return self

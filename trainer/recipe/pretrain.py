@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from decoding.errors import UserError
 from trainer.recipe.common import CommonRecipe, Section
 
 
@@ -31,5 +32,5 @@ class PretrainRecipe(CommonRecipe):
     @model_validator(mode="after")
     def _nothing_goes_by_evaluations(self) -> "PretrainRecipe":
         if self.evaluation.keep == "best":
-            raise ValueError("evaluation.keep=best needs a target, and pretraining has none: omit it")
+            raise UserError("evaluation.keep=best needs a target, and pretraining has none: omit it")
         return self

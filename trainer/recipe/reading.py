@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from yaml.constructor import ConstructorError
 
-from decoding.errors import check_once
+from decoding.errors import UserError, check_once
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import MedusaRecipe
 from trainer.recipe.pretrain import PretrainRecipe
@@ -28,10 +28,10 @@ _KINDS: dict[str, type[AnyRecipe]] = {
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Read a recipe and apply ``section.key=value`` overrides. Mistakes raise one-sentence ValueErrors."""
+    """Read a recipe and apply ``section.key=value`` overrides. Mistakes raise one-sentence UserErrors."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"recipe {path} does not exist: give a YAML file, such as recipes/quickstart/medusa1.yaml")
+        raise UserError(f"recipe {path} does not exist: give a YAML file, such as recipes/quickstart/medusa1.yaml")
     above = _parsed(overrides)
     files = _with_bases(path)
     try:
@@ -41,7 +41,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
         raise _unreadable(path, error) from error
     recipe = parse_recipe(content, str(path))  # parse first, to report a misspelt override as such
     if left_open:
-        raise ValueError(f"{path} needs values for {', '.join(left_open)}: add {left_open[0]}=... after the recipe")
+        raise UserError(f"{path} needs values for {', '.join(left_open)}: add {left_open[0]}=... after the recipe")
     return recipe
 
 
@@ -51,9 +51,9 @@ def overridden(content: dict[str, Any], overrides: Sequence[str]) -> dict[str, A
 
 
 def _parsed(overrides: Sequence[str]) -> list[tuple[str, str]]:
-    """Split overrides into keys and values; raise ValueError for one without '=', and for a repeated key."""
+    """Split overrides into keys and values; raise UserError for one without '=', and for a repeated key."""
     if wrong := [override for override in overrides if "=" not in override]:
-        raise ValueError(f"override {wrong[0]!r} lacks '=': write section.key=value")
+        raise UserError(f"override {wrong[0]!r} lacks '=': write section.key=value")
     given = [override.partition("=") for override in overrides]
     check_once("the override", (key for key, _, _ in given))
     return [(key, value) for key, _, value in given]
@@ -62,7 +62,7 @@ def _parsed(overrides: Sequence[str]) -> list[tuple[str, str]]:
 def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]]:
     """Return the contents of a file and of its bases, lowest first; ``base`` is relative to the file's folder."""
     if path.resolve() in above:
-        raise ValueError(f"{path} is its own base, through {len(above)} recipes: give another base")
+        raise UserError(f"{path} is its own base, through {len(above)} recipes: give another base")
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError is one
@@ -75,20 +75,20 @@ def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]
     if base is None:
         return [content]
     if not (path.parent / str(base)).is_file():
-        raise ValueError(f"{path}: its base {base!r} does not exist: give the path of a recipe from {path.parent}")
+        raise UserError(f"{path}: its base {base!r} does not exist: give the path of a recipe from {path.parent}")
     return [*_with_bases(path.parent / str(base), (*above, path.resolve())), content]
 
 
-def _unreadable(path: Path, reason: object) -> ValueError:
-    return ValueError(f"{path} is not a readable recipe: {reason}")
+def _unreadable(path: Path, reason: object) -> UserError:
+    return UserError(f"{path} is not a readable recipe: {reason}")
 
 
 def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:
-    """Return the recipe for plain values; a ValueError names the first mistake and ``source``."""
+    """Return the recipe for plain values; a UserError names the first mistake and ``source``."""
     try:
         return _ADAPTER.validate_python(content)
     except ValidationError as error:
-        raise ValueError(f"{source}: {_explain(error)}") from None
+        raise UserError(f"{source}: {_explain(error)}") from None
 
 
 def _explain(error: ValidationError) -> str:
@@ -152,11 +152,11 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.012
 
 
 def read_yaml(text: str) -> Any:
-    """Return the value of a YAML text; raise ValueError if it is not YAML."""
+    """Return the value of a YAML text; raise UserError if it is not YAML."""
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number without digits, such as 0b_
-        raise ValueError(" ".join(str(error).split())) from error
+        raise UserError(" ".join(str(error).split())) from error
 
 
 def laid_over(base: Any, above: Any, name: str = "") -> Any:
@@ -165,7 +165,7 @@ def laid_over(base: Any, above: Any, name: str = "") -> Any:
         merged = {key: laid_over(base[key], above[key], f"{name}{key}.") for key in base.keys() & above.keys()}
         return {**base, **above, **merged}
     if isinstance(base, list) and isinstance(above, dict):
-        raise ValueError(f"{name.removesuffix('.')} is a list: give the whole list, as in [first,second]")
+        raise UserError(f"{name.removesuffix('.')} is a list: give the whole list, as in [first,second]")
     return above
 
 

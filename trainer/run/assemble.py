@@ -18,7 +18,7 @@ from trainer.recipe.reading import AnyRecipe
 def assemble(recipe: AnyRecipe, device: torch.device, process: Process, check_costs: bool = False) -> Job:
     """Load and check everything that the recipe names, and write the missing part of its `store`.
 
-    Every process calls this. With ``check_costs``, raises ValueError for a draft too slow here to ever pay, unless the
+    Every process calls this. With ``check_costs``, raises UserError for a draft too slow here to ever pay, unless the
     recipe switches that check off.
     """
     if isinstance(recipe, MedusaRecipe):
@@ -29,7 +29,7 @@ def assemble(recipe: AnyRecipe, device: torch.device, process: Process, check_co
 
 
 def check_folders(recipe: AnyRecipe) -> None:
-    """Raise ValueError if a file is in the place of a folder that the recipe writes."""
+    """Raise UserError if a file is in the place of a folder that the recipe writes."""
     output = Path(recipe.output)
     for key, folder in (("output", output), ("the folder of the finished run", output / "final")):
         check_can_be_folder(folder, key)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from decoding.errors import UserError
 from decoding.measure.machine import commit, versions
 from decoding.model.stored import non_finite
 from trainer.files.folders import check_seal, write_folder
@@ -229,7 +230,7 @@ class Checkpoints:
     def latest(self) -> Saved | None:
         """Return the newest readable checkpoint, or None without checkpoints; record skipped ones in `unreadable`.
 
-        Raises ValueError if another recipe made it, or if no checkpoint can be read.
+        Raises UserError if another recipe made it, or if no checkpoint can be read.
         """
         self.unreadable = {}
         for folder in reversed(self._all()):
@@ -245,20 +246,20 @@ class Checkpoints:
             return saved
         if self.unreadable:
             listed = "; ".join(f"{folder} ({reason})" for folder, reason in self.unreadable.items())
-            raise ValueError(
+            raise UserError(
                 f"none of the {len(self.unreadable)} checkpoints can be read: {listed}. Restore them and start again, "
                 f"or start over with another output folder or without {self._folder}"
             )
         return None
 
     def check_finished(self) -> None:
-        """Raise ValueError if the settings of a finished run have changed: no step is left to apply them."""
+        """Raise UserError if the settings of a finished run have changed: no step is left to apply them."""
         self._allowed(f"the run in {self._folder.parent} has finished", finished=True)
 
     def _allowed(self, whose: str, finished: bool = False) -> list[Change]:
         refused, allowed = compare(self._recorded, self._identity, finished)
         if refused:
-            raise ValueError(
+            raise UserError(
                 f"{whose} with another {', '.join(map(str, refused))}: give the recipe another output folder, or "
                 f"remove {self._folder} to start over"
             )
@@ -275,19 +276,19 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def read_apart(folder: Path) -> tuple[dict[str, Any], Saved]:
     """Read a checkpoint outside its run: the content of state.json, and the weights without moments.
 
-    Raises ValueError if anything is damaged, or if state.json lacks the recipe or the launch.
+    Raises UserError if anything is damaged, or if state.json lacks the recipe or the launch.
     """
     try:
         state, saved = _read(folder, moments=False)
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"the checkpoint {folder} cannot be read ({error}): give another") from error
+        raise UserError(f"the checkpoint {folder} cannot be read ({error}): give another") from error
     if not all(isinstance(state.get(name), dict) for name in ("recipe", "launch")):
-        raise ValueError(f"{folder / _STATE} does not contain a recipe: resume the run and export its final/")
+        raise UserError(f"{folder / _STATE} does not contain a recipe: resume the run and export its final/")
     return state, saved
 
 
 def _read(folder: Path, verify: bool = True, moments: bool = True) -> tuple[dict[str, Any], Saved]:
-    """Read state.json and the tensors; raise ValueError or OSError for damage."""
+    """Read state.json and the tensors; raise UserError or OSError for damage."""
     if verify:
         check_seal(folder)
     state: dict[str, Any] = json.loads((folder / _STATE).read_text())
@@ -295,10 +296,10 @@ def _read(folder: Path, verify: bool = True, moments: bool = True) -> tuple[dict
         case {"identity": dict(), "stretches": [*_], "step": int() as step, "tokens": int() as tokens}:
             progress = Progress(step, tokens)
         case _:
-            raise ValueError(f"{_STATE} lacks entries of a checkpoint")
+            raise UserError(f"{_STATE} lacks entries of a checkpoint")
     saved = Saved(progress, load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER) if moments else {})
     if verify and (broken := saved.non_finite()):
-        raise ValueError(f"{broken[0]} contains values that are not finite")
+        raise UserError(f"{broken[0]} contains values that are not finite")
     return state, saved
 
 

@@ -10,6 +10,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from decoding.errors import UserError
 from trainer.learning.muon import Muon
 from trainer.processes import zero_stage
 from trainer.recipe.common import TrainingSection
@@ -83,7 +84,7 @@ class _Zero:
         self, accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
     ) -> None:
         if len(optimizers) > 1:
-            raise ValueError(
+            raise UserError(
                 f"training.optimizer={section.optimizer} needs {len(optimizers)} optimizers, but DeepSpeed takes one: "
                 "set training.optimizer=adamw, or launch without DeepSpeed"
             )

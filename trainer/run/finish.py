@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 
+from decoding.errors import UserError
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.redact import hub_repository
 from decoding.model.folder import quantisation
@@ -52,7 +53,7 @@ def finish(
 ) -> None:
     """Write the artefact with its provenance, whole or not at all.
 
-    ``origin`` adds entries to the provenance, such as the launch. Raises ValueError if a weight is not finite in the
+    ``origin`` adds entries to the provenance, such as the launch. Raises UserError if a weight is not finite in the
     dtype written.
     """
     stretches = [stretch for stretch in stretches if stretch["first_step"] < progress.step]
@@ -91,7 +92,7 @@ def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> An
 def consolidate(checkpoint: Path, destination: Path, console: Console | None = None) -> str:
     """Write the artefact of a checkpoint with its provenance; return a sentence naming its step.
 
-    Reads the recipe's target and data again. Raises ValueError if they have changed since, or if the checkpoint is
+    Reads the recipe's target and data again. Raises UserError if they have changed since, or if the checkpoint is
     damaged or lacks its recipe.
     """
     state, saved = read_apart(checkpoint)
@@ -100,7 +101,7 @@ def consolidate(checkpoint: Path, destination: Path, console: Console | None = N
     job = assemble(recipe.without_store(), device, Process(console=console or standard_error()))
     refused = compare(state["identity"], json.loads(json.dumps(dict(job.identity)))).refused
     if changed := [str(each) for each in refused if not each.name.startswith(_STORED)]:
-        raise ValueError(f"since {checkpoint} was written, its {', '.join(changed)} changed: restore the original")
+        raise UserError(f"since {checkpoint} was written, its {', '.join(changed)} changed: restore the original")
     load_weights(job.objective.module, saved.weights)
     choose_tree(job, evaluator_at_end(job, device))
     origin = {**state["launch"], "checkpoint": checkpoint.name}

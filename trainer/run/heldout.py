@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig
 from decoding.measure.measurement import count_steps
 from decoding.metrics import StepCount, acceptance
@@ -154,7 +155,7 @@ class Watch:
 
     def _judge(self, progress: Progress, figure: float) -> None:
         if math.isnan(figure):
-            raise ValueError(
+            raise UserError(
                 "every held-out answer ended with its first token, so no draft token was compared: give data.heldout "
                 "prompts with longer answers, or set evaluation.keep=last"
             )

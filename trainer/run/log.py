@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from rich.console import Console
 
+from decoding.errors import UserError
 from trainer.files.shards import write_text
 from trainer.learning.spans import StepTimes
 from trainer.recipe.reading import AnyRecipe
@@ -176,7 +177,7 @@ def _is_logged_in() -> bool:
     try:
         return bool(wandb.login(prompt=False, verify=False))
     except wandb.Error as error:
-        raise ValueError(f"wandb cannot use its login ({error}): run 'wandb login', or set tracking=none") from error
+        raise UserError(f"wandb cannot use its login ({error}): run 'wandb login', or set tracking=none") from error
     finally:
         wandb.teardown()  # else the run would keep these settings
 

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decoding.errors import UserError
 from trainer.data.source import BatchSource
 from trainer.learning.objective import Objective
 from trainer.processes import agreed, any_process, from_first, on_first
@@ -65,7 +66,7 @@ def train(
 ) -> Progress:
     """Train to the end of the recipe, resuming from the last checkpoint if there is one.
 
-    Raises `Interrupted` after a SIGTERM or SIGINT, once the state is saved. Raises ValueError for a loss, gradient or
+    Raises `Interrupted` after a SIGTERM or SIGINT, once the state is saved. Raises UserError for a loss, gradient or
     weights that are not finite; the last good checkpoint stays.
     """
     optimizers = build_optimizers(objective.module, section, objective.rates(0).keys())
@@ -218,13 +219,13 @@ _REMEDY = "To resume, lower training.learning_rate or set training.mixed_precisi
 def _check_finite(name: str, values: Iterable[float], progress: Progress, checkpoints: Checkpoints) -> None:
     for value in values:
         if not math.isfinite(value):
-            raise ValueError(f"the {name} is {value} at step {progress.step + 1}; {checkpoints.last_good()}. {_REMEDY}")
+            raise UserError(f"the {name} is {value} at step {progress.step + 1}; {checkpoints.last_good()}. {_REMEDY}")
 
 
 def check_batch_divides(section: TrainingSection, processes: int) -> None:
-    """Raise ValueError unless every process gets the same number of whole micro batches."""
+    """Raise UserError unless every process gets the same number of whole micro batches."""
     if section.batch_size % (section.micro_batch_size * processes):
-        raise ValueError(
+        raise UserError(
             f"training.batch_size ({section.batch_size}) is not a multiple of training.micro_batch_size "
             f"({section.micro_batch_size}) times {processes} processes: change either size"
         )
@@ -259,7 +260,7 @@ def _save(
     runner: Runner,
     progress: Progress,
 ) -> None:
-    """Gather the state from all processes and write it on the first; raise ValueError on all if it is not finite."""
+    """Gather the state from all processes and write it on the first; raise UserError on all if it is not finite."""
     main = accelerator.is_main_process
     weights = gather_weights(objective.module, runner.engine, keep=main)
     moments = gather_moments(objective.module, optimizers, runner.engine, keep=main)
@@ -267,7 +268,7 @@ def _save(
     broken = saved.non_finite()
     if any_process(bool(broken)):
         named = f" ({broken[0]}{f' and {len(broken) - 1} more tensors' if broken[1:] else ''})" if broken else ""
-        raise ValueError(
+        raise UserError(
             f"step {progress.step} left weights or moments that are not finite{named}; they are not saved, and "
             f"{checkpoints.last_good()}. {_REMEDY}"
         )
@@ -284,7 +285,7 @@ def _saved_by_all(checkpoints: Checkpoints) -> Saved | None:
         if chosen or not step:
             return chosen[0] if chosen else None
         if step not in checkpoints.steps():
-            raise ValueError(
+            raise UserError(
                 f"the first process resumes from the checkpoint of step {step}, but the output folder here lacks it: "
                 "give an output folder that all machines share"
             )

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from decoding.errors import UserError
+
 Tensors = dict[str, Tensor]
 
 
@@ -63,7 +65,7 @@ def _gathered(reads: Mapping[str, Callable[[], Tensor]], keep: bool) -> Tensors:
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy gathered weights into a module not sharded yet; raise ValueError if their names differ."""
+    """Copy gathered weights into a module not sharded yet; raise UserError if their names differ."""
     places = {**trained_parameters(module), **_buffers(module)}
     _check_same(set(places), set(weights))
     with torch.no_grad():
@@ -104,7 +106,7 @@ def _buffers(module: nn.Module) -> Tensors:
 def _check_same(here: set[str], saved: set[str]) -> None:
     if here != saved:
         differing = sorted(here ^ saved)
-        raise ValueError(
+        raise UserError(
             f"the checkpoint belongs to another model: {len(differing)} tensors differ, such as {differing[0]}. "
             "Give the recipe another output folder, or delete this one to start over"
         )

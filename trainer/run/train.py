@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from rich.console import Console
 
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
 from decoding.model.causal_lm import CausalLM
@@ -85,7 +86,7 @@ def _check_one_job(job: Job) -> None:
     """Check that all processes have read the same rows and weights, each from its own disk or the hub."""
     mine = bound(job.identity)
     if any_process(from_first(lambda: mine) != mine):
-        raise ValueError(
+        raise UserError(
             "the processes have read different recipes, rows or targets: give all machines the same files, and write "
             "hub names with a commit, ORG/NAME@COMMIT"
         )
@@ -147,7 +148,7 @@ def prepare_target(name: str) -> str:
 def ensure_built(name: str | None) -> None:
     """Build what ``name`` refers to and is missing: the quickstart target, or the target and its answers.
 
-    Raises ValueError with several processes: each would build it.
+    Raises UserError with several processes: each would build it.
     """
     if name is None or name not in (quickstart.ANSWERS, quickstart.NAME):
         return
@@ -161,7 +162,7 @@ def _make_once(what: str, is_made: Callable[[], bool], make: Callable[[], None],
     if is_made():
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(f"the quickstart {what} does not exist yet: train once with one process to build it")
+        raise UserError(f"the quickstart {what} does not exist yet: train once with one process to build it")
     with hold(quickstart.folder().parent, lambda line: say(console, line)):
         if not is_made():  # another run may have built it meanwhile
             make()

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from openai import APIConnectionError, APIError, APITimeoutError
 
+from decoding.errors import UserError
 from trainer.servers.answers import CONTROLS, Completion, CompletionRequest, Prompt, StreamedAnswer, read_stream
 from trainer.servers.connection import REFUSED, RETRIES, Connection, Endpoint
 
@@ -23,11 +24,11 @@ Messages = Sequence[Mapping[str, str]]
 class ServedModel:
     """A served model. Synchronous code can send it many requests at a time. Use it as a context manager.
 
-    Errors are one-sentence ValueErrors: a rejected key, an unknown model, or a server that is down or does not answer.
+    Errors are one-sentence UserErrors: a rejected key, an unknown model, or a server that is down or does not answer.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        """Check the address and the key without sending anything; raise ValueError if either is invalid."""
+        """Check the address and the key without sending anything; raise UserError if either is invalid."""
         self.served = endpoint
         self._connection = Connection(endpoint)
         self._client = self._connection.client
@@ -126,13 +127,13 @@ class ServedModel:
             return None
 
     def _run(self, work: Coroutine[Any, Any, Result], raw: tuple[type[APIError], ...] = ()) -> Result:
-        """Run a coroutine. Turn a server error into a one-sentence ValueError, unless its type is in ``raw``."""
+        """Run a coroutine. Turn a server error into a one-sentence UserError, unless its type is in ``raw``."""
         try:
             return self._runner.run(work)
         except raw:
             raise
         except APIError as error:
-            explained = ValueError(f"the endpoint did not answer: {self._connection.explained(error)}")
+            explained = UserError(f"the endpoint did not answer: {self._connection.explained(error)}")
             raise self._connection.fatal(error) or explained from None
 
 

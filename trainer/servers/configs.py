@@ -94,7 +94,7 @@ def _other_dspark(served: Path, trained: Path) -> list[Difference]:
     """Return the settings that differ between two DSpark configs. Trees are ignored because servers draft chains."""
     try:
         theirs, ours = (vars(replace(read_dspark_config(folder), tree=())) for folder in (served, trained))
-    except ValueError as error:
+    except UserError as error:
         return [(f"the draft's config.json cannot be read: {error}", _REMEDY)]
     return [
         (f"the served draft has {key} {theirs[key]}, but was trained with {ours[key]}", _REMEDY)
@@ -124,8 +124,6 @@ def compare_vocabularies(
         try:
             check_same_tokenizer(tokenizer, load_tokenizer(str(served), trusted))
         except UserError as error:
-            differences.append((error.message, error.remedy))
-        except ValueError as error:
-            differences.append((str(error), _REMEDY))
+            differences.append((error.message, error.remedy or _REMEDY))
         differences += trimmed(stored)
     return _of(VOCABULARY, differences, f"both have {size} tokens", target=known, speculator=size)

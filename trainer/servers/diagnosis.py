@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig
 from decoding.measure.measurement import count_steps
 from decoding.measure.proof.finding import Finding, undecided
@@ -172,7 +173,7 @@ def _page_counts(page: Page) -> Counts | None:
     text = page()
     try:
         return None if text is None else parse_counts(text)
-    except ValueError:
+    except UserError:
         return None
 
 
@@ -215,5 +216,5 @@ def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool, batch
     drafter = replay.speculator.chain(tokens, sampled)
     found = acceptance(count_steps(replay.target, drafter, replay.prompts, config, batch))
     if not found.passes:
-        raise ValueError("every text ended after its first token; pass prompts with longer answers")
+        raise UserError("every text ended after its first token; pass prompts with longer answers")
     return LoopAcceptance(found, tokens, len(replay.prompts))

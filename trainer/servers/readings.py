@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decoding.errors import UserError
 from decoding.measure.proof.finding import Finding, problem
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkDraft
@@ -34,7 +35,7 @@ def other_readings(draft: DSparkDraft, target: CausalLM) -> Iterator[tuple[str, 
         try:
             config = replace(draft.config, **change)
             config.check_fits(target)
-        except ValueError:  # the layer does not exist, or a DFlash draft cannot be read that way
+        except UserError:  # the layer does not exist, or a DFlash draft cannot be read that way
             continue
         changed = copy.deepcopy(draft)
         changed.config = config

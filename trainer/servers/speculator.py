@@ -124,12 +124,12 @@ def compare_top_1(
             read = load_dspark(served, target)
             try:
                 online = OnlineTarget(target)
-            except ValueError as error:
+            except UserError as error:
                 return undecided(TOP_1, str(error))
             top_1 = _dspark_top_1(target, online, min(trained.config.block_size, read.config.block_size))
         else:
             read, tied = _read_served_draft(served, target, trusted)
-    except ValueError as error:
+    except UserError as error:
         return problem(TOP_1, f"the served weights cannot be read: {error}", _REMEDY)
     ours, theirs = (torch.cat([top_1(side, text).flatten() for text in texts]) for side in (trained, read))
     share, count = float((ours == theirs).float().mean()), len(ours)

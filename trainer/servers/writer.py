@@ -17,7 +17,7 @@ class ServedWriter:
     """A served model that continues prompts of token ids.
 
     Construction asks the server how it reports token ids, if it accepts prompts of token ids, and if it accepts
-    controls besides temperature and top-p. Raises ValueError if it rejects a control that is to be tested, or reads
+    controls besides temperature and top-p. Raises UserError if it rejects a control that is to be tested, or reads
     another prompt than it was sent. Without a ``tokenizer``, the server must accept and report token ids.
     """
 
@@ -77,7 +77,7 @@ class ServedWriter:
     @property
     def _text_tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
-            raise ValueError("the server neither accepts nor reports token ids, and its texts need a tokenizer")
+            raise UserError("the server neither accepts nor reports token ids, and its texts need a tokenizer")
         return self._tokenizer
 
     def _read(self, prompt: tuple[int, ...], answer: Completion) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ class ServedWriter:
         elif answer.prompt_tokens:
             read = answer.prompt_tokens
         if answer.prompt_ids not in (None, prompt) or read != len(prompt):
-            raise ValueError(
+            raise UserError(
                 f"the server read a prompt of {read} tokens instead of {len(prompt)}: its tokenizer is not the "
                 "target's, or it adds tokens; run 'headstart diagnose'"
             )
@@ -103,7 +103,7 @@ class ServedWriter:
             self.unlike += self._text_tokenizer.decode(list(tokens)) != answer.text
         vocabulary, ends = self._reference.target.vocab_size, self._reference.eos_token_ids
         if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
-            raise ValueError(
+            raise UserError(
                 f"the server wrote token {unknown[0]}, but the target's last token is {vocabulary - 1}: it serves "
                 "another model"
             )

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int8
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input, hooked, last_position
 from decoding.model.taps import begun_behind, capture_taps, layers_of
@@ -93,10 +94,10 @@ class FeatureWriter:
         return BATCH_TOKENS
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the lm_head's weight; ValueError for an lm_head with a bias."""
+        """Return the lm_head's weight; UserError for an lm_head with a bias."""
         lm_head = self.target.model.get_output_embeddings()
         if getattr(lm_head, "bias", None) is not None:
-            raise ValueError("the target's lm_head has a bias, and heads do not support one: give another target")
+            raise UserError("the target's lm_head has a bias, and heads do not support one: give another target")
         return {"lm_head": lm_head.weight.detach().cpu().contiguous()}
 
     @torch.inference_mode()
@@ -176,7 +177,7 @@ class StoredTaps(OnlineTarget):
     """States of a target's layers from disk; only the last layer runs, for the lm_head's input."""
 
     def __init__(self, target: CausalLM, store: FeatureStore) -> None:
-        """Raise ValueError if the target's last layer reads more than the previous layer's states."""
+        """Raise UserError if the target's last layer reads more than the previous layer's states."""
         super().__init__(target)
         self._store, self._last = store, target.num_layers - 2
         batch = collate([Example((0, 1), (True, True), 0)]).to(target.device)
@@ -187,7 +188,7 @@ class StoredTaps(OnlineTarget):
         self._in_tuple = isinstance(outputs[0], tuple)
         found = self._behind(batch, state)
         if not torch.allclose(found.float(), wanted.float(), rtol=0.05, atol=0.05 * float(wanted.abs().max())):
-            raise ValueError(
+            raise UserError(
                 f"the last layer of the target ({target.model.config.model_type}) reads more than the stored states: "
                 "set features=null"
             )

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input, lm_head_input
 from decoding.model.taps import capture_taps
@@ -89,12 +90,12 @@ def logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
 
 @torch.no_grad()
 def check_logits(model: PreTrainedModel, role: str = "target") -> None:
-    """Raise ValueError for a model whose logits are not `logit_transform` of its lm_head's products.
+    """Raise UserError for a model whose logits are not `logit_transform` of its lm_head's products.
 
     Losses are computed from these products and would train a wrong distribution.
     """
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise ValueError(f"the {role}'s lm_head has a bias, and training does not support one: give another {role}")
+        raise UserError(f"the {role}'s lm_head has a bias, and training does not support one: give another {role}")
     tokens = torch.tensor([[0, 1]], device=model.device)
     with capture_lm_head_input(model) as captured:
         logits = model(input_ids=tokens, use_cache=False).logits
@@ -103,7 +104,7 @@ def check_logits(model: PreTrainedModel, role: str = "target") -> None:
     transform = logit_transform(model.config.get_text_config(decoder=True))
     expected = (products.mT if transform is None else transform(products.mT)).to(logits.device)
     if not torch.allclose(logits[0].float(), expected.float(), rtol=0.05, atol=0.05 * float(expected.abs().max())):
-        raise ValueError(
+        raise UserError(
             f"training does not support how the {role} ({model.config.model_type}) turns lm_head products into logits: "
             f"give another {role}"
         )

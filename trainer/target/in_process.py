@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.model.causal_lm import CausalLM
 from decoding.prompts import encode_prompt
@@ -79,7 +80,7 @@ class TargetBackend:
             messages, tools = conversation.open_after(text.answers), conversation.tools
             prompt = encode_prompt(messages, self._tokenizer, conversation.chat, tools=tools)
             check_prompt(self._target, prompt, self._config)
-        except (TemplateError, ValueError) as error:
+        except (TemplateError, UserError) as error:
             text.problem = str(error)
             return None
         return prompt

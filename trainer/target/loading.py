@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from decoding.dtypes import parse_dtype
+from decoding.errors import UserError
 from decoding.model.architecture import why_no_chains
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
@@ -56,19 +57,19 @@ def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> Tar
 
 
 def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> CausalLM:
-    """Load only the model, on any number of processes; raise ValueError if it does not fit the recipe's data."""
+    """Load only the model, on any number of processes; raise UserError if it does not fit the recipe's data."""
     dtype = parse_dtype(recipe.dtype)
     one_process = int(os.environ.get("WORLD_SIZE", "1")) == 1  # one process may use all GPUs
     place = None if device.type == "cuda" and one_process else device
     model = CausalLM(load_model(resolve(recipe.target), dtype, place, recipe.trust_remote_code))
     if model.max_positions is not None and recipe.data.max_length > model.max_positions:
-        raise ValueError(
+        raise UserError(
             f"data.max_length is {recipe.data.max_length}, but the target's context has {model.max_positions} tokens: "
             f"set data.max_length={model.max_positions} or less"
         )
     reason = why_no_chains(model.model)
     if reason is not None and recipe.evaluation.prompts:
-        raise ValueError(f"{reason}, so evaluations cannot verify drafts: set evaluation.prompts=0 to train on it")
+        raise UserError(f"{reason}, so evaluations cannot verify drafts: set evaluation.prompts=0 to train on it")
     if recipe.data.packing:
         check_documents_are_apart(model.model)
     return model

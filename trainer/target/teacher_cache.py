@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Batch, Example
@@ -56,9 +57,9 @@ class TeacherIdentity(Identity):
         section: TeacherSection,
         temperature: float,
     ) -> "TeacherIdentity":
-        """Return the identity of these examples' cache; raise ValueError if top_k leaves nothing to sample."""
+        """Return the identity of these examples' cache; raise UserError if top_k leaves nothing to sample."""
         if section.top_k >= target.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"draft.teacher.top_k is {section.top_k}, but the target has {target.vocab_size} tokens: lower it to "
                 "leave some to sample"
             )

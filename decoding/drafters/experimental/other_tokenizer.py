@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart, chain_budgets
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
@@ -39,10 +40,10 @@ class OtherTokenizerDrafter(TextDrafter):
         tokens: int = 5,
     ) -> None:
         if tokens < 1:
-            raise ValueError(f"tokens is {tokens}: give at least 1")
+            raise UserError(f"tokens is {tokens}: give at least 1")
         largest = max(draft_tokenizer.get_vocab().values())
         if largest >= draft.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"the draft's tokenizer has token {largest}, the draft only {draft.vocab_size}: give its own tokenizer"
             )
         self.draft = draft.with_static(None)  # a static model has one cache

@@ -9,6 +9,7 @@ from typing import Any
 
 from decoding.drafters.registry import parse_drafter
 from decoding.drafters.spec import DrafterSpec
+from decoding.errors import UserError
 from decoding.measure.machine import hardware
 from decoding.measure.planning.step_costs import LEAST_GAIN
 from decoding.model.fingerprint import stored_fingerprint
@@ -37,18 +38,18 @@ def write_plan(content: Mapping[str, Any], path: Path) -> None:
 
 
 def read_plan(path: Path) -> "Plan":
-    """Read a plan; raise ValueError if the file is missing or is not a plan that chooses a drafter."""
+    """Read a plan; raise UserError if the file is missing or is not a plan that chooses a drafter."""
     if not path.is_file():
-        raise ValueError(f"the plan {path} does not exist: {_REMEDY}")
+        raise UserError(f"the plan {path} does not exist: {_REMEDY}")
     content = read_object(path, _REMEDY)
     if content.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a plan of this version (its format is {content.get('format')!r}): {_REMEDY}")
+        raise UserError(f"{path} is not a plan of this version (its format is {content.get('format')!r}): {_REMEDY}")
     if "prospects" in content:
-        raise ValueError(
+        raise UserError(
             f"{path} was made without a drafter, so it chooses none: make a plan with `headstart plan --drafter`"
         )
     if missing := sorted(_KEYS - content.keys()):
-        raise ValueError(f"{path} lacks {', '.join(missing)}: {_REMEDY}")
+        raise UserError(f"{path} lacks {', '.join(missing)}: {_REMEDY}")
     return Plan(str(path), content)
 
 
@@ -60,12 +61,12 @@ class Plan:
     content: Mapping[str, Any]
 
     def check(self, target: str, dtype: str, trusted: bool = False) -> list[str]:
-        """Return warnings; raise ValueError if the plan was made for other weights or another dtype.
+        """Return warnings; raise UserError if the plan was made for other weights or another dtype.
 
         ``target`` is a folder or Hub id, ``dtype`` a torch name such as ``bfloat16``.
         """
         if dtype != self.content["dtype"]:
-            raise ValueError(
+            raise UserError(
                 f"{self.name} was made in {self.content['dtype']}, and costs differ in {dtype}: {_REMEDY} "
                 "in this dtype, or give --dtype"
             )
@@ -73,7 +74,7 @@ class Plan:
         weights = [(parse_drafter(spec).path, fingerprint) for spec, fingerprint in known["drafters"].items()]
         for path, fingerprint in ((target, known["target"]), *weights):
             if path is not None and (found := stored_fingerprint(path, trusted)) != fingerprint:
-                raise ValueError(
+                raise UserError(
                     f"{self.name} was made with weights {fingerprint}, but {short_name(path)} has {found}: "
                     f"{_REMEDY} with these weights"
                 )
@@ -99,7 +100,7 @@ class Plan:
         return choices
 
     def drafter_of(self, fingerprint: str) -> dict[str, Any]:
-        """Return the plan's drafter with these weights; raise ValueError if there is none.
+        """Return the plan's drafter with these weights; raise UserError if there is none.
 
         If several drafters share the weights, such as heads alone and in a hybrid, return the first with a choice of
         sizes: only such drafters have a planned tree or depths.
@@ -107,7 +108,7 @@ class Plan:
         weights = self.content["fingerprints"]["drafters"]
         with_them = [each for each in self.content["drafters"] if weights[each["drafter"]] == fingerprint]
         if not with_them:
-            raise ValueError(f"{self.name} does not cover the weights to export ({fingerprint}): {_REMEDY}")
+            raise UserError(f"{self.name} does not cover the weights to export ({fingerprint}): {_REMEDY}")
         found: dict[str, Any] = min(with_them, key=lambda each: each["kind"] == "fixed")
         return found
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.measure.planning.forms import Family, Load, RankCounts, family_of
 from decoding.measure.planning.step_costs import Candidate, Prediction, StepCosts, best, depth_by_batch_size
 from decoding.measure.planning.survey import CostSurvey, PlanConfig
@@ -42,7 +43,7 @@ class Planner(CostSurvey):
         prompts: Sequence[Sequence[int]],
         config: PlanConfig,
     ) -> None:
-        """Load the drafters; raise ValueError if no prompt fits."""
+        """Load the drafters; raise UserError if no prompt fits."""
         self.load = load
         self.families = [family_of(spec, load, config.most_nodes, config.deepest) for spec in specs]
         super().__init__(target, [family.drafter for family in self.families], prompts, config)
@@ -82,7 +83,7 @@ class Planner(CostSurvey):
     def decode(self, family: Family, prompts: Sequence[Sequence[int]]) -> tuple[list[StepCount], RankCounts]:
         """Decode the prompts; return the counts of steps without prefills, and of accepted nodes by rank.
 
-        Raises ValueError if every text ended with its first token.
+        Raises UserError if every text ended with its first token.
         """
         config = self.config.decoding
         rows, counts, children = min(max(self.config.batch_sizes), 8), [], RankCounts()
@@ -92,7 +93,7 @@ class Planner(CostSurvey):
             if step.tree is not None and step.room >= family.drafter.max_depth:
                 children.add(step.tree, step.path)
         if not counts:
-            raise ValueError("every text ended with its first token: give held-out prompts with longer answers")
+            raise UserError("every text ended with its first token: give held-out prompts with longer answers")
         return counts, children
 
     def measure(self, family: Family) -> MeasuredFamily:
@@ -114,7 +115,7 @@ class Planner(CostSurvey):
         """Return the chains, and the best tree for every depth and size if acceptance at each depth is independent."""
         shares = counts.shares()
         if not shares:  # every text ended at once
-            raise ValueError("every text was too short for a whole tree: raise --max-new-tokens or give other prompts")
+            raise UserError("every text was too short for a whole tree: raise --max-new-tokens or give other prompts")
         found: dict[Paths, Candidate] = {}
         most = self.config.most_nodes
         tried = [size for size in sorted({*self.config.sizes, most}) if size <= most]

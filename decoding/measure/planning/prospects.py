@@ -49,7 +49,7 @@ class Prospects(CostSurvey):
     def __init__(
         self, target: CausalLM, drafters: Mapping[str, Drafter], prompts: Sequence[Sequence[int]], config: PlanConfig
     ) -> None:
-        """Raise ValueError if no prompt fits."""
+        """Raise UserError if no prompt fits."""
         super().__init__(target, list(drafters.values()), prompts, config)
         self._kinds = list(drafters)
 

@@ -16,6 +16,7 @@ import torch
 from decoding.drafters.base import Drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig
 from decoding.metrics import StepCount, predicted_speedup
 from decoding.model.causal_lm import CausalLM
@@ -112,7 +113,7 @@ def survey_steps(
     """Decode the prompts repeatedly in batches of ``rows``; return each budget's seconds per step.
 
     ``seconds`` bounds the time of the steps without prefills, but every budget that fits the texts gets a sample.
-    Raises ValueError if the texts are too short for all budgets.
+    Raises UserError if the texts are too short for all budgets.
     """
     budgets = drafter.budgets_on(target)
     fitting = [each for each in budgets if each.depth <= config.max_new_tokens // 2] or budgets[:1]
@@ -126,7 +127,7 @@ def survey_steps(
             break
     found = survey.seconds()
     if PLAIN not in found or len(found) == 1:
-        raise ValueError(
+        raise UserError(
             f"texts of {config.max_new_tokens} new tokens are too short to measure drafts of "
             f"{drafter.max_depth} tokens: raise --max-new-tokens or give other prompts"
         )

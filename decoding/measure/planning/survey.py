@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from decoding.drafters.base import Drafter
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig
 from decoding.measure.planning.forms import DEEPEST_CHAIN
 from decoding.measure.planning.step_costs import StepCosts, survey_steps
@@ -49,14 +50,14 @@ class CostSurvey:
     def __init__(
         self, target: CausalLM, drafters: Sequence[Drafter], prompts: Sequence[Sequence[int]], config: PlanConfig
     ) -> None:
-        """Raise ValueError if no prompt fits."""
+        """Raise UserError if no prompt fits."""
         self.target, self.drafters, self.config = target, drafters, config
         self.advance: Callable[[], Any] = lambda: None
         limits = [target.max_positions, *(drafter.max_positions for drafter in drafters)]
         longest = min((limit for limit in limits if limit is not None), default=None)
         self.prompts = [each for each in prompts if longest is None or len(each) + config.max_new_tokens <= longest]
         if not self.prompts:
-            raise ValueError(
+            raise UserError(
                 f"no prompt and {config.max_new_tokens} new tokens fit into the {longest} tokens that target and "
                 "drafters support: give shorter prompts or lower --max-new-tokens"
             )

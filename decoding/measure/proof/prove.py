@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.generate import DecodingConfig
 from decoding.measure.proof.distribution import DEPTH, TESTS, log_probability, next_tokens, open_beginnings
 from decoding.measure.proof.finding import Finding
@@ -67,11 +68,11 @@ class Effort:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "draws", "draw_prompts", "rounds", "engines"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
+                raise UserError(f"{name} is {getattr(self, name)}: give at least 1")
         if self.max_new_tokens < DEPTH:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give at least {DEPTH}, the tokens counted")
+            raise UserError(f"max_new_tokens is {self.max_new_tokens}: give at least {DEPTH}, the tokens counted")
         if not 0 < self.alpha < 1:
-            raise ValueError(f"alpha is {self.alpha}: give a probability between 0 and 1, such as 1e-6")
+            raise UserError(f"alpha is {self.alpha}: give a probability between 0 and 1, such as 1e-6")
 
     @property
     def alpha_of_a_test(self) -> float:
