@@ -21,6 +21,7 @@ from decoding.threads import spin_briefly
 
 spin_briefly()  # before torch is imported
 
+from decoding.errors import UserError
 from decoding.model.fingerprint import stored_fingerprint
 from trainer import quickstart
 from trainer.commands.evaluate import run_evaluate
@@ -95,7 +96,7 @@ def launch(recipe: str) -> None:
     command += ["scripts/train.py", f"recipes/quickstart/{recipe}.yaml", *changes]
     finished = subprocess.run(command, cwd=ROOT, check=False)
     if finished.returncode:
-        raise ValueError(f"training {recipe} failed with exit code {finished.returncode}; its message is above")
+        raise UserError(f"training {recipe} failed with exit code {finished.returncode}; its message is above")
 
 
 def artefact(recipe: str) -> str:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from decoding.drafters.registry import parse_drafter
 from decoding.dtypes import DTYPES
+from decoding.errors import UserError
 from decoding.measure.methods import SETTINGS
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.verify import RULES
@@ -236,7 +237,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_secret_and_no_control_character_of_a_file_reaches_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     def work() -> None:
-        raise ValueError("no https://u:hf_0123456789abcdefABCD@host/x?token=swordfish in \x1b[31m\u202ex")
+        raise UserError("no https://u:hf_0123456789abcdefABCD@host/x?token=swordfish in \x1b[31m\u202ex")
 
     assert guarded(work) == 2
     assert capsys.readouterr().err == "error: no https://(withheld)@host/x?token=(withheld) in [31mx\n"

@@ -15,6 +15,7 @@ from tiny_dspark import tiny_dflash, tiny_dspark
 from tiny_models import tiny_model
 
 from decoding.drafters import DSparkDrafter
+from decoding.errors import UserError
 from decoding.measure.proof.finding import Finding
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import read_dspark_config
@@ -190,7 +191,7 @@ def test_a_target_whose_logits_are_unknown_is_a_finding(
     tmp_path: Path, target: tuple[Path, CausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(target: Any) -> None:
-        raise ValueError("the target does more to its logits")
+        raise UserError("the target does more to its logits")
 
     monkeypatch.setattr("trainer.target.hidden.check_logits", refuse)
     source = trained(tmp_path / "run", target)

@@ -67,7 +67,7 @@ def attempt(check: str, work: Callable[[], Finding], remedy: str) -> Finding:
     try:
         return work()
     except UserError as error:
-        return problem(check, one_line(error.message), error.remedy)
+        return problem(check, one_line(error.message), error.remedy or remedy)
     except UNREADABLE as error:
         return problem(check, one_line(reason(error)), remedy)
 
