@@ -33,8 +33,8 @@ class HeadstartModel:
     """A target and its drafter (None: plain decoding), with transformers' `generate`.
 
     Policies are kept between calls. Without ``policy``, a policy per temperature learns how much drafting pays; a call
-    with ``seed`` above temperature 0 drafts a fixed amount, so that its texts are repeatable. Several threads may call
-    the same model; their steps alternate.
+    with ``seed`` drafts a fixed amount, so its passes and its texts are repeatable. Several threads may call the same
+    model; their steps alternate.
     """
 
     def __init__(
@@ -128,11 +128,12 @@ class HeadstartModel:
         """Decode like transformers' `generate`, with its defaults and result; ``options`` override the generation
         config.
 
-        Greedy texts equal the target's own `generate`; sampled texts have its distribution, unless ``rule`` is lossy.
-        Without a ``seed`` one is drawn from torch's global generator: under the policy "fixed", ``torch.manual_seed``
-        then repeats a text. ``batch_size`` rows (None: all) are decoded at a time. Processors see each text without its
-        padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. Raises UserError for an
-        unsupported option.
+        In fp32 greedy texts equal the target's own `generate`. In narrower dtypes a near-tie may fall the other way, as
+        a pass over several tokens rounds differently. Sampled texts have the target's distribution, unless ``rule`` is
+        lossy. Without a ``seed`` one is drawn from torch's global generator: under the policy "fixed",
+        ``torch.manual_seed`` then repeats a text. ``batch_size`` rows (None: all) are decoded at a time. Processors see
+        each text without its padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. Raises
+        UserError for an unsupported option.
         """
         inputs = options.pop("inputs", None)
         if input_ids is not None and inputs is not None:
@@ -178,7 +179,7 @@ class HeadstartModel:
 
     def _policy_for(self, seed: int | None, sampling: SamplingConfig) -> Policy:
         """Return the given policy, or the one kept for this temperature."""
-        policy = self.policy or default_policy(seed, sampling.greedy)
+        policy = self.policy or default_policy(seed)
         if isinstance(policy, str):
             policy = self._policies.setdefault((policy, sampling.temperature), named_policy(policy))
         return policy

@@ -173,6 +173,9 @@ _NOISE, _BETWEEN, _BEYOND = 0.15, 0.04, 0.3
 """Relative standard deviations: of a step's seconds, and of guesses between and beyond tried budgets."""
 _CAUTION = 0.5  # share of a standard deviation that is explored; half of it is always added to the acceptance
 _HELD = 2  # steps between two choices
+_FIRST_LOSS, _LOSS, _MOST_GAIN = 0.5, 0.015, 4.0
+"""In plain steps: what drafting may lose at first, and for each plain step, and the most that is saved for later."""
+_DEAREST = 3.0  # plain steps that a single step counts as at most: a hiccup of the machine is no property of drafts
 
 
 class AdaptivePolicy:
@@ -180,8 +183,11 @@ class AdaptivePolicy:
 
     Tokens are predicted from the running per-position acceptance, seconds from recent steps. Untried budgets are
     interpolated between their neighbours. A budget is chosen about as often as it is likely to be the best (Thompson
-    1933), so bad ones are rarely retried. Seconds depend on the number of texts decoded together, so each power of two
-    is learned separately. The policy reads the clock, so sampled texts with the same seed differ from run to run.
+    1933), so bad ones are rarely retried. What drafts have gained or lost against plain decoding is kept as a balance;
+    while it is negative, only a budget that is expected to be the best is chosen, and nothing is explored. So drafts
+    that do not fit the text cost about two steps, and then 1.5% of the time. Seconds depend on the number of texts
+    decoded together, so each power of two is learned separately. The policy reads the clock, so pass shapes, and with
+    them sampled texts with the same seed and greedy near-ties below fp32, differ from run to run.
     """
 
     name = "adaptive"
@@ -189,6 +195,7 @@ class AdaptivePolicy:
     def __init__(self) -> None:
         self._seconds: dict[int, _Seconds] = {}
         self._held: dict[int, tuple[Budget, int]] = {}
+        self._balance: dict[int, float] = {}
         self._chance = random.Random(0)
         self._arms: dict[tuple[Budget, ...], dict[Budget, _Acceptance]] = {}
         self._acceptance: dict[Budget, _Acceptance] = {}
@@ -202,40 +209,49 @@ class AdaptivePolicy:
             self._acceptance |= self._arms[budgets]
         held, left = self._held.get(size, (PLAIN, 0))
         if not left or (held != PLAIN and held not in budgets):
-            held, left = self._best(size, self._arms[budgets]), _HELD
+            balance = self._balance.setdefault(size, _FIRST_LOSS)
+            held = self._best(size, self._arms[budgets], explores=balance > 0)
+            left = _HELD if held == PLAIN or balance > 1 else 1
         self._held[size] = held, left - 1
         return held
 
-    def _best(self, size: int, arms: Mapping[Budget, _Acceptance]) -> Budget:
-        seconds, luck = self._seconds.setdefault(size, _Seconds()), self._doubt(1.0) + _CAUTION / 2
+    def _best(self, size: int, arms: Mapping[Budget, _Acceptance], explores: bool) -> Budget:
+        seconds, caution = self._seconds.setdefault(size, _Seconds()), _CAUTION if explores else 0.0
+        luck = caution * (self._chance.gauss(0.0, 1.0) + 0.5)
         known = {arm: found for arm in (PLAIN, *arms) if (found := seconds.known(arm)) is not None}
         points = sorted((_rough(arm), found[0]) for arm, found in known.items())
         rates: dict[Budget, float] = {}
         for arm in (PLAIN, *arms):
             mean, deviation = known.get(arm) or seconds.guess(arm, points)
             tokens = arms[arm].tokens(arm.depth, luck) if arm in arms else 1.0
-            rates[arm] = tokens / (mean * math.exp(self._doubt(deviation) if points else 0.0))
+            rates[arm] = tokens / (mean * math.exp(caution * self._chance.gauss(0.0, deviation) if points else 0.0))
         return max(rates, key=lambda arm: rates[arm])
-
-    def _doubt(self, deviation: float) -> float:
-        return _CAUTION * self._chance.gauss(0.0, deviation)
 
     def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float, /) -> None:
         if not steps or total <= 0:
             return
         size = len(steps).bit_length()
         drafted = max(step.drafted for step in steps)
-        self._seconds.setdefault(size, _Seconds()).add(budget, drafted, total)
+        seconds = self._seconds.setdefault(size, _Seconds())
+        seconds.add(budget, drafted, total)
+        if budget == PLAIN:
+            gain = _LOSS
+        else:
+            plain = seconds.known(PLAIN)
+            cost = _rough(budget) if plain is None else min(total / plain[0], _DEAREST)
+            gain = sum(step.emitted for step in steps) / len(steps) - cost
+        self._balance[size] = min(self._balance.get(size, _FIRST_LOSS) + gain, _MOST_GAIN)
         for step in steps if budget in self._acceptance else ():
             self._acceptance[budget].add(budget, step)
 
 
-_POLICIES: Mapping[str, Callable[[], Policy]] = {"adaptive": AdaptivePolicy, "fixed": FixedPolicy}
+FIXED, ADAPTIVE = FixedPolicy.name, AdaptivePolicy.name
+_POLICIES: Mapping[str, Callable[[], Policy]] = {FIXED: FixedPolicy, ADAPTIVE: AdaptivePolicy}
 
 
-def default_policy(seed: int | None, greedy: bool) -> str:
-    """Return the default policy's name: "fixed" if a ``seed`` must repeat a sampled text, else "adaptive"."""
-    return "adaptive" if greedy or seed is None else "fixed"
+def default_policy(seed: int | None) -> str:
+    """Return the default policy's name: "fixed" if a ``seed`` asks for repeatable passes, otherwise "adaptive"."""
+    return ADAPTIVE if seed is None else FIXED
 
 
 def named_policy(name: str) -> Policy:

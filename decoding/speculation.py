@@ -74,9 +74,10 @@ def speculate(
     ``input_ids``: (batch, length), or a list of prompts of any length. A tensor's shorter rows are padded on the left;
     ``attention_mask`` marks the padding. Sampling controls are a `SamplingConfig`, or its fields by name
     (``temperature=0.7``); the default is greedy. ``rule`` may be a name in `RULES`. ``policy`` may be ``adaptive`` or
-    ``fixed``; the default is ``fixed`` if a ``seed`` (None: 0) must repeat sampled texts, else ``adaptive``. Texts end
+    ``fixed``; the default is ``fixed`` if a ``seed`` is given, so that passes repeat, otherwise ``adaptive``. Texts end
     at ``eos_token_ids`` (default: from the model's generation config) or at ``stop_strings``, which need the
-    ``tokenizer``. Prompt i is decoded with the seed ``seed + i``, independent of the other prompts in the batch.
+    ``tokenizer``. Prompt i is decoded with the seed ``seed + i`` (None: i), independent of the other prompts in the
+    batch.
     """
     if sampling is not None and controls:
         raise UserError(f"both sampling and {', '.join(controls)} are given: give one or the other")
@@ -97,7 +98,7 @@ def speculate(
         prompts = Prompts.of_tensor(input_ids, attention_mask)
     else:
         prompts = Prompts.of_lists(input_ids, padding, target.device)
-    policy = policy or default_policy(seed, config.sampling.greedy)
+    policy = policy or default_policy(seed)
     engine = Engine(target, drafter, named_policy(policy) if isinstance(policy, str) else policy, tokenizer)
     return decode_prompts(engine, prompts, config, batch_size, padding)
 

@@ -374,7 +374,7 @@ def test_a_speculator_is_known_by_what_it_is(
 def test_a_policy_is_named_or_given_and_options_need_a_speculator(reader: CausalLM) -> None:
     policy = FixedPolicy()
     assert HeadstartModel.from_pretrained(reader.model, "lookup", policy=policy).policy is policy
-    with pytest.raises(ValueError, match="no policy is called 'bold': choose one of adaptive, fixed"):
+    with pytest.raises(ValueError, match="no policy is called 'bold': choose one of fixed, adaptive"):
         HeadstartModel(reader, None, "bold").generate(ONE)
     with pytest.raises(ValueError, match="does not take 'tokens' without a drafter"):
         HeadstartModel.from_pretrained(reader.model, tokens=2)

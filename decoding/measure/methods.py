@@ -20,6 +20,7 @@ from decoding.measure.figures import PLAIN, TRANSFORMERS
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import in_eval_mode
+from decoding.policies import FIXED, named_policy
 from decoding.rules.proposal import ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import Rule, lossless_rule_for, typical_acceptance
@@ -73,6 +74,8 @@ class Method:
     """How draft tokens are chosen: sampled, a model's likeliest tokens, or found without a model."""
     max_positions: int | None = None
     """Longest text that its drafter supports, in tokens; None if the drafter adds no limit."""
+    policy: str | None = None
+    """Name of the policy that chooses how much to draft; None without a drafter of ours."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,12 @@ class EvaluationConfig:
     batch_sizes: tuple[int, ...] = (1,)
     contexts: tuple[int | None, ...] = (None,)
     """Prompt lengths, in tokens, requested from the source of prompts; None for prompts as they are."""
+    policies: tuple[str, ...] = (FIXED,)
+    """Names of the policies that each drafter is measured with: drafts of fixed size, and the default of `generate`."""
 
     def __post_init__(self) -> None:
+        for policy in self.policies:
+            named_policy(policy)
         for setting in self.settings:
             if setting not in SETTINGS:
                 raise UserError(f"setting is {setting!r}: give greedy, sampling or typical")
@@ -128,9 +135,14 @@ def settings_of(config: EvaluationConfig) -> list[Setting]:
     return found
 
 
-def our_method(target: CausalLM, setting: str, name: str, drafter: Drafter | None, config: DecodingConfig) -> Method:
-    """Make the method that runs a drafter (None: plain decoding) in this project's loop."""
-    engine = Engine(target, drafter)
+def our_method(
+    target: CausalLM, setting: str, name: str, drafter: Drafter | None, config: DecodingConfig, policy: str = FIXED
+) -> Method:
+    """Make the method that runs a drafter (None: plain decoding) in this project's loop.
+
+    A policy that learns keeps what it learned from text to text, as in `HeadstartModel`.
+    """
+    engine = Engine(target, drafter, named_policy(policy))
 
     def run(prompt: Sequence[int], seed: int) -> Run:
         return _run_of(engine.decode(prompt, replace(config, seed=seed)))
@@ -157,6 +169,7 @@ def our_method(target: CausalLM, setting: str, name: str, drafter: Drafter | Non
         shape="chain" if is_chain else "tree",
         drafts=_drafts(drafter, config.sampling),
         max_positions=drafter.max_positions,
+        policy=policy,
     )
 
 
@@ -225,7 +238,10 @@ def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: Eva
         decoding = setting.decoding(config)
         methods.append(our_method(target, setting.name, PLAIN, None, replace(decoding, rule=None)))
         for name, drafter in drafters.items():
-            methods.append(replace(our_method(target, setting.name, name, drafter, decoding), drafter=name))
+            for policy in config.policies:
+                shown = name if policy == FIXED else f"{name}, {policy}"
+                method = our_method(target, setting.name, shown, drafter, decoding, policy)
+                methods.append(replace(method, drafter=name))
         if not setting.typical:
             methods += _peers(target, setting.name, drafters, decoding)
     return methods

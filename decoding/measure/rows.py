@@ -78,6 +78,7 @@ def _row(
         "rule": method.rule,
         "shape": method.shape,
         "drafts": method.drafts,
+        "policy": method.policy,
         "prompts": len({(record.key.turn, prompt) for record in mine for prompt in record.prompts}),
         "tokens_per_second": told(ratio_of_sums(list(_by_wave(mine).values()))),
         "tokens_per_second_with_prefill": told(ratio_of_sums(list(_by_wave(mine, True).values()))),

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from decoding.measure.measurement import Measurement
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.policies import PLAIN, AdaptivePolicy
 from trainer.cli import app
 
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}:"
@@ -70,7 +71,7 @@ def test_a_finished_evaluation_decodes_nothing_again_and_another_one_needs_resta
     assert code == 0 and "3 of 4 questions, spread evenly over 2 tasks (--limit)" in said
     report: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
     assert report["prompts"] == 5 and report["questions"] == 3 and report["asked"]["turns"] == "all"
-    assert [row["task"] for row in report["tasks"]] == ["b"] * 3 + ["a"] * 3
+    assert [row["task"] for row in report["tasks"]] == ["b"] * 4 + ["a"] * 4
     assert report["samples"][0]["task"] in "ab"
     with monkeypatch.context() as patched:
         patched.setattr(Measurement, "_decode", lambda measurement, unit: pytest.fail("it decodes"))
@@ -82,6 +83,22 @@ def test_a_finished_evaluation_decodes_nothing_again_and_another_one_needs_resta
     assert json.loads((tmp_path / "report.json").read_text())["questions"] == 4
 
 
+def test_each_drafter_is_measured_with_drafts_of_fixed_size_and_as_generate_drafts(
+    desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AdaptivePolicy, "_best", lambda *asked, **explores: PLAIN)  # as where no draft pays
+    MedusaHeads.for_target(tiny_model(vocab=128), MedusaConfig(16, 128)).save_pretrained(tmp_path / "heads")
+    code, said = evaluate(desk, tmp_path, "--limit", "2", "--drafter", f"heads:{tmp_path / 'heads'}")
+    report: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
+    rows = {row["policy"]: row for row in report["rows"] if row["artefact"] == "heads"}
+    label = rows["fixed"]["method"]
+    assert code == 0 and rows["adaptive"]["method"] == f"{label}, adaptive" and f"{label}, adaptive" in said
+    assert rows["adaptive"]["drafter"] == rows["fixed"]["drafter"] == label
+    assert rows["adaptive"]["conditional_acceptance"] == [] and len(rows["fixed"]["conditional_acceptance"]) > 0
+    code, said = evaluate(desk, tmp_path, "--policy", "eager")
+    assert code == 2 and "no policy is called 'eager': choose one of fixed, adaptive" in said
+
+
 def test_drafters_are_named_by_their_runs_and_none_is_lost(desk: Path, tmp_path: Path) -> None:
     words = []
     for place, run in enumerate(["alpha", "beta", "beta (2)", "beta", None, None]):
@@ -90,7 +107,7 @@ def test_drafters_are_named_by_their_runs_and_none_is_lost(desk: Path, tmp_path:
         if run is not None:
             (folder / "provenance.json").write_text(json.dumps({"recipe": {"name": run}}))
         words += ["--drafter", f"heads:{folder}"]
-    assert evaluate(desk, tmp_path / "out", "--limit", "1", *words)[0] == 0
+    assert evaluate(desk, tmp_path / "out", "--limit", "1", "--policy", "fixed", *words)[0] == 0
     report: dict[str, Any] = json.loads((tmp_path / "out" / "report.json").read_text())
     label, *_ = (row["method"].partition(" (")[0] for row in report["rows"] if row["artefact"] == "heads")
     runs = ["alpha", "beta", "beta (2)", "beta (3)", "final (1)", "final (1) (2)"]

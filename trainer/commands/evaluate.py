@@ -112,6 +112,7 @@ def _prepared(
         settings=tuple(options.settings),
         batch_sizes=tuple(options.batch_size),
         contexts=tuple(options.context or (None,)),
+        policies=tuple(options.policy),
     )
     temperatures = [setting.temperature for setting in settings_of(config)]
     notes = process.console if process.is_first else Console(quiet=True)
@@ -235,6 +236,7 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
             "temperature": list(config.temperatures),
             "batch_size": list(config.batch_sizes),
             "context": list(config.contexts),
+            "policy": list(config.policies),
             "static": models.target.static or "off",
         },
         "asked": {**asker.asked(), "contexts": list(config.contexts)},

@@ -38,7 +38,7 @@ _PUBLISHED = (
     *("prompt_field", "limit", "task", "chat_template_kwargs", "max_new_tokens", "rounds"),
     *("settings", "temperature", "concurrency"),
 )
-_OF_THIS_PROCESS = ("target", "drafter", "batch_size", "context", "plan", "dtype", "trust_remote_code")
+_OF_THIS_PROCESS = ("target", "drafter", "batch_size", "context", "policy", "plan", "dtype", "trust_remote_code")
 
 
 class Cell(NamedTuple):

@@ -77,6 +77,6 @@ def read_decoder(options: DecodingOptions) -> Decoder:
         stop_strings=tuple(options.stop or ()),
         seed=options.seed or 0,
     )
-    policy = named_policy(default_policy(options.seed, config.sampling.greedy))
+    policy = named_policy(default_policy(options.seed))
     engine = Engine(models.target, loaded, policy, models.tokenizer)
     return Decoder(engine, models.tokenizer, config, name)

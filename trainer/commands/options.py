@@ -50,6 +50,15 @@ class EvaluateOptions(shared.ModelOptions):
         Sequence[str],
         Option(metavar="NAME,...", parser=shared.names, help="Any of greedy, sampling and typical (lossy)."),
     ] = ("greedy", "sampling")
+    policy: Annotated[
+        Sequence[str],
+        Option(
+            metavar="NAME,...",
+            parser=shared.names,
+            help="fixed: drafts of fixed size; adaptive: as `generate` drafts by default.",
+            hidden=True,
+        ),
+    ] = ("fixed", "adaptive")
     rounds: shared.Rounds = 1
     restart: Annotated[bool, Option("--restart", help="Delete the runs in --output and start again.")] = False
     plan: shared.PlanFile = None
@@ -79,7 +88,7 @@ class DecodingOptions(shared.ModelOptions):
     stop: shared.Stop = None
     chat_template_kwargs: shared.TemplateKwargs = None
     seed: Annotated[
-        int | None, Option(help="Seed that repeats a sampled text; drafts then have a fixed size.", hidden=True)
+        int | None, Option(help="Seed that repeats a text; drafts then have a fixed size.", hidden=True)
     ] = None
 
 
