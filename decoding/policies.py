@@ -183,11 +183,11 @@ class AdaptivePolicy:
 
     Tokens are predicted from the running per-position acceptance, seconds from recent steps. Untried budgets are
     interpolated between their neighbours. A budget is chosen about as often as it is likely to be the best (Thompson
-    1933), so bad ones are rarely retried. What drafts have gained or lost against plain decoding is kept as a balance;
-    while it is negative, only a budget that is expected to be the best is chosen, and nothing is explored. So drafts
-    that do not fit the text cost about two steps, and then 1.5% of the time. Seconds depend on the number of texts
-    decoded together, so each power of two is learned separately. The policy reads the clock, so pass shapes, and with
-    them sampled texts with the same seed and greedy near-ties below fp32, differ from run to run.
+    1933), so bad ones are rarely retried. What drafts have gained or lost against plain decoding is kept as a balance.
+    While it is negative nothing is explored, and a whole plain step below zero nothing is drafted, whatever is
+    expected. So drafts that do not fit the text cost about two steps, and then 1.5% of the time. Seconds depend on the
+    number of texts decoded together, so each power of two is learned separately. The policy reads the clock, so pass
+    shapes, and with them sampled texts with the same seed and greedy near-ties below fp32, differ from run to run.
     """
 
     name = "adaptive"
@@ -210,7 +210,7 @@ class AdaptivePolicy:
         held, left = self._held.get(size, (PLAIN, 0))
         if not left or (held != PLAIN and held not in budgets):
             balance = self._balance.setdefault(size, _FIRST_LOSS)
-            held = self._best(size, self._arms[budgets], explores=balance > 0)
+            held = PLAIN if balance < -1 else self._best(size, self._arms[budgets], explores=balance > 0)
             left = _HELD if held == PLAIN or balance > 1 else 1
         self._held[size] = held, left - 1
         return held
