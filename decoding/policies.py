@@ -117,6 +117,10 @@ class _Seconds:
             shares[each] *= _MEMORY
         shares[size] = shares.get(size, 0.0) + 1
 
+    def typical(self, budget: Budget, drafted: int) -> float:
+        """Return the median seconds of recent steps of a budget that drafted about as many tokens."""
+        return median_low(self._of[budget][drafted.bit_length()])
+
     def known(self, budget: Budget) -> tuple[float, float] | None:
         """Return (seconds of a step of a budget, relative standard deviation), or None if it was never tried."""
         if not (shares := self._shares.get(budget)):
@@ -175,7 +179,7 @@ _CAUTION = 0.5  # share of a standard deviation that is explored; half of it is 
 _HELD = 2  # steps between two choices
 _FIRST_LOSS, _LOSS, _MOST_GAIN = 0.5, 0.015, 4.0
 """In plain steps: what drafting may lose at first, and for each plain step, and the most that is saved for later."""
-_DEAREST = 3.0  # plain steps that a single step counts as at most: a hiccup of the machine is no property of drafts
+_DEAREST = 2.0  # plain steps that a drafting step counts as at most, until a hiccup of the machine is outvoted
 
 
 class AdaptivePolicy:
@@ -238,7 +242,7 @@ class AdaptivePolicy:
             gain = _LOSS
         else:
             plain = seconds.known(PLAIN)
-            cost = _rough(budget) if plain is None else min(total / plain[0], _DEAREST)
+            cost = min(seconds.typical(budget, drafted) / plain[0], _DEAREST) if plain else _rough(budget)
             gain = sum(step.emitted for step in steps) / len(steps) - cost
         self._balance[size] = min(self._balance.get(size, _FIRST_LOSS) + gain, _MOST_GAIN)
         for step in steps if budget in self._acceptance else ():

@@ -253,7 +253,8 @@ def headline(report: Report) -> str:
     return (
         f"**{estimate(gains[0], '×')} the speed of plain decoding** when greedy ({text(best['drafting'])}), and "
         f"{estimate(gains[1], '×')} at temperature 1 ({text(drawn['drafting'])}): a {text(best['arm'])} draft on "
-        f"{prompts} prompts that no training saw ({text(target)}, {place})."
+        f"{prompts} questions of {text(first['set'])}, trained on the target's answers to other questions of that set "
+        f"({text(target)}, {place}). Other kinds of text gain less."
     )
 
 
