@@ -26,6 +26,21 @@ from decoding.rules.tree import TokenTree, TreeShape
 SPEC = DrafterSpec("draft", "folder", {})
 
 
+# --- hiccups ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_steps_that_draft_and_steps_that_find_nothing_both_count(share: float) -> None:
+    """A lookup drafts in some steps only. A step with ten drafted tokens costs five here, one without them costs one."""
+    survey, budget, many = StepSurvey([Budget(10, 11)], 1, samples=24), Budget(10, 11), round(40 * share)
+    for turn in range(41):
+        drafted = 10 if turn <= many else 0
+        seconds = (5.0 if drafted else 1.0) * (20 if turn in (5, 35) else 1)  # a hiccup in either kind
+        survey.observe(budget, [StepCount(1, 0, drafted, drafted)], 0.0, 0.0, seconds)
+    drafting, plain = (many - (5 <= many) - (35 <= many)), 40 - many - (35 > many) - (5 > many)
+    assert survey.seconds()[budget].total == pytest.approx((5 * drafting + plain) / (drafting + plain))
+
+
 # --- the whole prediction on a machine whose truth is known ----------------------------------------------------------
 
 
