@@ -29,16 +29,14 @@ SPEC = DrafterSpec("draft", "folder", {})
 # --- hiccups ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
-def test_steps_that_draft_and_steps_that_find_nothing_both_count(share: float) -> None:
-    """A lookup drafts in some steps only. A step with ten drafted tokens costs five here, one without them costs one."""
-    survey, budget, many = StepSurvey([Budget(10, 11)], 1, samples=24), Budget(10, 11), round(40 * share)
-    for turn in range(41):
-        drafted = 10 if turn <= many else 0
-        seconds = (5.0 if drafted else 1.0) * (20 if turn in (5, 35) else 1)  # a hiccup in either kind
+@pytest.mark.parametrize("drafting", [10, 20, 30])
+def test_steps_that_draft_and_steps_that_find_nothing_both_count(drafting: int) -> None:
+    """A lookup drafts in some steps only. A step with ten drafted tokens costs five here, one with none costs one."""
+    survey, budget = StepSurvey([Budget(10, 11)], 1, samples=24), Budget(10, 11)
+    steps = [(0, 1.0)] * (41 - drafting) + [(10, 5.0)] * drafting  # the first is not counted
+    for drafted, seconds in [*steps, (0, 20.0), (10, 100.0)]:  # and a hiccup of either kind
         survey.observe(budget, [StepCount(1, 0, drafted, drafted)], 0.0, 0.0, seconds)
-    drafting, plain = (many - (5 <= many) - (35 <= many)), 40 - many - (35 > many) - (5 > many)
-    assert survey.seconds()[budget].total == pytest.approx((5 * drafting + plain) / (drafting + plain))
+    assert survey.seconds()[budget].total == pytest.approx((40 - drafting + 5 * drafting) / 40)
 
 
 # --- the whole prediction on a machine whose truth is known ----------------------------------------------------------

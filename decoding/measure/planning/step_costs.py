@@ -96,7 +96,8 @@ def _typical(samples: Sequence[tuple[int, StepSeconds]]) -> StepSeconds:
 
     The mean is used because speed-ups are ratios of sums. On a busy machine plain steps, limited by memory, slow down
     more than wide ones. A lookup has two kinds of steps, with and without a draft, and a draft may cost several plain
-    steps. A hiccup is therefore a step that takes more than `_HICCUP` times the median of those that drafted at least as much.
+    steps. A hiccup is therefore a step that takes more than `_HICCUP` times the median of those that drafted at least
+    as much.
     """
     most = {
         size: _HICCUP * statistics.median(step.total for drafted, step in samples if drafted >= size)
