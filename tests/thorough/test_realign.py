@@ -164,9 +164,9 @@ def rows_of(file: Path) -> list[str]:
     return [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [(200, [186, 4, 10]), (5000, [4934, 16, 50]), (3, [1, 1, 1])])
+@pytest.mark.parametrize(("rows", "sizes"), [(200, [180, 10, 10]), (5000, [4886, 64, 50]), (3, [1, 1, 1])])
 def test_every_prompt_serves_one_purpose(tmp_path: Path, rows: int, sizes: list[int]) -> None:
-    """The last 5% and at most 50 to measure with; 2% and at most 16 before them to choose by; the first to learn."""
+    """The last 5% and at most 50 to measure with; 5% and at most 64 before them to choose by; the first to learn."""
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"Zoë {i}"} for i in range(rows)])
     split_prompts(options(tmp_path, prompts=prompts))
     parts = [rows_of(tmp_path / "run" / f"{name}.jsonl") for name in ("prompts", "choosing", "heldout")]
