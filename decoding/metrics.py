@@ -102,7 +102,7 @@ def resampled(tables: Sequence[Tensor], ratio: Callable[[Sequence[Tensor]], Tens
         return Estimate(math.nan, math.nan, math.nan, texts)
     drawn = _draws(seeds, texts)
     ratios = ratio([drawn @ table.flatten(0, 1) for table in tables])
-    ends = torch.tensor([-1.0, 1.0], dtype=torch.float64) * _expanded(texts)
+    ends = torch.tensor([-1.0, 1.0], dtype=torch.float64) * expanded_quantile(texts)
     finite = ratios[ratios.isfinite()]  # resampling only empty texts gives NaN
     low, high = finite.quantile(torch.special.ndtr(ends)).tolist()
     return Estimate(value, min(low, value), max(high, value), texts)  # rounding must not put the value outside
@@ -119,8 +119,10 @@ def _draws(seeds: int, texts: int) -> Float[Tensor, "resamples seeds*texts"]:
     return (counts[1][:, :, None] * counts[0][:, None]).flatten(1)
 
 
-def _expanded(texts: int) -> float:
-    """Return sqrt(n / (n - 1)) times Student's 97.5% quantile with n - 1 degrees of freedom.
+def expanded_quantile(texts: int) -> float:
+    """Return half the width of `resampled`'s interval in standard errors.
+
+    It is sqrt(n / (n - 1)) times Student's 97.5% quantile with n - 1 degrees of freedom, for n texts.
 
     The quantile is the expansion of Abramowitz and Stegun (26.7.5), right to 0.001 from eight texts on.
     """

@@ -46,7 +46,7 @@ def test_intervals_called_95_percent_hold_93_percent_at_published_sizes(
     mutant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if mutant:
-        monkeypatch.setattr(metrics, "_expanded", lambda texts: metrics._Z95)
+        monkeypatch.setattr(metrics, "expanded_quantile", lambda texts: metrics._Z95)
     few = (covered(8) + covered(10)) / 2
     assert (few > 0.93 - 4.75 * (0.93 * 0.07 / (2 * TRIALS)) ** 0.5) == (not mutant), few
     assert covered(27) > 0.93 - 4.75 * (0.93 * 0.07 / TRIALS) ** 0.5
@@ -56,7 +56,7 @@ def test_intervals_called_95_percent_hold_93_percent_at_published_sizes(
 def test_about_one_in_twenty_equal_pairs_is_called_real(mutant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One in twenty from 27 prompts on, at most one in thirteen with eight or ten."""
     if mutant:
-        monkeypatch.setattr(metrics, "_expanded", lambda texts: metrics._Z95)
+        monkeypatch.setattr(metrics, "expanded_quantile", lambda texts: metrics._Z95)
     few = (told_apart(8) + told_apart(10)) / 2
     assert (few < 1 / 13 + 4.75 * (1 / 13 * 12 / 13 / (2 * TRIALS)) ** 0.5) == (not mutant), few
     assert abs(told_apart(27) - 0.055) < 4.75 * (0.055 * 0.945 / TRIALS) ** 0.5
