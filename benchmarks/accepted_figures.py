@@ -5,8 +5,7 @@ prompts and seeds, pair by pair.
 """
 
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ import torch
 from accepted_arms import ARMS, GREEDY, Arm
 from torch import Tensor
 
-from decoding.metrics import Estimate, ratio_of_rates
+from decoding.measure.figures import told
+from decoding.metrics import Estimate, ratio_of_rates, resampled
 
 PLAIN, PEER = "plain", "assisted"
-RESAMPLES = 2000
 
 Counts = Mapping[int, Mapping[int, tuple[float, float]]]
 """Training seed -> prompt -> (tokens emitted, target passes)."""
@@ -54,7 +53,7 @@ def counts_of(records: Iterable[Record], spec: str, arm: str, drafting: str, pro
 def tokens_per_pass(counts: Counts) -> Estimate:
     """Estimate tokens per target pass over all seeds and prompts."""
     values = _table(counts, list(counts), _common(counts.values()))
-    return _resampled((values,), lambda sums: sums[0][:, 0] / sums[0][:, 1])
+    return resampled((values,), lambda sums: sums[0][:, 0] / sums[0][:, 1])
 
 
 def ratio(ours: Counts, theirs: Counts) -> Estimate | None:
@@ -64,7 +63,7 @@ def ratio(ours: Counts, theirs: Counts) -> Estimate | None:
     if not prompts or not seeds:
         return None
     tables = _table(ours, seeds, prompts), _table(theirs, seeds, prompts)
-    return _resampled(tables, lambda s: s[0][:, 0] / s[0][:, 1] * s[1][:, 1] / s[1][:, 0])
+    return resampled(tables, lambda s: s[0][:, 0] / s[0][:, 1] * s[1][:, 1] / s[1][:, 0])
 
 
 def _common(decoded: Iterable[Mapping[int, Any]]) -> list[int]:
@@ -76,23 +75,6 @@ def _common(decoded: Iterable[Mapping[int, Any]]) -> list[int]:
 def _table(counts: Counts, seeds: Sequence[int], prompts: Sequence[int]) -> Tensor:
     """Return the counts as (seeds, prompts, 2)."""
     return torch.tensor([[counts[seed][prompt] for prompt in prompts] for seed in seeds], dtype=torch.float64)
-
-
-def _resampled(tables: Sequence[Tensor], figure: Callable[[list[Tensor]], Tensor]) -> Estimate:
-    """Estimate a figure from the tables' sums; the interval resamples seeds and prompts, the same in all tables."""
-    seeds, prompts = tables[0].shape[:2]
-    generator = torch.Generator().manual_seed(0)
-    by_seed, by_prompt = (_draws(count, generator) for count in (seeds, prompts))
-    sums = [torch.einsum("rs,rp,spc->rc", by_seed, by_prompt, table) for table in tables]
-    ends = figure(sums).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    value = float(figure([table.sum((0, 1))[None] for table in tables]))
-    return Estimate(value, *((math.nan, math.nan) if prompts == 1 else ends), prompts)
-
-
-def _draws(count: int, generator: torch.Generator) -> Tensor:
-    """Return how often each of ``count`` items is drawn in each resample, (resamples, count)."""
-    drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
-    return torch.zeros(RESAMPLES, count, dtype=torch.float64).scatter_add_(1, drawn, torch.ones_like(drawn).double())
 
 
 def speed_of(records: Iterable[Record], key: str, target: str, prompt_set: str, setting: str) -> Record | None:
@@ -122,10 +104,8 @@ def speed_of(records: Iterable[Record], key: str, target: str, prompt_set: str, 
 
 
 def plain_json(estimate: Estimate | None) -> Record | None:
-    """Return an estimate as JSON values, with null for NaN."""
-    if estimate is None:
-        return None
-    return {key: None if value != value else value for key, value in estimate._asdict().items()}
+    """Return an estimate as JSON values."""
+    return None if estimate is None else told(estimate)
 
 
 def key_of(arm: str, drafting: str) -> str:

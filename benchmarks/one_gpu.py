@@ -34,7 +34,7 @@ from trainer.target.features import FeatureIdentity
 from trainer.target.teacher_cache import TeacherIdentity
 
 CARDS = {"RTX 4090": (24, 165, 1008), "L40S": (48, 362, 864), "H100": (80, 989, 3350)}
-"""Memory in GB, dense bf16 TFLOPS and memory bandwidth in GB/s, as published by NVIDIA."""
+"""Memory in GB, dense bf16 TFLOPS and memory bandwidth in GB/s, as published by NVIDIA (taken on `READ`)."""
 ASSUMED = {"prompt": 256, "answer": 768, "flops": 0.35, "bandwidth": 0.6, "spare_gb": 4, "texts": 256, "evening_h": 6}
 """Tokens of a text, shares of a card's peaks, GB left for activations, most texts at a time, and hours."""
 QWEN3_8B = AutoConfig.for_model(
@@ -47,11 +47,19 @@ _SPECULATORS = "https://github.com/vllm-project/speculators/blob/02c0fadc66a8106
 _DEEPSPEC = (
     "https://github.com/deepseek-ai/DeepSpec/blob/40c413ead7b70df49c9e734e4542dedef86badf1/scripts/data/README.md"
 )
+_FP8 = "https://github.com/vllm-project/speculators/blob/fde5c45b641e6268ad4198d8979e6505c1ee0d24/hs_connectors/src/hs_connectors/fp8_hidden_states_connector.py"
 OTHERS = (
-    (f"[speculators]({_SPECULATORS}), EAGLE-3: four states", 4 * 4096 * 2),
+    (
+        f"[speculators]({_SPECULATORS}), EAGLE-3: four states, in bf16, or in [FP8]({_FP8}) since 0.9.0 of 2026-10-16",
+        4 * 4096 * 2,
+        4 * 4096 + 4 + 8,
+    ),
     (f"[DeepSpec]({_DEEPSPEC}), DSpark: six states", 6 * 4096 * 2 + 6),
 )
-"""From the formula on the first page, and from estimate_target_cache_size.py next to the second."""
+"""From the formula on the first page, the tensors that the second writes (with a scale and the token's id), and
+estimate_target_cache_size.py next to the third."""
+READ = "2026-11-26"
+"""Day on which the figures of others were read at these commits. Version 0.9.0 is dated by PyPI."""
 SET = ("name=x", "target=x", "output=x", "data.train=x", "data.heldout=x")
 
 
@@ -108,6 +116,7 @@ def main() -> None:
         "hardware": {"gpu": "computed"},
         "commit": commit(),
         "assumed": ASSUMED,
+        "read": READ,
         "stored": [*ours, ("draft: logits, of trained tokens only", logits), *OTHERS],
         "cards": [evening(name, count(target.model), count(heads), draft) for name in CARDS],
     }

@@ -16,9 +16,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 _Z95 = 1.959964
@@ -35,7 +37,8 @@ class StepCount(NamedTuple):
 
 
 FEWEST = 8
-"""Observations below which a bootstrap interval is too narrow to trust."""
+"""Texts below which a bootstrap interval is not to be trusted."""
+_RESAMPLES = 2000
 
 
 class Estimate(NamedTuple):
@@ -47,27 +50,16 @@ class Estimate(NamedTuple):
     observations: int
 
 
-def proportion(successes: int, trials: int) -> Estimate:
-    """Estimate a share, with its Wilson score interval (Wilson 1927)."""
-    if trials == 0:
-        return Estimate(math.nan, 0.0, 1.0, 0)
-    share = successes / trials
-    spread = _Z95**2 / trials
-    centre = (share + spread / 2) / (1 + spread)
-    half = _Z95 * math.sqrt(share * (1 - share) / trials + spread / (4 * trials)) / (1 + spread)
-    # At a share of 0 or 1 a bound equals the share: rounding must not move it past.
-    return Estimate(share, min(max(0.0, centre - half), share), max(min(1.0, centre + half), share), trials)
-
-
 def ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> Estimate:
     """Estimate (sum of first entries) / (sum of second entries), with a bootstrap interval over pairs.
 
     A pair belongs to one text. Steps of a text are correlated, so whole texts are resampled, with a fixed seed.
     """
-    return _resampled(torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2), lambda sums: sums[0] / sums[1])
+    values = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
+    return resampled((values,), lambda sums: sums[0][:, 0] / sums[0][:, 1])
 
 
-def ratio_of_rates(texts: Sequence[tuple[float, float, float, float]], resamples: int = 1000) -> Estimate:
+def ratio_of_rates(texts: Sequence[tuple[float, float, float, float]]) -> Estimate:
     """Estimate the speed ratio of two methods, in tokens per second over all texts together.
 
     An entry is (tokens, seconds, tokens, seconds) of one text: by the first method, then by the second. The bootstrap
@@ -75,22 +67,69 @@ def ratio_of_rates(texts: Sequence[tuple[float, float, float, float]], resamples
     """
     values = torch.tensor(texts, dtype=torch.float64).reshape(-1, 4)
     # Products first: two equal methods then have a ratio of exactly 1 and a two-sided interval.
-    return _resampled(values, lambda sums: sums[0] * sums[3] / (sums[1] * sums[2]), resamples)
+    return resampled((values,), lambda sums: sums[0][:, 0] * sums[0][:, 3] / (sums[0][:, 1] * sums[0][:, 2]))
 
 
-def _resampled(values: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int = 1000) -> Estimate:
-    """Estimate ``ratio`` of the column sums of ``values`` (texts, columns), with a 95% bootstrap interval over rows."""
-    texts = len(values)
-    total = ratio(values.sum(0)) if texts else torch.tensor(math.nan)
-    if not total.isfinite():
+def share(texts: Sequence[tuple[int, int]]) -> Estimate:
+    """Estimate successes / trials over all texts, each a pair of these; observations are the trials.
+
+    Whole texts are resampled. If all trials had the same outcome, all resamples are equal: the interval is then
+    Wilson's (1927) with one trial for each text. Fewer than `FEWEST` texts give no interval (NaN).
+    """
+    counted = [each for each in texts if each[1]]
+    value, low, high, few = ratio_of_sums(counted)
+    if few < FEWEST:
+        low = high = math.nan
+    elif value in (0.0, 1.0):
+        wide = _Z95**2 / (few + _Z95**2)
+        low, high = (0.0, wide) if value == 0 else (1 - wide, 1.0)
+    return Estimate(value, low, high, sum(trials for _, trials in counted))
+
+
+def resampled(tables: Sequence[Tensor], ratio: Callable[[Sequence[Tensor]], Tensor]) -> Estimate:
+    """Estimate ``ratio`` of the sums of ``tables``, with a 95% interval by an expanded percentile bootstrap.
+
+    A table is (texts, columns) or (seeds, texts, columns); texts, and seeds too, are resampled, the same in all tables.
+    ``ratio`` maps the tables' sums, each (resamples, columns), to (resamples,).
+
+    Percentiles at 2.5% and 97.5% cover less than 95% of the time with few texts (88% with eight). Their normal quantile
+    is therefore replaced by Student's, times sqrt(n / (n - 1)), as in Hesterberg (1411.5279, expanded percentiles).
+    """
+    tables = [table if table.ndim == 3 else table[None] for table in tables]
+    seeds, texts, _ = tables[0].shape
+    value = float(ratio([table.sum((0, 1))[None] for table in tables])) if texts else math.nan
+    if not math.isfinite(value):
         return Estimate(math.nan, math.nan, math.nan, texts)
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(texts, (resamples, texts), generator=generator)
-    ratios = ratio(values[chosen].sum(1).T)
+    drawn = _draws(seeds, texts)
+    ratios = ratio([drawn @ table.flatten(0, 1) for table in tables])
+    ends = torch.tensor([-1.0, 1.0], dtype=torch.float64) * expanded_quantile(texts)
     finite = ratios[ratios.isfinite()]  # resampling only empty texts gives NaN
-    low, high = finite.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    value = float(total)  # with equal texts, rounding must not put it outside the interval
-    return Estimate(value, min(low, value), max(high, value), texts)
+    low, high = finite.quantile(torch.special.ndtr(ends)).tolist()
+    return Estimate(value, min(low, value), max(high, value), texts)  # rounding must not put the value outside
+
+
+@lru_cache(maxsize=8)
+def _draws(seeds: int, texts: int) -> Float[Tensor, "resamples seeds*texts"]:
+    """Return how often each text of each seed is drawn in each resample."""
+    generator, counts = torch.Generator().manual_seed(0), []
+    for items in (texts, seeds):
+        drawn = torch.randint(items, (_RESAMPLES, items), generator=generator)
+        drawn += items * torch.arange(_RESAMPLES)[:, None]
+        counts.append(drawn.flatten().bincount(minlength=_RESAMPLES * items).view(_RESAMPLES, items).double())
+    return (counts[1][:, :, None] * counts[0][:, None]).flatten(1)
+
+
+def expanded_quantile(texts: int) -> float:
+    """Return half the width of `resampled`'s interval in standard errors.
+
+    It is sqrt(n / (n - 1)) times Student's 97.5% quantile with n - 1 degrees of freedom, for n texts.
+
+    The quantile is the expansion of Abramowitz and Stegun (26.7.5), right to 0.001 from eight texts on.
+    """
+    z, free = _Z95, max(1, texts - 1)
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    quantile = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2) + third / free**3
+    return quantile * math.sqrt(1 + 1 / free)
 
 
 class Spread(NamedTuple):
@@ -141,30 +180,32 @@ class Acceptance:
 
 def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
     """Compute the figures from texts; each text is a list of its decoding steps without the prefill."""
+    texts = [text for text in texts if text]
     steps = [step for text in texts for step in text]
     deepest = max((step.offered for step in steps), default=0)
     conditional, unconditional = [], []
     for position in range(1, deepest + 1):
-        offered = [step for step in steps if step.offered >= position]
-        accepted = sum(step.accepted >= position for step in offered)
-        reached = sum(step.accepted >= position - 1 for step in offered)
-        if reached == 0:  # no draft was accepted this far, so later positions were never observed
+        offered = [[step for step in text if step.offered >= position] for text in texts]
+        accepted = [sum(step.accepted >= position for step in text) for text in offered]
+        reached = [sum(step.accepted >= position - 1 for step in text) for text in offered]
+        if not any(reached):  # no draft was accepted this far, so later positions were never observed
             break
-        conditional.append(proportion(accepted, reached))
-        unconditional.append(proportion(accepted, len(offered)))
+        conditional.append(share(list(zip(accepted, reached, strict=True))))
+        unconditional.append(share(list(zip(accepted, map(len, offered), strict=True))))
     accepted_tokens = sum(step.accepted for step in steps)
     lengths = Counter(step.accepted for step in steps)
-    shares = [
-        proportion(sum(count for length, count in lengths.items() if length >= position), len(steps))
-        for position in range(1, max(lengths, default=0) + 1)
-    ]
     found = Acceptance(
         passes=len(steps),
-        tokens_per_pass=ratio_of_sums([(sum(step.emitted for step in text), len(text)) for text in texts if text]),
+        tokens_per_pass=ratio_of_sums([(sum(step.emitted for step in text), len(text)) for text in texts]),
         conditional=tuple(conditional),
         unconditional=tuple(unconditional),
-        accepted_per_drafted=proportion(accepted_tokens, sum(step.drafted for step in steps)),
-        reached=tuple(shares),
+        accepted_per_drafted=share(
+            [(sum(step.accepted for step in text), sum(step.drafted for step in text)) for text in texts]
+        ),
+        reached=tuple(
+            share([(sum(step.accepted >= position for step in text), len(text)) for text in texts])
+            for position in range(1, max(lengths, default=0) + 1)
+        ),
         ended_in_draft=sum(step.emitted == step.accepted for step in steps),
         length_histogram=dict(sorted(lengths.items())),
     )

@@ -81,7 +81,8 @@ def discard_stale(recipe: str) -> None:
 def launch(recipe: str) -> None:
     """Train a recipe as a user would, by ``accelerate launch``; if `SHORT`, only the heads are launched."""
     discard_stale(recipe)
-    changes = ["training.steps=4", "evaluation.prompts=2", f"output={OUTPUT / 'short' / recipe}"] if SHORT else []
+    small = ["training.steps=4", "evaluation.prompts=2", "evaluation.tree_prompts=2"]
+    changes = [*small, f"output={OUTPUT / 'short' / recipe}"] if SHORT else []
     if SHORT and recipe != "medusa1":  # a second launch would only repeat all imports
         run_recipe(load_recipe(ROOT / "recipes" / "quickstart" / f"{recipe}.yaml", changes))
         return

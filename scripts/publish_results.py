@@ -219,9 +219,10 @@ def evening_table(report: Report) -> str:
 
 
 def stored_by_token(report: Report) -> str:
-    """Return the bytes that trainers store per token of a text."""
+    """Return the bytes that trainers store per token of a text, and the day on which those of others were read."""
     rows = ((what, " / ".join(f"{size:,}" for size in sizes)) for what, *sizes in report["stored"])
-    return table(("stored for each token (Qwen3-8B)", "bytes"), rows, 1)
+    read = f"Figures of other trainers were read on {report['read']} at the linked commits."
+    return f"{table(('stored for each token (Qwen3-8B)', 'bytes'), rows, 1)}\n\n{read}"
 
 
 def stored_sentence(report: Report) -> str:
@@ -230,7 +231,7 @@ def stored_sentence(report: Report) -> str:
     return (
         f"Training needs no stored states. If you store those of Qwen3-8B in int8, a token takes {heads:,} bytes for "
         f"heads and {draft:,} for a DSpark draft, or {whole:,} in bf16 ([comparison](docs/how-to/one-gpu.md)). "
-        f"{peer.split(',')[0]} documents {theirs:,} for six states."
+        f"{peer.split(',')[0]} documents {theirs:,} for six states (read on {report['read']})."
     )
 
 

@@ -16,7 +16,9 @@ from tiny_training import recipe_content, tiny_tokenizer, write_corpus
 from torch import Tensor
 
 from trainer.learning.objective import Objective
+from trainer.recipe.common import EvaluationSection
 from trainer.recipe.reading import parse_recipe
+from trainer.run import heldout
 from trainer.run.heldout import Evaluator
 from trainer.run.log import Evaluation
 from trainer.run.train import run_recipe
@@ -24,6 +26,7 @@ from trainer.run.train import run_recipe
 
 def workshop(folder: Path, kind: str, **evaluation: Any) -> dict[str, Any]:
     """A recipe of ten steps that evaluates at every second, with a checkpoint of every step."""
+    folder.mkdir(exist_ok=True)
     counting_model().save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
     write_corpus(folder)
@@ -33,18 +36,24 @@ def workshop(folder: Path, kind: str, **evaluation: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], list[tuple[int, float]]]:
-    """Makes evaluations find these figures one after the other; returns each one's tree nodes and temperature."""
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, float]]]:
+    """Makes evaluations find these figures one after the other; returns each one's tree nodes and temperature.
+
+    Of eight prompts in ten passes each, every other one keeps ``apart`` tokens more, the next as many fewer, the other
+    way round at every evaluation.
+    """
     asked: list[tuple[int, float]] = []
 
-    def script(figures: list[float]) -> list[tuple[int, float]]:
+    def script(figures: list[float], apart: int = 0) -> list[tuple[int, float]]:
         left = iter(figures)
 
         def found(self: Evaluator, objective: Objective) -> Evaluation:
             drafter = objective.drafter()
             assert drafter is not None
             asked.append((drafter.max_nodes, self.config.sampling.temperature))
-            return Evaluation({"tokens_per_pass": next(left)}, drafter.label)
+            figure, shift = next(left), apart * (-1) ** len(asked)
+            texts = tuple((round(10 * figure) + sign * shift, 10) for sign in (1, -1) * 4)
+            return Evaluation({"tokens_per_pass": figure}, drafter.label, texts)
 
         monkeypatch.setattr(Evaluator, "evaluate", found)
         return asked
@@ -96,3 +105,38 @@ def test_the_heads_of_the_best_step_are_finished_with_a_tree_of_their_own(
     assert re.search(rf"of step 4, held out, T=0\.7 \(medusa, \w+ of {nodes[5] - 1}\): ", said)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert (lines[-1]["step"], lines[-1]["heldout/step"], lines[-1]["heldout/tokens_per_pass"]) == (10, 4, 3.5)
+
+
+@pytest.mark.parametrize(("apart", "kept"), [(0, 4), (5, 10)])
+def test_the_last_weights_are_kept_unless_others_are_better_beyond_their_interval(
+    apart: int, kept: int, tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]]
+) -> None:
+    """3.0 against 2.9 tokens per pass: on every prompt alike, or with prompts that differ by a third either way."""
+    content = workshop(tmp_path, "medusa")
+    scripted([*SCRIPT[:1], 3.0, 2.0, 2.0, 2.9, 2.9], apart)
+    said = run(content)
+    provenance, heads = finished(content)
+    weights = checkpointed(content, kept)
+    assert provenance["steps"] == kept
+    assert all(torch.equal(tensor, weights[f"heads.{name}"]) for name, tensor in heads.items())
+    noted = "step 4 had the best evaluation, 3.000 tokens per target pass, but not beyond its interval over the last"
+    assert (noted in said) == ("with the best weights" not in said) == (kept == 10)
+
+
+def test_evaluations_the_choice_of_weights_and_the_tree_have_prompts_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def counted(examples: Any, count: int, *lengths: int) -> list[tuple[int, ...]]:
+        asked.append(count)
+        return found(examples, min(count, 2), *lengths)
+
+    found = heldout.heldout_prompts
+    monkeypatch.setattr(heldout, "heldout_prompts", counted)
+    sizes = {"prompts": 3, "best_prompts": 9, "tree_prompts": 5}
+    for keep, evaluated in (("last", 3), ("best", 9)):
+        run(workshop(tmp_path / keep, "medusa", keep=keep, every=10, **sizes))
+        assert asked == [evaluated, evaluated, 5], "evaluations during training, at its end, and the tree"
+        asked.clear()
+    assert (EvaluationSection().prompts, EvaluationSection(keep="best").evaluated) == (8, 64)

@@ -77,8 +77,8 @@ def test_two_methods_of_one_folder_are_paired_by_prompt(tmp_path: Path) -> None:
         (Estimate(1.05, 1.03, 1.08, 100), "real", "real: B is faster by 3.0% to 8.0%"),
         (Estimate(0.95, 0.92, 0.97, 100), "real", "real: B is slower by 3.0% to 8.0%"),
         (Estimate(1.0, 0.98, 1.015, 100), "none", "no difference seen: less than 2.0% either way"),
-        # Half the interval in logs 0.0953, wanted log(1.05) / 1.4294: 20 x (0.0953 x 1.4294 / 0.0488) squared = 155.9.
-        (Estimate(1.05, 1.05 / 1.1, 1.05 * 1.1, 20), "open", "too few prompts to say: about 156 would be enough"),
+        # The error in logs is 0.0953 / 2.147 = 0.0444; it must fall to log(1.05) / 2.802: 20 x 6.49 = 129.9.
+        (Estimate(1.05, 1.05 / 1.1, 1.05 * 1.1, 20), "open", "too few prompts to say: about 130 would be enough"),
         (Estimate(1.5, 1.4, 1.6, 4), "open", "too few prompts to say: about 8 would be enough"),
         (Estimate(float("nan"), 0.0, 0.0, 0), "unmeasured", "not measured"),
     ],

@@ -9,9 +9,9 @@ from decoding.metrics import (
     acceptance,
     expected_tokens,
     predicted_speedup,
-    proportion,
     ratio_of_rates,
     ratio_of_sums,
+    share,
 )
 
 TEXT = [StepCount(4, 3, 3, 3), StepCount(1, 0, 3, 3), StepCount(2, 1, 3, 3), StepCount(3, 2, 2, 2)]
@@ -22,12 +22,12 @@ def test_tokens_per_pass_count_the_targets_own_token() -> None:
 
 
 def test_conditional_acceptance_counts_only_drafts_that_came_that_far() -> None:
-    values = [(share.value, share.observations) for share in acceptance([TEXT]).conditional]
+    values = [(each.value, each.observations) for each in acceptance([TEXT]).conditional]
     assert values == [(3 / 4, 4), (2 / 3, 3), (1 / 1, 1)]  # position 3 was offered in three steps, reached in one
 
 
 def test_unconditional_acceptance_counts_all_drafts_that_were_that_deep() -> None:
-    values = [(share.value, share.observations) for share in acceptance([TEXT]).unconditional]
+    values = [(each.value, each.observations) for each in acceptance([TEXT]).unconditional]
     assert values == [(3 / 4, 4), (2 / 4, 4), (1 / 3, 3)]
 
 
@@ -39,7 +39,7 @@ def test_accepted_per_drafted_and_the_histogram_of_lengths() -> None:
 
 def test_the_acceptance_length_is_one_and_the_shares_of_all_passes_that_reached_each_position() -> None:
     figures = acceptance([TEXT])
-    assert [(share.value, share.observations) for share in figures.reached] == [(3 / 4, 4), (2 / 4, 4), (1 / 4, 4)]
+    assert [(each.value, each.observations) for each in figures.reached] == [(3 / 4, 4), (2 / 4, 4), (1 / 4, 4)]
     assert figures.acceptance_length == pytest.approx(1 + 6 / 4) == figures.tokens_per_pass.value
     assert figures.ended_in_draft == 0
 
@@ -55,16 +55,30 @@ def test_no_steps_give_no_figure_rather_than_an_error() -> None:
     assert figures.passes == 0 and math.isnan(figures.tokens_per_pass.value) and figures.conditional == ()
 
 
-def test_wilsons_interval_against_the_published_example() -> None:
-    # 8 of 10: Wilson's 95% interval is 0.490 to 0.943 (Brown, Cai & DasGupta 2001, table of intervals).
-    estimate = proportion(8, 10)
-    assert (round(estimate.low, 3), round(estimate.high, 3)) == (0.490, 0.943)
+def test_the_steps_of_a_text_are_alike_so_more_of_them_do_not_narrow_a_shares_interval() -> None:
+    """Wilson's interval of 100 of 200 is 0.43 to 0.57, and of ten times as many narrower still."""
+    of_20, of_200 = (share([(0, steps), (steps, steps)] * 5) for steps in (20, 200))
+    assert of_20[:3] == of_200[:3] and (of_20.observations, of_200.observations) == (200, 2000)
+    assert of_20.value == 0.5 and of_20.low < 0.2 and of_20.high > 0.8
 
 
-@pytest.mark.parametrize("successes", [0, 5])
-def test_a_share_of_none_or_all_lies_within_its_own_interval(successes: int) -> None:
-    estimate = proportion(successes, 5)
-    assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1
+def test_drafted_tree_nodes_are_no_trials_of_their_own() -> None:
+    """At most one of a tree's sixteen siblings is accepted: 160 nodes say no more than their ten texts."""
+    chains = acceptance([[StepCount(1 + kept, kept, 1, 1)] for kept in (0, 1) * 5]).accepted_per_drafted
+    trees = acceptance([[StepCount(1 + kept, kept, 1, 16)] for kept in (0, 1) * 5]).accepted_per_drafted
+    assert trees.observations == 160 == 16 * chains.observations
+    assert trees[:3] == pytest.approx([figure / 16 for figure in chains[:3]])
+
+
+def test_a_share_of_none_or_all_gets_wilsons_interval_with_a_trial_for_each_text() -> None:
+    wide = 1.959964**2 / (9 + 1.959964**2)
+    assert share([(0, 5)] * 9)[:3] == pytest.approx((0.0, 0.0, wide))
+    assert share([(5, 5)] * 9 + [(0, 0)])[:3] == pytest.approx((1.0, 1 - wide, 1.0))
+
+
+def test_a_share_of_fewer_than_eight_texts_has_no_interval() -> None:
+    estimate = share([(1, 100)] * 7)
+    assert (estimate.value, estimate.observations) == (0.01, 700) and math.isnan(estimate.low + estimate.high)
 
 
 def test_a_bootstrap_interval_holds_the_ratio_and_is_the_same_every_time() -> None:
@@ -104,5 +118,5 @@ def test_texts_without_tokens_leave_the_others_their_ratio_and_alone_have_none()
 def test_equal_methods_have_a_ratio_of_exactly_one_whatever_their_figures_are() -> None:
     """1/49 x 49 is 0.9999999999999999: the interval would then leave 1 out, and a verdict be a real difference."""
     for tokens in range(1, 50, 3):
-        for passes in range(1, 50):
-            assert ratio_of_rates([(tokens, passes, tokens, passes)] * 2, resamples=2)[:3] == (1.0, 1.0, 1.0)
+        for passes in range(1, 50, 3):
+            assert ratio_of_rates([(tokens, passes, tokens, passes)] * 2)[:3] == (1.0, 1.0, 1.0)

@@ -43,6 +43,17 @@ def test_the_figures_of_the_pages_are_those_of_one_committed_report(name: str, c
     )
 
 
+def test_figures_of_other_trainers_have_their_source_and_a_date() -> None:
+    publisher = _publisher()
+    report = json.loads((ROOT / "benchmarks" / "results" / "computed" / "one_gpu.json").read_text())
+    rows = [row for row in publisher.stored_by_token(report).splitlines() if "](http" in row]
+    assert [re.findall(r"[\d,/ ]+(?= \|$)", row)[-1].strip() for row in rows] == ["32,768 / 16,396", "49,158"]
+    assert all(re.search(r"/blob/[0-9a-f]{40}/", row) for row in rows) and "0.9.0 of 2026-10-16" in rows[0]
+    assert all(
+        "read on 2026-11-26" in write(report) for write in (publisher.stored_by_token, publisher.stored_sentence)
+    )
+
+
 def test_the_readme_names_every_machine_that_figures_come_from_and_says_which_are_missing() -> None:
     folders = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
     assert folders == {"amd-epyc-2-cores", "computed"}, "figures of another machine: the README's limits must name it"

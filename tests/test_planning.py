@@ -1,6 +1,7 @@
 """The plan of speculation: trees, costs of steps, acceptance, the choice, its file, and what servers are told."""
 
 import itertools
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -24,6 +25,19 @@ from decoding.policies import PLAIN, Budget
 from decoding.rules.tree import TokenTree, TreeShape
 
 SPEC = DrafterSpec("draft", "folder", {})
+
+
+# --- hiccups ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafting", [10, 20, 30])
+def test_steps_that_draft_and_steps_that_find_nothing_both_count(drafting: int) -> None:
+    """A lookup drafts in some steps only. A step with ten drafted tokens costs five here, one with none costs one."""
+    survey, budget = StepSurvey([Budget(10, 11)], 1, samples=24), Budget(10, 11)
+    steps = [(0, 1.0)] * (41 - drafting) + [(10, 5.0)] * drafting  # the first is not counted
+    for drafted, seconds in [*steps, (0, 20.0), (10, 100.0)]:  # and a hiccup of either kind
+        survey.observe(budget, [StepCount(1, 0, drafted, drafted)], 0.0, 0.0, seconds)
+    assert survey.seconds()[budget].total == pytest.approx((40 - drafting + 5 * drafting) / 40)
 
 
 # --- the whole prediction on a machine whose truth is known ----------------------------------------------------------
@@ -166,4 +180,4 @@ def test_published_acceptance_gains_what_the_best_length_of_its_chain_does() -> 
 def test_the_published_rates_bring_the_tokens_that_their_sources_print() -> None:
     assert expected_tokens(equal_rates(3.11, 7)[0], 7) == pytest.approx(3.11)
     assert {each.draft for each in PUBLISHED} == {"heads", "dspark", "draft"}
-    assert all(each.source and 0 < len(each.rates) <= DEEPEST for each in PUBLISHED)
+    assert all(re.search(r"\b20\d\d\b", each.source) and 0 < len(each.rates) <= DEEPEST for each in PUBLISHED)

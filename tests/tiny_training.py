@@ -83,7 +83,7 @@ def recipe_content(folder: Path, kind: str, **training: Any) -> dict[str, Any]:
         "dtype": "fp32",
         "data": {"train": str(folder / "train.jsonl"), "heldout": str(folder / "heldout.jsonl"), "max_length": 32},
         "training": {**section, **training},
-        "evaluation": {"every": 1000, "prompts": 2, "prompt_tokens": 6, "max_new_tokens": 8},
+        "evaluation": {"every": 1000, "prompts": 2, "tree_prompts": 2, "prompt_tokens": 6, "max_new_tokens": 8},
         "tracking": "none",
     }
     if kind == "draft":

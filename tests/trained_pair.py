@@ -86,7 +86,7 @@ def _trained(folder: Path, kind: str, steps: int, **sections: Any) -> Path:
         "output": str(folder / kind),
         "data": {"train": str(folder / "train.jsonl"), "heldout": str(folder / "heldout.jsonl"), "max_length": 48},
         "training": {**training, "mixed_precision": "no"},
-        "evaluation": {"every": 1000, "prompts": 1, "prompt_tokens": 4, "max_new_tokens": 4},
+        "evaluation": {"every": 1000, "prompts": 1, "tree_prompts": 1, "prompt_tokens": 4, "max_new_tokens": 4},
         "tracking": "none",
         **sections,
     }

@@ -10,14 +10,14 @@ from decoding.errors import UserError
 from decoding.measure.figures import PLAIN, load_of, told
 from decoding.measure.records import GridCell, Record, Records, provenance_of, provenances, read_lines, record_files
 from decoding.measure.rows import tokens_and_seconds
-from decoding.metrics import FEWEST, Estimate, ratio_of_rates
+from decoding.metrics import FEWEST, Estimate, expanded_quantile, ratio_of_rates
 
 _SMALL = 0.05
 """Largest difference that an interval may still contain when we report that no difference was seen."""
 _WORTH = 0.02
 """Smallest difference for which we suggest more prompts."""
-_WIDTH80 = (1.959964 + 0.841621) / 1.959964
-"""Factor by which a difference must exceed half its 95% interval to be found with 80% power."""
+_POWER80 = 1.959964 + 0.841621
+"""Standard errors that a difference must have to be found with 80% power."""
 _SETTINGS = ("dtype", "max_new_tokens")
 """Settings in which two evaluations may differ; every ratio then includes the effect of the difference."""
 _TIMES = {"machines": "hardware", "commits": "commit", "numbers of processes": "processes"}
@@ -81,9 +81,9 @@ def verdict(ratio: Estimate, faster: str = "faster", prompts: int | None = None)
         either = max(-low, high)
         if either <= _SMALL:
             return RatioVerdict("none", f"no difference seen: less than {max(either, 0.001):.1%} either way")
-    half = (math.log(ratio.high) - math.log(ratio.low)) / 2
+    error = (math.log(ratio.high) - math.log(ratio.low)) / (2 * expanded_quantile(ratio.observations))
     effect = max(abs(math.log(ratio.value)), math.log1p(_WORTH))
-    wanted = max(FEWEST, ratio.observations * (half * _WIDTH80 / effect) ** 2)
+    wanted = max(FEWEST, ratio.observations * (error * _POWER80 / effect) ** 2)
     needed = math.ceil(wanted * (prompts or ratio.observations) / ratio.observations)
     return RatioVerdict("open", f"too few prompts to say: about {needed:,} would be enough", needed)
 

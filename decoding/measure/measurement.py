@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from decoding.drafters.base import Drafter
@@ -69,7 +70,10 @@ class Measurement:
         assert len(set(names)) == len(names), f"two methods share a name, so one would be lost: {names}"
 
     def run(self) -> None:
-        """Decode everything in this process's share without a record; process 0 also measures the cost curve."""
+        """Decode everything in this process's share without a record; process 0 also measures the cost curve.
+
+        The curve is of passes in the middle of the texts in the first cell, the only rows that it predicts.
+        """
         warm: GridCell | None = None
         for unit in self._missing():
             if unit.cell != warm:
@@ -77,7 +81,9 @@ class Measurement:
                 warm = unit.cell
             self._decode(unit)
         if self.rank == 0 and self.records.cost_curve is None:
-            self.records.add({"cost_curve": measure_costs(self.target).target_pass})
+            lengths = map(len, self._first_turns(cells_of(self.config)[0]))
+            half_written = round(fmean(lengths) + self.config.max_new_tokens / 2)
+            self.records.add({"cost_curve": measure_costs(self.target, prefix=half_written).target_pass})
 
     def total(self) -> int:
         """Count the remaining runs of this process's share, including later turns that may prove too long."""
@@ -192,10 +198,13 @@ class Measurement:
 
     def _warm_up(self, cell: GridCell) -> None:
         """Decode the first turns that need the most memory, by every method."""
-        prompts = [self.source.prompt(index, cell.context) for wave in self._waves(cell) for index in wave.questions]
-        longest = sorted(prompts, key=len, reverse=True)[: cell.batch_size]
+        longest = sorted(self._first_turns(cell), key=len, reverse=True)[: cell.batch_size]
         for method in self.methods_of(cell):
             self._run(method, longest, [self.config.seed] * len(longest), cell.batch_size)
+
+    def _first_turns(self, cell: GridCell) -> list[tuple[int, ...]]:
+        """Return the first turns of this process's share."""
+        return [self.source.prompt(index, cell.context) for wave in self._waves(cell) for index in wave.questions]
 
     def _parted(self, unit: Unit) -> Iterator[RunKey]:
         """Yield greedy runs without margins in which some text differs from plain decoding's."""

@@ -34,7 +34,8 @@ Drafts = Literal["sampled", "greedy", "deterministic"]
 class Run(NamedTuple):
     """One decoded text: ``first_seconds`` to its first tokens, then ``decode_tokens`` in ``decode_seconds``.
 
-    In a batch the seconds of each pass are divided equally among its rows.
+    A draft's pass over the prompt counts as decoding, in our loop and in assisted generation alike. In a batch the
+    seconds of each pass are divided equally among its rows.
     """
 
     tokens: tuple[int, ...]
@@ -308,13 +309,20 @@ def transformers_generate(
     options: dict[str, Any] = {} if assistant is None else {"assistant_model": assistant.model}
     generate: Callable[..., Tensor] = target.model.generate  # type: ignore[assignment]  # a mixin's, not in the type
     clock = _Clock()
-    with _seeded(target, config), _bare_generation_configs(models, num_assistant_tokens):
+    with (
+        _seeded(target, config),
+        _bare_generation_configs(models, num_assistant_tokens),
+        _first_pass(assistant) as passes,
+    ):
         begin = time.perf_counter()
         output = generate(
             input_ids, attention_mask=attention_mask, generation_config=generation_config, streamer=clock, **options
         )
         end = time.perf_counter()
-    first, rest = (seconds / len(prompts) for seconds in (clock.first_at - begin, end - clock.first_at))
+    read = passes[1] - passes[0] if passes else 0.0
+    # The first tokens of assisted generation come after the draft has read the prompt; those of our loop come before.
+    first_at = clock.first_at - read
+    first, rest = (seconds / len(prompts) for seconds in (first_at - begin, end - first_at))
     runs: list[Run] = []
     for row in output[:, longest:].tolist():
         stop = next((index + 1 for index, token in enumerate(row) if token in config.eos_token_ids), len(row))
@@ -328,6 +336,25 @@ def _seeded(target: CausalLM, config: DecodingConfig) -> Iterator[None]:
     with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
         torch.manual_seed(config.seed)
         yield
+
+
+@contextmanager
+def _first_pass(draft: CausalLM | None) -> Iterator[list[float]]:
+    """Yield a list that gets the times at which the draft's next pass, over the prompt, begins and ends."""
+    times: list[float] = []
+    device = None if draft is None else draft.device
+
+    def note(*_: Any) -> None:
+        if len(times) < 2:
+            if device is not None and device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter())
+
+    with ExitStack() as hooks:
+        if draft is not None:
+            hooks.callback(draft.model.register_forward_pre_hook(note).remove)
+            hooks.callback(draft.model.register_forward_hook(note).remove)
+        yield times
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from decoding.measure.figures import PLAIN, Report, cells, told
 from decoding.measure.methods import Method, Run
 from decoding.measure.records import GridCell, Records, RunKey
 from decoding.measure.rows import figures_of
-from decoding.metrics import proportion, ratio_of_sums
+from decoding.metrics import ratio_of_sums, share
 
 SERVED = "served"
 """Method name of the endpoint; the baseline endpoint, which does not speculate, is plain decoding."""
@@ -95,6 +95,7 @@ def _percentiles(seconds: Iterable[float]) -> dict[str, Any]:
 def counted_acceptance(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the acceptance figures of a cell from a server's counters, summed over rounds.
 
+    They have no intervals: counters do not say which passes belong to one text, and passes of a text are alike.
     Returns only ``counters_disagree`` if the counts by position do not add up to the accepted tokens.
     """
     drafts = sum(round(each["drafts"] or 0) for each in counters)
@@ -109,14 +110,14 @@ def counted_acceptance(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ]
     if sum(reached) != accepted or not all(after <= before for before, after in pairwise([drafts, *reached])):
         return {"counters_disagree": True}
-    shares = [proportion(count, drafts) for count in reached]
-    length = 1 + sum(share.value for share in shares)
+    shares = [share([(count, drafts)]) for count in reached]
+    length = 1 + sum(each.value for each in shares)
     assert math.isclose(length, 1 + accepted / drafts, rel_tol=1e-9), (reached, accepted, drafts)
     return {
         "passes": drafts,
         "acceptance_length": length,
-        "reached": [share._asdict() for share in shares],
-        "accepted_per_drafted": proportion(accepted, drafted)._asdict(),
+        "reached": [told(each) for each in shares],
+        "accepted_per_drafted": told(share([(accepted, drafted)])),
     }
 
 

@@ -24,6 +24,7 @@ QUICK = [
     "training.micro_batch_size=8",
     "data.max_length=48",
     "evaluation.prompts=1",
+    "evaluation.tree_prompts=1",
     "evaluation.prompt_tokens=4",
     "evaluation.max_new_tokens=4",
 ]

@@ -43,7 +43,7 @@ EXTEND = (ROOT / "docs" / "how-to" / "extend.md").read_text()
 TARGETS = (ROOT / "docs" / "reference" / "targets.md").read_text()
 _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
-    "evaluation.max_new_tokens=4 tracking=none"
+    "evaluation.best_prompts=8 evaluation.tree_prompts=1 evaluation.max_new_tokens=4 tracking=none"
 )
 TINY = {  # what makes a command quick, behind its own words
     "headstart train": _TINY_RECIPE,
@@ -51,7 +51,7 @@ TINY = {  # what makes a command quick, behind its own words
     "headstart realign": "--steps 2 --max-new-tokens 12 training.batch_size=2 training.micro_batch_size=2",
     "headstart regenerate": "--limit 2 --max-new-tokens 12 --batch-size 2",
     "accelerate launch": "training.steps=1 training.batch_size=2 training.micro_batch_size=2 evaluation.prompts=1 "
-    "evaluation.max_new_tokens=4 data.max_rows=4",
+    "evaluation.tree_prompts=1 evaluation.max_new_tokens=4 data.max_rows=4",
     "headstart evaluate": "--limit 1 --max-new-tokens 6",
     "headstart generate": "--max-new-tokens 8",
     "headstart chat": "--max-new-tokens 8",

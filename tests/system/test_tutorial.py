@@ -29,6 +29,7 @@ _TINY_RECIPE = {
     "training.micro_batch_size": "2",
     "evaluation.every": "1",
     "evaluation.prompts": "1",
+    "evaluation.tree_prompts": "1",
     "evaluation.max_new_tokens": "4",
 }
 SHORTER = {  # option or key: a value that makes the command quick, in place of the tutorial's or behind its words

@@ -1,6 +1,7 @@
 """The evaluation, its peers and its report, on tiny models."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,25 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(tiny_llama: Cau
         EvaluationConfig(settings=("beam",))
     with pytest.raises(ValueError, match=r"temperatures are 0: give numbers above 0 \(0 is the setting greedy\)"):
         EvaluationConfig(temperatures=(0.0,))
+
+
+def test_the_draft_s_prefill_counts_as_drafting_here_and_in_assisted_generation(
+    tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock moves only when the draft reads the prompt."""
+    now, draft = [0.0], CausalLM(tiny_model(seed=1))
+
+    def reads(module: object, args: tuple[Any, ...], inputs: dict[str, Any], output: object) -> None:
+        ids = inputs.get("input_ids", args[0] if args else None)
+        now[0] += 100.0 * (ids is not None and ids.shape[1] >= 20)
+
+    draft.model.register_forward_hook(reads, with_kwargs=True)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    config = EvaluationConfig(max_new_tokens=8, settings=("greedy",))
+    methods = standard_methods(tiny_llama, {"draft": DraftModelDrafter(draft, 2)}, config)
+    runs = {each.name: each.decode([1, 2, 3, 4] * 5, 0) for each in methods if each.drafter}
+    assert len(runs) == 3
+    assert {(run.first_seconds, run.decode_seconds) for run in runs.values()} == {(0.0, 100.0)}
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ def test_a_recipe_of_a_small_target_or_for_any_trains_to_its_end_in_a_few_steps(
     train, heldout = write_corpus(tmp_path)
     small = ["training.steps=3", "training.batch_size=4", "training.micro_batch_size=2", "data.max_length=16"]
     small += ["evaluation.prompts=1", "evaluation.prompt_tokens=4", "evaluation.max_new_tokens=4", "tracking=none"]
+    small += ["evaluation.best_prompts=8", "evaluation.tree_prompts=1"]
     given = ["name=tiny", f"target={tmp_path / 'target'}", f"output={tmp_path / 'run'}", "training.mixed_precision=no"]
     given += [f"data.train={train}", f"data.heldout={heldout}", "dtype=fp32"]
     if path.stem == "medusa2":

@@ -10,6 +10,7 @@ import pytest
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
+from decoding.measure import measurement as measurement_module
 from decoding.measure.measurement import Measurement, cells_of, report_of
 from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, settings_of, standard_methods
 from decoding.measure.questions import Asker, Question, TokenPrompts, waves_of
@@ -18,6 +19,7 @@ from decoding.measure.rows import figures_of
 from decoding.measure.samples import pieces_of, samples_of
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
+from decoding.model.cost_curve import Costs
 
 PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
 PROVENANCE = {"identity": {"max_new_tokens": 6}, "commit": "c", "hardware": "h", "versions": "v"}
@@ -269,3 +271,26 @@ def test_a_text_with_a_secret_is_no_sample_and_that_of_a_prompt_is_withheld_whol
     figures, measurement = measured(tiny_llama, chosen, asker(*(question(name, name) for name in prompts)))
     (sample,) = samples_of(measurement, figures["rows"], byte_tokenizer())
     assert sample["pieces"] == [["ok", False]] and sample["prompt"] == "(withheld)" + " " * 390
+
+
+@pytest.mark.parametrize(("contexts", "prefix"), [((None,), 3 + 3), ((40, 80), 40 + 3)])
+def test_the_cost_curve_that_predicts_speedups_is_measured_in_the_middle_of_the_first_cells_texts(
+    contexts: tuple[int | None, ...],
+    prefix: int,
+    tiny_llama: CausalLM,
+    methods: list[Method],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OfLength(TokenPrompts):
+        def prompt(self, index: int, context: int | None = None, answers: Any = ()) -> tuple[int, ...]:
+            return (1,) * context if context else super().prompt(index)
+
+    def measured(target: CausalLM, **options: Any) -> Costs:
+        asked.append(options)
+        return Costs({1: 1.0})
+
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(measurement_module, "measure_costs", measured)
+    config = replace(CONFIG, settings=("greedy",), contexts=contexts, batch_sizes=(1,))
+    Measurement(tiny_llama, methods[:1], OfLength(PROMPTS), config).run()
+    assert asked == [{"prefix": prefix}]

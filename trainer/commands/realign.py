@@ -51,7 +51,7 @@ from trainer.terminal.progress import ProgressBar
 
 REPORT = "realigned.json"
 _PROMPTS, _CHOOSING, _HELDOUT = "prompts.jsonl", "choosing.jsonl", "heldout.jsonl"
-_MOST_CHOOSING, _MOST_HELDOUT = 16, 50
+_MOST_CHOOSING, _MOST_HELDOUT = 64, 50
 _PROMPT_TOKENS, _SEQUENCE_TOKENS = 64, 1024
 _NAMES = {"tokens_per_pass": "tokens per target pass", "accepted_per_drafted": "accepted/drafted"}
 _TEMPERATURES = {"greedy": 0.0, "T=1": 1.0}
@@ -117,7 +117,7 @@ def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, wat
 def split_prompts(options: RealignOptions) -> None:
     """Split the prompts into three files; the last rows are held out."""
     rows = [line.rstrip(b"\n") for _, line in read_lines(resolve(options.prompts))]
-    choosing = min(_MOST_CHOOSING, math.ceil(len(rows) / 50))
+    choosing = min(_MOST_CHOOSING, math.ceil(len(rows) / 20))
     if options.heldout is None:
         heldout = rows[len(rows) - min(_MOST_HELDOUT, math.ceil(len(rows) / 20)) :]
         rows = rows[: len(rows) - len(heldout)]
@@ -193,7 +193,7 @@ def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
         "training": {"steps": options.steps, "batch_size": 16, "micro_batch_size": 4},
         "evaluation": {
             "every": every,
-            "prompts": _MOST_CHOOSING,
+            "best_prompts": _MOST_CHOOSING,
             "prompt_tokens": _PROMPT_TOKENS,
             "max_new_tokens": options.max_new_tokens,
             "temperature": options.temperature,

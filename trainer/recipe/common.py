@@ -94,7 +94,11 @@ class EvaluationSection(Section):
 
     every: Annotated[int, Field(ge=1)] = 200
     prompts: Annotated[int, Field(ge=0)] = 8
-    """0 disables evaluation; heads then keep a plain chain."""
+    """Held-out prompts of an evaluation. 0 disables evaluations and the fitted tree: heads then keep a plain chain."""
+    best_prompts: Annotated[int, Field(ge=8)] = 64
+    """Least number of prompts of an evaluation with ``keep: best``. Fewer than eight give no interval."""
+    tree_prompts: Annotated[int, Field(ge=1)] = 64
+    """Training prompts whose greedy answers by the target fit the tree of finished heads or of a DSpark draft."""
     prompt_tokens: Annotated[int, Field(ge=1)] = 64
     """Tokens at the start of a plain text that serve as its prompt."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
@@ -102,7 +106,13 @@ class EvaluationSection(Section):
     """Number of prompts decoded together. Processes share whole batches, so their number changes no figure."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     keep: Literal["last", "best"] = "last"
-    """Weights of the finished run: from the last step, or with the most tokens per target pass."""
+    """Weights of the finished run: from the last step, or those with the most tokens per target pass if the 95%
+    interval of their gain over the last step's excludes 1."""
+
+    @property
+    def evaluated(self) -> int:
+        """Prompts of each evaluation."""
+        return max(self.prompts, self.best_prompts) if self.keep == "best" else self.prompts
 
     @model_validator(mode="after")
     def _there_is_something_to_go_by(self) -> "EvaluationSection":

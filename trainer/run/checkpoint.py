@@ -120,11 +120,12 @@ class Progress:
 
 
 class Best(NamedTuple):
-    """The weights with the highest held-out figure so far."""
+    """The weights with the highest held-out figure so far, and each prompt's new tokens and target passes."""
 
     progress: Progress
     figure: float
     weights: Tensors
+    texts: tuple[tuple[int, int], ...] = ()
 
 
 class Saved(NamedTuple):
@@ -197,7 +198,7 @@ class Checkpoints:
             state = {"step": progress.step, "tokens": progress.tokens, "identity": self._identity, **self._made_by}
             if self.best is not None:
                 save_file(self.best.weights, folder / _BEST)
-                state["best"] = {**vars(self.best.progress), "figure": self.best.figure}
+                state["best"] = {**vars(self.best.progress), "figure": self.best.figure, "texts": self.best.texts}
             (folder / _STATE).write_text(json.dumps({**state, "stretches": self.stretches}, indent=2))
 
         try:
@@ -305,7 +306,10 @@ def _read(folder: Path, verify: bool = True, moments: bool = True) -> tuple[dict
 
 def _read_best(folder: Path, state: Mapping[str, Any]) -> Best | None:
     best = state.get("best")
-    return best and Best(Progress(best["step"], best["tokens"]), best["figure"], load_file(folder / _BEST))
+    if best is None:
+        return None
+    texts = tuple((tokens, passes) for tokens, passes in best.get("texts", ()))
+    return Best(Progress(best["step"], best["tokens"]), best["figure"], load_file(folder / _BEST), texts)
 
 
 def _continued(stretches: list[dict[str, Any]], step: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:

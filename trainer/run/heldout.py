@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from decoding.engine import Engine
 from decoding.errors import UserError
 from decoding.generate import DecodingConfig
+from decoding.measure.compare import verdict
 from decoding.measure.measurement import count_steps
-from decoding.metrics import StepCount, acceptance
+from decoding.metrics import StepCount, acceptance, ratio_of_rates
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from decoding.model.stored import check_finite
@@ -50,15 +51,15 @@ class Evaluator:
     ) -> None:
         self.target = target
         self._section, self._accelerator = section, accelerator
-        self.prompts = self._prompts_of(heldout)
+        self.prompts = self._prompts_of(heldout, section.evaluated)
         sampling = SamplingConfig(section.temperature)
         ends = eos_token_ids(target.model, tokenizer)
         self.config = DecodingConfig(section.max_new_tokens, sampling, eos_token_ids=ends)
 
-    def _prompts_of(self, dataset: Dataset) -> list[tuple[int, ...]]:
+    def _prompts_of(self, dataset: Dataset, count: int) -> list[tuple[int, ...]]:
         section = self._section
         longest = (self.target.max_positions or 1 << 30) - section.max_new_tokens
-        return heldout_prompts(dataset.firsts, section.prompts, section.prompt_tokens, longest)
+        return heldout_prompts(dataset.firsts, count, section.prompt_tokens, longest)
 
     def evaluate(self, objective: Objective) -> Evaluation:
         """Measure the current weights: tokens per target pass, and per-position acceptance (positions from 1)."""
@@ -79,12 +80,12 @@ class Evaluator:
             CRITERION: found.tokens_per_pass.value,
             **{f"acceptance_{position}": share.value for position, share in enumerate(found.conditional, start=1)},
         }
-        return Evaluation(figures, drafter.label)
+        return Evaluation(figures, drafter.label, tuple((sum(s.emitted for s in text), len(text)) for text in texts))
 
     def greedy_texts(self, dataset: Dataset) -> list[tuple[Sequence[int], int]]:
         """Return the target's greedy answers to the prompts of ``dataset``, as (tokens, prompt length)."""
         config = replace(self.config, sampling=SamplingConfig())
-        prompts, target = self._prompts_of(dataset), self.target.at_its_fastest()
+        prompts, target = self._prompts_of(dataset, self._section.tree_prompts), self.target.at_its_fastest()
 
         def decode(batch: Sequence[int]) -> Iterator[Row]:
             texts = Engine(target).decode([prompts[index] for index in batch], config, batch_size=len(batch))
@@ -141,40 +142,52 @@ class Watch:
         self._objective, self._log, self._section = job.objective, log, job.recipe.evaluation
         self._checkpoints = checkpoints
         self._evaluator = evaluator_of(job, accelerator)
-        self._evaluated_at: int | None = None
+        self._last: tuple[int, Evaluation] | None = None
 
     def evaluate(self, progress: Progress) -> None:
         """Evaluate the current weights if a target is loaded. Every process must call this."""
         if self._evaluator is None:
             return
         evaluation = self._evaluator.evaluate(self._objective)
-        self._evaluated_at = progress.step
+        self._last = progress.step, evaluation
         on_first(lambda: self._log.evaluation(progress, evaluation))
         if self._section.keep == "best":
-            self._judge(progress, evaluation.figures[CRITERION])
+            self._judge(progress, evaluation)
 
-    def _judge(self, progress: Progress, figure: float) -> None:
+    def _judge(self, progress: Progress, evaluation: Evaluation) -> None:
+        figure = evaluation.figures[CRITERION]
         if math.isnan(figure):
             raise UserError(
                 "every held-out answer ended with its first token, so no draft token was compared: give data.heldout "
                 "prompts with longer answers, or set evaluation.keep=last"
             )
         best = self._checkpoints.best
-        if best is None or figure > best.figure:
+        if best is None or len(best.texts) != len(evaluation.texts) or figure > best.figure:
             weights = gather_weights(self._objective.module)
             check_finite(weights, f"step {progress.step}", "lower training.learning_rate and start again to resume")
-            self._checkpoints.best = Best(progress, figure, weights)
+            self._checkpoints.best = Best(progress, figure, weights, evaluation.texts)
 
     def choose_weights(self, progress: Progress) -> Progress:
         """Load the weights to keep into the module at the end of training; return the progress that belongs to them.
 
-        Every process must call this, with whole parameters.
+        Every process must call this, with whole parameters. The best weights must be better than the last beyond the
+        interval of their ratio, paired by prompt: the best of several equal figures is always a little higher.
         """
         if self._section.keep == "last":
             return progress
-        if self._evaluated_at != progress.step:
+        if self._last is None or self._last[0] != progress.step:
             self.evaluate(progress)
         best = self._checkpoints.best
-        assert best is not None, "a recipe with evaluation.keep=best keeps its target loaded"
+        assert best is not None and self._last is not None, "a recipe with evaluation.keep=best keeps its target loaded"
+        if best.progress == progress:
+            return progress
+        _, last = self._last
+        found = verdict(ratio_of_rates([(*ours, *theirs) for ours, theirs in zip(best.texts, last.texts, strict=True)]))
+        if found.kind != "real":
+            self._log.note(
+                f"step {best.progress.step} had the best evaluation, {best.figure:.3f} tokens per target pass, but not "
+                f"beyond its interval over the last step's {last.figures[CRITERION]:.3f}: the last weights are kept"
+            )
+            return progress
         load_weights(self._objective.module, best.weights)
         return best.progress

@@ -26,10 +26,11 @@ METRICS = "metrics.jsonl"
 
 
 class Evaluation(NamedTuple):
-    """Held-out figures by name, and the drafter's label."""
+    """Held-out figures by name, the drafter's label, and each prompt's new tokens and target passes."""
 
     figures: dict[str, float]
     drafter: str
+    texts: tuple[tuple[int, int], ...] = ()
 
 
 class Log:
@@ -109,8 +110,8 @@ class Log:
 
     def evaluation(self, progress: Progress, evaluation: Evaluation, step: int | None = None) -> None:
         """Log and print the held-out figures; ``step`` is the step of the weights if it is not the last."""
-        kept = "the best weights, of " if step is not None and self._recipe.evaluation.keep == "best" else ""
         step, temperature = progress.step if step is None else step, self._recipe.evaluation.temperature
+        kept = "the best weights, of " if step < progress.step else ""
         figures = {f"heldout/{name}": value for name, value in evaluation.figures.items()}
         if step < progress.step:
             figures["heldout/step"] = step

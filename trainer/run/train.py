@@ -77,7 +77,7 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
         with whole_parameters(accelerator, job.objective.module):
             finished = watch.choose_weights(progress)
             _finish(job, accelerator, log, checkpoints, progress, finished)
-        best = f", with the best weights (step {finished.step})" if recipe.evaluation.keep == "best" else ""
+        best = f", with the best weights (step {finished.step})" if finished.step < progress.step else ""
         process.say(f"finished: {Path(recipe.output) / FINAL}{best}")
         accelerator.wait_for_everyone()
 

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
-from decoding.metrics import Acceptance
+from decoding.metrics import Acceptance, expanded_quantile
 from trainer.servers.counters import Counts
 
 ACCEPTANCE = "acceptance by position"
 SAMPLING = "argmax or sampled drafts"
 _Z = 3.29
 """Standard errors beyond which a difference is significant. A healthy server exceeds them at 1 of 1,000 positions."""
-_Z95 = 1.959964
 _SHORT = 0.9
 """If a server drafts less than this share of full drafts, it cuts its drafts."""
 _MORE = "pass more prompts (--limit)"
@@ -51,7 +50,7 @@ class LoopAcceptance:
     def deviation(self) -> float:
         """Standard error of ``length``: the wider of ``binomial`` and the bootstrap over texts."""
         estimate = self.acceptance.tokens_per_pass
-        return max((estimate.high - estimate.low) / (2 * _Z95), self.binomial)
+        return max((estimate.high - estimate.low) / (2 * expanded_quantile(estimate.observations)), self.binomial)
 
     @property
     def widened(self) -> float:

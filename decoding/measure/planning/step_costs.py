@@ -31,7 +31,7 @@ BLOCK = 4
 _SIZES = 7
 """Most budgets measured per drafter; costs of all others are computed."""
 _HICCUP = 3.0
-"""Steps longer than this multiple of their budget's median are left out."""
+"""Steps longer than this multiple of the median of their kind are left out: see `_typical`."""
 _MOST_TEXTS = 400
 _ROUNDS = 4
 """Rounds after which a survey may end without a sample of every budget: texts may be too short for the deepest."""
@@ -64,7 +64,7 @@ class StepSurvey:
         self._turns: Iterator[Budget] = cycle([budget for budget in order for _ in range(BLOCK)])
         self._left = _ROUNDS * len(order) * BLOCK
         self._rows, self._samples = rows, samples
-        self._found: defaultdict[Budget, list[StepSeconds]] = defaultdict(list)
+        self._found: defaultdict[Budget, list[tuple[int, StepSeconds]]] = defaultdict(list)
         self._wanted = (PLAIN, *budgets)
         self._last: Budget | None = None
 
@@ -83,21 +83,27 @@ class StepSurvey:
         first, self._last = budget != self._last, budget
         no_room = any(step.room < budget.depth for step in steps)
         if not (first or no_room or len(steps) < self._rows or budget not in self._wanted):
-            self._found[budget].append(StepSeconds(draft, verify, total - draft - verify))
+            drafted = sum(step.drafted for step in steps)
+            self._found[budget].append((drafted, StepSeconds(draft, verify, total - draft - verify)))
 
     def seconds(self) -> dict[Budget, StepSeconds]:
         """Return the typical seconds of each budget's steps."""
         return {budget: _typical(found) for budget, found in self._found.items() if found}
 
 
-def _typical(samples: Sequence[StepSeconds]) -> StepSeconds:
-    """Return the mean of the steps within `_HICCUP` times their median.
+def _typical(samples: Sequence[tuple[int, StepSeconds]]) -> StepSeconds:
+    """Return the mean of the steps without hiccups. ``samples`` are pairs of drafted tokens and seconds.
 
-    The mean is used because speed-ups are ratios of sums. A lookup has two kinds of steps, with and without a draft.
-    On a busy machine plain steps, limited by memory, slow down more than wide ones.
+    The mean is used because speed-ups are ratios of sums. On a busy machine plain steps, limited by memory, slow down
+    more than wide ones. A lookup has two kinds of steps, with and without a draft, and a draft may cost several plain
+    steps. A hiccup is therefore a step that takes more than `_HICCUP` times the median of those that drafted at least
+    as much.
     """
-    most = _HICCUP * statistics.median(sample.total for sample in samples)
-    kept = [sample for sample in samples if sample.total <= most]
+    most = {
+        size: _HICCUP * statistics.median(step.total for drafted, step in samples if drafted >= size)
+        for size in {drafted for drafted, _ in samples}
+    }
+    kept = [step for drafted, step in samples if step.total <= most[drafted]]
     return StepSeconds(*(statistics.fmean(part) for part in zip(*kept, strict=True)))
 
 

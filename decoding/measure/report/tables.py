@@ -40,7 +40,8 @@ COLUMNS = (
 )
 _NOTES = (
     "Same: greedy texts identical to plain decoding's. Speed-up: total tokens over total seconds, divided by plain "
-    "decoding's, without prefill, 95% interval over prompts or batches. Median: of the ratios of paired runs."
+    "decoding's, without the target's prefill, 95% interval over prompts or batches. Median: of the ratios of paired "
+    "runs."
 )
 
 
