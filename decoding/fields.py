@@ -49,15 +49,15 @@ REASONING = ("reasoning_content", "thinking")
 Message = dict[str, Any]
 Tools = list[Any]
 """Functions that an assistant may call, as chat templates and OpenAI's chat API define them."""
+_CALLS = ("function_call", "tool_call")  # speakers whose text is a call as JSON, in LLaMA-Factory's ShareGPT
 _ROLES = {
-    **dict.fromkeys(("human", "user", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot", "chatbot"), "assistant"),
-    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", *_CALLS), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("tool", "observation", "function", "function_response", "tool_response", "ipython"), "tool"),
+    **{name: name for name in ("environment", "document")},  # roles of some templates only
 }
 """Names of speakers -> roles of chat templates. Case and hyphens do not matter."""
-_CALLS = ("function_call", "tool_call")  # speakers whose text is a call as JSON, in LLaMA-Factory's ShareGPT
 _FLAGS = ("weight", "loss_weight", "train", "training", "train_on_turn", "loss")
 """Flags of a message, 0 or false if it is not to be trained (OpenAI, LLaMA-Factory, Axolotl, ms-swift)."""
 UNTRAINED = {"weight": 0}
@@ -104,22 +104,23 @@ def prompt_of(row: dict[str, Any], field: str | None, where: str) -> Prompt:
     if name is None or name not in row:
         wanted = f"the field {field!r}" if field else f"a field of {', '.join(PROMPT_FIELDS)}"
         raise UserError(f"{where}: the row lacks {wanted}; it has {', '.join(sorted(row))}")
-    messages, columns, before = _spoken(row[name], name, "user", where), {name}, list[Message]()
+    own = check_messages(row[name], where) if name in CONVERSATIONS else _spoken(row[name], name, "user", where)
+    columns, before = {name}, list[Message]()
     holder = _first_instance(row, where) if name == "instruction" and "instances" in row else row
     about = next((each for each in _ABOUT if _is_text(holder.get(each))), None)
     if about and name in _REFERRING and isinstance(row[name], str):
-        messages[0]["content"] += f"\n\n{holder[about]}"
+        own[0]["content"] += f"\n\n{holder[about]}"
         columns.add(about)
     system = next((each for each in SYSTEM_FIELDS if _is_text(row.get(each))), None)
-    if messages[0]["role"] == "system":
-        before.append(messages.pop(0))
+    if own[0]["role"] == "system":
+        before.append(own.pop(0))
     elif system:
         before.append({"role": "system", "content": row[system]})
         columns.add(system)
     if earlier := _history(row.get("history"), where):
         before += earlier
         columns.add("history")
-    return Prompt(name, before + messages, frozenset(columns), len(before))
+    return Prompt(name, before + own, frozenset(columns), len(before))
 
 
 def answer_of(row: dict[str, Any], name: str, where: str) -> list[Message]:

@@ -20,7 +20,7 @@ from trainer.data.batch import Example
 from trainer.data.conversations import read_conversations
 from trainer.terminal.console import standard_output
 
-BARE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+BARE = "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }};{% endfor %}"
 BARE += "{% if add_generation_prompt %}assistant:{% endif %}"
 ASKED = {"role": "user", "content": "Hi"}
 YES, NO = ({"role": "assistant", "content": content} for content in ("Yes", "No"))
@@ -131,17 +131,18 @@ def test_reasoning_reaches_a_template_whatever_its_name(
 def test_what_a_template_ignores_is_told_and_leaves_no_empty_answer_to_train(
     tmp_path: Path, message: dict[str, Any], field: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    row = {"messages": [ASKED, message, ASKED, {**YES, "audio": "base64", "source_id": "1"}]}
+    row = {"messages": [ASKED, message, ASKED, {**YES, "audio": "base64", "source_id": "1"}], "system": "S"}
     (example,) = load(tmp_path, row, template=BARE).examples
     assert shown(example) == "user:Hi;assistant:;user:Hi;assistant:⟦Yes;⟧"
-    assert sorted(each.split(",")[0] for each in caplog.messages) == ["1 rows have audio", f"1 rows have {field}"]
+    told = {each.split(", which")[0] for each in caplog.messages}
+    assert told == {"1 rows have audio", "1 rows have system messages", f"1 rows have {field}"}
 
 
 @pytest.mark.parametrize(
     ("message", "complaint"),
     [
-        ({"role": "critic", "content": "No"}, "line 1: a message is from 'critic': use one of human, user"),
-        ({"from": "critic", "value": "No"}, "line 1: a message is from 'critic': use one of human, user"),
+        ({"role": "critic", "content": "No"}, "line 1: a message is from 'critic': use one of user, human"),
+        ({"from": "critic", "value": "No"}, "line 1: a message is from 'critic': use one of user, human"),
         ({**NO, "weight": 0.5}, "line 1: a message has 0.5 as its weight: use 0 or 1"),
         ({**NO, "thinking": "a", "reasoning": "b"}, "line 1: a message has different texts as its reasoning"),
         ({"role": "assistant", "content": None, "tool_calls": []}, "line 1: a message is .*without text"),
@@ -226,4 +227,4 @@ def test_prompts_to_answer_are_read_in_the_same_way(tmp_path: Path, row: dict[st
 )
 def test_an_evaluation_asks_the_whole_prompt(tmp_path: Path, row: dict[str, Any], prompt: str) -> None:
     questions = read_questions(write_rows(tmp_path / "rows.jsonl", [row]))
-    assert spelled(Asker(questions, byte_tokenizer(BARE)).prompt(0)) == f"{prompt}assistant:"
+    assert spelled(Asker(questions, byte_tokenizer(TOOL_TEMPLATE)).prompt(0)) == f"{prompt}assistant:"

@@ -60,7 +60,7 @@ class TranscriptEncoder:
         return self._encoded(replace(transcript, messages=tuple(messages)), template)._replace(ignored=ignored)
 
     def ignored(self, messages: Messages, tools: Tools | None) -> tuple[str, ...]:
-        """Return the names of message fields, and "tools", that the chat template ignores."""
+        """Return names of what the chat template ignores: message fields, messages of a role, and "tools"."""
         if self._template is None:
             return (*_extras(messages), *(("tools",) if tools else ()))
         return self._template.with_tools(tools).ignored(messages)
@@ -207,8 +207,11 @@ class ChatTemplate:
         return self if tools == self._tools else ChatTemplate(self._tokenizer, self._given, tools, self._variables)
 
     def ignored(self, messages: Messages) -> tuple[str, ...]:
-        """Return the names of message fields, and "tools", that do not change the text of a conversation."""
+        """Return names of what does not change the text of a conversation: message fields, roles and "tools"."""
         without = {name: (self, others) for name, others in _extras(messages).items()}
+        for role in sorted({message["role"] for message in messages} - {"user", "assistant"}):
+            longer = ({**each, "content": each["content"] + _GOES_ON * (each["role"] == role)} for each in messages)
+            without[f"{role} messages"] = self, [*longer]
         if self._tools:
             without["tools"] = (self.with_tools(None), [*messages])
         return tuple(name for name, (template, others) in without.items() if self._is_same(messages, template, others))

@@ -82,8 +82,8 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
     for error in account.named:
         _LOGGER.warning("skipped: %s", error)
     for field, count in account.ignored.items():
-        remedy = "set data.chat_template to a template that uses this field"
-        _LOGGER.warning("%s rows have %s, but the chat template ignores this field: %s", f"{count:,}", field, remedy)
+        remedy = "set data.chat_template to a template that does not"
+        _LOGGER.warning("%s rows have %s, which the chat template ignores: %s", f"{count:,}", field, remedy)
     if account.unread:
         _LOGGER.warning("%s", report_unread(path, account.unread))
     if not sequences:

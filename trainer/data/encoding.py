@@ -34,7 +34,7 @@ class Account:
     mask_sources: Counter[str] = field(default_factory=Counter)
     """How the trained tokens were found -> rows."""
     ignored: Counter[str] = field(default_factory=Counter)
-    """Field of a conversation that the chat template ignores, such as "tools" -> rows."""
+    """Part of a conversation that the chat template ignores, such as "tools" -> rows."""
     unread: Counter[str] = field(default_factory=Counter)
     """Column that is neither read nor known as metadata -> rows."""
     sequences: int = 0
