@@ -121,6 +121,21 @@ def test_reasoning_reaches_a_template_whatever_its_name(
 
 
 @pytest.mark.parametrize(
+    ("template", "read"),
+    [(TOOL_TEMPLATE, "⟦<think>Hm⟧</think>;"), (MARKED, "⟦<think>Hm⟧</think>;"), (BARE, "⟦<think>Hm⟧;")],
+    ids=["compared", "marked", "bare"],
+)
+def test_no_end_is_trained_of_thinking_that_was_cut_off_in_the_text(tmp_path: Path, template: str, read: str) -> None:
+    """As Qwen3's, these templates write an empty thinking before a text that does not end its own."""
+    closing = template.replace(
+        "{{ m.content }}{% for", "{{ m.content if m.reasoning_content else '<></>' ~ m.content }}{% for"
+    )
+    row = {"messages": [ASKED, {"role": "assistant", "content": "<think>Hm"}], "truncated": True}
+    (example,) = load(tmp_path, row, template=closing).examples
+    assert shown(example) == f"user:Hi;assistant:{read}"
+
+
+@pytest.mark.parametrize(
     ("message", "field"),
     [
         (CALLING, "tool_calls"),
@@ -166,6 +181,7 @@ LEFT: list[dict[str, Any]] = [
     {"prompt": "Hi", "answer": "Yes", "notes": "n", "hint": ["h"], "source": "s", "task_id": 1, "weight": 0},
     {"messages": [ASKED, YES], "prompt": "Hi", "notes": "m", "hint": "", "solution": "x", "history": "A: B"},
     {"text": "Once upon a time", "system": "S"},
+    {"messages": [{"role": "system", "content": "T"}, ASKED, YES], "system": "S"},
 ]
 REPORT = "columns that are not read: notes (2 rows) and hint (1 rows) and weight (1 rows)"
 
@@ -175,7 +191,7 @@ def test_columns_that_nobody_reads_are_reported_once_with_their_rows(
 ) -> None:
     load(tmp_path, *LEFT)
     (message,) = caplog.messages
-    more = " and solution (1 rows) and history (1 rows) and system (1 rows)"
+    more = " and solution (1 rows) and history (1 rows) and system (2 rows)"
     assert message.startswith(f"{tmp_path / 'rows.jsonl'} has {REPORT}{more}; docs/how-to/data.md lists")
     byte_tokenizer(TOOL_TEMPLATE).save_pretrained(tmp_path / "target")
     run_inspect(InspectOptions(source=str(tmp_path / "rows.jsonl"), target=str(tmp_path / "target")))

@@ -53,6 +53,8 @@ class TranscriptEncoder:
     def encode(self, transcript: Transcript) -> Encoded:
         """Return the transcript's sequences. Raises a UserError that names the row if it cannot be encoded."""
         template = self._template and self._template.with_tools(transcript.tools)
+        if transcript.cut_off and transcript.answer_tokens is None:
+            transcript = replace(transcript, messages=self._with_open_thinking(transcript))
         ignored = self.ignored(transcript.messages, transcript.tools)
         lost = frozenset(ignored if transcript.answer_tokens is None else ())
         silent = (not each["content"].strip() and UNSPOKEN & each.keys() <= lost for each in transcript.messages)
@@ -64,6 +66,18 @@ class TranscriptEncoder:
         if self._template is None:
             return (*_extras(messages), *(("tools",) if tools else ()))
         return self._template.with_tools(tools).ignored(messages)
+
+    def _with_open_thinking(self, transcript: Transcript) -> tuple[Message, ...]:
+        """Return the messages; an answer that was cut off while thinking becomes reasoning if the template reads it.
+
+        As content, some templates would write an empty and closed thinking before it.
+        """
+        *before, last = transcript.messages or ({"content": ""},)
+        if not last["content"].startswith("<think>") or "</think>" in last["content"]:
+            return transcript.messages
+        thinking = last["content"].removeprefix("<think>").strip("\n")
+        messages = (*before, {**last, "content": "", **dict.fromkeys(REASONING, thinking)})
+        return transcript.messages if REASONING[0] in self.ignored(messages, transcript.tools) else messages
 
     def _encoded(self, transcript: Transcript, template: "ChatTemplate | None") -> Encoded:
         messages, where = transcript.messages, transcript.where

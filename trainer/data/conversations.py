@@ -244,7 +244,7 @@ def _turns(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...]
 def report_unread(name: str, unread: Counter[str]) -> str:
     """Return a sentence that names columns that nobody reads, each with its number of rows."""
     listed = " and ".join(f"{column} ({count:,} rows)" for column, count in unread.items())
-    return f"{name} has columns that are not read: {listed}; docs/how-to/data.md lists the names that are"
+    return f"{name} has columns that are not read: {listed}; docs/how-to/data.md lists the names that are read"
 
 
 def read_heldout(
