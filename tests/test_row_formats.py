@@ -168,6 +168,11 @@ def test_messages_that_cannot_be_read_are_refused_by_their_line(tmp_path: Path, 
         load(tmp_path, {"messages": [ASKED, message]})
 
 
+def test_several_turns_with_one_answer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="line 1: field 'turns' has 2 turns, but 'answer' answers only one"):
+        load(tmp_path, {"turns": ["Hi", "Hi"], "answer": "Yes"})
+
+
 def test_calls_that_are_empty_are_none(tmp_path: Path) -> None:
     """Under this template a field without calls would hide the answer."""
     template = MARKED.replace("{{ m.content }}{% for", "{% if 'tool_calls' not in m %}{{ m.content }}{% endif %}{% for")

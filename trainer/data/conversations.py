@@ -95,7 +95,9 @@ def _answered(prompt: Prompt, fields: dict[str, Any], reply: str, where: str) ->
 
     If the column has the whole conversation (UltraFeedback), the answer is what follows the last user message.
     """
-    answer = answer_of(fields, reply, where)
+    answer, asked = answer_of(fields, reply, where), fields[prompt.name]
+    if isinstance(asked, list) and len(asked) > 1 and isinstance(asked[0], str):
+        raise UserError(f"{where}: field {prompt.name!r} has {len(asked)} turns, but {reply!r} answers only one")
     if any(message["role"] == "user" for message in answer):
         prompt = prompt_of(fields, reply, where)
         last = max(index for index, message in enumerate(prompt.messages) if message["role"] == "user")
