@@ -1,6 +1,7 @@
 """Encoding of conversations as token ids, with the assistant's tokens marked as trained."""
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -271,9 +272,9 @@ class ChatTemplate:
         found = [self._marked(messages[: index + 1]) for index in answers]
         kept = [is_trained(messages[index]) for index in answers]
         if all(whole.tokens[: each.end] == each.tokens[: each.end] for each in found):
-            owner = np.searchsorted([each.end for each in found], np.arange(len(whole.tokens)), "right")
-            wanted = np.array([*kept, True])[owner]
-            return [whole._replace(trained=tuple((wanted & whole.trained).tolist()))]
+            ends, wanted = [each.end for each in found], [*kept, True]
+            marks = (mark and wanted[bisect_right(ends, index)] for index, mark in enumerate(whole.trained))
+            return [whole._replace(trained=tuple(marks))]
         for place, index in enumerate(answers):
             before = self._marked(messages[:index]) if index else Marked((), ())
             tokens, trained = found[place]
