@@ -1,38 +1,77 @@
-"""Prompts, answers and tools in data rows, under the field names that data sets use."""
+"""Rows of data sets: what their columns and messages mean, under the names that data sets use.
+
+| columns | meaning |
+|---|---|
+| `CONVERSATIONS` | messages, the assistant's too |
+| `PROMPT_FIELDS` | a prompt: a text, texts for a turn each, or messages |
+| `ANSWER_FIELDS` | its answer: a text or messages; messages that begin with the user's are a whole conversation |
+| `SYSTEM_FIELDS` | the system message, unless the messages begin with one (LLaMA-Factory) |
+| ``history`` | earlier turns: pairs of question and answer (LLaMA-Factory), or messages |
+| `_ABOUT` | a text that the prompt refers to, which follows it (Alpaca, Dolly) |
+| ``tools``, ``functions`` | functions that the assistant may call |
+| ``label``, ``kto_tag`` | false: the answer is a bad one, so it is not trained (TRL, LLaMA-Factory) |
+| `METADATA` | nothing that anyone said |
+"""
 
 import json
+from collections.abc import Iterable, Set
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from decoding.errors import UserError
 
+CONVERSATIONS = ("messages", "conversations", "chosen")
+"""Columns whose messages contain answers. ``chosen`` does if a preference row has no prompt (TRL)."""
 PROMPT_FIELDS = (
     *("prompt", "question", "instruction", "problem", "query", "turns", "messages", "conversations", "input", "text"),
+    *("chosen",),
 )
-ANSWER_FIELDS = ("answer", "response", "output", "completion", "solution", "canonical_solution", "code", "instances")
+ANSWER_FIELDS = (
+    *("answer", "response", "output", "completion", "solution", "canonical_solution", "code", "instances", "chosen"),
+)
 """``instances`` is self-instruct's list of inputs with outputs; the first output is the answer."""
+SYSTEM_FIELDS = ("system", "system_prompt", "system_message")
+_ABOUT, _REFERRING = ("input", "context"), ("prompt", "question", "instruction", "query")
+METADATA = frozenset(
+    (
+        *("id", "index", "idx", "uid", "uuid", "row", "sample", "tokens", "hash", "model", "generator", "rejected"),
+        *("source", "dataset", "origin", "license", "url", "language", "lang", "timestamp", "date", "created", "split"),
+        *("category", "subcategory", "task", "type", "topic", "domain", "subject", "tags", "label", "kto_tag"),
+        *("difficulty", "level", "score", "scores", "score_chosen", "score_rejected", "rating", "quality", "reward"),
+        *("metadata", "meta", "extra_info", "num_turns", "num_tokens", "test", "test_list", "entry_point"),
+    )
+)
+"""Columns and message fields that are never read as text, besides those that end in ``_id``."""
 UNSPOKEN = frozenset({"tool_calls", "reasoning_content"})
 """Fields of a message that may replace its content."""
+REASONING = ("reasoning_content", "thinking")
+"""Names under which chat templates read an answer's reasoning; a checked message has both or neither."""
+Message = dict[str, Any]
 Tools = list[Any]
 """Functions that an assistant may call, as chat templates and OpenAI's chat API define them."""
+_CALLS = ("function_call", "tool_call")  # speakers whose text is a call as JSON, in LLaMA-Factory's ShareGPT
 _ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", *_CALLS), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "observation", "function", "function_response", "tool_response", "ipython"), "tool"),
+    **{name: name for name in ("environment", "document")},  # roles of some templates only
 }
-"""ShareGPT's speaker names -> roles of chat templates."""
-_ABOUT = ("input", "context")  # fields with the text that an instruction refers to, in Alpaca and Dolly
+"""Names of speakers -> roles of chat templates. Case and hyphens do not matter."""
+_FLAGS = ("weight", "loss_weight", "train", "training", "train_on_turn", "loss")
+"""Flags of a message, 0 or false if it is not to be trained (OpenAI, LLaMA-Factory, Axolotl, ms-swift)."""
+UNTRAINED = {"weight": 0}
+"""What a checked message has if it is not to be trained (OpenAI)."""
+_SPOKEN = ("role", "from", "content", "value")
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _TEXT_ANSWERS = ("answer", "response", "completion")
 """Fields that make ``text`` in the same row a prompt. So does ``code`` in mbpp, recognised by its ``task_id``."""
 
 
 def find_prompt(row: dict[str, Any]) -> str | None:
-    """Return the first of `PROMPT_FIELDS` that the row has, or None."""
-    return next((name for name in PROMPT_FIELDS if row.get(name) is not None), None)
+    """Return the first of `PROMPT_FIELDS` that the row has, or None; ``chosen`` counts only as a list of messages."""
+    known = PROMPT_FIELDS if isinstance(row.get("chosen"), list) else PROMPT_FIELDS[:-1]
+    return next((name for name in known if row.get(name) is not None), None)
 
 
 def find_answer(row: dict[str, Any]) -> str | None:
@@ -43,32 +82,91 @@ def find_answer(row: dict[str, Any]) -> str | None:
     return next((name for name in known if row.get(name) is not None), None)
 
 
-def prompt_of(row: dict[str, Any], field: str | None, where: str) -> tuple[str, Any]:
-    """Return the name and the value of a row's prompt field: ``field``, else the first of `PROMPT_FIELDS`.
+class Prompt(NamedTuple):
+    """A row's prompt."""
 
-    A non-empty ``input`` or ``context`` is appended to an ``instruction``; ``conversations`` become messages. Raises
-    UserError, naming the row by ``where``, if the field is missing.
+    name: str
+    """The column of the prompt itself."""
+    messages: list[Message]
+    """The messages, in the form of `check_messages`: system message, history, and the prompt itself."""
+    columns: frozenset[str]
+    """The columns that the messages come from."""
+    begins: int
+    """Number of messages before the prompt itself."""
+
+
+def prompt_of(row: dict[str, Any], field: str | None, where: str) -> Prompt:
+    """Return the row's prompt: the column ``field``, else the first of `PROMPT_FIELDS`, with what belongs to it.
+
+    Raises UserError, naming the row by ``where``, if the column is missing or contains neither text nor messages.
     """
     name = field or find_prompt(row)
     if name is None or name not in row:
         wanted = f"the field {field!r}" if field else f"a field of {', '.join(PROMPT_FIELDS)}"
         raise UserError(f"{where}: the row lacks {wanted}; it has {', '.join(sorted(row))}")
-    value = row[name]
-    if name == "conversations":
-        return name, messages_of(value, where)
-    if name != "instruction" or not isinstance(value, str):
-        return name, value
-    holder = _first_instance(row, where) if "instances" in row else row
-    about = next((field for field in _ABOUT if holder.get(field)), None)
-    text = holder[about] if about else ""
-    if not isinstance(text, str):
-        raise UserError(f"{where}: field {about!r} is {type(text).__name__}, not text")
-    return name, f"{value}\n\n{text}" if text.strip() else value
+    own = check_messages(row[name], where) if name in CONVERSATIONS else _spoken(row[name], name, "user", where)
+    columns, before = {name}, list[Message]()
+    holder = _first_instance(row, where) if name == "instruction" and "instances" in row else row
+    about = next((each for each in _ABOUT if _is_text(holder.get(each))), None)
+    if about and name in _REFERRING and isinstance(row[name], str):
+        own[0]["content"] += f"\n\n{holder[about]}"
+        columns.add(about)
+    system = next((each for each in SYSTEM_FIELDS if _is_text(row.get(each))), None)
+    if own[0]["role"] == "system":
+        before.append(own.pop(0))
+    elif system:
+        before.append({"role": "system", "content": row[system]})
+        columns.add(system)
+    if earlier := _history(row.get("history"), where):
+        before += earlier
+        columns.add("history")
+    return Prompt(name, before + own, frozenset(columns), len(before))
 
 
-def answer_of(row: dict[str, Any], name: str, where: str) -> Any:
-    """Return the value of a row's answer field ``name``, found by `find_answer`."""
-    return _first_instance(row, where).get("output") if name == "instances" else row[name]
+def answer_of(row: dict[str, Any], name: str, where: str) -> list[Message]:
+    """Return the row's answer in the column ``name``, found by `find_answer`, as messages."""
+    value = _first_instance(row, where).get("output") if name == "instances" else row[name]
+    return _spoken(value, name, "assistant", where)
+
+
+def unread_columns(row: dict[str, Any], columns: Set[str], messages: Iterable[Message]) -> tuple[str, ...]:
+    """Return the row's columns that are neither in ``columns`` nor metadata, nor empty, nor repeat a message."""
+    said = [*_EMPTY, *(message["content"] for message in messages)]
+    return tuple(
+        name for name, value in row.items() if name not in columns and not is_metadata(name) and value not in said
+    )
+
+
+def is_metadata(name: str) -> bool:
+    """Return True for the name of a column or message field that is never read as text."""
+    return name in METADATA or name.endswith("_id")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _spoken(value: Any, name: str, role: str, where: str) -> list[Message]:
+    """Return a column's value as messages. Texts without a role are ``role``'s; a user may say several."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if role == "user" and isinstance(value, list) and value and not isinstance(value[0], dict):
+        return [message for each in value for message in _spoken(each, name, role, where)]
+    if isinstance(value, dict | list):
+        return check_messages(value if isinstance(value, list) else [value], where)
+    held = "is empty (null)" if value is None else f"contains {type(value).__name__}"
+    raise UserError(f"{where}: field {name!r} {held}, not text or messages")
+
+
+def _history(value: Any, where: str) -> list[Message]:
+    """Return earlier turns as messages; none for a value of another form."""
+    turns = value if isinstance(value, list) else []
+    if turns and all(isinstance(turn, dict) for turn in turns):
+        return check_messages(turns, where)
+    if not all(isinstance(turn, list) and len(turn) == 2 and all(map(_is_text, turn)) for turn in turns):
+        return []
+    pairs = (zip(("user", "assistant"), turn, strict=True) for turn in turns)
+    return [{"role": role, "content": text} for pair in pairs for role, text in pair]
 
 
 def _first_instance(row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -82,10 +180,11 @@ def _first_instance(row: dict[str, Any], where: str) -> dict[str, Any]:
 def tools_of(row: dict[str, Any], where: str) -> Tools | None:
     """Return a row's tools, or None.
 
-    ShareGPT rows give tools as JSON text, often without OpenAI's ``{"type": "function", "function": ...}``; both forms
-    are accepted. Raises UserError, naming the row by ``where``, for anything else.
+    ShareGPT rows give tools as JSON text, often without OpenAI's ``{"type": "function", "function": ...}``; OpenAI's
+    older rows call them ``functions``. All forms are accepted. Raises UserError, naming the row by ``where``, for
+    anything else.
     """
-    tools = row.get("tools")
+    tools = row.get("tools") or row.get("functions")
     if isinstance(tools, str):
         with suppress(ValueError):
             tools = json.loads(tools or "null")
@@ -96,51 +195,71 @@ def tools_of(row: dict[str, Any], where: str) -> Tools | None:
     return [tool if {"type", "function"} & tool.keys() else {"type": "function", "function": tool} for tool in tools]
 
 
-def messages_of(turns: Any, where: str) -> list[dict[str, Any]]:
-    """Turn a ShareGPT row's ``conversations`` into messages for a chat template; UserError names a bad turn."""
-    if not isinstance(turns, list) or not turns:
-        raise UserError(f"{where}: the conversations are {turns!r:.60}, not a list of turns")
-    if isinstance(turns[0], dict) and "role" in turns[0]:  # messages under ShareGPT's field name
-        return check_messages(turns, where)
-    return [_message(turn, where) for turn in turns]
-
-
-def _message(turn: Any, where: str) -> dict[str, Any]:
-    if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("from", "value")):
-        raise UserError(f"{where}: a turn is {turn!r:.60}, without text in 'from' and 'value'")
-    if turn["from"] not in _ROLES:
-        raise UserError(f"{where}: a turn is from {turn['from']!r}: use one of {', '.join(_ROLES)}")
-    return {"role": _ROLES[turn["from"]], "content": turn["value"]}
-
-
-def check_messages(value: Any, where: str) -> list[dict[str, Any]]:
+def check_messages(value: Any, where: str) -> list[Message]:
     """Return messages in the form that chat templates take, with role and content as text; else raise UserError.
 
-    A message with only tool calls or reasoning gets an empty content. JSON arguments of a call (OpenAI's format) become
-    an object, as servers pass them to templates.
+    Messages have ``role`` and ``content`` (OpenAI) or ``from`` and ``value`` (ShareGPT). A message with only tool calls
+    or reasoning gets an empty content, and reasoning all names in `REASONING`. Calls in their older forms become
+    ``tool_calls``, and their JSON arguments (OpenAI's format) an object, as servers pass them to templates. Empty
+    fields are left out.
     """
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: the messages are {value!r:.60}, not a list of messages")
     return [_checked(message, where) for message in value]
 
 
-def _checked(message: Any, where: str) -> dict[str, Any]:
-    checked = dict(message) if isinstance(message, dict) else {}
-    if (reasoning := checked.pop("reasoning", None)) and not checked.get("reasoning_content"):
-        checked["reasoning_content"] = reasoning  # the name that templates read
-    if checked.get("content") is None and any(checked.get(name) for name in UNSPOKEN):
-        checked["content"] = ""
-    if isinstance(parts := checked.get("content"), list):
-        kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
-        if others := sorted({str(kind) for kind in kinds if kind != "text"}):
-            found = " and ".join(others)
-            raise UserError(f"{where}: a message has parts of type {found}, not only text: omit it")
-        checked["content"] = "".join(str(part.get("text", "")) for part in parts)
-    if not all(isinstance(checked.get(key), str) for key in ("role", "content")):
+def _checked(message: Any, where: str) -> Message:
+    given = message if isinstance(message, dict) else {}
+    speaker, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
+    rest = {name: held for name, held in given.items() if name not in _SPOKEN and held not in _EMPTY}
+    name = speaker.lower().replace("-", "_") if isinstance(speaker, str) else None
+    if name is not None and name not in _ROLES:
+        raise UserError(f"{where}: a message is from {speaker!r}: use one of {', '.join(_ROLES)}")
+    if name in _CALLS and (calls := _calls(content)):
+        rest["tool_calls"], content = calls, ""
+    for held in ("tool_calls", "function_call"):
+        if calls := _calls(rest.get(held)):
+            del rest[held]
+            rest["tool_calls"] = calls
+            break
+    thoughts = [rest.pop(each) for each in (*REASONING, "reasoning") if each in rest]
+    if thoughts:
+        rest |= dict.fromkeys(REASONING, thoughts[0])
+    if any(thought != thoughts[0] for thought in thoughts):
+        raise UserError(f"{where}: a message has different texts as its reasoning: keep one of them")
+    flags = [rest.pop(each) for each in _FLAGS if each in rest]
+    if any(flag not in (0, 1) for flag in flags):
+        raise UserError(f"{where}: a message has {' and '.join(map(repr, flags))} as its weight: use 0 or 1")
+    rest |= {} if all(flags) else UNTRAINED
+    content = "" if content is None and UNSPOKEN & rest.keys() else _joined(content, where)
+    if name is None or not isinstance(content, str):
         raise UserError(f"{where}: a message is {message!r:.60}, without text in role and content")
-    if isinstance(calls := checked.get("tool_calls"), list):
-        checked["tool_calls"] = [_with_object(call) for call in calls]
-    return checked
+    return {"role": _ROLES[name], "content": content, **rest}
+
+
+def is_trained(message: Message) -> bool:
+    """Return True for an assistant's checked message that may be trained."""
+    return message["role"] == "assistant" and not UNTRAINED.items() <= message.items()
+
+
+def _joined(content: Any, where: str) -> Any:
+    """Return a list of text parts as one text; anything else is returned unchanged."""
+    if not isinstance(content, list):
+        return content
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
+    if others := sorted({str(kind) for kind in kinds if kind != "text"}):
+        raise UserError(f"{where}: a message has parts of type {' and '.join(others)}, not only text: omit it")
+    return "".join(str(part.get("text", "")) for part in content)
+
+
+def _calls(value: Any) -> list[Any] | None:
+    """Return calls in OpenAI's form, from a list, a single call or their JSON text; None for anything else."""
+    with suppress(TypeError, ValueError):
+        value = json.loads(value)
+    calls = value if isinstance(value, list) else [value]
+    if not all(isinstance(call, dict) and {"function", "name"} & call.keys() for call in calls):
+        return None
+    return [_with_object(call if "function" in call else {"type": "function", "function": call}) for call in calls]
 
 
 def _with_object(call: Any) -> Any:

@@ -63,7 +63,7 @@ def test_a_chat_template_is_used_for_questions_but_not_for_texts(tmp_path: Path)
     [
         ('{"prompt": "a"}\n{"story": "b"}\n', "line 2: the row lacks a field of prompt"),
         ('{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON"),
-        ('{"prompt": 3}\n', "line 1: the prompt is int, not text"),
+        ('{"prompt": 3}\n', "line 1: field 'prompt' contains int, not text or messages"),
         ("", "contains no prompts"),
     ],
 )
@@ -86,7 +86,8 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path, content: str, complaint:
 def test_what_is_noted_beside_a_text_does_not_make_it_a_prompt(
     row: dict[str, Any], prompt: str, answer: str | None
 ) -> None:
-    assert prompt_of(row, None, "here")[1] == prompt and find_answer(row) == answer
+    (message,) = prompt_of(row, None, "here").messages
+    assert message == {"role": "user", "content": prompt} and find_answer(row) == answer
 
 
 def test_rows_in_another_container_are_refused_with_the_one_that_is_read(tmp_path: Path) -> None:

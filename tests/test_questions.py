@@ -63,7 +63,7 @@ def test_the_rows_of_known_files_are_read_by_their_fields(tmp_path: Path, row: A
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        ({"turns": ["a", None]}, "line 1: the prompt is NoneType, not text"),
+        ({"turns": ["a", None]}, "line 1: field 'turns' is empty .null., not text or messages"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "line 1: there is no question before the first answer"),
     ],
 )

@@ -9,7 +9,6 @@ import pyarrow.parquet
 import pytest
 from tiny_training import write_rows
 
-from trainer.data.conversations import transcript_of
 from trainer.data.rows import Row, open_source
 from trainer.recipe.common import DataSection
 
@@ -104,16 +103,3 @@ def test_a_hub_data_set_is_read_by_its_id_configuration_and_split(
         (("openai/gsm8k", "main"), {"split": "test", "revision": None}),
         (("ORG/NAME", "small"), {"split": "train", "revision": "refs/pr/1"}),
     ]
-
-
-def conversation(fields: dict[str, Any], format: str, where: str) -> list[Any]:
-    section = DataSection.model_validate({"train": "a", "heldout": "b", "format": format})
-    return list(transcript_of(Row(where, fields), section).messages)
-
-
-def test_a_sharegpt_conversation_becomes_messages() -> None:
-    said = [("system", "s"), ("human", "Why?"), ("gpt", "So."), ("user", "b"), ("assistant", "c")]
-    row = {"conversations": [{"from": who, "value": what} for who, what in said]}
-    messages = conversation(row, "sharegpt", "row")
-    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
-    assert messages[1] == {"role": "user", "content": "Why?"}

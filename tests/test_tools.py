@@ -97,12 +97,6 @@ def test_a_tool_call_is_trained_and_its_result_is_not(tmp_path: Path, content: d
     assert trained(example) == '!f{"x": 1};Yes;'
 
 
-@pytest.mark.parametrize(("name", "content"), [("reasoning_content", "Yes"), ("reasoning", None)])
-def test_reasoning_is_trained_with_the_answer_and_alone(tmp_path: Path, name: str, content: str | None) -> None:
-    (example,) = load(tmp_path, answered(content=content, **{name: "Hm"})).examples
-    assert trained(example) == f"<think>Hm</think>{content or ''};"
-
-
 @pytest.mark.parametrize("template", [TOOL_TEMPLATE, MARKED], ids=["compared", "marked"])
 @pytest.mark.parametrize(("content", "kept"), [("", "<think>Hm"), ("Ye", "<think>Hm</think>Ye")])
 def test_behind_reasoning_that_was_cut_off_nothing_is_trained(

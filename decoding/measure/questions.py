@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.fields import Tools, check_messages, find_answer, prompt_of, tools_of
+from decoding.fields import CONVERSATIONS, Tools, find_answer, prompt_of, tools_of
 from decoding.jsonl import read_rows
 from decoding.prompts import encode_prompt
 
@@ -58,9 +58,9 @@ def read_questions(path: str | Path, field: str | None = None) -> list[Question]
     one by one, for example FOLDER:qualitative.
 
     ``field`` names the prompt's field; None takes the first of `decoding.fields.PROMPT_FIELDS` in the row. If the
-    prompt is a list of texts, each text is a turn. If it is a list of messages, those before the first answer are the
-    first turn; user messages without answers are a turn each, as in SPEED-Bench. A ``text`` in a row without an answer
-    is continued, not answered.
+    prompt is a list of texts, each text is a turn. If it is a conversation, those before the first answer are the first
+    turn; user messages without answers are a turn each, as in SPEED-Bench. A ``text`` in a row without an answer
+    is continued, not answered. A system message and a ``history`` come first, as in `decoding.fields.prompt_of`.
 
     The id is ``question_id``, ``id`` or ``task_id``, else the line number. The task is the row's ``category``; in
     Spec-Bench's file the eight categories of MT-Bench are one task, ``mt_bench``.
@@ -133,23 +133,16 @@ def _with_tasks(questions: list[Question]) -> list[Question]:
 
 
 def _question(number: int, row: dict[str, Any], field: str | None, where: str) -> Question:
-    name, value = prompt_of(row, field, where)
+    name, messages, _, begins = prompt_of(row, field, where)
     later: tuple[str, ...] = ()
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        messages = check_messages(value, where)
-        roles = [message["role"] for message in messages]
-        if "assistant" in roles:
-            messages = messages[: roles.index("assistant")]
-        elif roles.count("user") > 1:
-            first = roles.index("user") + 1
-            messages, later = messages[:first], tuple(message["content"] for message in messages[first:])
-        if not messages:
-            raise UserError(f"{where}: there is no question before the first answer: begin with the user's message")
-    else:
-        turns = value if isinstance(value, list) and value else [value]
-        if wrong := [turn for turn in turns if not isinstance(turn, str)]:
-            raise UserError(f"{where}: the prompt is {type(wrong[0]).__name__}, not text")
-        messages, later = [{"role": "user", "content": turns[0]}], tuple(turns[1:])
+    roles = [message["role"] for message in messages[begins:]]
+    if "assistant" in roles and (name in CONVERSATIONS or roles[-1] == "assistant"):
+        messages = messages[: begins + roles.index("assistant")]
+    elif "assistant" not in roles and roles.count("user") > 1:
+        first = begins + roles.index("user") + 1
+        messages, later = messages[:first], tuple(message["content"] for message in messages[first:])
+    if not messages[begins:]:
+        raise UserError(f"{where}: there is no question before the first answer: begin with the user's message")
     if any(_UNPREPARED in text for text in (*later, *(message["content"] for message in messages))):
         raise UserError(f"{where}: SPEED-Bench's prompt is a placeholder", "run its prepare.py and give that output")
     named = next((row[key] for key in _ID_FIELDS if row.get(key) is not None), number)

@@ -98,7 +98,8 @@ def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | UserE
         say(console, Text(f"{row.where}: {format}, {heading}", style="bold"))
         say(console, marked_text(kept or example, task.tokenizer, colour))
     if not encoded.examples:
-        say(console, Text(f"{row.where}: {format}, left out: too short", style="bold"))
+        why = "too short" if format == "text" else encoded.mask_source
+        say(console, Text(f"{row.where}: {format}, left out: {why}", style="bold"))
 
 
 def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text:

@@ -4,6 +4,7 @@ Medusa-2 calls this self-distillation (2401.10774, section 2.3.2). It helps if t
 or the target was tuned by reinforcement learning. Answers from elsewhere would teach another distribution.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
@@ -25,7 +26,7 @@ from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import check_endpoint, read_target
 from trainer.commands.options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend, Summary, answer
-from trainer.data.conversations import OpenConversation, read_conversations
+from trainer.data.conversations import OpenConversation, read_conversations, report_unread
 from trainer.data.rows import PRESETS, stream_prompts
 from trainer.files.folders import sha256_of
 from trainer.quickstart import resolve
@@ -55,12 +56,13 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     bad = _BadRows()
     rows, on_bad = (source.hub, bad) if source else (None, None)
     read = partial(read_conversations, prompts, field, options.limit, options.n, chat, rows, on_bad)
+    unread = Counter[str]()
     if source is None:  # check every row before answering the first
-        total: int | None = sum(1 for _ in _watched_for_tools(read(), backend, watched))
+        total: int | None = sum(1 for _ in _watched_for_tools(read(unread), backend, watched))
         conversations = read()
     else:
         total = options.limit and options.limit * options.n
-        begun = _watched_for_tools(read(), backend, watched)
+        begun = _watched_for_tools(read(unread), backend, watched)
         conversations = chain([next(begun)], begun)  # an unreadable stream fails before a file is created
     settings = {
         "prompts_sha256": source.sha256 if source else sha256_of(Path(prompts)),
@@ -73,6 +75,8 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
         summary = answer(backend, conversations, answers, watched, total)
     if bad.count:
         say(watched, f"{bad.count} rows without a prompt are left out; the first: {bad.first}")
+    if unread:
+        say(watched, report_unread(options.prompts, unread))
     console.print(_table(summary))
     answers.check_not_empty()
     if cut := summary.truncated + summary.dropped:

@@ -1,7 +1,9 @@
 """Encoding of conversations as token ids, with the assistant's tokens marked as trained."""
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -11,7 +13,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.fields import UNSPOKEN, Tools
+from decoding.fields import REASONING, UNSPOKEN, UNTRAINED, Message, Tools, is_metadata, is_trained
 from decoding.prompts import encode_prompt, with_variables
 from trainer.data.batch import Example
 from trainer.data.conversations import ANSWER_TOKENS, Transcript
@@ -23,7 +25,10 @@ COMPARED = "prefixes of the template compared"
 _GOES_ON = "\ue000"  # a private-use character that no template contains
 _SHORTEST_TEXT = 8  # in tokens; shorter last pieces of a text are skipped
 
-Messages = Sequence[dict[str, Any]]
+_ALWAYS = frozenset({"role", "content", "name", "tool_call_id", *REASONING[1:], *UNTRAINED})
+"""Message fields that a template may ignore without harm, or that have another name."""
+
+Messages = Sequence[Message]
 
 
 class Encoded(NamedTuple):
@@ -49,24 +54,41 @@ class TranscriptEncoder:
     def encode(self, transcript: Transcript) -> Encoded:
         """Return the transcript's sequences. Raises a UserError that names the row if it cannot be encoded."""
         template = self._template and self._template.with_tools(transcript.tools)
+        if transcript.cut_off and transcript.answer_tokens is None:
+            transcript = replace(transcript, messages=self._with_open_thinking(transcript))
         ignored = self.ignored(transcript.messages, transcript.tools)
-        return self._encoded(transcript, template)._replace(ignored=ignored)
+        lost = frozenset(ignored if transcript.answer_tokens is None else ())
+        silent = (not each["content"].strip() and UNSPOKEN & each.keys() <= lost for each in transcript.messages)
+        messages = (each | (UNTRAINED if no else {}) for each, no in zip(transcript.messages, silent, strict=True))
+        return self._encoded(replace(transcript, messages=tuple(messages)), template)._replace(ignored=ignored)
 
     def ignored(self, messages: Messages, tools: Tools | None) -> tuple[str, ...]:
-        """Return the names of message fields, and "tools", that the chat template ignores."""
+        """Return names of what the chat template ignores: message fields, messages of a role, and "tools"."""
         if self._template is None:
-            return ("tools",) if tools else ()
+            return (*_extras(messages), *(("tools",) if tools else ()))
         return self._template.with_tools(tools).ignored(messages)
+
+    def _with_open_thinking(self, transcript: Transcript) -> tuple[Message, ...]:
+        """Return the messages; an answer that was cut off while thinking becomes reasoning if the template reads it.
+
+        As content, some templates would write an empty and closed thinking before it.
+        """
+        *before, last = transcript.messages or ({"content": ""},)
+        if not last["content"].startswith("<think>") or "</think>" in last["content"]:
+            return transcript.messages
+        thinking = last["content"].removeprefix("<think>").strip("\n")
+        messages = (*before, {**last, "content": "", **dict.fromkeys(REASONING, thinking)})
+        return transcript.messages if REASONING[0] in self.ignored(messages, transcript.tools) else messages
 
     def _encoded(self, transcript: Transcript, template: "ChatTemplate | None") -> Encoded:
         messages, where = transcript.messages, transcript.where
         if transcript.format == "text":
             return Encoded(transcript, "the whole text", self._text_pieces(transcript.text))
-        if transcript.format == "prompt_answer":
-            if not messages[1]["content"].strip():  # training would teach the model to stay silent
-                return Encoded(transcript, "nothing: the answer is empty", ())
-            if template is None and transcript.answer_tokens is None:
-                return Encoded(transcript, "the answer after its prompt", (self._answer_behind_prompt(transcript),))
+        answers = [message for message in messages if message["role"] == "assistant"]
+        if answers and not any(map(is_trained, answers)):  # an empty answer would teach the model to stay silent
+            return Encoded(transcript, "no answer (each is empty or excluded)", ())
+        if transcript.format == "prompt_answer" and template is None and transcript.answer_tokens is None:
+            return Encoded(transcript, "the answer after its prompt", (self._answer_behind_prompt(transcript),))
         if transcript.answer_tokens is not None:
             return Encoded(transcript, "the target's own tokens", self._own_tokens(transcript, template))
         if template is None:
@@ -86,8 +108,8 @@ class TranscriptEncoder:
 
     def _answer_behind_prompt(self, transcript: Transcript) -> Example:
         """Join prompt, answer and end-of-text token without a template; a cut-off answer gets no end-of-text token."""
-        prompt, answer = (message["content"] for message in transcript.messages)
-        prompt_tokens: list[int] = self._tokenizer(prompt)["input_ids"]
+        *before, answer = (message["content"] for message in transcript.messages)
+        prompt_tokens: list[int] = self._tokenizer("\n".join(before))["input_ids"]
         answer_tokens: list[int] = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
         if self._tokenizer.eos_token_id is not None and not transcript.cut_off:
             answer_tokens = [*answer_tokens, self._tokenizer.eos_token_id]
@@ -116,7 +138,7 @@ class TranscriptEncoder:
                 f"{where}: {ANSWER_TOKENS} does not contain the tokens of each answer under this tokenizer",
                 "regenerate the answers with this target, or remove the field",
             )
-        return tuple(examples)
+        return tuple(each for each, index in zip(examples, indices, strict=True) if is_trained(messages[index]))
 
     def _knows(self, tokens: Any) -> bool:
         """Return True for token ids of this tokenizer."""
@@ -200,9 +222,11 @@ class ChatTemplate:
         return self if tools == self._tools else ChatTemplate(self._tokenizer, self._given, tools, self._variables)
 
     def ignored(self, messages: Messages) -> tuple[str, ...]:
-        """Return the names of message fields, and "tools", that do not change the text of a conversation."""
-        fields = [name for name in sorted(UNSPOKEN) if any(message.get(name) for message in messages)]
-        without = {name: (self, [{**message, name: None} for message in messages]) for name in fields}
+        """Return names of what does not change the text of a conversation: message fields, roles and "tools"."""
+        without = {name: (self, others) for name, others in _extras(messages).items()}
+        for role in sorted({message["role"] for message in messages} - {"user", "assistant"}):
+            longer = ({**each, "content": each["content"] + _GOES_ON * (each["role"] == role)} for each in messages)
+            without[f"{role} messages"] = self, [*longer]
         if self._tools:
             without["tools"] = (self.with_tools(None), [*messages])
         return tuple(name for name, (template, others) in without.items() if self._is_same(messages, template, others))
@@ -232,7 +256,7 @@ class ChatTemplate:
             raise UserError(f"{where}: the conversation lacks an assistant's answer to train on")
         try:
             encoded = self._by_marks(messages, where) if self._has_marks else self._by_comparison(messages, where)
-            if cut_off and messages[-1]["role"] == "assistant":
+            if cut_off and is_trained(messages[-1]):
                 encoded[-1] = self._without_end(messages, encoded[-1])
         except (TemplateError, TypeError) as error:  # TypeError: the template adds a text to a value that is not text
             raise UserError(f"{where}: the chat template rejects this conversation: {error}") from error
@@ -246,8 +270,11 @@ class ChatTemplate:
         if len(answers) == 1:
             return [whole]
         found = [self._marked(messages[: index + 1]) for index in answers]
+        kept = [is_trained(messages[index]) for index in answers]
         if all(whole.tokens[: each.end] == each.tokens[: each.end] for each in found):
-            return [whole]
+            ends, wanted = [each.end for each in found], [*kept, True]
+            marks = (mark and wanted[bisect_right(ends, index)] for index, mark in enumerate(whole.trained))
+            return [whole._replace(trained=tuple(marks))]
         for place, index in enumerate(answers):
             before = self._marked(messages[:index]) if index else Marked((), ())
             tokens, trained = found[place]
@@ -257,7 +284,7 @@ class ChatTemplate:
                     "what the target saw: use conversations with one answer, or another template in data.chat_template"
                 )
             found[place] = Marked(tokens, (False,) * before.end + trained[before.end :])
-        return found
+        return [each for each, wanted in zip(found, kept, strict=True) if wanted]
 
     def _marked(self, messages: Messages) -> Marked:
         encoded: Any = self._tokenizer.apply_chat_template(
@@ -276,8 +303,8 @@ class ChatTemplate:
         """
         *before, last = messages
         text = self._render(messages)
-        field = "content" if last["content"] or not last.get("reasoning_content") else "reasoning_content"
-        longer = self._render([*before, {**last, field: last[field] + _GOES_ON}])
+        growing = ("content",) if last["content"] or REASONING[0] not in last else REASONING
+        longer = self._render([*before, {**last, **{field: last[field] + _GOES_ON for field in growing}}])
         end = next((index for index, here in enumerate(text) if not longer.startswith(here, index)), len(text))
         offsets: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         pairs = zip(marked.trained, offsets, strict=True)
@@ -286,7 +313,7 @@ class ChatTemplate:
     def _by_comparison(self, messages: Messages, where: str) -> list[Marked]:
         texts, spans = [], []
         for index, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if not is_trained(message):
                 continue
             asked = self._asking(messages[:index], where)
             answered = self._render(messages[: index + 1])
@@ -342,6 +369,16 @@ class ChatTemplate:
             f"{shorten(self._template, 160, placeholder=' ...')}",
             "put {% generation %} ... {% endgeneration %} around the assistant's content only",
         )
+
+
+def _extras(messages: Messages) -> dict[str, list[Message]]:
+    """Return the messages without each field that a template should read; all names of reasoning count as the first."""
+    fields = sorted({name for message in messages for name in message} - _ALWAYS)
+    names = {name: REASONING if name in REASONING else (name,) for name in fields if not is_metadata(name)}
+    return {
+        name: [{field: held for field, held in message.items() if field not in dropped} for message in messages]
+        for name, dropped in names.items()
+    }
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> ChatTemplate | None:

@@ -1,5 +1,6 @@
 """Conversations read from rows: with answers for training, or without, for a target to answer."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +13,17 @@ from decoding.fields import (
     ANSWER_FIELDS,
     PROMPT_FIELDS,
     UNSPOKEN,
+    UNTRAINED,
+    Prompt,
     Tools,
     answer_of,
-    check_messages,
     find_answer,
     find_prompt,
-    messages_of,
     prompt_of,
     tools_of,
+    unread_columns,
 )
+from decoding.fields import Message as Message
 from decoding.jsonl import read_rows, without_nulls
 from decoding.prompts import encode_prompt
 from trainer.data.rows import Row
@@ -32,13 +35,11 @@ PROMPT_TOKENS = "prompt_tokens"
 """Field in which it stores the tokens before each answer as a server rendered them."""
 TRUNCATED = "truncated"
 """Field in which `headstart regenerate` records that the last answer was cut off and lacks its end token."""
-_PROMPT_ALONE = tuple(name for name in PROMPT_FIELDS if name not in ("messages", "conversations"))
-"""Prompt fields whose answers are in another field."""
-
 _ASKED = ("role", "content", "name", "tool_call_id")
 """Message fields that are sent to a target."""
+_TOLD = (ANSWER_TOKENS, PROMPT_TOKENS, TRUNCATED, "tools", "functions")
+"""Columns about a conversation."""
 
-Message = dict[str, Any]
 Format = Literal["messages", "sharegpt", "prompt_answer", "text"]
 
 
@@ -50,7 +51,7 @@ class Transcript:
     """The row's location for error messages."""
     format: Format
     messages: tuple[Message, ...] = ()
-    """The conversation; empty for a plain text."""
+    """The conversation, as `decoding.fields.check_messages` returns it; empty for a plain text."""
     text: str = ""
     """The plain text; empty for a conversation."""
     fields: tuple[str, str] | None = None
@@ -63,6 +64,8 @@ class Transcript:
     """True if the last answer was cut off, so its end is not trained."""
     tools: Tools | None = None
     """The functions that the assistant may call."""
+    unread: tuple[str, ...] = ()
+    """The row's columns that are neither read nor known as metadata."""
 
 
 def transcript_of(row: Row, section: DataSection) -> Transcript:
@@ -70,33 +73,45 @@ def transcript_of(row: Row, section: DataSection) -> Transcript:
     fields, where = row.fields(), row.where
     format = _format_of(fields, section, where)
     if format == "text":
-        return Transcript(where, format, text=_text(fields[section.text_field], section.text_field, where))
-    found: tuple[str, str] | None = None
-    if format == "messages":
-        messages = check_messages(fields["messages"], where)
-    elif format == "sharegpt":
-        messages = messages_of(fields["conversations"], where)
-    else:
-        question, prompt = prompt_of(fields, section.prompt_field, where)
-        reply = section.answer_field or find_answer(fields)
-        assert reply is not None, "the format guarantees an answer field"
-        found, answer = (question, reply), answer_of(fields, reply, where)
-        messages = [
-            {"role": "user", "content": _text(prompt, question, where)},
-            {"role": "assistant", "content": _text(answer, reply, where)},
-        ]
-    cut_off = fields.get(TRUNCATED) is True
-    own = fields.get(ANSWER_TOKENS), fields.get(PROMPT_TOKENS)
-    return Transcript(where, format, tuple(messages), "", found, *own, cut_off, tools_of(fields, where))
+        if not isinstance(text := fields[section.text_field], str):
+            raise UserError(f"{where}: field {section.text_field!r} contains {type(text).__name__}, not text")
+        return Transcript(where, format, text=text, unread=unread_columns(fields, {section.text_field}, ()))
+    own = {"messages": "messages", "sharegpt": "conversations"}.get(format, section.prompt_field)
+    prompt = prompt_of(fields, own, where)
+    columns, messages, found = {*prompt.columns, *_TOLD}, prompt.messages, None
+    reply = section.answer_field or find_answer(fields)
+    if reply in fields and (format == "prompt_answer" or messages[-1]["role"] != "assistant"):
+        found = (prompt.name, reply)
+        columns, messages = {*columns, reply}, _answered(prompt, fields, reply, where)
+    if fields.get("label", fields.get("kto_tag")) is False:
+        messages = [message | UNTRAINED for message in messages]
+    tools, unread = tools_of(fields, where), unread_columns(fields, columns, messages)
+    tokens = fields.get(ANSWER_TOKENS), fields.get(PROMPT_TOKENS)
+    return Transcript(where, format, tuple(messages), "", found, *tokens, fields.get(TRUNCATED) is True, tools, unread)
+
+
+def _answered(prompt: Prompt, fields: dict[str, Any], reply: str, where: str) -> list[Message]:
+    """Return the messages with the answer in the column ``reply``; answers that belong to the prompt are not trained.
+
+    If the column has the whole conversation (UltraFeedback), the answer is what follows the last user message.
+    """
+    answer, asked = answer_of(fields, reply, where), fields[prompt.name]
+    if isinstance(asked, list) and len(asked) > 1 and isinstance(asked[0], str):
+        raise UserError(f"{where}: field {prompt.name!r} has {len(asked)} turns, but {reply!r} answers only one")
+    if any(message["role"] == "user" for message in answer):
+        prompt = prompt_of(fields, reply, where)
+        last = max(index for index, message in enumerate(prompt.messages) if message["role"] == "user")
+        prompt, answer = prompt._replace(messages=prompt.messages[: last + 1]), prompt.messages[last + 1 :]
+    given = [message | UNTRAINED for message in prompt.messages[prompt.begins :]]
+    return [*prompt.messages[: prompt.begins], *given, *answer]
 
 
 def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Format:
     prompt, answer = section.prompt_field or find_prompt(fields), section.answer_field or find_answer(fields)
-    alone = section.prompt_field is not None or prompt in _PROMPT_ALONE
     found: dict[Format, bool] = {
         "messages": "messages" in fields,
         "sharegpt": "conversations" in fields,
-        "prompt_answer": alone and {prompt, answer} <= fields.keys(),
+        "prompt_answer": {prompt, answer} <= fields.keys(),
         "text": section.text_field in fields,
     }
     named = section.prompt_field or section.answer_field  # named fields are required, a text is not enough
@@ -107,7 +122,7 @@ def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Form
         needed: dict[Format, str] = {
             "messages": "'messages'",
             "sharegpt": "'conversations'",
-            "prompt_answer": f"a prompt ({section.prompt_field or ', '.join(_PROMPT_ALONE)}) with an answer "
+            "prompt_answer": f"a prompt ({section.prompt_field or ', '.join(PROMPT_FIELDS)}) with an answer "
             f"({section.answer_field or ', '.join(ANSWER_FIELDS)})",
             "text": repr(section.text_field),
         }
@@ -117,13 +132,6 @@ def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Form
             "set data.format, data.prompt_field, data.answer_field or data.text_field",
         )
     return format
-
-
-def _text(value: Any, field: str, where: str) -> str:
-    if not isinstance(value, str):
-        held = "is empty (null)" if value is None else f"contains {type(value).__name__}"
-        raise UserError(f"{where}: field {field!r} {held}, not text")
-    return value
 
 
 class AnswerKey(NamedTuple):
@@ -182,11 +190,12 @@ def read_conversations(
     chat: bool,
     stream: Iterable[dict[str, Any]] | None = None,
     on_bad: Callable[[UserError], None] | None = None,
+    unread: Counter[str] | None = None,
 ) -> Iterator[OpenConversation]:
     """Yield ``samples`` conversations without answers for each of a file's first ``limit`` rows, as they are read.
 
     ``stream`` replaces the rows of the file. ``on_bad`` is called for each row that is not a prompt; such rows are
-    skipped.
+    skipped. ``unread`` counts rows by column that is neither read nor known as metadata.
 
     The prompt's field is found as in `decoding.prompts.read_prompts`. A row with several turns, or with messages
     separated by the assistant's, becomes a conversation of several turns. Such a conversation requires ``chat``. Raises
@@ -196,14 +205,19 @@ def read_conversations(
     for number, row in read_rows(path) if stream is None else enumerate(map(without_nulls, stream), start=1):
         where = f"{path}, line {number}"
         try:
-            turns, tools = _turns(prompt_of(row, field, where)[1], where), tools_of(row, where)
+            prompt = prompt_of(row, field, where)
+            turns, tools = _turns(prompt.messages, where), tools_of(row, where)
         except UserError as error:
             if on_bad is None:
                 raise
             on_bad(error)
             continue
-        if not chat and (len(turns) > 1 or len(turns[0]) > 1):
-            raise UserError(f"{where}: a conversation of several messages needs a chat template: use one text per row")
+        if not chat:
+            if sum(message["role"] != "system" for turn in turns for message in turn) > 1:
+                raise UserError(f"{where}: a conversation needs a chat template: use one text per row")
+            turns = (({"role": "user", "content": "\n".join(message["content"] for message in turns[0])},),)
+        if unread is not None:
+            unread.update(unread_columns(row, {*prompt.columns, *ANSWER_FIELDS, *_TOLD}, prompt.messages))
         model = row["model"] if isinstance(row.get("model"), str) else None
         for sample in range(samples):
             yield OpenConversation(AnswerKey(number, sample), count, turns, chat, tools, model)
@@ -214,23 +228,25 @@ def read_conversations(
         raise UserError(f"{path} contains no prompts: use a .jsonl file with one prompt per line, and a limit above 0")
 
 
-def _turns(value: Any, where: str) -> tuple[tuple[Message, ...], ...]:
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        turns: list[list[Message]] = [[]]
-        for message in check_messages(value, where):
-            if message["role"] != "assistant":
-                turns[-1].append({name: message[name] for name in _ASKED if message.get(name) is not None})
-            elif turns[-1]:
-                turns.append([])
-        found = tuple(tuple(turn) for turn in turns if turn)
-    else:
-        texts = value if isinstance(value, list) else [value]
-        if not all(isinstance(text, str) for text in texts):
-            raise UserError(f"{where}: the prompt is {value!r:.60}, not text")
-        found = tuple(({"role": "user", "content": text},) for text in texts)
+def _turns(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...], ...]:
+    """Return the messages between answers; without answers each user message ends a turn, as in Spec-Bench."""
+    turns: list[list[Message]] = [[]]
+    answered = any(message["role"] == "assistant" for message in messages)
+    for message in messages:
+        if message["role"] != "assistant":
+            turns[-1].append({name: message[name] for name in _ASKED if message.get(name) is not None})
+        if turns[-1] and message["role"] == ("assistant" if answered else "user"):
+            turns.append([])
+    found = tuple(tuple(turn) for turn in turns if turn)
     if not found:
         raise UserError(f"{where}: the conversation has nothing to answer: add at least one user message")
     return found
+
+
+def report_unread(name: str, unread: Counter[str]) -> str:
+    """Return a sentence that names columns that nobody reads, each with its number of rows."""
+    listed = " and ".join(f"{column} ({count:,} rows)" for column, count in unread.items())
+    return f"{name} has columns that are not read: {listed}; docs/how-to/data.md lists the names that are read"
 
 
 def read_heldout(

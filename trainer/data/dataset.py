@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from trainer.data.batch import Example
+from trainer.data.conversations import report_unread
 from trainer.data.encoding import Account
 from trainer.data.rows import open_source
 from trainer.data.sequences import chosen, pack
@@ -81,8 +82,10 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
     for error in account.named:
         _LOGGER.warning("skipped: %s", error)
     for field, count in account.ignored.items():
-        remedy = "set data.chat_template to a template that uses this field"
-        _LOGGER.warning("%s rows have %s, but the chat template ignores this field: %s", f"{count:,}", field, remedy)
+        remedy = "set data.chat_template to a template that does not"
+        _LOGGER.warning("%s rows have %s, which the chat template ignores: %s", f"{count:,}", field, remedy)
+    if account.unread:
+        _LOGGER.warning("%s", report_unread(path, account.unread))
     if not sequences:
         why = f"; the first of {account.bad_rows} bad rows: {account.named[0]}" if account.named else ""
         raise UserError(f"{path} contains nothing to train on: no row has a trained token{why}")

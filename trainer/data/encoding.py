@@ -34,7 +34,9 @@ class Account:
     mask_sources: Counter[str] = field(default_factory=Counter)
     """How the trained tokens were found -> rows."""
     ignored: Counter[str] = field(default_factory=Counter)
-    """Field of a conversation that the chat template ignores, such as "tools" -> rows."""
+    """Part of a conversation that the chat template ignores, such as "tools" -> rows."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """Column that is neither read nor known as metadata -> rows."""
     sequences: int = 0
     """Number of sequences before packing."""
     tokens: int = 0
@@ -63,6 +65,7 @@ class Account:
         self.formats[encoded.transcript.format] += 1
         self.mask_sources[encoded.mask_source] += 1
         self.ignored.update(encoded.ignored)
+        self.unread.update(encoded.transcript.unread)
         if encoded.transcript.fields is not None:
             self.fields[" with ".join(encoded.transcript.fields)] += 1
         for whole, short in zip(encoded.examples, kept, strict=True):

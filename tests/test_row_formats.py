@@ -1,0 +1,251 @@
+"""Rows as other tools define them: every column and field is read as its origin means it, or reported."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_questions import text as spelled
+from test_questions import user
+from test_tools import FUNCTION, MARKED, SHOWN, load, text
+from tiny_models import counting_model
+from tiny_tokenizer import TOOL_TEMPLATE, byte_tokenizer
+from tiny_training import write_rows
+
+from decoding.measure.questions import Asker, read_questions
+from trainer.commands.inspection import marked_text, run_inspect
+from trainer.commands.options import InspectOptions, RegenerateOptions
+from trainer.commands.regenerate import run_regenerate
+from trainer.data.batch import Example
+from trainer.data.conversations import read_conversations
+from trainer.terminal.console import standard_output
+
+BARE = "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }};{% endfor %}"
+BARE += "{% if add_generation_prompt %}assistant:{% endif %}"
+ASKED = {"role": "user", "content": "Hi"}
+YES, NO = ({"role": "assistant", "content": content} for content in ("Yes", "No"))
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
+CALL = '{"name": "f", "arguments": {"x": 1}}'
+CALLED = [ASKED, {"role": "function", "name": "f", "content": "9"}, YES]
+CALLING = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+def shown(example: Example) -> str:
+    """The text of a sequence, with brackets around what is trained."""
+    return str(marked_text(example, byte_tokenizer(), colour=False))
+
+
+SYSTEM = "system:S;user:Hi;assistant:⟦Yes;⟧"
+HISTORY = "user:A;assistant:⟦B;⟧user:Hi;assistant:⟦Yes;⟧"
+ABOUT = "user:Hi\n\nC;assistant:⟦Yes;⟧"
+PLAIN = "user:Hi;assistant:⟦Yes;⟧"
+SECOND = "user:Hi;assistant:No;user:Hi;assistant:⟦Yes;⟧"
+CALLS = 'user:Hi;assistant:⟦!f{"x": 1};⟧tool:9;assistant:⟦Yes;⟧'
+
+
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, MARKED], ids=["compared", "marked"])
+@pytest.mark.parametrize(
+    ("row", "read"),
+    [
+        ({"system": "S", "messages": [ASKED, YES]}, SYSTEM),
+        ({"system": "S", "conversations": SHAREGPT}, SYSTEM),
+        ({"system_prompt": "S", "question": "Hi", "response": "Yes"}, SYSTEM),
+        ({"messages": [{"role": "developer", "content": "S"}, ASKED, YES], "system": "S"}, SYSTEM),
+        ({"instruction": "Hi", "input": "", "output": "Yes", "history": [["A", "B"]]}, HISTORY),
+        ({"system": "S", "messages": [ASKED, YES], "history": [["A", "B"]]}, f"system:S;{HISTORY}"),
+        ({"conversations": SHAREGPT, "history": [user("A")[0], {"role": "assistant", "content": "B"}]}, HISTORY),
+        ({"question": "Hi", "context": "C", "answer": "Yes"}, ABOUT),
+        ({"prompt": "Hi", "input": "C", "completion": "Yes"}, ABOUT),
+        ({"prompt": [ASKED], "completion": [YES]}, PLAIN),
+        ({"prompt": [ASKED], "completion": "Yes"}, PLAIN),
+        ({"prompt": "Hi", "completion": [YES]}, PLAIN),
+        ({"prompt": [ASKED, NO, ASKED], "completion": [YES]}, SECOND),
+        ({"input": [ASKED], "output": "Yes", "system_prompt": "S", "category": "chat"}, SYSTEM),
+        ({"prompt": "Hi", "chosen": "Yes", "rejected": "No"}, PLAIN),
+        ({"prompt": [ASKED], "chosen": [YES], "rejected": [NO]}, PLAIN),
+        ({"chosen": [ASKED, YES], "rejected": [ASKED, NO]}, PLAIN),
+        ({"prompt": "Hi", "chosen": [ASKED, NO, ASKED, YES], "rejected": [ASKED, NO, ASKED, NO]}, SECOND),
+        ({"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {"from": "gpt", "value": "No"}}, PLAIN),
+        ({"messages": [{"from": "Human", "value": "Hi"}, {"from": "model", "value": "Yes"}]}, PLAIN),
+        ({"messages": [ASKED, {"role": "gpt", "content": "Yes", "tool_calls": [], "refusal": None}]}, PLAIN),
+        ({"messages": [ASKED, NO | {"weight": 0}, ASKED, YES | {"weight": 1}]}, SECOND),
+        ({"messages": [ASKED, NO | {"train": False}, ASKED, YES | {"loss": True}]}, SECOND),
+        ({"conversations": [*SHAREGPT[:1], NO | {"loss_weight": 0.0}, *SHAREGPT]}, SECOND),
+        ({"messages": [ASKED, {"role": "assistant", "content": ""}, ASKED, YES]}, SECOND.replace("No", "")),
+        ({"messages": [ASKED, CALLING, *CALLED[1:]]}, CALLS),
+        ({"messages": [ASKED, CALLING, *CALLED[1:]], "functions": [FUNCTION]}, f"{SHOWN}{CALLS}"),
+        ({"conversations": [ASKED, {"from": "function_call", "value": CALL}, *CALLED[1:]]}, CALLS),
+        ({"messages": [ASKED, {"role": "tool-call", "content": f"[{CALL}]"}, *CALLED[1:]]}, CALLS),
+        ({"messages": [ASKED, {"role": "assistant", "tool_calls": f"[{CALL}]"}, *CALLED[1:]]}, CALLS),
+    ],
+)
+def test_rows_are_read_as_their_origin_means_them(
+    tmp_path: Path, row: dict[str, Any], read: str, template: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (example,) = load(tmp_path, row, template=template).examples
+    assert shown(example) == read and not caplog.messages
+
+
+def test_an_answer_that_is_not_to_be_trained_gives_no_sequence_of_its_own(tmp_path: Path) -> None:
+    """A template that writes the last answer differently gives one sequence for each answer."""
+    for template in (TOOL_TEMPLATE, MARKED):
+        shifting = template.replace("{{ m.content }}{% for", "{{ m.content }}{{ '!' if loop.last }}{% for")
+        row = {"messages": [ASKED, NO | {"weight": 0}, ASKED, YES]}
+        (example,) = load(tmp_path, row, template=shifting).examples
+        assert shown(example) == "user:Hi;assistant:No;user:Hi;assistant:⟦Yes!;⟧"
+
+
+@pytest.mark.parametrize("flags", [{"label": False}, {"kto_tag": False}])
+def test_bad_answers_and_empty_ones_leave_a_row_out(tmp_path: Path, flags: dict[str, Any]) -> None:
+    good, bad = {"prompt": "Hi", "completion": "Yes"}, {"prompt": "Hi", "completion": "No", **flags}
+    dataset = load(tmp_path, good, bad, {"messages": [ASKED, {"role": "assistant", "content": " "}]}, bad | {"x": 1})
+    assert [text(each) for each in dataset.examples] == ["user:Hi;assistant:Yes;"] and dataset.account.skipped == 3
+
+
+@pytest.mark.parametrize("own", ["reasoning_content", "thinking"])
+@pytest.mark.parametrize(
+    "given", [{"thinking": "Hm"}, {"reasoning": "Hm"}, {"reasoning_content": "", "thinking": "Hm"}, "both"], ids=str
+)
+def test_reasoning_reaches_a_template_whatever_its_name(
+    tmp_path: Path, given: Any, own: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = {"thinking": "Hm", "reasoning_content": "Hm"} if given == "both" else given
+    template = TOOL_TEMPLATE.replace("reasoning_content", own)
+    alone, answered = {"role": "assistant", "content": None, **fields}, {**YES, **fields}
+    for truncated, end in ((False, "</think>Yes;⟧"), (True, "</think>Yes⟧;")):
+        row = {"messages": [ASKED, alone, ASKED, answered], "truncated": truncated}
+        (example,) = load(tmp_path, row, template=template).examples
+        assert shown(example).endswith(f"⟦<think>Hm</think>;⟧user:Hi;assistant:⟦<think>Hm{end}")
+    (cut,) = load(tmp_path, {"messages": [ASKED, alone], "truncated": True}, template=template).examples
+    assert shown(cut) == "user:Hi;assistant:⟦<think>Hm⟧</think>;" and not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("template", "read"),
+    [(TOOL_TEMPLATE, "⟦<think>Hm⟧</think>;"), (MARKED, "⟦<think>Hm⟧</think>;"), (BARE, "⟦<think>Hm⟧;")],
+    ids=["compared", "marked", "bare"],
+)
+def test_no_end_is_trained_of_thinking_that_was_cut_off_in_the_text(tmp_path: Path, template: str, read: str) -> None:
+    """As Qwen3's, these templates write an empty thinking before a text that does not end its own."""
+    closing = template.replace(
+        "{{ m.content }}{% for", "{{ m.content if m.reasoning_content else '<></>' ~ m.content }}{% for"
+    )
+    row = {"messages": [ASKED, {"role": "assistant", "content": "<think>Hm"}], "truncated": True}
+    (example,) = load(tmp_path, row, template=closing).examples
+    assert shown(example) == f"user:Hi;assistant:{read}"
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (CALLING, "tool_calls"),
+        ({"role": "function_call", "content": CALL}, "tool_calls"),
+        ({"role": "assistant", "content": None, "thinking": "Hm"}, "reasoning_content"),
+    ],
+)
+def test_what_a_template_ignores_is_told_and_leaves_no_empty_answer_to_train(
+    tmp_path: Path, message: dict[str, Any], field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"messages": [ASKED, message, ASKED, {**YES, "audio": "base64", "source_id": "1"}], "system": "S"}
+    (example,) = load(tmp_path, row, template=BARE).examples
+    assert shown(example) == "user:Hi;assistant:;user:Hi;assistant:⟦Yes;⟧"
+    told = {each.split(", which")[0] for each in caplog.messages}
+    assert told == {"1 rows have audio", "1 rows have system messages", f"1 rows have {field}"}
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        ({"role": "critic", "content": "No"}, "line 1: a message is from 'critic': use one of user, human"),
+        ({"from": "critic", "value": "No"}, "line 1: a message is from 'critic': use one of user, human"),
+        ({**NO, "weight": 0.5}, "line 1: a message has 0.5 as its weight: use 0 or 1"),
+        ({**NO, "thinking": "a", "reasoning": "b"}, "line 1: a message has different texts as its reasoning"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "line 1: a message is .*without text"),
+    ],
+)
+def test_messages_that_cannot_be_read_are_refused_by_their_line(tmp_path: Path, message: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        load(tmp_path, {"messages": [ASKED, message]})
+
+
+def test_several_turns_with_one_answer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="line 1: field 'turns' has 2 turns, but 'answer' answers only one"):
+        load(tmp_path, {"turns": ["Hi", "Hi"], "answer": "Yes"})
+
+
+def test_calls_that_are_empty_are_none(tmp_path: Path) -> None:
+    """Under this template a field without calls would hide the answer."""
+    template = MARKED.replace("{{ m.content }}{% for", "{% if 'tool_calls' not in m %}{{ m.content }}{% endif %}{% for")
+    nothing: tuple[Any, ...] = ([], None)
+    for empty in nothing:
+        (example,) = load(tmp_path, {"messages": [ASKED, {**YES, "tool_calls": empty}]}, template=template).examples
+        assert shown(example) == PLAIN
+
+
+LEFT: list[dict[str, Any]] = [
+    {"prompt": "Hi", "answer": "Yes", "notes": "n", "hint": ["h"], "source": "s", "task_id": 1, "weight": 0},
+    {"messages": [ASKED, YES], "prompt": "Hi", "notes": "m", "hint": "", "solution": "x", "history": "A: B"},
+    {"text": "Once upon a time", "system": "S"},
+    {"messages": [{"role": "system", "content": "T"}, ASKED, YES], "system": "S"},
+]
+REPORT = "columns that are not read: notes (2 rows) and hint (1 rows) and weight (1 rows)"
+
+
+def test_columns_that_nobody_reads_are_reported_once_with_their_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(tmp_path, *LEFT)
+    (message,) = caplog.messages
+    more = " and solution (1 rows) and history (1 rows) and system (2 rows)"
+    assert message.startswith(f"{tmp_path / 'rows.jsonl'} has {REPORT}{more}; docs/how-to/data.md lists")
+    byte_tokenizer(TOOL_TEMPLATE).save_pretrained(tmp_path / "target")
+    run_inspect(InspectOptions(source=str(tmp_path / "rows.jsonl"), target=str(tmp_path / "target")))
+    assert caplog.messages == [message] * 2
+
+
+def test_regenerate_reports_columns_too_and_the_target_hears_the_system_message(tmp_path: Path) -> None:
+    """Answers are written anew, so theirs are no loss."""
+    counting_model(128).save_pretrained(tmp_path / "target")
+    byte_tokenizer(TOOL_TEMPLATE).save_pretrained(tmp_path / "target")
+    output = io.StringIO()
+    rows = [LEFT[0], {**LEFT[1], "system": "S"}, {"chosen": [ASKED, YES], "rejected": [ASKED, NO]}]
+    path = write_rows(tmp_path / "prompts.jsonl", rows)
+    options = RegenerateOptions(
+        prompts=path, output=tmp_path / "out.jsonl", target=str(tmp_path / "target"), max_new_tokens=2, temperature=0.0
+    )
+    run_regenerate(options, standard_output(file=output, width=500))
+    assert output.getvalue().count("columns that are not read") == 1 and f"{REPORT} and" in output.getvalue()
+    assert '{"role": "system", "content": "S"}' in options.output.read_text()
+
+
+@pytest.mark.parametrize(
+    ("row", "turns"),
+    [
+        ({"system": "S", "conversations": SHAREGPT}, ["SHi"]),
+        ({"instruction": "Hi", "output": "Yes", "history": [["A", "B"]], "system": "S"}, ["SA", "Hi"]),
+        ({"question": "Hi", "context": "C"}, ["Hi\n\nC"]),
+        ({"prompt": [ASKED], "chosen": [YES], "rejected": [NO]}, ["Hi"]),
+        ({"chosen": [ASKED, NO, ASKED, YES], "rejected": [ASKED, NO]}, ["Hi", "Hi"]),
+        ({"turns": ["A", "Hi"], "system": "S"}, ["SA", "Hi"]),
+        ({"messages": [ASKED, ASKED]}, ["Hi", "Hi"]),
+    ],
+)
+def test_prompts_to_answer_are_read_in_the_same_way(tmp_path: Path, row: dict[str, Any], turns: list[str]) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [row])
+    (found,) = read_conversations(path, None, None, 1, chat=True)
+    assert ["".join(message["content"] for message in turn) for turn in found.turns] == turns
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"system": "S", "messages": [ASKED, YES]}, "system:S;user:Hi;"),
+        ({"instruction": "Hi", "history": [["A", "B"]]}, "user:A;assistant:B;user:Hi;"),
+        ({"prompt": [ASKED, NO, ASKED], "completion": [YES]}, "user:Hi;assistant:No;user:Hi;"),
+        ({"input": [ASKED], "output": "Yes", "system_prompt": "S"}, "system:S;user:Hi;"),
+        ({"chosen": [ASKED, YES], "rejected": [ASKED, NO]}, "user:Hi;"),
+    ],
+)
+def test_an_evaluation_asks_the_whole_prompt(tmp_path: Path, row: dict[str, Any], prompt: str) -> None:
+    questions = read_questions(write_rows(tmp_path / "rows.jsonl", [row]))
+    assert spelled(Asker(questions, byte_tokenizer(TOOL_TEMPLATE)).prompt(0)) == f"{prompt}assistant:"
