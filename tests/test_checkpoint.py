@@ -105,7 +105,7 @@ def test_weights_optimizers_and_progress_come_back_bit_equal(tmp_path: Path) -> 
 def test_resumed_moments_are_on_the_device_of_their_parameters_with_adamws_step(
     zero: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fused AdamW on a GPU crashes at its first step if ``step`` is on the host; the meta device stands for the GPU."""
+    """A fused AdamW on a GPU crashes at its first step if ``step`` is on the host. Here meta stands for the GPU."""
     moments = gather_moments(*trained_model())
     model = tiny_model("llama").to("meta")
     optimizers, engine = build_optimizers(model, TrainingSection(steps=10, optimizer="muon")), None

@@ -1,7 +1,7 @@
 """Verdicts of batches: the readable rules' own from the same numbers, many rows at once."""
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,16 @@ from torch import Tensor
 
 import decoding.rules.at_once as batches
 import decoding.rules.decide as deciding
-from decoding.measure.proof.enumeration import ALL_MODELS, draft_of, model_pair, target_rows
+from decoding.measure.proof.enumeration import (
+    ALL_MODELS,
+    ContextModel,
+    contexts,
+    draft_of,
+    grafted_draft,
+    model_pair,
+    sampled_draft,
+    target_rows,
+)
 from decoding.rules.decide import decide
 from decoding.rules.drawing import GeneratorSource
 from decoding.rules.proposal import Proposal
@@ -23,6 +32,7 @@ from decoding.rules.tree import TokenTree, TreeShape
 from decoding.rules.verify import RULES, Verdict, lossless_rule, typical_acceptance
 
 VOCAB, DEEPEST = 3, 3
+DRAWN = (ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT)
 SAMPLING, PENALISED = SamplingConfig(1.0), SamplingConfig(1.0, repetition_penalty=3.0)
 # By its entropy, which the published thresholds never are at this vocabulary.
 KNOWN = RULES | {"typical by entropy": typical_acceptance(0.9, 0.9)}
@@ -47,7 +57,10 @@ class Sample(NamedTuple):
 
 
 def sample(rule: str, seed: int, dtype: torch.dtype) -> Sample:
-    """A batch of 2 to 5 rows of kinds that the rule takes, of all sizes, some with the root alone."""
+    """A batch of 2 to 5 rows of kinds that the rule takes, of all sizes, some with the root alone.
+
+    Half of the batches are of one kind, and half of chains.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def below(count: int) -> int:
@@ -55,22 +68,35 @@ def sample(rule: str, seed: int, dtype: torch.dtype) -> Sample:
 
     proposals, rows = [], []
     kinds = sorted(KNOWN[rule].kinds, key=lambda kind: kind.value)
-    kinds = kinds[-below(2) :]  # half of the batches of one kind
+    kinds = [kinds[below(len(kinds))]] if below(2) else kinds
+    chains = KNOWN[rule].chains_only or below(2) == 0
     for row in range(2 + below(4)):
         p, q = model_pair(ALL_MODELS[below(len(ALL_MODELS))], VOCAB, DEEPEST + 1, seed=below(50))
         parents = [-1]
         while len(parents) < 1 + below(6):
-            parent = len(parents) - 1 if KNOWN[rule].chains_only else below(len(parents))
+            parent = len(parents) - 1 if chains else below(len(parents))
             shape = TreeShape((*parents, parent))
             if shape.max_depth > DEEPEST or max(map(len, shape.children)) > VOCAB:
                 break
             parents.append(parent)
-        drafted = draft_of(kinds[below(len(kinds))], TreeShape(tuple(parents)), q)(source_of(seed, row))
+        drafted = draft(kinds[below(len(kinds))], TreeShape(tuple(parents)), q, source_of(seed, row), below)
         rows.append(target_rows(drafted.tree, p).log().to(dtype))
         carried = None if drafted.q is None else drafted.q.to(dtype)
         on_device = TokenTree(drafted.tree.tokens, drafted.tree.shape)  # its tokens come over with the verdicts
         proposals.append(Proposal(on_device, drafted.kind, carried, drafted.drawn))
     return Sample(proposals, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+
+
+def draft(
+    kind: ProposalKind, shape: TreeShape, q: ContextModel, source: GeneratorSource, below: Callable[[int], int]
+) -> Proposal:
+    """A draft of the kind; onto drawn tokens a lookup is grafted that follows one of their paths and reaches past it."""
+    if kind is not ProposalKind.GRAFTED:
+        return draft_of(kind, shape, q)(source)
+    drawn = sampled_draft(shape, q, DRAWN[below(2)])(source)
+    path = contexts(drawn.tree)[below(len(drawn.tree))]
+    looked_up = [*path, *(below(VOCAB) for _ in range(DEEPEST + 1 - len(path)))]
+    return grafted_draft(lambda _: drawn, looked_up)(source)
 
 
 def source_of(seed: int, row: int) -> GeneratorSource:
