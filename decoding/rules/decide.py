@@ -52,8 +52,8 @@ def decide(
         drafted = sum(len(trees[row]) > 1 for row in rows if each is SAMPLED_VERIFY)
         of_rows = [proposals[row] for row in rows]
         if (decide_rows := at_once(each, of_rows)) and _pays(logits, drafted):
-            numbers, first = [sources[row] for row in rows], [target.first[row] for row in rows]
-            found.append(decide_rows(Undecided(of_rows, numbers, target.at, first, logits.device)))
+            of_sources, first = [sources[row] for row in rows], [target.first[row] for row in rows]
+            found.append(decide_rows(Undecided(of_rows, of_sources, target.at, first, logits.device)))
             decided += rows
     # Fetched together with the tokens of all rows, in one transfer.
     values = [value for part in fetch_tokens(trees, [torch.cat(found).flatten()] if found else []) for value in part]

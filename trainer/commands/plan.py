@@ -63,7 +63,7 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
         "fingerprints": fingerprints,
         "revisions": revisions({"target": folder, **{str(spec): spec.path for spec in specs}}),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "static": target.static or "off",
+        "static": target.shapes,
         "target_parameters": sum(parameter.numel() for parameter in target.model.parameters()),
         "prompts_left_out": len(read) - len(planner.prompts),
     }
