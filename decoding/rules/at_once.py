@@ -131,7 +131,7 @@ def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: boo
         drawn, kind = proposal.drawn or (0 if proposal.q is None else len(shape), proposal.kind)
         for node, children in enumerate(shape.children):
             for rank, child in enumerate(children):
-                q_row = above + node if child < drawn else -1
+                q_row = above + proposal.q_rows[node] if child < drawn else -1
                 leaves = kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT and q_row >= 0 and child != children[-1]
                 group = groups.setdefault((shape.depths[node] * by_depth, rank), [])
                 group.append(_Try(first + node, first + child, q_row, leaves))
