@@ -195,14 +195,13 @@ class StaticSteps:
         after these layers. The model's next step overwrites the results.
         """
         layout = TreeLayout(tuple(tree.shape for tree in trees), tuple(first or [0] * len(trees)))
+        tokens: Tensor | list[list[int]]
         if all(tree.on_host for tree in trees):
-            lists = [tree.token_list[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
-            output = self._run(layout, lists, cache, taps)
-            return output or self._dynamic.run(trees, cache, layout.firsts, None, taps=taps)
-        # Tokens stay on the device: the target verifies a draft's tokens before the host has read them.
-        device = next(tree.tokens.device for tree in trees if not tree.on_host)
-        parts = [tree.tokens[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
-        tokens = stacked(parts, max(layout.counts), device)
+            tokens = [tree.token_list[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
+        else:  # tokens stay on the device: the target verifies a draft's tokens before the host has read them
+            device = next(tree.tokens.device for tree in trees if not tree.on_host)
+            parts = [tree.tokens[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
+            tokens = stacked(parts, max(layout.counts), device)
         output = self._run(layout, tokens, cache, taps)
         return output or self._dynamic.run(trees, cache, layout.firsts, None, taps=taps)
 

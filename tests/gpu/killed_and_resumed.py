@@ -63,7 +63,7 @@ def train(folder: Path, format: str, output: Path, killed: bool = False) -> None
         if killed and progress.step == KILLED_AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Log.step = step  # type: ignore[method-assign]
+    Log.step = step  # type: ignore[method-assign, assignment]
     run_recipe(parse_recipe(content), Console(stderr=True))
 
 
@@ -81,7 +81,7 @@ def export_and_decode(folder: Path, format: str, output: Path) -> None:
         HeadstartModel.from_pretrained(target, drafter, dtype=torch.float32) for drafter in (str(exported), None)
     )
     assert drafted.drafter is not None
-    texts = [model.generate(prompt.to(model.device), **options) for model in (drafted, plain)]
+    texts: list[Any] = [model.generate(prompt.to(model.device), **options) for model in (drafted, plain)]
     assert torch.equal(*texts), texts
 
 

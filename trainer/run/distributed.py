@@ -39,8 +39,8 @@ class Runner(Protocol):
 
 def check_launch(accelerator: Accelerator, section: TrainingSection) -> None:
     """Raise UserError if a recipe does not fit its launch. This needs no model, so call it before loading one."""
-    processes, smallest = accelerator.num_processes, section.micro_batch_size * accelerator.num_processes
-    if section.batch_size % smallest:
+    processes = accelerator.num_processes
+    if section.batch_size % (section.micro_batch_size * processes):
         raise UserError(
             f"training.batch_size ({section.batch_size}) is not a multiple of training.micro_batch_size "
             f"({section.micro_batch_size}) times {processes} processes: change either size"
