@@ -5,10 +5,18 @@ import time
 import torch
 
 
+def marked(device: torch.device) -> torch.cuda.Event:
+    """Record an event in the queue of this GPU, which need not be the current one."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class PhaseClock:
     """Clock of consecutive phases. On a GPU its marks are events in the queue, read after the step's result."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._on_gpu = device.type == "cuda"
         self._begin = time.perf_counter()
         self._marks: list[float] = []
@@ -19,9 +27,7 @@ class PhaseClock:
     def mark(self) -> None:
         """End the current phase and begin the next."""
         if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append(event)
+            self._events.append(marked(self._device))
         else:
             self._marks.append(time.perf_counter())
 

@@ -80,8 +80,9 @@ class HeadstartModel:
         first GPU if there is one, or all GPUs for weights that do not fit on the first.
 
         ``static`` runs target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"eager"`` without graphs;
-        ``"off"`` keeps shapes dynamic. ``"auto"`` means graphs on a CUDA device if the target allows them, else off.
-        The texts are the same. Graphs and their cache occupy memory as long as the model exists.
+        ``"off"`` keeps shapes dynamic. ``"auto"`` means graphs on a CUDA device if the target allows them, else off;
+        if a graph cannot be recorded, it warns and goes on in dynamic shapes. The texts are the same. Graphs and their
+        cache occupy memory as long as the model exists.
         """
         dtype = draft_options.pop("torch_dtype", dtype)
         if drafter is None and draft_options:

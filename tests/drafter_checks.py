@@ -159,9 +159,7 @@ def check_bounds(drafter: Drafter, target: CausalLM, sampling: SamplingConfig, s
         assert len(tree) <= min(nodes, drafter.max_nodes)
         assert len(paths(tree)) == len(tree) - 1, "no path twice"
         if proposal.q is not None:
-            drawn = proposal.drawn.nodes if proposal.drawn else len(tree)
-            parents = {*tree.shape.parents[1:drawn]}
-            assert len(proposal.q) >= len(parents) and proposal.q.shape[1] == target.vocab_size
+            assert proposal.q.shape == (len(proposal.q_rows), target.vocab_size)
         if chance.random() < 0.8:
             follower.session.observe([proposal], [torch.randn(len(tree), target.vocab_size)])
         text += accept_some(proposal, chance)

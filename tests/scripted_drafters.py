@@ -106,7 +106,7 @@ class HostileSession:
         if not kind.has_q:
             return Proposal(tree, kind)
         drawn = DrawnPart(len(tree), ProposalKind.SAMPLED) if kind is ProposalKind.GRAFTED else None
-        return Proposal(tree, kind, torch.full((len(tree), self._vocab), 1 / self._vocab), drawn)
+        return Proposal(tree, kind, torch.full((len({*parents[1:]}), self._vocab), 1 / self._vocab), drawn)
 
 
 class RandomPolicy:

@@ -4,8 +4,10 @@ import errno
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +99,34 @@ def test_weights_optimizers_and_progress_come_back_bit_equal(tmp_path: Path) -> 
     before, after = optimizer_tensors(optimizers), optimizer_tensors(other_optimizers)
     assert len(before) == len(after) > 20
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["plain", "ZeRO-2"])
+def test_resumed_moments_are_on_the_device_of_their_parameters_with_adamws_step(
+    zero: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused AdamW on a GPU crashes at its first step if ``step`` is on the host. Here meta stands for the GPU."""
+    moments = gather_moments(*trained_model())
+    model = tiny_model("llama").to("meta")
+    optimizers, engine = build_optimizers(model, TrainingSection(steps=10, optimizer="muon")), None
+    if zero:
+        part = torch.empty(8, device="meta", requires_grad=True)
+        moments = {key: value for key, value in moments.items() if not key.endswith("momentum_buffer")}
+        optimizers = [torch.optim.AdamW([part], fused=True)]
+        inner = SimpleNamespace(single_partition_of_fp32_groups=[part], optimizer=optimizers[0])
+        inner._lazy_init_hp_params_optimizer_state = lambda: None
+        engine = SimpleNamespace(optimizer=inner, device="meta", zero_optimization_stage=lambda: 2)
+        setters = dict.fromkeys(("safe_set_full_optimizer_state", "safe_set_local_optimizer_state"), lambda *_: None)
+        monkeypatch.setitem(sys.modules, "deepspeed.utils", SimpleNamespace(**setters))
+    load_moments(model, optimizers, moments, engine)
+    assert all(
+        set(state) in ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}) for state in states_of(optimizers)
+    )
+    assert {value.device.type for state in states_of(optimizers) for value in state.values()} == {"meta"}
+
+
+def states_of(optimizers: list[Optimizer]) -> list[dict[str, Tensor]]:
+    return [state for optimizer in optimizers for state in optimizer.state.values()]
 
 
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:

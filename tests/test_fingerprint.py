@@ -25,7 +25,7 @@ def test_a_targets_fingerprint_does_not_depend_on_the_dtype_it_is_loaded_in(tmp_
     found = set()
     for dtype in ("fp32", "bf16"):
         recipe = parse_recipe({**recipe_content(tmp_path, "medusa"), "dtype": dtype})
-        target = load_target(recipe, torch.device("cpu"))
+        target = load_target(recipe, torch.device("cpu"), tiny_tokenizer())
         assert str(target.dtype) in ("torch.float32", "torch.bfloat16")
         found.add(target.fingerprint)
     assert found == {stored_fingerprint(tmp_path / "target")} and len(found.pop()) == 16

@@ -1,6 +1,7 @@
 """What a launcher asks for and what runs; what is refused before anything is trained."""
 
 import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,12 +9,16 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from tiny_training import ToyObjective
+from rich.console import Console
+from tiny_training import recipe_content, write_corpus, write_target
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from decoding.errors import UserError
+from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.processes import build_accelerator, join_processes, sharded_precision
-from trainer.recipe.common import TrainingSection
-from trainer.run.distributed import build_optimizers, prepare
+from trainer.recipe.reading import parse_recipe
+from trainer.run import train
+from trainer.target import loading
 
 
 @pytest.fixture(autouse=True)
@@ -65,14 +70,44 @@ def test_processes_that_would_each_train_alone_are_refused(monkeypatch: pytest.M
         build_accelerator()
 
 
-def test_muon_under_deepspeed_is_refused() -> None:
-    section = TrainingSection(steps=1, optimizer="muon")
-    module = ToyObjective().module
-    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
-    with pytest.raises(
-        ValueError, match=r"training\.optimizer=muon needs 2 optimizers.*: set training\.optimizer=adamw"
-    ):
-        prepare(accelerator, module, build_optimizers(module, section), section)
+def heads_of_another_shape(folder: Path) -> dict[str, Any]:
+    MedusaHeads(MedusaConfig(16, 16, num_heads=2, tree=((0,),))).save_pretrained(folder / "heads")
+    return {"heads": {"init": str(folder / "heads"), "num_heads": 3}}
+
+
+REFUSED_WITHOUT_THE_MODEL: dict[str, tuple[str, Any, str]] = {
+    "batches": ("medusa", {}, r"batch_size \(8\) is not a multiple of .*micro_batch_size \(8\) times 3 processes"),
+    "optimizers": (
+        "medusa",
+        {"training": {"optimizer": "muon"}},
+        "muon needs 2 optimizers.*: set training.optimizer=adamw",
+    ),
+    "rows": ("draft", {"data": {"train": "nowhere.jsonl", "heldout": "nowhere.jsonl"}}, "nowhere.jsonl"),
+    "lengths": ("draft", {"data": {"max_length": 4096}}, "max_length is 4096, but the target's context has 64 tokens"),
+    "room": ("medusa", {"evaluation": {"max_new_tokens": 64}}, "no held-out prompt has at most 0 tokens"),
+    "heads": ("medusa", heads_of_another_shape, "heads.init, .*, have num_heads 2 and not 3"),
+    "draft": ("draft", {"draft": {"init": {"from_model": "no/such/folder"}}}, "there is no folder no/such/folder"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_WITHOUT_THE_MODEL)
+def test_what_needs_no_model_is_checked_before_the_target_is_loaded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, changes, message = REFUSED_WITHOUT_THE_MODEL[name]
+    write_target(tmp_path / "target", max_position_embeddings=64)
+    write_corpus(tmp_path)
+    content = recipe_content(tmp_path, kind)
+    for key, value in (changes(tmp_path) if callable(changes) else changes).items():
+        content.setdefault(key, {}).update(value)
+    if name in ("batches", "optimizers"):
+        of_type = DistributedType.MULTI_CPU if name == "batches" else DistributedType.DEEPSPEED
+        launched = SimpleNamespace(distributed_type=of_type, num_processes=3 if name == "batches" else 1)
+        monkeypatch.setattr(train, "build_accelerator", lambda *given, **options: launched)
+    monkeypatch.setattr(loading, "load_model", lambda *given: pytest.fail("the target was loaded first"))
+    with pytest.raises(UserError, match=message):
+        train.run_recipe(parse_recipe(content), Console(quiet=True))
+    AcceleratorState._reset_state(True)
 
 
 @pytest.mark.parametrize("name", ["DeepSpeed", "FSDP"])

@@ -127,7 +127,7 @@ def test_greedy_writes_the_argmax_whatever_was_drafted(kind: ProposalKind) -> No
 
 def proposal_of(kind: ProposalKind, parents: tuple[int, ...] = (-1, 0)) -> Proposal:
     shape = TreeShape(parents)
-    q = torch.full((len(shape), 3), 1 / 3) if kind.has_q else None
+    q = torch.full((len({*parents[1:]}), 3), 1 / 3) if kind.has_q else None
     drawn = DrawnPart(len(shape), WITH) if kind is GRAFTED else None
     return Proposal(TokenTree(torch.zeros(len(shape), dtype=torch.long), shape), kind, q, drawn)
 

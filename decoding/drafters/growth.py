@@ -121,11 +121,15 @@ class _Level(NamedTuple):
     """On the host: the child of each rank of each parent, or node 0."""
     parents_by_row: tuple[tuple[int, ...], ...]
     """The parents in each row's tree, by their numbers in that tree."""
+    q_rows: Int[Tensor, " parents"]
+    """The parents' numbers among the nodes with children, which continue from tree to tree too."""
 
 
 def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
     """List the levels of a batch of trees from their shapes alone."""
     first = [0, *accumulate(len(shape) for shape, _ in cuts)]
+    inner = sorted(first[row] + parent for row, (shape, _) in enumerate(cuts) for parent in {*shape.parents[1:]})
+    q_row = {node: number for number, node in enumerate(inner)}
     levels = []
     for depth in range(max(shape.max_depth for shape, _ in cuts)):
         rows: list[int] = []
@@ -147,8 +151,8 @@ def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
         slots[owners, ranks] = torch.tensor(children)
         on_device = partial(torch.tensor, device=device)
         choice = on_device(owners), on_device(ranks)
-        level = _Level(on_device(rows), on_device(parents), on_device(children), choice, slots, tuple(by_row))
-        levels.append(level)
+        nodes, q_rows = on_device(parents), on_device([q_row[parent] for parent in parents])
+        levels.append(_Level(on_device(rows), nodes, on_device(children), choice, slots, tuple(by_row), q_rows))
     return levels
 
 
@@ -189,7 +193,7 @@ class Growth:
         shapes = [shape for shape, _ in cuts]
         if drawn := kind.has_q:
             cuts = tuple((shape, _draw_order(shape)) for shape in shapes)
-        sizes = [len(shape) for shape in shapes]
+        sizes, inner = [len(shape) for shape in shapes], [len({*shape.parents[1:]}) for shape in shapes]
         tokens = torch.cat(
             [F.pad(torch.tensor([r.tokens[-1]]), (0, n - 1)) for r, n in zip(requests, sizes, strict=True)]
         )
@@ -210,8 +214,8 @@ class Growth:
             if drawn:
                 weights = probabilities(logits, sampling, history)[index]
                 chosen = draw_rows_without_replacement(weights, uniforms[level.slots])
-                q = q if len(q) else weights.new_zeros(len(tokens), texts.vocab_size)
-                q[level.parents] = weights
+                q = q if len(q) else weights.new_empty(sum(inner), texts.vocab_size)
+                q[level.q_rows] = weights
             else:
                 chosen = _best(adjusted_logits(logits, sampling, history), level.slots.shape[1])[index]
             tokens[level.children] = chosen.to(device)[level.choice]
@@ -224,7 +228,7 @@ class Growth:
         if sampling.processors or not self.tree.is_chain:  # otherwise every token was drawn
             lists = torch.split(tokens.cpu(), sizes)
             trees = [TokenTree.of_list(row.tolist(), shape, device) for row, shape in zip(lists, shapes, strict=True)]
-        pairs = zip(trees, q.split(sizes), strict=True)
+        pairs = zip(trees, q.split(inner), strict=True)
         return [_drawn(tree, of_row, kind, texts.vocab_size) for tree, of_row in pairs]
 
 
@@ -255,7 +259,7 @@ def _history(
     )
 
 
-def _drawn(tree: TokenTree, q: Float[Tensor, "nodes vocab"], kind: ProposalKind, vocab_size: int) -> Proposal:
+def _drawn(tree: TokenTree, q: Float[Tensor, "parents vocab"], kind: ProposalKind, vocab_size: int) -> Proposal:
     """Return a row's proposal, without the nodes that were not drawn (token ``vocab_size``) and their subtrees."""
     device = tree.tokens.device
     if tree.on_host and max(tree.token_list) >= vocab_size:
@@ -263,8 +267,7 @@ def _drawn(tree: TokenTree, q: Float[Tensor, "nodes vocab"], kind: ProposalKind,
         for node, parent in enumerate(tree.shape.parents[1:], start=1):
             if tree.token_list[node] < vocab_size and parent in kept:
                 kept.append(node)
-        q = q[kept]
+        q_row = {node: row for row, node in enumerate(sorted({*tree.shape.parents[1:]}))}
         tree = TokenTree.of_list([tree.token_list[node] for node in kept], tree.shape.keep(kept), device)
-    if len(tree) == 1:
-        return Proposal(tree, ProposalKind.DETERMINISTIC)
-    return Proposal(tree, kind, q[: max(tree.shape.parents) + 1])
+        q = q[[q_row[kept[node]] for node in sorted({*tree.shape.parents[1:]})]]
+    return Proposal(tree, ProposalKind.DETERMINISTIC) if len(tree) == 1 else Proposal(tree, kind, q)

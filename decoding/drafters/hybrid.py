@@ -112,8 +112,8 @@ class _FirstChoice:
         self._added = [_Mean() for _ in range(_LENGTHS)]  # tokens accepted in addition, in steps with both trees
         self._added_to_any = _Mean()
         self._untried = 0
-        self.last: tuple[int, int, GraftedProposal] | None = None
-        """Length of the text, class of the match and trees of the last step with a draft."""
+        self.last: tuple[int, int, tuple[TokenTree, TokenTree, TokenTree]] | None = None
+        """Length of the text, class of the match and trees (whole, first, lookup) of the last step with a draft."""
 
     def wants_first(self, length: int, least_gain: float) -> bool:
         """Decide whether the first drafter drafts in a step whose lookup has a match of class ``length``."""
@@ -126,12 +126,12 @@ class _FirstChoice:
         """Learn from the last step's result, read from the text."""
         if self.last is None:
             return
-        begin, length, (proposal, (first, lookup), _) = self.last
-        written, self.last = tokens[begin : begin + proposal.tree.shape.max_depth], None
-        looked_up = len(lookup.tree.follow(written))
+        begin, length, (whole, first, lookup) = self.last
+        written, self.last = tokens[begin : begin + whole.shape.max_depth], None
+        looked_up = len(lookup.follow(written))
         self._looked_up[length].add(looked_up)
-        if len(first.tree) > 1:
-            added = len(proposal.tree.follow(written)) - looked_up
+        if len(first) > 1:
+            added = len(whole.follow(written)) - looked_up
             self._added[length].add(added)
             self._added_to_any.add(added)
 
@@ -175,7 +175,8 @@ class HybridSession:
         fetch_tokens([proposal.tree for proposal in (*firsts, *looked_up)])
         self._last = [graft(first, lookup) for first, lookup in zip(firsts, looked_up, strict=True)]
         for row, (request, grafted) in enumerate(zip(requests, self._last, strict=True)):
-            self._choices[row].last = (len(request.tokens), lengths[row], grafted) if request.max_depth else None
+            trees = (grafted.proposal.tree, grafted.parts[0].tree, grafted.parts[1].tree)  # without q, which is large
+            self._choices[row].last = (len(request.tokens), lengths[row], trees) if request.max_depth else None
         return [grafted.proposal for grafted in self._last]
 
     def _first_depth(self, row: int, request: DraftRequest, length: int) -> int:
@@ -187,12 +188,13 @@ class HybridSession:
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
         if [id(proposal) for proposal in proposals] != [id(grafted.proposal) for grafted in self._last]:
             return  # not the last proposals: this step had no room for a draft
+        last, self._last = self._last, []  # kept no longer, as q is large
         for of, session in enumerate(self._sessions):
             session.observe(
-                [grafted.parts[of] for grafted in self._last],
+                [grafted.parts[of] for grafted in last],
                 [
                     row[torch.tensor(grafted.nodes[of]).to(row.device, non_blocking=True)]
-                    for row, grafted in zip(logits, self._last, strict=True)
+                    for row, grafted in zip(logits, last, strict=True)
                 ],
             )
 

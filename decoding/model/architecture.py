@@ -8,8 +8,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from decoding.errors import UserError
 
-STATIC_MODES = ("eager", "graphs")
-STATIC_CHOICES = ("auto", "off", *STATIC_MODES)
+STATIC_MODES = ("auto", "eager", "graphs")
+STATIC_CHOICES = ("auto", "off", "eager", "graphs")
 """Ways to run steps, by the names that users give; `STATIC_MODES` run in fixed shapes."""
 
 
@@ -89,13 +89,13 @@ def check_static(static: str, device: torch.device) -> None:
 
 
 def static_of(choice: str, model: PreTrainedModel) -> str | None:
-    """Return the ``static`` of `CausalLM` for a choice; ``auto`` means graphs if the CUDA device and model allow them.
+    """Return the ``static`` of `CausalLM` for a choice; ``auto`` needs a CUDA device and a model that allows graphs.
 
     Raises UserError for a choice that `check_static` rejects. `CausalLM` itself rejects a model that cannot run so.
     """
     check_static(choice, model.device)
     if choice == "auto":
-        return "graphs" if model.device.type == "cuda" and why_not_static(model) is None else None
+        return choice if model.device.type == "cuda" and why_not_static(model) is None else None
     return None if choice == "off" else choice
 
 

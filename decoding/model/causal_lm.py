@@ -41,8 +41,8 @@ class CausalLM:
 
         ``output_tokens``: the token id of each output of a draft with a trimmed lm_head (None: all tokens).
 
-        ``static`` runs steps with fixed shapes: ``graphs`` as CUDA graphs, ``eager`` without graphs, for tests. Such a
-        model decodes one batch at a time.
+        ``static`` runs steps with fixed shapes: ``graphs`` as CUDA graphs, ``auto`` as CUDA graphs until one cannot be
+        recorded, ``eager`` without graphs, for tests. Such a model decodes one batch at a time.
         """
         if reason := why_unfit(model):
             raise UserError(reason)
@@ -68,12 +68,19 @@ class CausalLM:
         self.static = static
         """The mode in which steps have fixed shapes; None for dynamic shapes."""
         if static is not None:
-            self._static = StaticSteps(model, self._masks, self.max_positions, static)
+            self._static = StaticSteps(model, self._masks, self.max_positions, static, self._dynamic)
 
     @property
     def is_static(self) -> bool:
-        """True if steps have fixed shapes; the model then has a single cache."""
+        """True if steps have fixed shapes, or had them before they gave way; the model then has a single cache."""
         return self._static is not None
+
+    @property
+    def shapes(self) -> str:
+        """How steps run now, for reports: as ``graphs``, ``eager`` in fixed shapes, or ``off``, in dynamic shapes."""
+        if self._static is None or self._static.gave_way:
+            return "off"
+        return "graphs" if self._static.captures else "eager"
 
     def with_static(self, static: str | None) -> "CausalLM":
         """Return the same model with this ``static``, sharing the weights; returns itself if nothing changes."""

@@ -100,6 +100,16 @@ def load_model(
     return model
 
 
+def load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Load the config of a model's folder or Hub id, or of its adapters' base; UserError if it cannot be read."""
+    described = _that_or_base(local_folder(name, weights=False), "config.json")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(str(described), trust_remote_code=trust_remote_code)
+    except UNREADABLE as error:
+        raise UserError(f"no model could be read from {name!r}: {reason(error)}") from error
+    return config
+
+
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return the transformers class that builds a config's causal LM; image-text models are loaded whole."""
     sides = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

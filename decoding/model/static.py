@@ -5,6 +5,7 @@ the tree's mask, the start of each row) is copied into tensors with fixed addres
 attention mask and write positions from these tensors on the device. The host never waits for the device here.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from decoding.errors import UserError
 from decoding.model.architecture import STATIC_MODES, why_not_static
 from decoding.model.cache import PreallocatedCache
-from decoding.model.dynamic import TreeMasks, blocked_keys, stacked
+from decoding.model.dynamic import DynamicSteps, TreeMasks, blocked_keys, stacked
 from decoding.model.forward import ModelOutput, run_model
 from decoding.rules.tree import TokenTree, TreeShape
 
@@ -146,9 +147,14 @@ def _side_by_side(shapes: Shapes, device: torch.device, on_host: bool = False) -
 
 
 class StaticSteps:
-    """Runner of one model's steps on one cache, with a graph per bucket used."""
+    """Runner of one model's steps on one cache, with a graph per bucket used.
 
-    def __init__(self, model: PreTrainedModel, masks: TreeMasks, max_positions: int | None, mode: str) -> None:
+    In the mode ``auto``, fixed shapes give way to dynamic ones as soon as a step cannot be recorded.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, masks: TreeMasks, max_positions: int | None, mode: str, dynamic: DynamicSteps
+    ) -> None:
         """``max_positions``: number of the model's position embeddings; None for unlimited rotary embeddings."""
         if mode not in STATIC_MODES:
             raise UserError(f"static mode is {mode!r}: give one of {', '.join(STATIC_MODES)}")
@@ -157,7 +163,11 @@ class StaticSteps:
         self._model = model
         self._masks = masks
         self._max_positions = max_positions
-        self.captures = mode == "graphs"
+        self.captures = mode != "eager"
+        self.gave_way = False
+        """True once steps have dynamic shapes."""
+        self.may_give_way = mode == "auto"
+        self._dynamic = dynamic
         self._steps: dict[Size, _Bucket] = {}
         self._buffers = 0
         self.pool: Any = None
@@ -168,8 +178,8 @@ class StaticSteps:
         return key_bucket(wanted + NODE_BUCKETS[-1])
 
     def fits(self, trees: Sequence[TokenTree]) -> bool:
-        """Return True if the largest tree fits into the largest bucket."""
-        return max(len(tree) for tree in trees) <= NODE_BUCKETS[-1]
+        """Return True if steps still have fixed shapes, and the largest tree fits into the largest bucket."""
+        return not self.gave_way and max(len(tree) for tree in trees) <= NODE_BUCKETS[-1]
 
     @torch.inference_mode()
     def run(
@@ -185,14 +195,15 @@ class StaticSteps:
         after these layers. The model's next step overwrites the results.
         """
         layout = TreeLayout(tuple(tree.shape for tree in trees), tuple(first or [0] * len(trees)))
+        tokens: Tensor | list[list[int]]
         if all(tree.on_host for tree in trees):
-            lists = [tree.token_list[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
-            return self._run(layout, lists, cache, taps)
-        # Tokens stay on the device: the target verifies a draft's tokens before the host has read them.
-        device = next(tree.tokens.device for tree in trees if not tree.on_host)
-        parts = [tree.tokens[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
-        tokens = stacked(parts, max(layout.counts), device)
-        return self._run(layout, tokens, cache, taps)
+            tokens = [tree.token_list[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
+        else:  # tokens stay on the device: the target verifies a draft's tokens before the host has read them
+            device = next(tree.tokens.device for tree in trees if not tree.on_host)
+            parts = [tree.tokens[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
+            tokens = stacked(parts, max(layout.counts), device)
+        output = self._run(layout, tokens, cache, taps)
+        return output or self._dynamic.run(trees, cache, layout.firsts, None, taps=taps)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, cache: PreallocatedCache) -> ModelOutput:
@@ -201,7 +212,7 @@ class StaticSteps:
         Returns (rows, 1, hidden) and (rows, 1, vocab).
         """
         layout = TreeLayout((TreeShape.chain(0),) * len(tokens), (0,) * len(tokens))
-        return self._run(layout, tokens[:, None], cache)
+        return self._run(layout, tokens[:, None], cache) or self._dynamic.step(tokens, cache)
 
     def _run(
         self,
@@ -209,7 +220,10 @@ class StaticSteps:
         tokens: Tensor | Sequence[Sequence[int]],
         cache: PreallocatedCache,
         taps: Sequence[int] = (),
-    ) -> ModelOutput:
+    ) -> ModelOutput | None:
+        """Run a step; return None, with nothing done, if fixed shapes have given way."""
+        if self.gave_way:
+            return None
         asked, counts = len(layout.shapes), layout.counts
         starts = [held - first for held, first in zip(cache.lengths, layout.firsts, strict=False)]
         rows = min(cache.rows, row_bucket(asked))
@@ -220,12 +234,30 @@ class StaticSteps:
         keys = min(cache.capacity, key_bucket(needed))
         bucket = self._bucket(Size(rows, nodes, span, keys, tuple(taps)), cache)
         bucket.inputs.fill(layout, starts, tokens)
-        hidden, logits, states = bucket.run()
+        if (output := self._try(bucket)) is None:
+            return None
+        hidden, logits, states = output
         cache.advance(range(asked), counts)
         widest = max(counts)
         return ModelOutput(
             hidden[:asked, :widest], logits[:asked, :widest], tuple(row[:widest] for row in states[:asked])
         )
+
+    def _try(self, bucket: "_Bucket") -> ModelOutput | None:
+        """Run a bucket's step; if it fails and may do so, warn, drop all graphs and return None."""
+        try:
+            return bucket.run()
+        except Exception as error:  # any: the model's own code ran
+            if not self.may_give_way:
+                raise
+            first = error.__context__ or error  # the end of a failed recording fails too, and hides the cause
+            cause = str(first).strip().partition("\n")[0] or type(first).__name__
+            warnings.warn(
+                f"the model's steps cannot be recorded as CUDA graphs, so they run in dynamic shapes: {cause}",
+                stacklevel=2,
+            )
+        self.gave_way, self._steps, self.pool = True, {}, None
+        return None
 
     def _bucket(self, size: Size, cache: PreallocatedCache) -> "_Bucket":
         if cache.buffers != self._buffers:
@@ -244,7 +276,7 @@ class StaticSteps:
         Recording covers the next `_AHEAD` buckets of keys that texts in the first ``asked`` rows will reach, up to
         ``longest`` positions. It writes into the cache only behind the texts.
         """
-        if not (self.captures and asked and cache.device):
+        if self.gave_way or not (self.captures and asked and cache.device):
             return
         rows, lengths = min(cache.rows, row_bucket(asked)), cache.lengths[:asked]
         kinds = {(size.nodes, size.span, size.taps) for size in self._steps if size.rows == rows}
@@ -257,7 +289,8 @@ class StaticSteps:
                 bucket = self._bucket(Size(rows, own, span, min(keys, most), tapped), cache)
                 if not bucket.has_run:
                     bucket.inputs.fill(layout, lengths, [[0]] * asked)
-                    bucket.run()
+                    if self._try(bucket) is None:
+                        return
                 keys = key_bucket(min(keys, most) + 1)
 
     def compute(self, inputs: StaticInputs, cache: PreallocatedCache, size: Size) -> ModelOutput:
@@ -312,17 +345,38 @@ class _Bucket:
         The warm-up runs the step on its real inputs. This is harmless, because every run, including the replay, writes
         the same keys and values to the same positions.
         """
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(before)
         with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._compute()
-        torch.cuda.current_stream().wait_stream(stream)
+            self._compute()
+            (self._compute_without_waiting if self._owner.may_give_way else self._compute)()
+        before.wait_stream(stream)
         if self._owner.pool is None:
             self._owner.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU during capture: a training run's next batch, NCCL's watchdog.
-        with torch.cuda.graph(graph, pool=self._owner.pool, capture_error_mode="thread_local"):
+        # Other threads may use the GPU during capture: a training run's next batch, NCCL's watchdog. The outer context
+        # restores the stream: after a failed capture torch leaves its own as the current one.
+        with (
+            torch.cuda.stream(before),
+            torch.cuda.graph(graph, pool=self._owner.pool, capture_error_mode="thread_local"),
+        ):
             outputs = self._compute()
         self._graph = graph
         return outputs
+
+    def _compute_without_waiting(self) -> None:
+        """Run the step and raise RuntimeError if it makes the host wait for the GPU.
+
+        Recording such a step fails, and PyTorch's allocator and random numbers may stay in the middle of the recording.
+        """
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                self._compute()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        for warning in caught:
+            if "synchronizing CUDA operation" in str(warning.message):
+                raise RuntimeError(f"{warning.filename}:{warning.lineno} makes the host wait for the GPU")

@@ -131,7 +131,7 @@ def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: boo
         drawn, kind = proposal.drawn or (0 if proposal.q is None else len(shape), proposal.kind)
         for node, children in enumerate(shape.children):
             for rank, child in enumerate(children):
-                q_row = above + node if child < drawn else -1
+                q_row = above + proposal.q_rows[node] if child < drawn else -1
                 leaves = kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT and q_row >= 0 and child != children[-1]
                 group = groups.setdefault((shape.depths[node] * by_depth, rank), [])
                 group.append(_Try(first + node, first + child, q_row, leaves))
@@ -177,7 +177,8 @@ def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
 def climb(batch: Undecided) -> Int[Tensor, "rows 3"]:
     """Decide chains drawn from q by `traversal_verification`; returns the same as `walk`.
 
-    Does the same as `traverse` in a third of its kernels. Down the chain, A needs no random number; then, from the
+    Does the same as `traverse` in a third of its kernels. Every node below the root was drawn from q, so chains with
+    grafted nodes go to `traverse`. Down the chain, A needs no random number; then, from the
     deepest node up to the root, the next number decides whether the node is kept. The letters are as in the rule.
     """
     depths = [tree.shape.max_depth for tree in batch.trees]
@@ -213,8 +214,6 @@ def traverse(batch: Undecided) -> Int[Tensor, "rows 3"]:
     When a node is tried, all its earlier siblings were rejected with their subtrees. Its A and its p therefore need no
     random number. Then, leaves first, the next number decides whether a node is kept. The letters are as in the rule.
     """
-    if all(proposal.q is not None and proposal.tree.shape.is_chain for proposal in batch.proposals):
-        return climb(batch)
     shapes, mass = [tree.shape for tree in batch.trees], batch.p()
     order = batch.sent(padded([_leaves_first(shape) for shape in shapes], max(map(len, shapes)) - 1))
     uniforms = batch.uniforms(order.shape[1])
@@ -297,12 +296,35 @@ def _leaves_first(shape: TreeShape) -> list[int]:
     return order[::-1]
 
 
-AtOnce = Callable[[Undecided], Int[Tensor, "rows 3"]]
+class AtOnce(NamedTuple):
+    """A function that decides many rows as a readable rule does, and the proposals for which it was derived."""
+
+    decide: Callable[[Undecided], Int[Tensor, "rows 3"]]
+    kinds: frozenset[ProposalKind]
+    chains_only: bool = False
+
+    def takes(self, proposals: Sequence[Proposal]) -> bool:
+        are_chains = all(proposal.tree.shape.is_chain for proposal in proposals)
+        return self.kinds.issuperset(each.kind for each in proposals) and (are_chains or not self.chains_only)
+
+    def __call__(self, batch: Undecided) -> Int[Tensor, "rows 3"]:
+        assert self.takes(batch.proposals), f"{self.decide} was not derived for these proposals"
+        return self.decide(batch)
 
 
-def at_once(rule: Rule) -> AtOnce | None:
-    """Return the function that decides many rows as the rule does; None if there is none."""
+_ANY = frozenset(ProposalKind)
+_KNOWN_Q = _ANY - {ProposalKind.MIXED}
+_DRAWN_ALONE = _KNOWN_Q - {ProposalKind.DETERMINISTIC, ProposalKind.GRAFTED}
+
+
+def at_once(rule: Rule, proposals: Sequence[Proposal]) -> AtOnce | None:
+    """Return the function that decides these proposals as the rule does; None if there is none."""
     if isinstance(rule.decide, partial) and rule.decide.func is typical:
-        return partial(accept_typical, **rule.decide.keywords)
-    known = ((sampled_verify, walk), (recursive_rejection, reject), (traversal_verification, traverse))
-    return next((function for decide, function in known if rule.decide is decide), None)
+        return AtOnce(partial(accept_typical, **rule.decide.keywords), _ANY)
+    known = (
+        (sampled_verify, AtOnce(walk, _ANY)),
+        (recursive_rejection, AtOnce(reject, _KNOWN_Q)),
+        (traversal_verification, AtOnce(climb, _DRAWN_ALONE, chains_only=True)),
+        (traversal_verification, AtOnce(traverse, _KNOWN_Q)),
+    )
+    return next((function for decide, function in known if rule.decide is decide and function.takes(proposals)), None)

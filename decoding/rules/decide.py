@@ -1,8 +1,8 @@
 """Verdicts for the rows of a batch: sampling controls on the target's logits, then each row's acceptance rule.
 
-On an accelerator, rows with the same rule are decided at once, except on MPS and under rules that
-`decoding.rules.at_once` lacks. On a CPU they are decided one by one, except in large batches of `sampled_verify`: one
-row stays in the processor's cache and stops as soon as it is decided.
+On an accelerator, rows with the same rule are decided at once, except on MPS and if
+`decoding.rules.at_once` lacks a function for the rule and these proposals. On a CPU they are decided one by one, except
+in large batches of `sampled_verify`: one row stays in the processor's cache and stops as soon as it is decided.
 """
 
 from collections.abc import Sequence
@@ -50,11 +50,10 @@ def decide(
     for each in {id(of_row): of_row for of_row in rules}.values():  # rules of a user's own may not be hashable
         rows = [row for row, of_row in enumerate(rules) if of_row is each]
         drafted = sum(len(trees[row]) > 1 for row in rows if each is SAMPLED_VERIFY)
-        if (decide_rows := at_once(each)) and _pays(logits, drafted):
-            of_rows = [proposals[row] for row in rows], [sources[row] for row in rows]
-            found.append(
-                decide_rows(Undecided(*of_rows, target.at, [target.first[row] for row in rows], logits.device))
-            )
+        of_rows = [proposals[row] for row in rows]
+        if (decide_rows := at_once(each, of_rows)) and _pays(logits, drafted):
+            of_sources, first = [sources[row] for row in rows], [target.first[row] for row in rows]
+            found.append(decide_rows(Undecided(of_rows, of_sources, target.at, first, logits.device)))
             decided += rows
     # Fetched together with the tokens of all rows, in one transfer.
     values = [value for part in fetch_tokens(trees, [torch.cat(found).flatten()] if found else []) for value in part]

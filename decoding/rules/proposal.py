@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -42,9 +43,9 @@ class DrawnPart(NamedTuple):
 class Proposal:
     """A drafted tree and how its tokens were chosen.
 
-    Row i of ``q`` (parents, vocab) is the distribution, after every sampling control, from which the first child of
-    node i was drawn. Rows after the last node with children may be missing. Deterministic and mixed proposals have
-    ``q`` None.
+    ``q`` (parents, vocab) has a row for each node with drawn children, in the order of the nodes: the distribution,
+    after every sampling control, from which the node's first child was drawn. In a chain, row i is node i's.
+    Deterministic and mixed proposals have ``q`` None.
 
     ``drawn`` is the drawn part of a grafted proposal, None for any other. ``matched`` is the length of the text's
     suffix that a lookup found earlier, 0 without a lookup.
@@ -60,6 +61,14 @@ class Proposal:
         if (self.q is None) == self.kind.has_q:
             raise ValueError(f"a {self.kind.value} proposal {'needs q' if self.q is None else 'must not carry q'}")
         assert (self.drawn is not None) == (self.kind is ProposalKind.GRAFTED), f"drawn part of a {self.kind.value} one"
+        if self.q is not None and len(self.q) != len(self.q_rows):
+            raise ValueError(f"q has {len(self.q)} rows, but {len(self.q_rows)} nodes have drawn children")
+
+    @cached_property
+    def q_rows(self) -> dict[int, int]:
+        """Return the row of ``q`` of each node with drawn children."""
+        drawn = len(self.tree) if self.drawn is None else self.drawn.nodes
+        return {node: row for row, node in enumerate(sorted({*self.tree.shape.parents[1:drawn]}))}
 
     @staticmethod
     def root_only(token: int, device: torch.device | str = "cpu") -> "Proposal":

@@ -187,7 +187,7 @@ def _children_with_q(
             q_now = torch.zeros_like(like)
             q_now[token_list[child]] = 1
         elif drawn is None:
-            q_now = proposal.q[node]
+            q_now = proposal.q[proposal.q_rows[node]]
         elif kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT:
             q_now = q_now.clone()
             q_now[drawn] = 0

@@ -161,8 +161,19 @@ def test_a_greedy_step_waits_for_the_gpu_once(name: str, batch_size: int) -> Non
 
 def test_what_runs_by_default_is_graphs() -> None:
     model = HeadstartModel(model_on("cuda"), None)
-    assert model.target.static == "graphs" and CausalLM(model_on("cuda")).at_its_fastest().static == "graphs"
-    assert HeadstartModel(model_on("cuda"), None, static="off").target.static is None
+    assert model.target.shapes == "graphs" and CausalLM(model_on("cuda")).at_its_fastest().shapes == "graphs"
+    assert HeadstartModel(model_on("cuda"), None, static="off").target.shapes == "off"
+
+
+def test_a_model_that_waits_for_the_gpu_decodes_in_dynamic_shapes_after_one_warning() -> None:
+    expected = texts_of(CausalLM(model_on("cpu")), None)
+    model = model_on("cuda")
+    model.get_output_embeddings().register_forward_pre_hook(lambda module, given: given if given[0].any() else None)
+    target = CausalLM(model).at_its_fastest()
+    with pytest.warns(UserWarning, match="makes the host wait for the GPU") as warned:
+        assert texts_of(target, None) == expected
+    assert len(warned) == 1 and target.shapes == "off"
+    assert texts_of(CausalLM(model_on("cuda"), static="graphs"), None) == expected  # nothing is left over
 
 
 def test_steps_queued_behind_a_busy_gpu_read_their_own_inputs() -> None:

@@ -23,7 +23,7 @@ def test_a_refusal_of_one_process_is_an_error_on_both(refused: Path, name: str) 
     place = PLACES[name]
     own, other = (json.loads((refused / f"{name}-{rank}.json").read_text()) for rank in (place.rank, 1 - place.rank))
     assert own["type"] == place.error.__name__ and "planted" in own["message"]
-    assert other["type"] == "ValueError" and "another process failed" in other["message"]
+    assert other["type"] == "UserError" and "another process failed" in other["message"]
 
 
 def test_a_process_that_works_for_long_is_waited_for_as_long_as_it_gives_signs(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from whole_runs import (
     DEADLINE,
     DIRECT,
     ONE_PROCESS,
+    ROOT,
     STEPS,
     TWO_PROCESSES,
     checkpoint_steps,
@@ -167,3 +169,8 @@ def test_a_sigterm_to_the_accelerate_launcher_stops_the_trainer_too_with_its_sta
             assert time.monotonic() < deadline, "the trainer went on without its launcher"
             time.sleep(0.01)
     assert checkpoint_steps(output)[-1] < 4000
+
+
+def test_what_a_gpu_is_asked_to_kill_and_resume_runs_on_a_cpu_too(tmp_path: Path) -> None:
+    script = ROOT / "tests" / "gpu" / "killed_and_resumed.py"
+    assert run([sys.executable, str(script), str(tmp_path)], tmp_path).count("resumed, exported and decoded") == 2

@@ -29,7 +29,7 @@ def deterministic(parents: Sequence[int], tokens: Sequence[int]) -> Proposal:
 
 
 def sampled(parents: Sequence[int], tokens: Sequence[int]) -> Proposal:
-    return Proposal(tree_of(parents, tokens), ProposalKind.SAMPLED, torch.full((len(tokens), 16), 1 / 16))
+    return Proposal(tree_of(parents, tokens), ProposalKind.SAMPLED, torch.full((len({*parents}), 16), 1 / 16))
 
 
 # --- grafting -------------------------------------------------------------------------------------------------------

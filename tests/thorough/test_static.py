@@ -1,5 +1,6 @@
 """Steps of fixed shapes decode what steps of any shape decode, and nothing is left over from one step to the next."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,9 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
+from decoding.model.forward import ModelOutput
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.static import Size, StaticSteps
+from decoding.model.static import Size, StaticSteps, _Bucket
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
@@ -89,6 +91,34 @@ def test_static_steps_are_refused_if_each_step_would_ask_how_far_it_reaches(
     with pytest.raises(ValueError, match=rf"rotary embeddings are {named}.*; leave static out"):
         CausalLM(model, static="graphs")
     assert not CausalLM(model).is_static
+
+
+@pytest.mark.parametrize("fails_at", [1, 3, 6])
+def test_auto_goes_on_in_dynamic_shapes_with_one_warning_if_a_graph_cannot_be_recorded(
+    fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step fails as it does while a GPU records it: ahead of a text, or in it; the end of the recording fails too."""
+    dynamic = CausalLM(tiny_model("llama"))
+    texts = decoded(dynamic, DraftModelDrafter(dynamic, 3), SAMPLED)
+    run, calls = _Bucket.run, itertools.count(1)
+
+    def fails(self: _Bucket) -> ModelOutput:
+        if next(calls) < fails_at:
+            return run(self)
+        try:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nSearch for")
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(_Bucket, "run", fails)
+    target, draft = (CausalLM(tiny_model("llama"), static="auto") for _ in range(2))
+    for model, drafter in ((target, DraftModelDrafter(dynamic, 3)), (draft, DraftModelDrafter(draft, 3))):
+        assert model.shapes == "graphs"
+        with pytest.warns(UserWarning, match="dynamic shapes: CUDA error: .* when stream is capturing$") as warned:
+            assert decoded(target, drafter, SAMPLED) == texts
+        assert len(warned) == 1 and model.shapes == "off"
+    with pytest.raises(RuntimeError, match="previous error"):
+        decoded(CausalLM(tiny_model("llama"), static="graphs"), None, GREEDY)
 
 
 def filled(family: str, static: str | None) -> tuple[CausalLM, PreallocatedCache]:

@@ -267,7 +267,7 @@ class Drawing(TextDrafter):
     def propose(self, request: DraftRequest) -> Proposal:
         drawn = [self._source.draw(self._q) for _ in range(request.max_depth)]
         tree = TokenTree.chain([request.tokens[-1], *drawn])
-        return Proposal(tree, ProposalKind.SAMPLED, self._q.expand(len(tree), -1))
+        return Proposal(tree, ProposalKind.SAMPLED, self._q.expand(len(tree) - 1, -1))
 
 
 def test_sampled_texts_of_the_loop_have_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:

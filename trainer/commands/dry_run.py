@@ -28,6 +28,7 @@ from trainer.processes import Process, agreed, build_accelerator, describe, on_f
 from trainer.recipe.reading import AnyRecipe
 from trainer.run.assemble import assemble, check_folders
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
+from trainer.run.distributed import check_launch
 from trainer.run.finish import finish
 from trainer.run.heldout import evaluator_of
 from trainer.run.loop import Hooks, train
@@ -87,6 +88,7 @@ def dry_run(recipe: AnyRecipe, console: Console | None = None) -> None:
     ensure_built(recipe.data.train)
     agreed(lambda: check_folders(recipe))
     accelerator = build_accelerator(recipe.training.mixed_precision)
+    check_launch(accelerator, recipe.training)
     process = Process(accelerator.process_index, accelerator.num_processes, standard_error())
     with tempfile.TemporaryDirectory() as scratch:
         small = recipe.without_store().model_copy(update={"output": scratch})

@@ -237,7 +237,7 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
             "batch_size": list(config.batch_sizes),
             "context": list(config.contexts),
             "policy": list(config.policies),
-            "static": models.target.static or "off",
+            "static": models.target.shapes,
         },
         "asked": {**asker.asked(), "contexts": list(config.contexts)},
         "drafters": dict(zip(models.specs, names, strict=True)),

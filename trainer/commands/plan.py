@@ -27,6 +27,7 @@ from trainer.commands.options import PlanOptions
 from trainer.commands.prospects import untrained_drafters
 from trainer.commands.shared_options import ModelOptions
 from trainer.quickstart import resolve
+from trainer.run.train import prepare_target
 from trainer.terminal.console import say, standard_error, standard_output, wide
 from trainer.terminal.progress import ProgressBar
 
@@ -34,17 +35,17 @@ from trainer.terminal.progress import ProgressBar
 def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, Any]:
     """Measure, print the tables, write plan.json and return the plan. Without drafters the plan makes no choice."""
     watched, console = console or standard_error(), console or standard_output()
-    specs, folder = read_specs(options.drafter or ()), resolve(options.target)
-    target = read_target(options.target, options)
+    specs, folder = read_specs(options.drafter or ()), prepare_target(options.target)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     set_variables(tokenizer, options.chat_template_kwargs)
+    read = read_prompts(resolve(options.prompts), tokenizer, options.limit, options.prompt_field)
+    target = read_target(options.target, options)
     config = PlanConfig(
         batch_sizes=tuple(options.batch_size),
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
         eos_token_ids=eos_token_ids(target.model, tokenizer),
     )
-    read = read_prompts(resolve(options.prompts), tokenizer, options.limit, options.prompt_field)
     about: dict[str, Any] = {}
     planner: Planner | Prospects
     if specs:
@@ -63,7 +64,7 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
         "fingerprints": fingerprints,
         "revisions": revisions({"target": folder, **{str(spec): spec.path for spec in specs}}),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "static": target.static or "off",
+        "static": target.shapes,
         "target_parameters": sum(parameter.numel() for parameter in target.model.parameters()),
         "prompts_left_out": len(read) - len(planner.prompts),
     }

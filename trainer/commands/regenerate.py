@@ -199,7 +199,7 @@ def _target(
     most = options.max_new_tokens or min(_MOST_TOKENS, (target.max_positions or 2 * _MOST_TOKENS) // 2)
     config = DecodingConfig(most, sampling, eos_token_ids=eos_token_ids(target.model, tokenizer), seed=options.seed)
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
-    more = {} if target.static is None else {"static": target.static}  # other kernels may round differently
+    more = {} if target.shapes == "off" else {"static": target.shapes}  # other kernels may round differently
     if options.chat_template_kwargs is not None:
         more["chat_template_kwargs"] = options.chat_template_kwargs
     settings = {

@@ -14,7 +14,8 @@ from decoding.model.cost_curve import Costs, measure_costs
 from decoding.model.dspark import DSpark, DSparkDraft
 from decoding.model.dspark_config import GPU_HEAD_DIMS
 from decoding.model.fingerprint import fingerprint
-from trainer.data.dataset import Dataset, load_splits
+from decoding.model.hub import local_folder
+from trainer.data.dataset import Dataset
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
 from trainer.drafts.dspark import DSparkObjective, initial_dspark
 from trainer.drafts.on_policy import policy_source
@@ -24,7 +25,7 @@ from trainer.processes import Process, from_first
 from trainer.recipe.draft import DraftRecipe
 from trainer.target.features import StoredTaps, ensure_features
 from trainer.target.hidden import OnlineTarget
-from trainer.target.loading import Target, load_target
+from trainer.target.loading import Target, load_data, load_target
 from trainer.target.teacher_cache import ensure_teacher_cache
 
 
@@ -34,8 +35,10 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
     Every process calls this. With ``check_costs``, raises UserError for a draft too slow here to ever pay, unless the
     recipe switches that check off.
     """
-    target = load_target(recipe, device)
-    dataset, heldout = load_splits(recipe.data, target.tokenizer)
+    if (start := recipe.draft.init.from_model) is not None:
+        local_folder(start, weights=False)  # a misspelt name ends the run before the target is loaded
+    tokenizer, dataset, heldout = load_data(recipe)
+    target = load_target(recipe, device, tokenizer)
     torch.manual_seed(recipe.training.seed)  # for random initial weights
     trusted, longest = recipe.trust_remote_code, _longest(recipe, target.model)
     section, examples = recipe.draft, dataset.examples

@@ -3,24 +3,23 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
-from decoding.model.hub import local_folder
-from trainer.data.dataset import load_splits
-from trainer.heads.medusa import MedusaObjective
+from decoding.model.loading import load_config
+from trainer.heads.medusa import MedusaObjective, check_init
 from trainer.heads.medusa2 import Medusa2Objective
 from trainer.job import Job, shared_identity
 from trainer.processes import Process
 from trainer.recipe.heads import MedusaRecipe
 from trainer.target.features import FeatureStore, StoredFeatures, ensure_features
 from trainer.target.hidden import OnlineTarget
-from trainer.target.loading import StoredTarget, load_target
+from trainer.target.loading import StoredTarget, load_data, load_target
 
 
 def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process) -> Job:
     """Load and check everything that the recipe names, and write missing features. Every process calls this."""
-    target = load_target(recipe, device)
-    dataset, heldout = load_splits(recipe.data, target.tokenizer)
+    check_init(recipe.heads)
+    tokenizer, dataset, heldout = load_data(recipe)
+    target = load_target(recipe, device, tokenizer)
     torch.manual_seed(recipe.training.seed)  # for random initial weights
     kept: StoredTarget = target
     objective: MedusaObjective | Medusa2Objective
@@ -43,7 +42,5 @@ def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process)
 def _objective_from(
     recipe: MedusaRecipe, target: StoredTarget, store: FeatureStore, device: torch.device
 ) -> MedusaObjective:
-    config = AutoConfig.from_pretrained(
-        str(local_folder(target.name, weights=False)), trust_remote_code=recipe.trust_remote_code
-    )
+    config = load_config(target.name, recipe.trust_remote_code)
     return MedusaObjective(StoredFeatures(store, config, device), recipe.heads, recipe.training.steps, target.dtype)

@@ -20,7 +20,7 @@ from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads
+from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads, read_config
 from decoding.model.hub import local_folder
 from decoding.model.lm_head import lm_head_input
 from decoding.rules.best_tree import best_tree
@@ -123,6 +123,22 @@ def head_weights(section: HeadsSection, step: int, steps: int) -> tuple[float, .
     return tuple(rise * weight for weight in weights)
 
 
+_SHAPE = ("num_heads", "num_layers", "shared_lm_head", "markov_rank")
+
+
+def check_init(section: HeadsSection, **sizes: int) -> None:
+    """Raise UserError if the heads in ``heads.init`` have another shape than the section says, or other ``sizes``."""
+    if section.init is None:
+        return
+    found = read_config(local_folder(section.init))
+    for name, wanted in ({name: getattr(section, name) for name in _SHAPE} | sizes).items():
+        if getattr(found, name) != wanted:
+            raise UserError(
+                f"the heads in heads.init, {section.init}, have {name} {getattr(found, name)} and not {wanted}: change "
+                "the recipe's heads section, or start from other heads"
+            )
+
+
 def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection) -> MedusaHeads:
     """Return fp32 heads on ``lm_head``'s device: from ``heads.init``, or new ones that predict like ``lm_head``."""
     config = MedusaConfig(
@@ -136,15 +152,8 @@ def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection)
     )
     if section.init is None:
         return MedusaHeads.for_lm_head(lm_head, config).float().to(lm_head.device)
-    heads = MedusaHeads.from_pretrained(local_folder(section.init), torch.float32, lm_head.device).train()
-    wanted, found = replace(config, tree=()), replace(heads.config, tree=())
-    if wanted != found:
-        differing = next(name for name in vars(wanted) if getattr(wanted, name) != getattr(found, name))
-        raise UserError(
-            f"the heads in heads.init, {section.init}, have {differing} {getattr(found, differing)} and not "
-            f"{getattr(wanted, differing)}: change the recipe's heads section, or start from other heads"
-        )
-    return heads
+    check_init(section, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
+    return MedusaHeads.from_pretrained(local_folder(section.init), torch.float32, lm_head.device).train()
 
 
 class MedusaObjective:

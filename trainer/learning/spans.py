@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from decoding.clock import marked
+
 Name = Literal["data", "target"]
 """Parts of a step: the wait for the next micro batch, and the frozen target's forward pass."""
 
@@ -41,6 +43,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._on_gpu = device.type == "cuda"
         self.timed: list[tuple[Name, Any, Any]] = []
         """Name, start and end of each span that `step` has not counted yet."""
@@ -78,11 +81,7 @@ class Stopwatch:
 
     def now(self) -> Any:
         """Return the present time on the device."""
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return marked(self._device) if self._on_gpu else time.perf_counter()
 
 
 _watch: ContextVar[Stopwatch | None] = ContextVar("stopwatch", default=None)

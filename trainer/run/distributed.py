@@ -37,6 +37,21 @@ class Runner(Protocol):
         """Step the optimizers and zero the gradients; return their norm if `clip` did not."""
 
 
+def check_launch(accelerator: Accelerator, section: TrainingSection) -> None:
+    """Raise UserError if a recipe does not fit its launch. This needs no model, so call it before loading one."""
+    processes = accelerator.num_processes
+    if section.batch_size % (section.micro_batch_size * processes):
+        raise UserError(
+            f"training.batch_size ({section.batch_size}) is not a multiple of training.micro_batch_size "
+            f"({section.micro_batch_size}) times {processes} processes: change either size"
+        )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED and section.optimizer == "muon":
+        raise UserError(
+            "training.optimizer=muon needs 2 optimizers, but DeepSpeed takes one: set training.optimizer=adamw, or "
+            "launch without DeepSpeed"
+        )
+
+
 def prepare(
     accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
 ) -> Runner:
@@ -83,11 +98,6 @@ class _Zero:
     def __init__(
         self, accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
     ) -> None:
-        if len(optimizers) > 1:
-            raise UserError(
-                f"training.optimizer={section.optimizer} needs {len(optimizers)} optimizers, but DeepSpeed takes one: "
-                "set training.optimizer=adamw, or launch without DeepSpeed"
-            )
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         share = section.micro_batch_size * accelerator.num_processes
         config["train_micro_batch_size_per_gpu"] = section.micro_batch_size

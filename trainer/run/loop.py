@@ -222,18 +222,8 @@ def _check_finite(name: str, values: Iterable[float], progress: Progress, checkp
             raise UserError(f"the {name} is {value} at step {progress.step + 1}; {checkpoints.last_good()}. {_REMEDY}")
 
 
-def check_batch_divides(section: TrainingSection, processes: int) -> None:
-    """Raise UserError unless every process gets the same number of whole micro batches."""
-    if section.batch_size % (section.micro_batch_size * processes):
-        raise UserError(
-            f"training.batch_size ({section.batch_size}) is not a multiple of training.micro_batch_size "
-            f"({section.micro_batch_size}) times {processes} processes: change either size"
-        )
-
-
 def _my_positions(section: TrainingSection, accelerator: Accelerator) -> range:
     """Return this process's positions in a batch, dealt in turn so any number of processes trains on the same batch."""
-    check_batch_divides(section, accelerator.num_processes)
     return range(accelerator.process_index, section.batch_size, accelerator.num_processes)
 
 

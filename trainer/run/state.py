@@ -88,9 +88,14 @@ def load_moments(
         return
     names: dict[Tensor, str] = {parameter: name for name, parameter in trained_parameters(module).items()}
     for optimizer in optimizers:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            state = by_parameter.get(names[parameter], {})  # empty if it never had a gradient
-            optimizer.state[parameter] = {what: _placed(tensor, parameter) for what, tensor in state.items()}
+        parameters = enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
+        state = {
+            index: {what: _sharded(tensor, parameter) for what, tensor in by_parameter[names[parameter]].items()}
+            for index, parameter in parameters
+            if names[parameter] in by_parameter  # the others never had a gradient
+        }
+        # torch knows where each moment belongs: the kernel of a fused AdamW needs its step count on the GPU.
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
 def _buffers(module: nn.Module) -> Tensors:
@@ -118,13 +123,11 @@ def _whole(tensor: Tensor) -> Tensor:
     return whole
 
 
-def _placed(tensor: Tensor, like: Tensor) -> Tensor:
-    """Place a moment like its parameter, on its device and sharded alike. Step counts stay on the host."""
-    if tensor.ndim == 0:
+def _sharded(tensor: Tensor, like: Tensor) -> Tensor:
+    """Shard a moment like its parameter; step counts stay whole."""
+    if tensor.ndim == 0 or not isinstance(like, DTensor):
         return tensor
-    if isinstance(like, DTensor):
-        return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
-    return tensor.to(like.device)
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
 
 
 # DeepSpeed's ZeRO joins the parameters of a group into one flat fp32 tensor; each process steps a part of it. DeepSpeed
@@ -179,7 +182,9 @@ def _load_zero_moments(module: nn.Module, engine: Any, moments: Mapping[str, Ten
     first = next(iter(moments.values()))
     for part in _flat_parts(engine):
         engine.optimizer.optimizer.state[part] = {
-            key: torch.zeros_like(part) if value.ndim else value.clone() for key, value in first.items()
+            # The step count goes to the part's device too, as the kernel of a fused AdamW needs it.
+            key: torch.zeros_like(part) if value.ndim else value.to(part.device, copy=True)
+            for key, value in first.items()
         }
     _link_moments(engine)
     for name, parameter in trained_parameters(module).items():

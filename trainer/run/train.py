@@ -28,7 +28,7 @@ from trainer.processes import Process, agreed, any_process, build_accelerator, d
 from trainer.recipe.reading import AnyRecipe
 from trainer.run.assemble import assemble, check_folders
 from trainer.run.checkpoint import Checkpoints, Progress, bound
-from trainer.run.distributed import whole_parameters
+from trainer.run.distributed import check_launch, whole_parameters
 from trainer.run.finish import choose_tree, finish
 from trainer.run.heldout import Watch, evaluator_at_end
 from trainer.run.log import Log, installed_trackers, trackers_of, wandb_page
@@ -50,6 +50,7 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
     ensure_built(recipe.data.train)
     precision, trackers = recipe.training.mixed_precision, trackers_of(recipe.tracking) or None
     accelerator = build_accelerator(precision, log_with=trackers, project_dir=recipe.output)
+    check_launch(accelerator, recipe.training)
     agreed(lambda: check_folders(recipe))
     with ExitStack() as held:
         on_first(lambda: held.enter_context(hold(Path(recipe.output))))

@@ -8,11 +8,12 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.dtypes import parse_dtype
 from decoding.errors import UserError
-from decoding.model.architecture import why_no_chains
+from decoding.model.architecture import max_positions, why_no_chains
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.loading import load_model, load_tokenizer
+from decoding.model.loading import load_config, load_model, load_tokenizer
 from trainer.data.batch import check_documents_are_apart
+from trainer.data.dataset import Dataset, heldout_prompts, load_splits
 from trainer.processes import agreed, from_first
 from trainer.quickstart import resolve
 from trainer.recipe.draft import DraftRecipe
@@ -47,12 +48,32 @@ class Target(StoredTarget):
         return StoredTarget(self.name, self.dtype, self.fingerprint, self.tokenizer)
 
 
-def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> Target:
-    """Load the recipe's target with its tokenizer and check that it fits the data. Every process calls this."""
+def load_data(recipe: MedusaRecipe | DraftRecipe) -> tuple[PreTrainedTokenizerBase, Dataset, Dataset]:
+    """Load the target's tokenizer, the training data and the held-out data, and check what needs no model.
+
+    Every process calls this before it loads a model. Raises UserError for unusable rows, for sequences longer than the
+    target's context, and if no held-out prompt leaves room for an answer.
+    """
+    name, trusted, evaluation = resolve(recipe.target), recipe.trust_remote_code, recipe.evaluation
+    positions = max_positions(load_config(name, trusted).get_text_config(decoder=True))
+    if positions is not None and recipe.data.max_length > positions:
+        raise UserError(
+            f"data.max_length is {recipe.data.max_length}, but the target's context has {positions} tokens: set "
+            f"data.max_length={positions} or less"
+        )
+    tokenizer = load_tokenizer(name, trusted)
+    dataset, heldout = load_splits(recipe.data, tokenizer)
+    if evaluation.prompts:
+        longest = (positions or 1 << 30) - evaluation.max_new_tokens
+        heldout_prompts(heldout.firsts, evaluation.prompts, evaluation.prompt_tokens, longest)
+    return tokenizer, dataset, heldout
+
+
+def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device, tokenizer: PreTrainedTokenizerBase) -> Target:
+    """Load the recipe's target and check that it fits the data. Every process calls this."""
     name, trusted = resolve(recipe.target), recipe.trust_remote_code
     model = agreed(lambda: load_target_model(recipe, device), patient=True)  # one machine may have to download it
     fingerprint = from_first(lambda: stored_fingerprint(name, trusted))
-    tokenizer = load_tokenizer(name, trusted)
     return Target(name, parse_dtype(recipe.dtype), fingerprint, tokenizer, model)
 
 
@@ -62,11 +83,6 @@ def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) 
     one_process = int(os.environ.get("WORLD_SIZE", "1")) == 1  # one process may use all GPUs
     place = None if device.type == "cuda" and one_process else device
     model = CausalLM(load_model(resolve(recipe.target), dtype, place, recipe.trust_remote_code))
-    if model.max_positions is not None and recipe.data.max_length > model.max_positions:
-        raise UserError(
-            f"data.max_length is {recipe.data.max_length}, but the target's context has {model.max_positions} tokens: "
-            f"set data.max_length={model.max_positions} or less"
-        )
     reason = why_no_chains(model.model)
     if reason is not None and recipe.evaluation.prompts:
         raise UserError(f"{reason}, so evaluations cannot verify drafts: set evaluation.prompts=0 to train on it")

@@ -184,14 +184,8 @@ def sampled_draft(shape: TreeShape, q: ContextModel, kind: ProposalKind) -> Draf
         kept = sorted(context_of)
         kept_shape = shape.keep(kept)
         tokens = torch.tensor([ROOT_TOKEN, *(context_of[node][-1] for node in kept[1:])])
-        # Rules must not read the row of a node without children, so it is NaN. Rows after the last parent are cut.
-        unread = torch.full((q.vocab,), torch.nan, dtype=torch.float64)
-        read = max(kept_shape.parents[1:], default=0) + 1
-        rows = [
-            q(context_of[node]) if children else unread
-            for node, children in zip(kept[:read], kept_shape.children[:read], strict=True)
-        ]
-        return Proposal(TokenTree(tokens, kept_shape), kind, torch.stack(rows))
+        rows = [q(context_of[node]) for node, below in zip(kept, kept_shape.children, strict=True) if below]
+        return Proposal(TokenTree(tokens, kept_shape), kind, torch.stack(rows) if rows else torch.empty(0, q.vocab))
 
     return draft
 
