@@ -20,7 +20,9 @@ from trainer.data.dataset import load_dataset
 from trainer.recipe.common import DataSection
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+SAID = {"role": "assistant", "content": "Well"}
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +87,35 @@ def test_a_call_is_an_answer_which_training_reads_and_the_next_turn_sees(tmp_pat
     assert endpoint.requests[1].body["messages"] == [talk[0], {**talk[1], "content": ""}, talk[2]]
     assert (summary.answers, summary.empty) == (2, 0)
     assert trained(tmp_path) == ['!f{"x": 1};Yes;']
+
+
+def called(*names: str, prefix: str = "") -> list[dict[str, Any]]:
+    """Calls of functions, with the ids 0, 1, … behind a prefix."""
+    return [{**CALL, "id": f"{prefix}{i}", "function": {**CALL["function"], "name": f}} for i, f in enumerate(names)]
+
+
+@pytest.mark.parametrize(
+    ("new", "recorded", "goes_on"),
+    [
+        ("f", "f", True),
+        ("fg", "fg", True),
+        *((*pair.split("/"), False) for pair in "/f f/ff fg/f g/f gf/fg f/".split()),
+    ],
+)
+def test_recorded_results_follow_the_new_calls_and_a_row_whose_calls_were_not_made_ends(
+    tmp_path: Path, new: str, recorded: str, goes_on: bool
+) -> None:
+    made = [{"role": "assistant", "content": "", "tool_calls": called(*recorded)}] if recorded else [SAID]
+    results = [{"role": "tool", "tool_call_id": f"{i}", "content": each} for i, each in enumerate(recorded)]
+    talk = [{"role": "user", "content": "a"}, *made, *results, *([] if recorded else [{**SAID, "role": "user"}])]
+    calls = called(*new, prefix="new ")
+    with serve(in_turn(message(None if new else "No", tool_calls=calls or None), chat("Yes"))) as endpoint:
+        summary = regenerate(asking(tmp_path, endpoint.address, {"messages": talk, "tools": [TOOL]}))
+    (row,) = rows(tmp_path / "answers.jsonl")
+    sent = [each["tool_call_id"] for each in row["messages"] if each["role"] == "tool"]
+    assert sent == ([call["id"] for call in calls] if goes_on else [])
+    assert len(endpoint.requests) == summary.answers == 1 + goes_on and summary.unasked == 1 - goes_on
+    assert endpoint.requests[-1].body["messages"] == row["messages"][:-1]
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])

@@ -1,5 +1,6 @@
 """Conversations read from rows: with answers for training, or without, for a target to answer."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ _PROMPT_ALONE = tuple(name for name in PROMPT_FIELDS if name not in ("messages",
 
 _ASKED = ("role", "content", "name", "tool_call_id")
 """Message fields that are sent to a target."""
+_CALLED = "called"
+"""Field of a recorded tool result in a turn: the name of the function that was called; it is not sent."""
 
 Message = dict[str, Any]
 Format = Literal["messages", "sharegpt", "prompt_answer", "text"]
@@ -137,6 +140,9 @@ class AnswerKey(NamedTuple):
 class OpenConversation:
     """A conversation to be answered. ``turns[i]`` are the messages between answers i - 1 and i.
 
+    Recorded results of tools in turn i belong, in order, to the calls of answer i - 1. If that answer did not make
+    their calls, the conversation ends with it.
+
     ``index`` (from 0) counts all conversations of a run and determines the seeds. Without ``chat`` there is one turn of
     one message, whose text is continued. ``tools`` are the functions that the target may call. ``model`` is the model
     that the row names.
@@ -151,12 +157,34 @@ class OpenConversation:
 
     def with_answers(self, answers: Sequence[Message]) -> list[Message]:
         """Return the first ``len(answers)`` turns, each with its answer."""
-        turns = zip(self.turns[: len(answers)], answers, strict=True)
-        return [message for turn, answer in turns for message in (*turn, answer)]
+        return [message for index, answer in enumerate(answers) for message in (*self._turn(index, answers), answer)]
 
     def open_after(self, answers: Sequence[Message]) -> list[Message]:
         """Return the messages up to the next answer."""
-        return [*self.with_answers(answers), *self.turns[len(answers)]]
+        return [*self.with_answers(answers), *self._turn(len(answers), answers)]
+
+    def _turn(self, index: int, answers: Sequence[Message]) -> list[Message]:
+        """Return a turn in which the results name the calls of the answer before it."""
+        calls, turn = iter(answers[index - 1].get("tool_calls", ()) if index else ()), []
+        for message in self.turns[index]:
+            call = next(calls, {}) if message["role"] == "tool" else {}
+            sent = {name: value for name, value in message.items() if name != _CALLED}
+            turn.append(sent | ({"tool_call_id": call["id"]} if call.get("id") else {}))
+        return turn
+
+    def goes_on(self, answers: Sequence[Message], spelled: bool = False) -> bool:
+        """Return True if a turn is left, and the last answer made the calls whose recorded results begin that turn.
+
+        With ``spelled`` calls are part of an answer's text, which must contain the names of the functions.
+        """
+        if not answers or len(answers) == len(self.turns):
+            return not answers
+        called = [each.get(_CALLED) for each in self.turns[len(answers)] if each["role"] == "tool"]
+        if spelled:
+            text = answers[-1]["content"]
+            return all(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in called if name)
+        made = [call["function"]["name"] for call in answers[-1].get("tool_calls", ())]
+        return len(made) == len(called) and all(name in (None, own) for name, own in zip(called, made, strict=True))
 
     @property
     def text(self) -> str:
@@ -216,12 +244,17 @@ def read_conversations(
 
 def _turns(value: Any, where: str) -> tuple[tuple[Message, ...], ...]:
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        turns: list[list[Message]] = [[]]
+        turns, calls = list[list[Message]]([[]]), dict[Any, Any]()
         for message in check_messages(value, where):
-            if message["role"] != "assistant":
-                turns[-1].append({name: message[name] for name in _ASKED if message.get(name) is not None})
-            elif turns[-1]:
-                turns.append([])
+            if message["role"] == "assistant":
+                made = (call for call in message.get("tool_calls") or () if isinstance(call, dict))
+                calls = {call.get("id"): (call.get("function") or {}).get("name") for call in made}
+                turns += [[]] if turns[-1] else []
+                continue
+            asked = {name: message[name] for name in _ASKED if message.get(name) is not None}
+            if message["role"] == "tool":
+                asked[_CALLED] = calls.get(asked.get("tool_call_id"), asked.get("name"))
+            turns[-1].append(asked)
         found = tuple(tuple(turn) for turn in turns if turn)
     else:
         texts = value if isinstance(value, list) else [value]

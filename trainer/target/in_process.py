@@ -98,7 +98,7 @@ class _Text:
     def is_open(self) -> bool:
         """True while turns remain; an empty or cut-off answer ends the conversation."""
         broken_off = self.problem is not None or self.truncated or any(map(is_empty, self.answers))
-        return not broken_off and len(self.answers) < len(self.conversation.turns)
+        return not broken_off and self.conversation.goes_on(self.answers, spelled=True)
 
     def outcome(self) -> Outcome:
         if self.problem is not None:
