@@ -165,7 +165,8 @@ class OpenConversation:
 
     def _turn(self, index: int, answers: Sequence[Message]) -> list[Message]:
         """Return a turn in which the results name the calls of the answer before it."""
-        calls, turn = iter(answers[index - 1].get("tool_calls", ()) if index else ()), []
+        calls: Iterator[dict[str, Any]] = iter(answers[index - 1].get("tool_calls", ()) if index else ())
+        turn = []
         for message in self.turns[index]:
             call = next(calls, {}) if message["role"] == "tool" else {}
             sent = {name: value for name, value in message.items() if name != _CALLED}
