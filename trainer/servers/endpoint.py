@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from itertools import islice
 from typing import Any, NamedTuple
 
-from openai import APIConnectionError, APIError, APITimeoutError
+from openai import APIConnectionError, APIError
 
 from decoding.errors import UserError, check_once
 from decoding.generate import DecodingConfig
@@ -151,14 +151,14 @@ class EndpointBackend:
         problems, unreached = list[str](), 0
         for connection in sorted(in_turn, key=self._unreached.__contains__):
             try:
-                completion = await connection.ask_ids(self._request(conversation, answers))
+                completion = await connection.ask(self._request(conversation, answers))
             except UserError as error:
-                problems.append(error.message)
+                problems.append(str(error))
             except APIError as error:
                 if fatal := connection.fatal(error):
                     raise fatal from None
                 problems.append(connection.explained(error))
-                if isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError):
+                if isinstance(error, APIConnectionError):
                     self._unreached.add(connection)
                     unreached += 1
             else:

@@ -20,7 +20,7 @@ from trainer.data.conversations import AnswerKey, Message, OpenConversation, ans
 from trainer.recipe.common import DataSection
 
 GROUP = 4
-"""Batches in a group: larger groups keep batches full. A resumed run decodes a whole group again if one answer lacks."""
+"""Batches in a group: larger groups keep batches full. A resumed run decodes an unfinished group anew."""
 TURN = 2**32
 """Distance between the seeds of successive turns: more than any file has rows."""
 _LOGGER = logging.getLogger(__name__)
