@@ -227,7 +227,7 @@ def llama_cpp(request: Request) -> Reply:
 def partial(request: Request) -> Reply:
     """No ids of tokens that end inside a character, as in llama.cpp's streams of completions."""
     if request.body.get("stream"):
-        return streamed("A", "é", tokens=4, token_ids=[[*b"A"], [*"é".encode()[1:]]])
+        return streamed("A", "é", tokens=4, token_ids=[[*b"A"], [*"é".encode()[1:]], []])
     return with_ids(chat("Aé"), "llama.cpp", "Aé\0")
 
 

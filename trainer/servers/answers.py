@@ -59,11 +59,10 @@ class Completion(NamedTuple):
 def read_completion(sent: str | bytes) -> Completion:
     """Parse a server's response; raise UserError if it is not a completion."""
     try:
-        return completion_of(json.loads(sent))
+        found = json.loads(sent)
     except ValueError as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"the endpoint's response is not JSON ({first_line(error)})", "check --endpoint") from None
+    return completion_of(found)
 
 
 def completion_of(found: Any, streamed: bool = False) -> Completion:
@@ -75,10 +74,9 @@ def completion_of(found: Any, streamed: bool = False) -> Completion:
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict):
         raise UserError("the endpoint's response is not a completion", "check --endpoint and --model")
-    held = (each for name in ("message", "delta") if isinstance(each := choice.get(name), dict))
-    message = dict(next(held, {}))
+    message = told if isinstance(told := choice.get("message", choice.get("delta")), dict) else {}
     if isinstance(calls := message.get("tool_calls"), list):  # streams number them
-        message["tool_calls"] = [_without_index(call) for call in calls]
+        message = {**message, "tool_calls": [_without_index(call) for call in calls]}
     text = message.get("content") if message else choice.get("text")
     logprobs = told if isinstance(told := choice.get("logprobs"), dict) else {}
     content = [entry for entry in logprobs.get("content") or () if isinstance(entry, dict)]
@@ -113,21 +111,8 @@ def join_events(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-_REPLACED = frozenset(
-    {
-        "id",
-        "object",
-        "created",
-        "model",
-        "usage",
-        "metrics",
-        "role",
-        "type",
-        "name",
-        "finish_reason",
-        "prompt_token_ids",
-    }
-)
+_REPLACED = {"id", "object", "created", "model", "usage", "metrics", "role", "type", "name"}
+_REPLACED |= {"finish_reason", "prompt_token_ids"}
 """Fields that are whole in each event that has them; other texts and lists are continued."""
 
 
@@ -141,7 +126,7 @@ def _joined(held: Any, more: Any) -> Any:
                 found[name] = _joined(found.get(name) or type(value)(), value)
         return found
     if isinstance(held, list) and isinstance(more, list):
-        if not all(isinstance(each, dict) and "index" in each for each in more):
+        if not all(isinstance(each, dict) and "index" in each for each in (*held, *more)):
             return [*held, *more]
         numbered = {str(each["index"]): each for each in held}
         for each in more:
