@@ -3,7 +3,9 @@
 import io
 import json
 import resource
+import threading
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +229,7 @@ def llama_cpp(request: Request) -> Reply:
 def partial(request: Request) -> Reply:
     """No ids of tokens that end inside a character, as in llama.cpp's streams of completions."""
     if request.body.get("stream"):
-        return streamed("A", "é", tokens=4, token_ids=[[*b"A"], [*"é".encode()[1:]], []])
+        return streamed("A", "é", tokens=4, token_ids=[[*b"A"], [*"é".encode()[1:]], [0]])
     return with_ids(chat("Aé"), "llama.cpp", "Aé\0")
 
 
@@ -242,6 +244,24 @@ def test_ids_come_in_a_stream_or_with_a_whole_answer_as_the_server_can(
     assert [row["messages"][-1]["content"] for row in found] == ["Aé"] * 2
     assert [row.get("prompt_tokens") for row in found] == [[[*b"<1>"]] if server in (vllm, sglang) else None] * 2
     assert len(endpoint.requests) == requests, "a server without ids in its streams is asked for whole answers then"
+
+
+@pytest.mark.parametrize("server", [sglang, llama_cpp])
+def test_a_request_begun_before_a_server_was_known_gets_its_ids_too(tmp_path: Path, server: Any) -> None:
+    """The second stream is answered when the first request has a whole answer, and the third has asked for one."""
+    streams, wholes, known = count(), count(), threading.Event()
+
+    def script(request: Request) -> Reply:
+        if not request.body.get("stream"):
+            if next(wholes) == 1:
+                known.set()
+        elif next(streams) == 1:
+            assert known.wait(20)
+        return server(request)  # type: ignore[no-any-return]
+
+    with serve(script) as endpoint:
+        summary = regenerate(options(tmp_path, endpoint.address, map(str, range(8)), concurrency=2))
+    assert (summary.answered, summary.texts_alone, len(endpoint.requests)) == (8, 0, 10)
 
 
 def test_reasoning_text_and_calls_are_joined_from_the_events_of_a_stream(tmp_path: Path) -> None:

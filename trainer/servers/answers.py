@@ -84,7 +84,7 @@ def completion_of(found: Any, streamed: bool = False) -> Completion:
     places = choice.get("token_ids"), choice.get("response_token_ids"), choice.get("tokens"), verbose.get("tokens")
     ids = next(filter(None, map(_integers, (*places, [entry.get("id") for entry in content]))), None)
     counted = _count(found.get("usage"), "completion_tokens")
-    if streamed and ids is not None and counted is not None and len(ids) not in (counted, counted - 1):
+    if streamed and ids is not None and counted not in (None, len(ids)):
         ids = None
     return Completion(
         text=text if isinstance(text, str) else "",

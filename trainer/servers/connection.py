@@ -94,17 +94,18 @@ class Connection:
         if the connection is lost, not if the server is silent. Raises APIError, or UserError if the answer is not a
         completion or nothing came in time.
         """
-        for index, way in enumerate(self._ways):
-            is_last = index == len(self._ways) - 1
+        ways, accepted = self._ways, self._accepted  # other requests may change them meanwhile
+        for index, way in enumerate(ways):
+            is_last = index == len(ways) - 1
             try:
                 answer = await self._again_if_lost({**body, **way})
             except REFUSED:
-                if self._accepted or is_last:  # what is rejected is not the way to ask
+                if accepted or is_last:  # what is rejected is not the way to ask
                     raise
                 continue
             self._accepted = True
             if answer.token_ids is not None or is_last:
-                self._ways = self._ways[index:]
+                self._ways = ways[index:]
             elif answer.streamed:
                 continue  # ids may come with a whole answer
             elif answer.text and index:
