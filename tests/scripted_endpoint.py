@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -35,6 +35,20 @@ def chat(text: str | None, finish_reason: str = "stop", tokens: int = 3) -> Repl
     """A chat completion."""
     choice = {"index": 0, "finish_reason": finish_reason, "message": {"role": "assistant", "content": text}}
     return 200, {**_COMMON, "object": "chat.completion", "choices": [choice], "usage": _usage(tokens)}
+
+
+def streamed(*deltas: Any, finish_reason: str | None = "stop", tokens: int = 3, **fields: Any) -> Reply:
+    """The events of a chat: one with each delta, one with the reason for its end, and one with its usage.
+
+    A delta is a text or the fields of a message. ``fields`` are lists of what each event's choice has besides.
+    """
+    given: list[dict[str, Any]] = [{"content": each} if isinstance(each, str) else each for each in deltas]
+    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in given]
+    choices.append({"index": 0, "delta": {}, "finish_reason": finish_reason})
+    for place, choice in enumerate(choices):
+        choice |= {name: values[place] for name, values in fields.items() if place < len(values)}
+    events = [{**_COMMON, "choices": [choice], "usage": None} for choice in choices]
+    return 200, iter([*events, {**_COMMON, "choices": [], "usage": _usage(tokens)}])
 
 
 def last_words(request: Request) -> str:
@@ -115,9 +129,10 @@ def serve(
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Connection", "close")
             self.end_headers()
-            for event in events:
-                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-            self.wfile.write(b"data: [DONE]\n\n")
+            with suppress(ConnectionError):  # of a client that lost its patience, or of the script
+                for event in events:
+                    self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                self.wfile.write(b"data: [DONE]\n\n")
 
         def log_message(self, format: str, *args: object) -> None:
             pass

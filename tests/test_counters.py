@@ -1,9 +1,11 @@
 """Counts of speculation, as three servers write them."""
 
+import math
+
 import pytest
 
 from decoding.errors import UserError
-from trainer.servers.counters import Counts, parse_counts
+from trainer.servers.counters import Counts, NoCounts, parse_counts
 
 VLLM_PAGE = """
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -51,7 +53,25 @@ def test_sglang_gives_a_length_alone() -> None:
     assert parse_counts(page).since(parse_counts(page)).length == 2.2
 
 
+@pytest.mark.parametrize(("idle", "length"), [((0.0,), 3.2), ((0.0, 2.2), 2.7)])
+def test_an_engine_that_has_not_drafted_does_not_enter_the_average(idle: tuple[float, ...], length: float) -> None:
+    page = "".join(f'sglang:spec_accept_length{{dp_rank="{i}"}} {at}\n' for i, at in enumerate((3.2, *idle)))
+    assert parse_counts(page).length == pytest.approx(length)
+    nobody = parse_counts('sglang:spec_accept_length{dp_rank="0"} 0.0\n')
+    assert nobody == Counts("SGLang") and math.isnan(nobody.acceptance_length)
+
+
+@pytest.mark.parametrize("page", [VLLM_PAGE, 'sglang:spec_accept_length{model_name="m"} 2.2\n'], ids=["vLLM", "SGLang"])
+def test_two_models_on_a_page_are_not_mixed_but_chosen_by_name(page: str) -> None:
+    other = page.replace('"m"', '"other"').replace(" 120.0", " 20.0").replace(" 2.2", " 1.2")
+    assert parse_counts(page + other, "m") == parse_counts(page) == parse_counts(page, "an alias of the only model")
+    assert parse_counts(page + other, "other").acceptance_length == 1.2
+    with pytest.raises(UserError, match="count 'm' and 'other': name one of them as --model") as error:
+        parse_counts(page + other)
+    assert not isinstance(error.value, NoCounts), "it is not hidden"
+
+
 @pytest.mark.parametrize("text", ["hello", "vllm:num_requests_running 0.0\n", "{half"])
 def test_a_text_without_counts_is_rejected(text: str) -> None:
-    with pytest.raises(UserError):
+    with pytest.raises(NoCounts):
         parse_counts(text)

@@ -166,17 +166,23 @@ def test_a_heldout_prompt_is_what_stands_before_the_answer_or_the_first_tokens()
         heldout_prompts(examples, 2, prompt_tokens=8, longest=0)
 
 
-def test_answers_that_the_target_wrote_are_trained_by_the_tokens_it_wrote(tmp_path: Path) -> None:
-    """Token 20 writes what 4 and 5 write; read again, the text would be 4 and 5. And no end was written."""
+@pytest.mark.parametrize(
+    ("given", "truncated", "trained"), [([20], True, [20]), ([20], False, [20, 1]), ([20, 1], False, [20, 1])]
+)
+def test_answers_that_the_target_wrote_are_trained_by_the_tokens_it_wrote(
+    tmp_path: Path, given: list[int], truncated: bool, trained: list[int]
+) -> None:
+    """Token 20 writes what 4 and 5 write; read again, the text would be 4 and 5. Servers may leave out the end."""
     words = (*WORDS, "m", "n", "o", "p", "a b")
     tokenizer = tiny_tokenizer(CHAT_TEMPLATE, words)
     row = {
         "messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "a b"}],
-        "answer_tokens": [[20]],
+        "answer_tokens": [given],
+        "truncated": truncated,
     }
     section = DataSection(train="x", heldout="x")
     (example,) = load_dataset(write_rows(tmp_path / "rows.jsonl", [row]), section, tokenizer).examples
-    assert example.tokens[-1] == 20 and example.trained.nonzero()[0].tolist() == [len(example.tokens) - 1]
-    del row["answer_tokens"]
+    assert example.tokens[example.trained].tolist() == trained
+    del row["answer_tokens"], row["truncated"]
     (again,) = load_dataset(write_rows(tmp_path / "rows.jsonl", [row]), section, tokenizer).examples
     assert again.tokens[-3:].tolist() == [4, 5, 1]

@@ -7,7 +7,8 @@ The target counts: after token x comes x + 1. In its tokenizer, a to l are 4 to 
 import io
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from tiny_models import counting_model, tiny_model
 from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
 from transformers import GenerationConfig
 
+from decoding.drafters.base import DraftRequest
+from decoding.drafters.draft_model import DraftModelSession
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
+from decoding.rules.proposal import Proposal
 from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
-from trainer.data.answers import AnsweredConversation, AnswerFile, Summary
+from trainer.data.answers import AnsweredConversation, AnswerFile, Outcome, Summary
 from trainer.data.conversations import AnswerKey, OpenConversation, answer_message
 from trainer.data.dataset import load_dataset
 from trainer.files.lock import hold_file
@@ -178,6 +182,30 @@ def test_a_prompt_beyond_the_targets_context_is_set_aside_and_the_others_are_ans
     assert summary.failed == 1
 
 
+def test_answers_beyond_the_drafts_context_are_decoded_without_drafts_and_the_others_with_them(
+    models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(models / "draft", tmp_path / "short")
+    config = json.loads((tmp_path / "short" / "config.json").read_text())
+    (tmp_path / "short" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    propose, drafted = DraftModelSession.propose, list[int]()
+
+    def watched(session: DraftModelSession, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        drafted.extend(len(request.tokens) for request in requests)
+        return propose(session, requests)
+
+    monkeypatch.setattr(DraftModelSession, "propose", watched)
+    prompts, files = ["a b c d e f g", "a", "b c d e f g h", "c"], []
+    for name, chosen in {"plain": {}, "short": {"drafter": f"draft:{tmp_path / 'short'}"}}.items():
+        (tmp_path / f"by {name}").mkdir()
+        regenerate(options(tmp_path / f"by {name}", models / "random", prompts, max_new_tokens=12, **chosen))
+        files.append((tmp_path / f"by {name}" / "answers.jsonl").read_bytes())
+    assert files[0] == files[1] and drafted and max(drafted) < 16
+    assert [text for text in caplog.messages if "decoded without drafts: lower --max-new-tokens" in text] != []
+    regenerate(options(tmp_path, models / "random", prompts, max_new_tokens=30, **chosen))  # not one fits
+    assert len(rows(tmp_path / "answers.jsonl")) == 4
+
+
 # --- what a kill leaves ---------------------------------------------------------------------------------------------
 
 
@@ -197,6 +225,27 @@ def test_what_is_done_is_not_done_again(finished: tuple[RegenerateOptions, dict[
     summary = regenerate(chosen)
     assert (summary.answered, summary.tokens) == (0, 0)
     assert [path.stat().st_mtime_ns for path in paths] == before
+
+
+def test_a_kill_in_the_middle_of_a_group_leaves_each_answer_that_was_done(
+    finished: tuple[RegenerateOptions, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, files = replace(finished[0], output=tmp_path / "answers.jsonl"), finished[1]
+    add = AnswerFile.add
+
+    def killed(answers: AnswerFile, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        found = add(answers, outcomes)
+        if chosen.output.exists():
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(AnswerFile, "add", killed)
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(chosen)
+    monkeypatch.undo()
+    assert len(rows(chosen.output)) == 1, "of a group of eight"
+    regenerate(chosen)
+    assert chosen.output.read_bytes() == files["answers.jsonl"]
 
 
 @pytest.mark.parametrize(

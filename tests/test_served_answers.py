@@ -3,13 +3,15 @@
 import io
 import json
 import resource
+import threading
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from scripted_endpoint import Reply, Request, chat, in_turn, last_words, serve
+from scripted_endpoint import Reply, Request, chat, in_turn, last_words, serve, streamed
 from test_endpoint import KEY, options, regenerate, rows, set_aside
 from tiny_tokenizer import TOOL_TEMPLATE, byte_tokenizer
 from tiny_training import write_rows
@@ -20,7 +22,9 @@ from trainer.data.dataset import load_dataset
 from trainer.recipe.common import DataSection
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+SAID = {"role": "assistant", "content": "Well"}
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +89,32 @@ def test_a_call_is_an_answer_which_training_reads_and_the_next_turn_sees(tmp_pat
     assert endpoint.requests[1].body["messages"] == [talk[0], {**talk[1], "content": ""}, talk[2]]
     assert (summary.answers, summary.empty) == (2, 0)
     assert trained(tmp_path) == ['!f{"x": 1};Yes;']
+
+
+def called(*names: str, prefix: str = "") -> list[dict[str, Any]]:
+    """Calls of functions, with the ids 0, 1, … behind a prefix."""
+    return [{**CALL, "id": f"{prefix}{i}", "function": {**CALL["function"], "name": f}} for i, f in enumerate(names)]
+
+
+@pytest.mark.parametrize(
+    ("new", "recorded"),
+    [("f", "f"), ("fg", "fg"), ("", "f"), ("f", "ff"), ("fg", "f"), ("g", "f"), ("gf", "fg"), ("f", "")],
+)
+def test_recorded_results_follow_the_new_calls_and_a_row_whose_calls_were_not_made_ends(
+    tmp_path: Path, new: str, recorded: str
+) -> None:
+    goes_on = new == recorded
+    made = [{"role": "assistant", "content": "", "tool_calls": called(*recorded)}] if recorded else [SAID]
+    results = [{"role": "tool", "tool_call_id": f"{i}", "content": each} for i, each in enumerate(recorded)]
+    talk = [{"role": "user", "content": "a"}, *made, *results, *([] if recorded else [{**SAID, "role": "user"}])]
+    calls = called(*new, prefix="new ")
+    with serve(in_turn(message(None if new else "No", tool_calls=calls or None), chat("Yes"))) as endpoint:
+        summary = regenerate(asking(tmp_path, endpoint.address, {"messages": talk, "tools": [TOOL]}))
+    (row,) = rows(tmp_path / "answers.jsonl")
+    sent = [each["tool_call_id"] for each in row["messages"] if each["role"] == "tool"]
+    assert sent == ([call["id"] for call in calls] if goes_on else [])
+    assert len(endpoint.requests) == summary.answers == 1 + goes_on and summary.unasked == 1 - goes_on
+    assert endpoint.requests[-1].body["messages"] == row["messages"][:-1]
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
@@ -165,11 +195,88 @@ def test_a_server_without_a_field_for_ids_answers_in_texts_which_are_counted_and
 
     with serve(script) as endpoint:
         said = printed(options(tmp_path, endpoint.address, ("one", "two", "three", "four"), concurrency=1))
-    assert len(endpoint.requests) == 5, "asked for once"
+    assert len(endpoint.requests) == 6, "asked for once, with a stream and without"
     assert [line.split("│")[2].strip() for line in said.splitlines() if "text only" in line] == ["4"]
     assert "warning: 25.0% of the answers were cut off at 2,048 tokens: raise --max-new-tokens" in said
     body = endpoint.requests[-1].body
     assert body["max_tokens"] == 2048 and "temperature" not in body, "the server's own sampling"
+
+
+def vllm(request: Request) -> Reply:
+    """Ids of each event, and of the prompt in the first; one byte a token."""
+    assert request.body["stream"]
+    ids = [[*b"A"], [*"é".encode()], [0]]
+    return streamed("A", "é", finish_reason="stop", tokens=4, token_ids=ids, prompt_token_ids=[[*b"<1>"]])
+
+
+def sglang(request: Request) -> Reply:
+    """No ids in a stream, which it says."""
+    if request.body.get("stream"):
+        assert request.body["return_token_ids"], "asked for once"
+        return 400, {"error": {"message": "return_token_ids is not supported with streaming"}}
+    status, body = chat("Aé")
+    body["choices"][0] |= {"response_token_ids": [*"Aé\0".encode()], "prompt_token_ids": [*b"<1>"]}
+    return status, body
+
+
+def llama_cpp(request: Request) -> Reply:
+    """No ids in a chat's stream, which it does not say."""
+    if request.body.get("stream"):
+        return streamed("A", "é", tokens=4)
+    return with_ids(chat("Aé"), "llama.cpp", "Aé\0")
+
+
+def partial(request: Request) -> Reply:
+    """No ids of tokens that end inside a character, as in llama.cpp's streams of completions."""
+    if request.body.get("stream"):
+        return streamed("A", "é", tokens=4, token_ids=[[*b"A"], [*"é".encode()[1:]], [0]])
+    return with_ids(chat("Aé"), "llama.cpp", "Aé\0")
+
+
+@pytest.mark.parametrize(("server", "requests"), [(vllm, 2), (sglang, 3), (llama_cpp, 3), (partial, 3)])
+def test_ids_come_in_a_stream_or_with_a_whole_answer_as_the_server_can(
+    tmp_path: Path, server: Any, requests: int
+) -> None:
+    with serve(server) as endpoint:
+        regenerate(options(tmp_path, endpoint.address, ("one", "two"), concurrency=1))
+    found = rows(tmp_path / "answers.jsonl")
+    assert [row["answer_tokens"] for row in found] == [[[*"Aé\0".encode()]]] * 2
+    assert [row["messages"][-1]["content"] for row in found] == ["Aé"] * 2
+    assert [row.get("prompt_tokens") for row in found] == [[[*b"<1>"]] if server in (vllm, sglang) else None] * 2
+    assert len(endpoint.requests) == requests, "a server without ids in its streams is asked for whole answers then"
+
+
+@pytest.mark.parametrize("server", [sglang, llama_cpp])
+def test_a_request_begun_before_a_server_was_known_gets_its_ids_too(tmp_path: Path, server: Any) -> None:
+    """The second stream is answered when the first request has a whole answer, and the third has asked for one."""
+    streams, wholes, known = count(), count(), threading.Event()
+
+    def script(request: Request) -> Reply:
+        if not request.body.get("stream"):
+            if next(wholes) == 1:
+                known.set()
+        elif next(streams) == 1:
+            assert known.wait(20)
+        return server(request)  # type: ignore[no-any-return]
+
+    with serve(script) as endpoint:
+        summary = regenerate(options(tmp_path, endpoint.address, map(str, range(8)), concurrency=2))
+    assert (summary.answered, summary.texts_alone, len(endpoint.requests)) == (8, 0, 10)
+
+
+def test_reasoning_text_and_calls_are_joined_from_the_events_of_a_stream(tmp_path: Path) -> None:
+    def call(index: int, **function: str | None) -> dict[str, Any]:
+        named = {"id": f"{index}", "type": "function"} if "name" in function else {}
+        return {"tool_calls": [{"index": index, **named, "function": function}]}
+
+    parts = [{"role": "assistant", "reasoning": "H"}, {"reasoning": "m"}, "Y", "es", call(1, name="g", arguments="")]
+    parts += [call(0, name="f", arguments='{"x"'), call(0, arguments=": 1}"), call(1, arguments="{}"), {"role": ""}]
+    with serve(lambda request: streamed(*parts, finish_reason="tool_calls", tokens=9)) as endpoint:
+        summary = regenerate(options(tmp_path, endpoint.address, ("one",)))
+    answer, calls = answer_of(tmp_path), [{**CALL, "id": "0"}, {**CALL, "id": "1"}]
+    calls[1]["function"] = {"name": "g", "arguments": "{}"}
+    assert (answer["content"], answer["reasoning_content"], summary.tokens) == ("Yes", "Hm", 9)
+    assert sorted(answer["tool_calls"], key=lambda each: str(each["id"])) == calls
 
 
 # --- what is not written ----------------------------------------------------------------------------------------------

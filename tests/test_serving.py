@@ -69,6 +69,7 @@ def test_a_request_has_the_prompts_ids_the_controls_and_its_seed() -> None:
     (request,) = endpoint.requests
     assert request.path == "/v1/completions" and request.key == KEY
     expected = {"model": "tiny", "prompt": [1, 2], "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "seed": 3}
+    expected |= {"stream": True, "stream_options": {"include_usage": True}}
     assert request.body == {**expected, "top_k": 0, "return_token_ids": True, "return_tokens": True, "verbose": True}
 
 

@@ -130,3 +130,16 @@ def test_the_target_sees_the_tools_of_a_row_and_training_on_its_answer_does(tmp_
     examples = load_dataset(str(tmp_path / "answers.jsonl"), section, tokenizer).examples
     #                                                 h <user> j  h  i   j   k   l <unk> <eos>
     assert [each.tokens.tolist() for each in examples] == [[11, 2, 13, 11, 12, 13, 14, 15, 0, 1], [2, 13, 14, 15, 0, 1]]
+
+
+@pytest.mark.parametrize(("function", "written"), [("l", ["k l", "i j k l"]), ("i", ["k l"])])
+def test_a_result_follows_a_text_that_names_its_function_and_no_other(
+    tmp_path: Path, function: str, written: list[str]
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": function, "arguments": "{}"}}
+    made = {"role": "assistant", "content": None, "tool_calls": [call]}
+    talk = [{"role": "user", "content": "j"}, made, {"role": "tool", "tool_call_id": "1", "content": "h"}, ASKED[1]]
+    counting_target(tmp_path, CHAT_TEMPLATE.replace("== 'user'", "!= 'assistant'"))
+    regenerate(options(tmp_path, tmp_path / "target", [{"messages": talk}]))
+    (row,) = rows(tmp_path / "answers.jsonl")
+    assert [each["content"] for each in row["messages"] if each["role"] == "assistant"] == written

@@ -54,7 +54,8 @@ def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bo
 
 def _check(options: DiagnoseOptions) -> SpeculatorName:
     """Reject options that cannot be compared, before loading the target."""
-    check_endpoint(options.endpoint, options.model)
+    if options.endpoint is not None or options.metrics is None:  # else --model chooses a model of the saved page
+        check_endpoint(options.endpoint, options.model)
     folder = options.exported
     if folder is not None and not (folder / "config.json").is_file():
         raise UserError(f"a server cannot load {folder} (it lacks config.json)", "give an exported folder")
@@ -75,7 +76,7 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
         page = _reader(options.metrics)
         text = page()  # report a wrong address before loading the target
         if options.endpoint is None or not _is_address(options.metrics):
-            given = [ServerCounts(parse_counts(text), 0.0, "; the page may count other prompts")]
+            given = [ServerCounts(parse_counts(text, options.model), 0.0, "; the page may count other prompts")]
             page = None
     tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
     connection = None

@@ -31,7 +31,7 @@ from trainer.processes import Process
 from trainer.quickstart import resolve
 from trainer.servers.answers import StreamedAnswer
 from trainer.servers.client import ServedModel
-from trainer.servers.counters import Counts, parse_counts
+from trainer.servers.counters import Counts, NoCounts, parse_counts
 from trainer.terminal.progress import ProgressBar
 
 _PUBLISHED = (
@@ -205,8 +205,8 @@ class _Session:
     def _counts(self) -> Counts | None:
         """Return the server's counts; None if it reports none."""
         try:
-            return parse_counts(self._server.metrics() or "")
-        except UserError:
+            return parse_counts(self._server.metrics() or "", self._server.served.model)
+        except NoCounts:
             return None
 
 

@@ -121,7 +121,7 @@ def _table(summary: Summary) -> Table:
         "answers": summary.answers,
         "mean tokens of an answer": f"{summary.tokens / summary.answers:.1f}" if summary.answers else None,
         "cut off, kept": summary.truncated,
-        "later turns left out after a cut-off answer": summary.unasked or None,
+        "later turns left out": summary.unasked or None,
         "text only, without token ids": summary.texts_alone or None,
         "with reasoning": summary.reasoned or None,
         "with reasoning only": summary.reasoned_only or None,

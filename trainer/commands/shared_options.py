@@ -128,4 +128,6 @@ JsonFile = Annotated[
 
 ServedName = Annotated[str | None, Option(metavar="NAME", help="The endpoint's name for the target.", hidden=True)]
 Concurrency = Annotated[int, Option(min=1, help="Number of concurrent requests to each endpoint.", hidden=True)]
-Timeout = Annotated[float, Option(min=0.001, help="Seconds to wait for one answer from the endpoint.", hidden=True)]
+Timeout = Annotated[
+    float, Option(min=0.001, help="Seconds of silence after which an answer of the endpoint is given up.", hidden=True)
+]

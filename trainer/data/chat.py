@@ -131,6 +131,8 @@ class TranscriptEncoder:
             prompt = next(rendered, None) or self._prompt(messages[:index], where, template)
             if not self._knows(prompt):
                 break
+            if not (transcript.cut_off and index == indices[-1]):
+                tokens = self._with_end(tokens, messages[: index + 1], template)
             trained = (False,) * len(prompt) + (True,) * len(tokens)
             examples.append(Example((*prompt, *tokens), trained, len(prompt)))
         if len(examples) != len(indices) or len(written) != len(indices):
@@ -139,6 +141,12 @@ class TranscriptEncoder:
                 "regenerate the answers with this target, or remove the field",
             )
         return tuple(each for each, index in zip(examples, indices, strict=True) if is_trained(messages[index]))
+
+    def _with_end(self, tokens: list[int], messages: Messages, template: "ChatTemplate | None") -> list[int]:
+        """Return an answer's tokens, with the end token that some servers leave out, if the template writes it."""
+        end, last = self._tokenizer.eos_token_id, self._tokenizer.added_tokens_decoder.get(tokens[-1])
+        is_ended = end is None or tokens[-1] == end or (last is not None and last.special)
+        return tokens if is_ended or (template and not template.ends_in_eos(messages)) else [*tokens, end]
 
     def _knows(self, tokens: Any) -> bool:
         """Return True for token ids of this tokenizer."""
@@ -245,6 +253,10 @@ class ChatTemplate:
             raise UserError(f"{where}: the chat template rejects this conversation: {error}") from error
         tokens: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return tuple(tokens)
+
+    def ends_in_eos(self, messages: Messages) -> bool:
+        """Return True if the tokenizer's end token ends the last answer."""
+        return self._render(messages).rstrip().endswith(str(self._tokenizer.eos_token))
 
     def encode(self, messages: Messages, where: str, cut_off: bool = False) -> list[Marked]:
         """Return one sequence, or one per answer; ``where`` names the row in errors.

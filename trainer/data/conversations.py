@@ -1,5 +1,6 @@
 """Conversations read from rows: with answers for training, or without, for a target to answer."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ _ASKED = ("role", "content", "name", "tool_call_id")
 """Message fields that are sent to a target."""
 _TOLD = (ANSWER_TOKENS, PROMPT_TOKENS, TRUNCATED, "tools", "functions")
 """Columns about a conversation."""
+_CALLED = "called"
+"""Field of a recorded tool result in a turn: the name of the function that was called; it is not sent."""
 
 Format = Literal["messages", "sharegpt", "prompt_answer", "text"]
 
@@ -145,6 +148,9 @@ class AnswerKey(NamedTuple):
 class OpenConversation:
     """A conversation to be answered. ``turns[i]`` are the messages between answers i - 1 and i.
 
+    Recorded results of tools in turn i belong, in order, to the calls of answer i - 1. If that answer did not make
+    their calls, the conversation ends with it.
+
     ``index`` (from 0) counts all conversations of a run and determines the seeds. Without ``chat`` there is one turn of
     one message, whose text is continued. ``tools`` are the functions that the target may call. ``model`` is the model
     that the row names.
@@ -159,12 +165,35 @@ class OpenConversation:
 
     def with_answers(self, answers: Sequence[Message]) -> list[Message]:
         """Return the first ``len(answers)`` turns, each with its answer."""
-        turns = zip(self.turns[: len(answers)], answers, strict=True)
-        return [message for turn, answer in turns for message in (*turn, answer)]
+        return [message for index, answer in enumerate(answers) for message in (*self._turn(index, answers), answer)]
 
     def open_after(self, answers: Sequence[Message]) -> list[Message]:
         """Return the messages up to the next answer."""
-        return [*self.with_answers(answers), *self.turns[len(answers)]]
+        return [*self.with_answers(answers), *self._turn(len(answers), answers)]
+
+    def _turn(self, index: int, answers: Sequence[Message]) -> list[Message]:
+        """Return a turn in which the results name the calls of the answer before it."""
+        calls: Iterator[dict[str, Any]] = iter(answers[index - 1].get("tool_calls", ()) if index else ())
+        turn = []
+        for message in self.turns[index]:
+            call = next(calls, {}) if message["role"] == "tool" else {}
+            sent = {name: value for name, value in message.items() if name != _CALLED}
+            turn.append(sent | ({"tool_call_id": call["id"]} if call.get("id") else {}))
+        return turn
+
+    def goes_on(self, answers: Sequence[Message], spelled: bool = False) -> bool:
+        """Return True if a turn is left, and the last answer made the calls whose recorded results begin that turn.
+
+        With ``spelled`` calls are part of an answer's text, which must contain the names of the functions.
+        """
+        if not answers or len(answers) == len(self.turns):
+            return not answers
+        called = [each.get(_CALLED) for each in self.turns[len(answers)] if each["role"] == "tool"]
+        if spelled:
+            text = answers[-1]["content"]
+            return all(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in called if name)
+        made = [call["function"]["name"] for call in answers[-1].get("tool_calls", ())]
+        return len(made) == len(called) and all(name in (None, own) for name, own in zip(called, made, strict=True))
 
     @property
     def text(self) -> str:
@@ -230,11 +259,17 @@ def read_conversations(
 
 def _turns(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...], ...]:
     """Return the messages between answers; without answers each user message ends a turn, as in Spec-Bench."""
-    turns: list[list[Message]] = [[]]
+    turns, calls = list[list[Message]]([[]]), dict[Any, Any]()
     answered = any(message["role"] == "assistant" for message in messages)
     for message in messages:
-        if message["role"] != "assistant":
-            turns[-1].append({name: message[name] for name in _ASKED if message.get(name) is not None})
+        if message["role"] == "assistant":
+            made = (call for call in message.get("tool_calls") or () if isinstance(call, dict))
+            calls = {call.get("id"): (call.get("function") or {}).get("name") for call in made}
+        else:
+            asked = {name: message[name] for name in _ASKED if message.get(name) is not None}
+            if message["role"] == "tool":
+                asked[_CALLED] = calls.get(asked.get("tool_call_id"), asked.get("name"))
+            turns[-1].append(asked)
         if turns[-1] and message["role"] == ("assistant" if answered else "user"):
             turns.append([])
     found = tuple(tuple(turn) for turn in turns if turn)

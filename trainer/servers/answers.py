@@ -37,7 +37,7 @@ class Completion(NamedTuple):
 
     ``token_ids`` may or may not end with the end-of-text token: servers differ. ``prompt_ids`` is the prompt as the
     server read it. ``prompt_tokens`` and ``tokens`` are the lengths of prompt and answer. ``message`` is the chat
-    message as received. ``model`` is the server's name for the model that answered.
+    message as received. ``model`` is the server's name for the model that answered. ``streamed``: it came in events.
     """
 
     text: str
@@ -48,35 +48,91 @@ class Completion(NamedTuple):
     tokens: int | None = None
     message: Mapping[str, Any] = {}
     model: str | None = None
+    streamed: bool = False
+
+    def with_end(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:
+        """Return the answer's tokens, including the end token that ended it even if the server omits it."""
+        omitted = self.finish_reason == "stop" and ends and not set(tokens) & set(ends)
+        return (*tokens, ends[0]) if omitted else tuple(tokens)
 
 
-def read_completion(sent: str) -> Completion:
+def read_completion(sent: str | bytes) -> Completion:
     """Parse a server's response; raise UserError if it is not a completion."""
     try:
         found = json.loads(sent)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UserError(f"the endpoint's response is not JSON ({first_line(error)})", "check --endpoint") from None
+    return completion_of(found)
+
+
+def completion_of(found: Any, streamed: bool = False) -> Completion:
+    """Return the completion in a response, or in the joined events of a stream; raise UserError if there is none.
+
+    Streams of llama.cpp leave out the ids of tokens that end inside a character. Incomplete ids count as none.
+    """
     choices = found.get("choices") if isinstance(found, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict):
         raise UserError("the endpoint's response is not a completion", "check --endpoint and --model")
-    message = message if isinstance(message := choice.get("message"), dict) else {}
+    message = told if isinstance(told := choice.get("message", choice.get("delta")), dict) else {}
+    if isinstance(calls := message.get("tool_calls"), list):  # streams number them
+        message = {**message, "tool_calls": [_without_index(call) for call in calls]}
     text = message.get("content") if message else choice.get("text")
     logprobs = told if isinstance(told := choice.get("logprobs"), dict) else {}
     content = [entry for entry in logprobs.get("content") or () if isinstance(entry, dict)]
     verbose = told if isinstance(told := found.get("__verbose"), dict) else {}  # llama.cpp
-    ids = _integers(choice.get("token_ids")) or _integers(choice.get("tokens")) or _integers(verbose.get("tokens"))
-    ids = ids or _integers([entry.get("id") for entry in content])
+    places = choice.get("token_ids"), choice.get("response_token_ids"), choice.get("tokens"), verbose.get("tokens")
+    ids = next(filter(None, map(_integers, (*places, [entry.get("id") for entry in content]))), None)
+    counted = _count(found.get("usage"), "completion_tokens")
+    if streamed and ids is not None and counted not in (None, len(ids)):
+        ids = None
     return Completion(
         text=text if isinstance(text, str) else "",
         token_ids=ids,
         prompt_ids=_integers(choice.get("prompt_token_ids")) or _integers(found.get("prompt_token_ids")),
         finish_reason=choice.get("finish_reason"),
         prompt_tokens=_count(found.get("usage"), "prompt_tokens"),
-        tokens=_count(found.get("usage"), "completion_tokens") if ids is None else len(ids),
+        tokens=counted if ids is None else len(ids),
         message=message,
         model=found.get("model"),
+        streamed=streamed,
     )
+
+
+def _without_index(call: Any) -> Any:
+    return {name: value for name, value in call.items() if name != "index"} if isinstance(call, dict) else call
+
+
+def join_events(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the events of a stream as one response, with joined texts, calls and token ids."""
+    whole: dict[str, Any] = {}
+    for event in events:
+        whole = _joined(whole, event)
+    return whole
+
+
+_REPLACED = {"id", "object", "created", "model", "usage", "metrics", "role", "type", "name"}
+_REPLACED |= {"finish_reason", "prompt_token_ids"}
+"""Fields that are whole in each event that has them; other texts and lists are continued."""
+
+
+def _joined(held: Any, more: Any) -> Any:
+    if isinstance(held, Mapping) and isinstance(more, Mapping):
+        found = dict(held)
+        for name, value in more.items():
+            if name in _REPLACED:
+                found[name] = value or found.get(name)
+            elif value is not None:
+                found[name] = _joined(found.get(name) or type(value)(), value)
+        return found
+    if isinstance(held, list) and isinstance(more, list):
+        if not all(isinstance(each, dict) and "index" in each for each in (*held, *more)):
+            return [*held, *more]
+        numbered = {str(each["index"]): each for each in held}
+        for each in more:
+            numbered[str(each["index"])] = _joined(numbered.get(str(each["index"]), {}), each)
+        return list(numbered.values())
+    return held + more if isinstance(held, str) and isinstance(more, str) else more
 
 
 class StreamedAnswer(NamedTuple):
@@ -101,23 +157,19 @@ def read_stream(begin: float, events: Sequence[tuple[float, Mapping[str, Any]]])
     if not any(event.get("choices") for _, event in events):
         raise UserError("the endpoint does not stream", "pass the address of a server that supports stream=true")
     texts = [(at, text) for at, event in events if (text := _streamed_text(event))]
-    counts = [tokens for _, event in events if (tokens := _count(event.get("usage"), "completion_tokens")) is not None]
-    passes: tuple[int, ...] = ()
-    drafts = 0
-    for _, event in events:  # vLLM with --per-request-spec-decode-metrics
-        metrics = told if isinstance(told := event.get("metrics"), dict) else {}
-        counted = told if isinstance(told := metrics.get("speculative_decoding"), dict) else {}
-        passes = _integers(counted.get("acceptance_histogram")) or passes
-        drafts = max(_count(counted, "num_spec_tokens") or 0, len(passes) - 1)
+    whole = join_events([event for _, event in events])
+    metrics = told if isinstance(told := whole.get("metrics"), dict) else {}
+    counted = told if isinstance(told := metrics.get("speculative_decoding"), dict) else {}
+    passes = _integers(counted.get("acceptance_histogram")) or ()  # vLLM with --per-request-spec-decode-metrics
     return StreamedAnswer(
         begin,
         events[-1][0],
         tuple(at for at, _ in texts),
         "".join(text for _, text in texts),
-        counts[-1] if counts else None,
-        next((event["model"] for _, event in events if isinstance(event.get("model"), str)), None),
+        _count(whole.get("usage"), "completion_tokens"),
+        model if isinstance(model := whole.get("model"), str) else None,
         passes,
-        drafts,
+        max(_count(counted, "num_spec_tokens") or 0, len(passes) - 1),
     )
 
 

@@ -1,10 +1,11 @@
 """A connection to a served model: checks address and key, and explains errors without the key."""
 
+import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 from httpx import HTTPError
@@ -12,7 +13,6 @@ from openai import (
     APIConnectionError,
     APIError,
     APIStatusError,
-    APITimeoutError,
     AsyncOpenAI,
     AsyncStream,
     AuthenticationError,
@@ -26,14 +26,22 @@ from pydantic import HttpUrl, ValidationError
 
 from decoding.errors import UserError
 from decoding.model.loading import first_line
-from trainer.servers.answers import Completion, read_completion
+from trainer.servers.answers import Completion, completion_of, join_events, read_completion
 
+News = TypeVar("News")
 RETRIES = 5
 """How often `openai`'s client repeats a request that may succeed later, with growing delays."""
 REFUSED = (BadRequestError, UnprocessableEntityError)
 _KEY = "OPENAI_API_KEY"
-_IDS: Mapping[str, bool] = {"return_token_ids": True, "return_tokens": True, "verbose": True}
+_IDS = {"return_token_ids": True, "return_tokens": True, "verbose": True}
 """Fields that request token ids: one of vLLM and SGLang, two of llama.cpp."""
+_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+_WAYS: tuple[Mapping[str, Any], ...] = ({**_STREAM, **_IDS}, _IDS, _STREAM)
+"""Ways to ask, best first. SGLang's chats reject ids in a stream, and llama.cpp's omit them."""
+_AGAIN = "check the endpoint, then run the same command again"
+_PATIENCE = "check the endpoint; 'headstart regenerate' waits longer with --timeout"
+_SECONDS_A_TOKEN = 1.0
+"""An answer that is not streamed gets so many more seconds for each token that it may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +55,11 @@ class Endpoint:
     concurrency: int = 16
     """Requests in flight at a time."""
     timeout: float = 120.0
-    """Seconds to wait for one answer."""
+    """Seconds of silence after which an answer is given up."""
+
+
+class BrokenOff(UserError):
+    """A connection was lost in the middle of an answer."""
 
 
 class Connection:
@@ -56,7 +68,7 @@ class Connection:
     def __init__(self, endpoint: Endpoint) -> None:
         """Check the address and the key without sending anything; raise UserError if either is invalid."""
         self.endpoint = endpoint
-        self._ids = _IDS
+        self._ways, self._accepted = _WAYS, False
         self._key = os.environ.get(_KEY)
         if self._key and not all("!" <= character <= "~" for character in self._key):
             raise UserError(
@@ -75,45 +87,87 @@ class Connection:
         )
 
     async def ask(self, body: Mapping[str, Any]) -> Completion:
-        """Send a request with ``messages`` or a ``prompt``.
+        """Send a request with ``messages`` or a ``prompt``; return the answer, with token ids if the server has them.
 
-        Raises APIError, or UserError if the answer is not a completion.
+        Answers are streamed, so that long ones do not time out, except from servers that report ids only with whole
+        answers. What is rejected only because of these wishes is asked without them from then on. A request is repeated
+        if the connection is lost, not if the server is silent. Raises APIError, or UserError if the answer is not a
+        completion or nothing came in time.
         """
-        whole = {"model": self.endpoint.model, **body}
-        return read_completion(await self.client.post(_path(body), cast_to=str, body=whole))
+        ways, accepted = self._ways, self._accepted  # other requests may change them meanwhile
+        for index, way in enumerate(ways):
+            is_last = index == len(ways) - 1
+            try:
+                answer = await self._again_if_lost({**body, **way})
+            except REFUSED:
+                if accepted or is_last:  # what is rejected is not the way to ask
+                    raise
+                continue
+            self._accepted = True
+            if answer.token_ids is not None or is_last:
+                self._ways = ways[index:]
+            elif answer.streamed:
+                continue  # ids may come with a whole answer
+            elif answer.text and index:
+                self._ways = _WAYS[-1:]  # there are none
+            return answer
+        raise AssertionError("the last way returns or raises")
 
-    async def ask_ids(self, body: Mapping[str, Any]) -> Completion:
-        """Send a request as `ask` does, and request token ids; if only they are rejected, never request them again."""
-        wanted = self._ids
-        try:
-            return await self.ask({**body, **wanted})
-        except REFUSED:
-            if not wanted:
-                raise
-            found = await self.ask(body)
-            self._ids = {}
-            return found
+    async def _again_if_lost(self, body: Mapping[str, Any]) -> Completion:
+        for left in reversed(range(RETRIES + 1)):
+            try:
+                stream = await self._open(body)
+                if not stream.response.headers.get("content-type", "").startswith("text/event-stream"):
+                    return read_completion(await self._news(stream.response.aread(), body))
+                events = [event async for event in self._events(stream)]
+                answer = completion_of(join_events(events), streamed=True)
+                if answer.finish_reason is None:
+                    raise BrokenOff(f"the endpoint {self.host} broke off its answer (it has no end)", _AGAIN)
+                return answer
+            except BrokenOff:
+                if not left:
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     async def events(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of a streamed answer as they arrive, without retries. Raises the errors of `ask`."""
-        whole = {"model": self.endpoint.model, "stream": True, "stream_options": {"include_usage": True}, **body}
+        async for event in self._events(await self._open({**body, **_STREAM}, repeats=False)):
+            yield event
+
+    async def _open(self, body: Mapping[str, Any], repeats: bool = True) -> AsyncStream[object]:
+        """Send a request, and wait until the response begins."""
+        sent = self.client.post(
+            "chat/completions" if "messages" in body else "completions",
+            cast_to=object,
+            body={"model": self.endpoint.model, **body},
+            options={"timeout": None, "max_retries": RETRIES if repeats else 0},  # `_news` has the clock
+            stream=True,
+            stream_cls=AsyncStream[object],
+        )
+        return await self._news(sent, body)
+
+    async def _events(self, stream: AsyncStream[object]) -> AsyncIterator[dict[str, Any]]:
+        events = aiter(stream)
         try:
-            stream = await self.client.post(
-                _path(body),
-                cast_to=object,
-                body=whole,
-                options={"max_retries": 0},
-                stream=True,
-                stream_cls=AsyncStream[object],
-            )
-            async for event in stream:
+            while (event := await self._news(anext(events, None), _STREAM)) is not None:
                 if isinstance(event, dict):
                     yield event
+        finally:
+            await stream.close()
+
+    async def _news(self, news: Awaitable[News], body: Mapping[str, Any]) -> News:
+        """Wait for the next part of an answer; UserError if it is silent for too long, `BrokenOff` if it is lost."""
+        patience = self.endpoint.timeout
+        if "stream" not in body:
+            patience += _SECONDS_A_TOKEN * body["max_tokens"]
+        try:
+            async with asyncio.timeout(patience):
+                return await news
+        except TimeoutError:
+            raise UserError(f"{self.host} sent nothing for {patience:g} s", _PATIENCE) from None
         except (HTTPError, ValueError) as error:
-            raise UserError(
-                f"the endpoint {self.host} broke off its answer ({first_line(error) or type(error).__name__})",
-                "check the endpoint, then run the same command again",
-            ) from None
+            why = first_line(error) or type(error).__name__
+            raise BrokenOff(f"the endpoint {self.host} broke off its answer ({why})", _AGAIN) from None
 
     @property
     def host(self) -> str:
@@ -148,8 +202,6 @@ class Connection:
 
     def explained(self, error: APIError) -> str:
         """Return the error in one short line, without the key if the server echoes it."""
-        if isinstance(error, APITimeoutError):
-            return f"no answer within {self.endpoint.timeout:g} s"
         if isinstance(error, APIConnectionError):
             return f"cannot connect to {self.host}; is a server running there? ({first_line(error.__cause__ or error)})"
         status, reason = "", first_line(error)
@@ -159,10 +211,6 @@ class Connection:
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "[the key]") if self._key else text
-
-
-def _path(body: Mapping[str, Any]) -> str:
-    return "chat/completions" if "messages" in body else "completions"
 
 
 def _checked(address: str) -> str:

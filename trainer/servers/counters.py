@@ -15,8 +15,14 @@ from dataclasses import dataclass
 
 from decoding.errors import UserError
 
-_SERVERS = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
-_NO_COUNTS = "start the server with speculation and metrics (SGLang --enable-metrics, llama.cpp --metrics)"
+_SERVERS = {"vllm": "vLLM", "llamacpp": "llama.cpp", "sglang": "SGLang"}
+_COUNTERS = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+_LENGTH = "spec_accept_length"
+_REMEDY = "start the server with speculation and metrics (SGLang --enable-metrics, llama.cpp --metrics)"
+
+
+class NoCounts(UserError):
+    """No counts of speculation could be read."""
 
 
 @dataclass(frozen=True)
@@ -68,38 +74,49 @@ class Counts:
         return Counts(self.server, drafts, drafted, accepted, reached, cumulative=True)
 
 
-def parse_counts(text: str) -> Counts:
-    """Parse the counts on a Prometheus page: adds up counters of several engines, and averages gauges.
+def parse_counts(text: str, model: str | None = None) -> Counts:
+    """Parse one model's counts on a Prometheus page: add up counters of several engines, and average gauges.
 
-    Raises UserError if the text contains none.
+    ``model`` chooses among several models by the server's name. An acceptance length below 1 is impossible: it is the
+    gauge of an engine that has not drafted, and is left out. Raises NoCounts, or UserError if the text has counts of
+    several models and ``model`` is none of them.
     """
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError:
-        raise UserError("reading metrics needs prometheus_client", "pip install 'headstart[endpoint]'") from None
+        raise NoCounts("reading metrics needs prometheus_client", "pip install 'headstart[endpoint]'") from None
     try:
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except ValueError as error:
-        raise UserError(f"this is not a metrics page ({str(error)[:60]!r})", _NO_COUNTS) from None
-    sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    positions: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-    gauges = []
-    for sample in samples:
-        program, _, name = sample.name.partition(":")
-        name = name.removeprefix("spec_decode_num_").removesuffix("_total")
-        if not math.isfinite(sample.value):  # an unset gauge
+        raise NoCounts(f"this is not a metrics page ({str(error)[:60]!r})", _REMEDY) from None
+    found = [(name, each) for each in samples if (name := _counted(each.name)) and math.isfinite(each.value)]
+    if not found:
+        raise NoCounts("these metrics contain no counts of speculation", _REMEDY)
+    models = sorted({each.labels.get("model_name", "") for _, each in found})
+    if len(models) > 1 and model not in models:
+        raise UserError(f"these metrics count {' and '.join(map(repr, models))}", "name one of them as --model")
+    sums: defaultdict[str, float] = defaultdict(float)
+    positions: defaultdict[int, float] = defaultdict(float)
+    lengths = list[float]()
+    for name, each in found:
+        if len(models) > 1 and each.labels.get("model_name") != model:
             continue
-        if program in _SERVERS and name == "accepted_tokens_per_pos":
-            positions[program][int(sample.labels["position"])] += sample.value
-        elif program in _SERVERS and name in ("drafts", "draft_tokens", "accepted_tokens"):
-            sums[program][name] += sample.value
-        elif sample.name == "sglang:spec_accept_length":
-            gauges.append(sample.value)
-    for program, found in sums.items():
-        most = max(positions[program], default=-1) + 1
-        reached = tuple(positions[program][index] for index in range(most))
-        counts = found["drafts"], found["draft_tokens"], found["accepted_tokens"]
-        return Counts(_SERVERS[program], *counts, reached, cumulative=True)
-    if not gauges:
-        raise UserError("these metrics contain no counts of speculation", _NO_COUNTS)
-    return Counts("SGLang", length=sum(gauges) / len(gauges))
+        if name == _LENGTH:
+            lengths += [each.value] if each.value >= 1 else []
+        elif name == "accepted_tokens_per_pos":
+            positions[int(each.labels["position"])] += each.value
+        else:
+            sums[name] += each.value
+    if not sums:
+        return Counts(_SERVERS["sglang"], length=sum(lengths) / len(lengths) if lengths else None)
+    server = next(_SERVERS[each.name.partition(":")[0]] for name, each in found if name in sums)
+    reached = tuple(positions[index] for index in range(max(positions, default=-1) + 1))
+    return Counts(server, sums["drafts"], sums["draft_tokens"], sums["accepted_tokens"], reached, cumulative=True)
+
+
+def _counted(sample: str) -> str | None:
+    """Return the short name of a sample with a count of speculation; None for any other sample."""
+    program, _, name = sample.partition(":")
+    name = name.removeprefix("spec_decode_num_").removesuffix("_total")
+    known = (_LENGTH,) if program == "sglang" else _COUNTERS if program in _SERVERS else ()
+    return name if name in known else None

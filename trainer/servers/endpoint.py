@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from itertools import islice
 from typing import Any, NamedTuple
 
-from openai import APIConnectionError, APIError, APITimeoutError
+from openai import APIConnectionError, APIError
 
 from decoding.errors import UserError, check_once
 from decoding.generate import DecodingConfig
@@ -131,8 +131,10 @@ class EndpointBackend:
     async def _converse(self, conversation: OpenConversation) -> Outcome:
         replies: list[_Reply] = []
         try:
-            while len(replies) < len(conversation.turns) and not (replies and replies[-1].truncated):
-                replies.append(await self._reply(conversation, [reply.message for reply in replies]))
+            while conversation.goes_on(before := [reply.message for reply in replies]):
+                replies.append(await self._reply(conversation, before))
+                if replies[-1].truncated:
+                    break
         except _NoAnswer as error:
             return FailedConversation(conversation, error.problem, str(error), again=True)
         answers, tokens = tuple(reply.message for reply in replies), sum(reply.tokens for reply in replies)
@@ -149,14 +151,14 @@ class EndpointBackend:
         problems, unreached = list[str](), 0
         for connection in sorted(in_turn, key=self._unreached.__contains__):
             try:
-                completion = await connection.ask_ids(self._request(conversation, answers))
+                completion = await connection.ask(self._request(conversation, answers))
             except UserError as error:
-                problems.append(error.message)
+                problems.append(str(error))
             except APIError as error:
                 if fatal := connection.fatal(error):
                     raise fatal from None
                 problems.append(connection.explained(error))
-                if isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError):
+                if isinstance(error, APIConnectionError):
                     self._unreached.add(connection)
                     unreached += 1
             else:
@@ -200,7 +202,9 @@ def _read(completion: Completion) -> _Reply:
         held = (value for name in names if isinstance(value := completion.message.get(name), str) and value.strip())
         return whole_characters(next(held, ""), truncated)
 
-    calls = called if isinstance(called := completion.message.get("tool_calls"), list) else None
+    calls = called if isinstance(called := completion.message.get("tool_calls"), list) else []
+    if not all(isinstance(call, dict) and "name" in (call.get("function") or ()) for call in calls):
+        raise _NoAnswer("failed", "a tool call does not name its function")
     reasoning = text("reasoning_content", "reasoning")
     answer = answer_message(text("content"), reasoning_content=reasoning, tool_calls=calls)
     if is_empty(answer):

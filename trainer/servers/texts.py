@@ -69,6 +69,4 @@ def tokens_of(
         same = max(count for count, text in enumerate(spelled) if answer.text.startswith(text))
         rest: list[int] = tokenizer(answer.text[len(spelled[same]) :], add_special_tokens=False)["input_ids"]
         found = [*ours[:same], *rest]
-    if answer.finish_reason == "stop" and eos and not set(found) & set(eos):
-        found.append(eos[0])
-    return tuple(found)
+    return answer.with_end(found, eos)

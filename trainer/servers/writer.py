@@ -107,9 +107,7 @@ class ServedWriter:
                 f"the server wrote token {unknown[0]}, but the target's last token is {vocabulary - 1}: it serves "
                 "another model"
             )
-        if answer.finish_reason == "stop" and ends and not set(tokens) & set(ends):
-            tokens += (ends[0],)
-        return tokens
+        return answer.with_end(tokens, ends)
 
 
 def _ids_of(answer: Completion) -> tuple[int, ...] | None:

@@ -1,5 +1,6 @@
 """Answers by the target in this process, in groups of conversations that every run repeats."""
 
+import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -19,9 +20,14 @@ from trainer.data.conversations import AnswerKey, Message, OpenConversation, ans
 from trainer.recipe.common import DataSection
 
 GROUP = 4
-"""Batches in a group: larger groups keep batches full, smaller ones lose less when killed."""
+"""Batches in a group: larger groups keep batches full. A resumed run decodes an unfinished group anew."""
 TURN = 2**32
 """Distance between the seeds of successive turns: more than any file has rows."""
+_LOGGER = logging.getLogger(__name__)
+_UNDRAFTED = (
+    "answers that may grow beyond the draft's context of %s tokens are decoded without drafts: lower --max-new-tokens "
+    "if that concerns most of them"
+)
 
 
 class TargetBackend:
@@ -41,37 +47,57 @@ class TargetBackend:
         batch_size: int,
     ) -> None:
         self._target, self._tokenizer, self._engine = target, tokenizer, Engine(target, drafter)
-        self._config, self._batch_size = config, batch_size
+        self._config, self._batch_size, self._warned = config, batch_size, False
         self.encoder = TranscriptEncoder(DataSection(train="", heldout=""), tokenizer)
 
     def outcomes(
         self, conversations: Iterable[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """Yield the outcomes of one group at a time, skipping groups that are done."""
+        """Yield each outcome as soon as it is known. Groups that are done are skipped."""
         waiting = iter(conversations)
         while group := list(islice(waiting, GROUP * self._batch_size)):
             if any(conversation.key not in done for conversation in group):
-                yield self._answer(group, on_tokens)
+                yield from self._answer(group, on_tokens)
 
-    def _answer(self, group: Sequence[OpenConversation], on_tokens: Callable[[int], None]) -> list[Outcome]:
+    def _answer(self, group: Sequence[OpenConversation], on_tokens: Callable[[int], None]) -> Iterator[list[Outcome]]:
         """Answer a group turn by turn, each turn for all open conversations."""
         texts = [_Text(conversation) for conversation in group]
         for turn in range(max(len(conversation.turns) for conversation in group)):
-            ready = [(text, prompt) for text in texts if text.is_open and (prompt := self._prompt(text))]
-            if not ready:
-                break
-            config = replace(self._config, seed=self._config.seed + group[0].index + turn * TURN)
-            prompts = [prompt for _, prompt in ready]
-            tokens: list[list[int]] = [[] for _ in prompts]
-            for index, step in self._engine.steps(prompts, config, batch_size=self._batch_size):
-                tokens[index] += step.tokens
-                on_tokens(len(step.tokens))
-            for (text, _), answer in zip(ready, tokens, strict=True):
-                text.truncated = answer[-1] not in config.eos_token_ids
+            asked = [text for text in texts if text.is_open]
+            ready = [(text, prompt) for text in asked if (prompt := self._prompt(text))]
+            yield [text.outcome() for text in asked if text.problem is not None]
+            seed = self._config.seed + group[0].index + turn * TURN
+            for text, answer in self._decoded(ready, seed, on_tokens):
+                text.truncated = answer[-1] not in self._config.eos_token_ids
                 written = answer if text.truncated else answer[:-1]
                 text.answers.append(answer_message(read_answer(self._tokenizer, written, text.truncated)))
                 text.answer_tokens.append(tuple(answer))
-        return [text.outcome() for text in texts]
+                if not text.is_open:
+                    yield [text.outcome()]
+
+    def _decoded(
+        self, ready: Sequence[tuple["_Text", tuple[int, ...]]], seed: int, on_tokens: Callable[[int], None]
+    ) -> Iterator[tuple["_Text", list[int]]]:
+        """Yield each text with its answer's tokens when it ends; text i is decoded with the seed ``seed + i``.
+
+        Texts that may grow beyond the drafter's context come last, without drafts.
+        """
+        drafter, most = self._engine.drafter, self._config.max_new_tokens
+        limit = None if drafter is None else drafter.max_positions
+        long = [limit is not None and len(prompt) + most > limit for _, prompt in ready]
+        if any(long) and not self._warned:
+            _LOGGER.warning(_UNDRAFTED, limit)
+            self._warned = True
+        for beyond in sorted(set(long)):
+            engine = replace(self._engine, drafter=None) if beyond else self._engine
+            places = [place for place, each in enumerate(long) if each == beyond]
+            tokens: list[list[int]] = [[] for _ in places]
+            prompts, seeds = [ready[place][1] for place in places], [seed + place for place in places]
+            for index, step in engine.steps(prompts, self._config, batch_size=self._batch_size, seeds=seeds):
+                tokens[index] += step.tokens
+                on_tokens(len(step.tokens))
+                if tokens[index][-1] in self._config.eos_token_ids or len(tokens[index]) == most:
+                    yield ready[places[index]][0], tokens[index]
 
     def _prompt(self, text: "_Text") -> tuple[int, ...] | None:
         """Return the prompt of the next answer; if it cannot be decoded, record the problem and return None."""
@@ -98,7 +124,7 @@ class _Text:
     def is_open(self) -> bool:
         """True while turns remain; an empty or cut-off answer ends the conversation."""
         broken_off = self.problem is not None or self.truncated or any(map(is_empty, self.answers))
-        return not broken_off and len(self.answers) < len(self.conversation.turns)
+        return not broken_off and self.conversation.goes_on(self.answers, spelled=True)
 
     def outcome(self) -> Outcome:
         if self.problem is not None:
