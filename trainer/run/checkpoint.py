@@ -36,7 +36,7 @@ _ASIDE = "unreadable-"
 
 _ALWAYS = (
     *("name", "output", "tracking", "checkpoint", "draft.check_costs"),  # the weights do not depend on them
-    *("launch", "training.micro_batch_size", "evaluation.batch_size"),
+    *("launch", "trust_remote_code", "training.micro_batch_size", "evaluation.batch_size"),
     *("heads.tree_nodes", "draft.dspark.tree_nodes"),  # used when the artefact is written
 )
 """Settings that may always differ: they change only rounding, or they still take effect in a finished run."""
