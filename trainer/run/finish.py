@@ -28,7 +28,7 @@ from trainer.quickstart import resolve
 from trainer.recipe.common import DataSection, TargetRecipe
 from trainer.recipe.reading import AnyRecipe, parse_recipe
 from trainer.run.assemble import assemble
-from trainer.run.checkpoint import Progress, compare, read_apart
+from trainer.run.checkpoint import Progress, compare, identity_in, read_apart
 from trainer.run.heldout import Evaluator, evaluator_at_end
 from trainer.run.state import load_weights
 from trainer.terminal.console import standard_error
@@ -102,8 +102,11 @@ def consolidate(
     recipe = parse_recipe(state["recipe"], f"{checkpoint.name}/state.json")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trusted = {"trust_remote_code": trust_remote_code} if isinstance(recipe, TargetRecipe) else {}
-    job = assemble(recipe.without_store().model_copy(update=trusted), device, Process(console=console or standard_error()))
-    refused = compare(state["identity"], json.loads(json.dumps(dict(job.identity)))).refused
+    job = assemble(
+        recipe.without_store().model_copy(update=trusted), device, Process(console=console or standard_error())
+    )
+    recorded = identity_in(state, recipe.model_dump(mode="json"))
+    refused = compare(recorded, json.loads(json.dumps(dict(job.identity)))).refused
     if changed := [str(each) for each in refused if not each.name.startswith(_STORED)]:
         raise UserError(f"since {checkpoint} was written, its {', '.join(changed)} changed: restore the original")
     load_weights(job.objective.module, saved.weights)
