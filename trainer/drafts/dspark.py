@@ -121,8 +121,9 @@ def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section:
 
 def rotary_of(target: CausalLM) -> dict[str, Any]:
     """Return the rotary parameters of the target's layers that attend to the whole text; empty if there are none."""
-    found: dict[str, Any] = getattr(target.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    return found.get("full_attention", found)
+    given = getattr(target.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    found: dict[str, Any] = given.get("full_attention", given)
+    return found
 
 
 def spread_taps(layers: int) -> tuple[int, ...]:

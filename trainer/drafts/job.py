@@ -52,8 +52,8 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
             process.say(f"warning: the draft's attention heads are {size} wide; on GPUs vLLM and SGLang need 64 or 128")
         if (kind := rotary_of(target.model).get("rope_type", "default")) != "default":
             process.say(
-                f"warning: the target scales its rotary embeddings ({kind}), but DSpark drafts cannot do so here: fewer "
-                "drafted tokens may be accepted in long texts"
+                f"warning: the target scales its rotary embeddings ({kind}), but DSpark drafts cannot do so here: "
+                "fewer drafted tokens may be accepted in long texts"
             )
     else:
         initial = initial_draft(target.model, target.tokenizer, section, examples, trusted, longest)
