@@ -118,7 +118,7 @@ def test_a_resumed_run_continues_its_run_in_wandb_and_a_refused_one_opens_none(
 
     killed_after(3, workshop, tracking="wandb")
     (first,) = opened()
-    with pytest.raises(UserError, match="another training.seed"):
+    with pytest.raises(UserError, match=r"another training\.seed"):
         train(workshop, tracking="wandb", seed=1)
     assert opened() == [first]
     train(workshop, tracking="wandb")
