@@ -42,14 +42,17 @@ def trained(
     output: str = "run",
     draft: dict[str, Any] | None = None,
     features: dict[str, Any] | None = None,
+    said: io.StringIO | None = None,
+    evaluation: dict[str, Any] | None = None,
     **training: Any,
 ) -> Path:
     content = recipe_content(workshop, "draft", **training)
     content["output"], content["features"] = str(workshop / output), features
     content["draft"] |= {"dspark": DSPARK, **(draft or {})}
+    content["evaluation"] |= evaluation or {}
     AcceleratorState._reset_state(True)
     try:
-        return run_recipe(parse_recipe(content), Console(file=io.StringIO()))
+        return run_recipe(parse_recipe(content), Console(file=said or io.StringIO(), width=1000))
     finally:
         AcceleratorState._reset_state(True)
 
@@ -66,6 +69,18 @@ def test_a_recipe_is_trained_to_a_folder_that_drafts_and_changes_no_text(worksho
     found = Engine(target, drafter).decode([4, 5, 6], DecodingConfig(max_new_tokens=12))
     assert found.tokens == naive_greedy(tiny_model("llama"), (4, 5, 6), 12)
     assert any(step.offered for step in found.steps)
+
+
+def test_what_the_first_lines_promise_is_what_the_run_does(workshop: Path) -> None:
+    """A tree is fitted only if there are evaluations, and a target's scaling is not taken over in silence."""
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    for prompts, rope in ((2, None), (0, scaled)):
+        write_target(workshop / "target", **({"rope_parameters": rope} if rope else {}))
+        said = io.StringIO()
+        final = trained(workshop, f"run-{prompts}", said=said, evaluation={"prompts": prompts})
+        tree = json.loads((final / "config.json").read_text())["headstart"]["tree"]
+        assert bool(tree) == bool(prompts) == ("the finished draft uses a tree of 5 here" in said.getvalue())
+        assert ("the target scales its rotary embeddings (linear)" in said.getvalue()) == (rope is not None)
 
 
 def test_one_step_of_eight_rows_is_eight_steps_of_one(tmp_path: Path) -> None:

@@ -43,6 +43,32 @@ def test_a_draft_has_the_sizes_of_the_targets_layers_with_heads_that_servers_hav
     assert started(tiny_model(family, **changes), intermediate_size=10).config.intermediate_size == 10
 
 
+SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "section", "theta", "eps"),
+    [
+        ("llama", {"rope_parameters": SCALED, "rms_norm_eps": 1e-5}, {}, 5e5, 1e-5),
+        ("llama", {"rms_norm_eps": 1e-5}, {"rope_theta": 1e4, "rms_norm_eps": 1e-6}, 1e4, 1e-6),
+        ("gemma3", {}, {}, 1e6, 1e-6),  # its layers with windows have 10,000
+        ("gpt2", {}, {}, 1e4, 1e-6),  # has neither
+    ],
+)
+def test_a_draft_has_the_targets_rotary_base_and_epsilon_in_every_format(
+    family: str, changes: dict[str, Any], section: dict[str, Any], theta: float, eps: float, tmp_path: Path
+) -> None:
+    pytest.importorskip("gguf", reason="a server's format is an optional extra")
+    from trainer.export.gguf_names import dspark_metadata
+
+    draft = started(tiny_model(family, num_hidden_layers=3, layer_types=None, **changes), **section)
+    draft.save_pretrained(tmp_path)
+    config, keys = read_dspark_config(tmp_path), dspark_metadata(draft.config)
+    assert (config.rope_theta, config.rms_norm_eps) == (theta, eps)
+    assert config.to_json()["rope_theta"] == config.to_json()["rope_parameters"]["rope_theta"] == theta
+    assert (keys["dflash.rope.freq_base"], keys["dflash.attention.layer_norm_rms_epsilon"]) == (theta, eps)
+
+
 def test_a_draft_has_a_confidence_head_with_a_bias_and_none_without() -> None:
     flash = {"markov_rank": 0, "sample_from_anchor": False}
     heads = [started(tiny_model("llama"), **form).confidence for form in ({}, {"confidence": False}, flash)]

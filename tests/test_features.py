@@ -1,6 +1,7 @@
 """Features on disk: they are what the target would give, and no fault of a disk or a user goes by unseen."""
 
 import io
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer, toy_examples
 from torch import Tensor
 
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import fingerprint
 from decoding.model.lm_head import capture_lm_head_input
@@ -23,8 +25,17 @@ from trainer.heads.medusa import MedusaObjective
 from trainer.processes import ALONE, Process
 from trainer.recipe.heads import FeaturesSection, HeadsSection, StatesDtype
 from trainer.target import store as stores
-from trainer.target.features import FeatureIdentity, FeatureStore, FeatureWriter, StoredFeatures, quantised
+from trainer.target.features import (
+    LARGEST_KL,
+    FeatureIdentity,
+    FeatureStore,
+    FeatureWriter,
+    StoredFeatures,
+    ensure_features,
+    quantised,
+)
 from trainer.target.hidden import OnlineTarget
+from trainer.target.loading import Target
 from trainer.target.store import ensure_store, estimate_bytes
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens
@@ -115,6 +126,36 @@ def test_states_in_int8_by_hand() -> None:
     rounded, scale = quantised(torch.tensor([[254.0, -3.0, 2.9, 0.0], [0.0, 0.0, 0.0, 0.0]]))
     assert rounded.dtype == torch.int8 and rounded.tolist() == [[127, -2, 1, 0], [0, 0, 0, 0]]
     assert scale.tolist() == [2.0, 0.0]
+
+
+@pytest.mark.parametrize("taps", [(), (0, 1)])
+def test_states_that_change_the_teacher_are_measured_before_they_are_written(
+    taps: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Int8 changes an outlier's neighbours: one number 10,000 times the others leaves them nothing."""
+    model = tiny_model("llama", num_hidden_layers=4, initializer_range=0.02)
+    whole = Target("tiny", torch.float32, "x", tiny_tokenizer(), CausalLM(model))
+
+    def said_of(states: StatesDtype, folder: str) -> str:
+        process, said = heard()
+        ensure_features(whole, EXAMPLES, FeaturesSection(folder=str(tmp_path / folder), states=states), process, taps)
+        return said.getvalue()
+
+    told = r"states in {} change the target's distribution by ([\d.e-]+) nats \(mean KL of \d+ tokens\)"
+    changes = {}
+    for states in ("int8", "bf16"):
+        found = re.search(told.format(states), said_of(states, states))
+        assert found is not None
+        changes[states] = float(found[1])
+        assert "nats" not in said_of(states, states), "they are written already"
+    assert 0 < changes["bf16"] < changes["int8"] < LARGEST_KL and "nats" not in said_of("target", "target")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] += 500.0
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight *= 1e6
+    with pytest.raises(UserError, match=r"nats .* at most 0\.01 is accepted: set features\.states=bf16"):
+        said_of("int8", "refused")
+    assert not (tmp_path / "refused").exists()
 
 
 def test_heads_learn_from_features_what_they_learn_from_the_target(tiny_llama: CausalLM, tmp_path: Path) -> None:

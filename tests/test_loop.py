@@ -136,6 +136,20 @@ def test_a_nan_loss_stops_the_run_names_the_step_and_is_not_applied(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
+def test_any_error_of_a_hook_ends_the_run_with_its_state_saved(tmp_path: Path) -> None:
+    class _OfAnotherLibraryError(Exception):
+        pass
+
+    def fail() -> None:
+        raise _OfAnotherLibraryError
+
+    recorder = Recorder()
+    recorder.actions[3] = fail
+    with pytest.raises(_OfAnotherLibraryError):
+        train_toy(tmp_path, ToyObjective(), recorder)
+    assert (tmp_path / "step-00000003").exists()
+
+
 class _InfiniteSlope(torch.autograd.Function):
     """The identity, with a gradient of infinity."""
 

@@ -48,11 +48,19 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of this code, with ``-dirty`` if files were changed; ``unknown`` outside a git checkout."""
-    folder = Path(__file__).parent
+    """Return the commit of this code, with ``-dirty`` if files were changed; ``unknown`` outside its own checkout.
+
+    The package may lie inside somebody else's repository, as in a ``.venv``, and git's variables may name another one.
+    """
+    root = Path(__file__).resolve().parents[2]
+    project = root / "pyproject.toml"
+    if not project.is_file() or '\nname = "headstart"\n' not in project.read_text(encoding="utf-8"):
+        return "unknown"
     try:
         described = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"],
+            ["git", "--git-dir=.git", "--work-tree=.", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=root,
+            env={name: value for name, value in os.environ.items() if not name.startswith("GIT_")},
             capture_output=True,
             text=True,
             check=True,

@@ -28,10 +28,10 @@ def workshop(tmp_path: Path) -> Iterator[Path]:
     AcceleratorState._reset_state(True)
 
 
-def train(folder: Path, dtype: str = "fp32", keep: str = "last", **training: Any) -> str:
+def train(folder: Path, dtype: str = "fp32", keep: str = "last", tracking: str = "none", **training: Any) -> str:
     """Train heads in the workshop with a checkpoint every 2 steps of 6; returns what was said."""
     content = recipe_content(folder, "medusa", **{"steps": 6, **training})
-    content |= {"checkpoint": {"every": 2, "keep": 2}, "dtype": dtype, "heads": {"num_heads": 2}}
+    content |= {"checkpoint": {"every": 2, "keep": 2}, "dtype": dtype, "tracking": tracking, "heads": {"num_heads": 2}}
     content["evaluation"] |= {"every": 2, "keep": keep}
     AcceleratorState._reset_state(True)
     said = StringIO()

@@ -1,13 +1,18 @@
 """When a run's figures go to wandb, and when wandb may call anybody."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from test_resuming import killed_after, rows, train, workshop
 
+from decoding.errors import UserError
 from trainer.run import log
 from trainer.run.log import trackers_of
 
+__all__ = ["workshop"]  # a fixture
 KEY = "0123456789" * 4
 
 
@@ -53,3 +58,82 @@ def test_wandbs_own_login_is_found_without_asking_anybody(tmp_path: Path, monkey
     netrc.write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
     netrc.chmod(0o600)
     assert log._is_logged_in()
+
+
+class _Tracker:
+    """A tracker in the form of accelerate's, whose calls fail with an error of its own."""
+
+    name, tracker = "mlflow", SimpleNamespace(info=SimpleNamespace(run_id="7"), url=None)
+
+    def __init__(self, fails: str) -> None:
+        self.fails = fails
+
+    def _call(self, what: str) -> None:
+        if what == self.fails:
+            raise _MlflowError(f"no {what}\nand more lines")
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self._call("log")
+
+    def finish(self) -> None:
+        self._call("finish")
+
+
+class _MlflowError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fails", ["log", "finish"])
+def test_a_tracker_that_fails_costs_no_step(workshop: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init_trackers(accelerator: Any, *given: Any) -> None:
+        accelerator.trackers.append(_Tracker(fails))
+
+    monkeypatch.setattr("accelerate.Accelerator.init_trackers", init_trackers)
+    said = train(workshop)
+    warning = f"warning: mlflow failed (no {fails}), so it gets no more figures until the next start; metrics.jsonl has"
+    assert said.count(warning) == 1 and "finished: " in said
+    assert [step for step, kind in rows(workshop / "run" / "metrics.jsonl") if kind == "loss"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_tracker_that_cannot_start_is_the_users_error(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init_trackers(*given: Any) -> None:
+        raise _MlflowError("no server")
+
+    monkeypatch.setattr("accelerate.Accelerator.init_trackers", init_trackers)
+    with pytest.raises(
+        UserError, match=r"a tracker cannot start \(no server\): check its settings, or set tracking=none"
+    ):
+        train(workshop)
+
+
+def test_a_resumed_run_continues_its_run_in_wandb_and_a_refused_one_opens_none(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="the tracker is an optional extra")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+    def opened() -> list[str]:
+        return [path.name.rpartition("-")[2] for path in (workshop / "run" / "wandb").glob("offline-run-*")]
+
+    killed_after(3, workshop, tracking="wandb")
+    (first,) = opened()
+    with pytest.raises(UserError, match=r"another training\.seed"):
+        train(workshop, tracking="wandb", seed=1)
+    assert opened() == [first]
+    train(workshop, tracking="wandb")
+    assert json.loads((workshop / "run" / "trackers.json").read_text()) == {"wandb": first}
+    assert set(opened()) == {first} and len(opened()) in (1, 2)  # a folder is named by the second
+
+
+def test_every_tracker_is_told_the_run_that_it_continues(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("accelerate.Accelerator.init_trackers", lambda accelerator, *given: told.append(given))
+    killed_after(3, workshop)
+    (workshop / "run" / "trackers.json").write_text('{"wandb": "a1", "trackio": "b", "mlflow": "c3"}')
+    train(workshop)
+    (_, began, fresh), (_, resumed, named) = told
+    assert began["training.steps"] == 6 and resumed is None
+    assert fresh["wandb"]["id"] is fresh["mlflow"]["run_id"] is None and fresh["trackio"]["resume"] == "never"
+    assert (named["wandb"]["id"], named["wandb"]["resume"], named["mlflow"]["run_id"]) == ("a1", "allow", "c3")
+    assert named["trackio"] == {"name": "b", "resume": "allow"} and named["tensorboard"] == {"purge_step": 3}

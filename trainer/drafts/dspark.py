@@ -73,6 +73,8 @@ def _stored_draft(
         ("block_size", section.block_size, config.block_size),
         ("taps", section.taps, config.target_layer_ids),
         ("intermediate_size", section.intermediate_size, config.intermediate_size),
+        ("rope_theta", section.rope_theta, config.rope_theta),
+        ("rms_norm_eps", section.rms_norm_eps, config.rms_norm_eps),
         ("markov_rank", section.markov_rank, config.markov_rank),
         ("confidence", section.confidence, config.enable_confidence_head),
         ("sample_from_anchor", section.sample_from_anchor, config.sample_from_anchor),
@@ -111,8 +113,17 @@ def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section:
         markov_rank=section.markov_rank,
         enable_confidence_head=section.markov_rank > 0 if section.confidence is None else section.confidence,
         sample_from_anchor=section.sample_from_anchor,
+        rope_theta=section.rope_theta or rotary_of(target).get("rope_theta") or DSparkConfig.rope_theta,
+        rms_norm_eps=section.rms_norm_eps or getattr(config, "rms_norm_eps", None) or DSparkConfig.rms_norm_eps,
         max_position_embeddings=target.max_positions or 1 << 20,
     )
+
+
+def rotary_of(target: CausalLM) -> dict[str, Any]:
+    """Return the rotary parameters of the target's layers that attend to the whole text; empty if there are none."""
+    given = getattr(target.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    found: dict[str, Any] = given.get("full_attention", given)
+    return found
 
 
 def spread_taps(layers: int) -> tuple[int, ...]:

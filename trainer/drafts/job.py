@@ -12,12 +12,12 @@ from decoding.metrics import break_even
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs, measure_costs
 from decoding.model.dspark import DSpark, DSparkDraft
-from decoding.model.dspark_config import GPU_HEAD_DIMS
+from decoding.model.dspark_config import GPU_HEAD_DIMS, DSparkConfig
 from decoding.model.fingerprint import fingerprint
 from decoding.model.hub import local_folder
 from trainer.data.dataset import Dataset
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
-from trainer.drafts.dspark import DSparkObjective, initial_dspark
+from trainer.drafts.dspark import DSparkObjective, initial_dspark, rotary_of
 from trainer.drafts.on_policy import policy_source
 from trainer.drafts.start import InitialDraft, coverage, initial_draft
 from trainer.job import Job, shared_identity
@@ -49,10 +49,15 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
         layers = ", ".join(map(str, initial.config.target_layer_ids))
         mask = target.tokenizer.convert_ids_to_tokens(initial.config.mask_token_id)
         process.say(f"the draft reads the target's layers {layers}; its mask is {mask}")
-        if (nodes := section.dspark.tree_nodes) and recipe.evaluation.every:
+        if (nodes := section.dspark.tree_nodes) and recipe.evaluation.prompts:
             process.say(f"evaluations draft chains, as servers do; the finished draft uses a tree of {nodes} here")
         if (size := initial.config.head_dim) not in GPU_HEAD_DIMS:
             process.say(f"warning: the draft's attention heads are {size} wide; on GPUs vLLM and SGLang need 64 or 128")
+        if (kind := rotary_of(target.model).get("rope_type", "default")) != "default":
+            process.say(
+                f"warning: the target scales its rotary embeddings ({kind}), but DSpark drafts cannot do so here: "
+                "fewer drafted tokens may be accepted in long texts"
+            )
     else:
         initial = initial_draft(target.model, target.tokenizer, section, examples, trusted, longest)
     identity = _identity(recipe, target, dataset, heldout, initial)
@@ -93,6 +98,10 @@ def _identity(
     if section.init.from_model is not None:
         draft = initial.model if isinstance(initial, InitialDraft) else initial
         content["draft"]["init"]["from_model"] = fingerprint(draft)
+    if isinstance(initial, DSparkDraft):
+        for name in ("rope_theta", "rms_norm_eps"):  # earlier runs had the defaults under any target
+            value = getattr(initial.config, name)
+            content["draft"]["dspark"][name] = None if value == getattr(DSparkConfig, name) else value
     if section.teacher is not None:
         content["draft"]["teacher"] = {"top_k": section.teacher.top_k, "tail": section.teacher.tail}
     return content

@@ -84,7 +84,7 @@ def export(
     source, destination, target = Path(source), Path(destination), target and quickstart.resolve(target)
     _check_given(format, prompts)
     _check_destination(artefact_folder(source), destination)
-    with opened(source, destination) as (source, made):
+    with opened(source, destination, trust_remote_code) as (source, made):
         check_format(source, format, type)
         measured = None if report is None else read_own_report(Path(report), source)
         request = _Request(

@@ -126,7 +126,7 @@ def artefact_folder(source: Path) -> Path:
 
 
 @contextmanager
-def opened(source: Path, destination: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
+def opened(source: Path, destination: Path, trust_remote_code: bool = False) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """Yield the folder with the weights of a run, a checkpoint or ``quickstart``, and sentences on its preparation.
 
     A checkpoint is first turned into an artefact in a temporary folder next to ``destination``. A run without a
@@ -146,7 +146,7 @@ def opened(source: Path, destination: Path) -> Iterator[tuple[Path, tuple[str, .
 
     with scratch_beside(destination) as scratch:
         made = scratch / "final"
-        yield made, (consolidate(checkpoint, made),)
+        yield made, (consolidate(checkpoint, made, trust_remote_code=trust_remote_code),)
 
 
 def _checkpoint_in(folder: Path) -> Path | None:

@@ -111,6 +111,10 @@ class DSparkSection(Section):
     """Target layers (from 0) whose output the draft reads. None: three evenly spaced ones, five from 24 layers on."""
     intermediate_size: Annotated[int, Field(ge=1)] | None = None
     """Width of the feed-forward layers; None: the target's."""
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    """Base of the rotary embeddings' wavelengths; None: the target's. Scaled embeddings are not supported."""
+    rms_norm_eps: Annotated[float, Field(gt=0)] | None = None
+    """Epsilon of the norms; None: the target's."""
     markov_rank: Annotated[int, Field(ge=0)] = 256
     """Rank of a logit bias given the previous token: makes each token depend on the one before. 0: DFlash."""
     confidence: bool | None = None

@@ -25,10 +25,10 @@ from trainer.files.folders import write_folder
 from trainer.job import Job
 from trainer.processes import Process
 from trainer.quickstart import resolve
-from trainer.recipe.common import DataSection
+from trainer.recipe.common import DataSection, TargetRecipe
 from trainer.recipe.reading import AnyRecipe, parse_recipe
 from trainer.run.assemble import assemble
-from trainer.run.checkpoint import Progress, compare, read_apart
+from trainer.run.checkpoint import Progress, compare, identity_in, read_apart
 from trainer.run.heldout import Evaluator, evaluator_at_end
 from trainer.run.state import load_weights
 from trainer.terminal.console import standard_error
@@ -89,17 +89,24 @@ def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> An
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=last)})
 
 
-def consolidate(checkpoint: Path, destination: Path, console: Console | None = None) -> str:
+def consolidate(
+    checkpoint: Path, destination: Path, console: Console | None = None, trust_remote_code: bool = False
+) -> str:
     """Write the artefact of a checkpoint with its provenance; return a sentence naming its step.
 
-    Reads the recipe's target and data again. Raises UserError if they have changed since, or if the checkpoint is
+    Reads the recipe's target and data again. Models run code of their own only with ``trust_remote_code``, whatever the
+    stored recipe says. Raises UserError if they have changed since, or if the checkpoint is
     damaged or lacks its recipe.
     """
     state, saved = read_apart(checkpoint)
     recipe = parse_recipe(state["recipe"], f"{checkpoint.name}/state.json")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    job = assemble(recipe.without_store(), device, Process(console=console or standard_error()))
-    refused = compare(state["identity"], json.loads(json.dumps(dict(job.identity)))).refused
+    trusted = {"trust_remote_code": trust_remote_code} if isinstance(recipe, TargetRecipe) else {}
+    job = assemble(
+        recipe.without_store().model_copy(update=trusted), device, Process(console=console or standard_error())
+    )
+    recorded = identity_in(state, recipe.model_dump(mode="json"))
+    refused = compare(recorded, json.loads(json.dumps(dict(job.identity)))).refused
     if changed := [str(each) for each in refused if not each.name.startswith(_STORED)]:
         raise UserError(f"since {checkpoint} was written, its {', '.join(changed)} changed: restore the original")
     load_weights(job.objective.module, saved.weights)

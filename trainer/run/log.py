@@ -5,15 +5,17 @@ metrics.jsonl has each step once. When a run resumes, the lines of repeated step
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
+from accelerate.tracking import GeneralTracker, get_available_trackers
 from rich.console import Console
 
 from decoding.errors import UserError
+from decoding.model.loading import first_line
+from decoding.model.stored import read_object
 from trainer.files.shards import write_text
 from trainer.learning.spans import StepTimes
 from trainer.recipe.reading import AnyRecipe
@@ -23,6 +25,14 @@ from trainer.terminal.progress import ProgressBar
 
 METRICS = "metrics.jsonl"
 """Name of the file with a run's figures, in its output folder."""
+_RUNS = "trackers.json"
+"""Name of the file with the trackers' own names for a run, in its output folder."""
+_RUN_OF: dict[str, Callable[[Any], str]] = {
+    "wandb": lambda run: str(run.id),
+    "trackio": lambda run: str(run.name),
+    "mlflow": lambda run: str(run.info.run_id),
+}
+"""Functions from a tracker's run to the name under which a later start continues it; TensorBoard needs none."""
 
 
 class Evaluation(NamedTuple):
@@ -34,7 +44,10 @@ class Evaluation(NamedTuple):
 
 
 class Log:
-    """Writer of metrics.jsonl, the trackers and a progress bar (lines without a terminal). Main process only."""
+    """Writer of metrics.jsonl, the trackers and a progress bar (lines without a terminal). Main process only.
+
+    The trackers start in `begun`, once all checks have passed.
+    """
 
     def __init__(self, recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
         self._recipe = recipe
@@ -46,24 +59,20 @@ class Log:
         self._tokens = 0
 
     def __enter__(self) -> "Log":
-        name = self._recipe.name
-        named = {
-            "wandb": {"name": name, "dir": self._recipe.output},
-            "trackio": {"name": name},
-            "mlflow": {"run_name": name},
-        }
-        self._accelerator.init_trackers("headstart", dict(_flat(self._recipe.model_dump(mode="json"))), named)
         self._bar.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._bar.__exit__(*exception)
+        if exception[0] is None:
+            self._tell_trackers(lambda tracker: tracker.finish())
 
     def begun(self, progress: Progress, checkpoints: Checkpoints) -> None:
-        """Print the step at which the run resumes, changed settings and skipped checkpoints.
+        """Start the trackers. Print the step at which the run resumes, changed settings and skipped checkpoints.
 
-        Main process only; prints nothing at a run's first step.
+        Main process only; prints nothing of this at a run's first step. Raises UserError if a tracker cannot start.
         """
+        self._start_trackers(progress)
         self._supersede(progress)
         if not progress.step:
             return
@@ -124,10 +133,48 @@ class Log:
         )
 
     def _write(self, progress: Progress, figures: dict[str, float]) -> None:
-        self._accelerator.log(figures, step=progress.step)
         if self._active:
             with self._file.open("a") as lines:
                 lines.write(json.dumps({"step": progress.step, "tokens": progress.tokens, **figures}) + "\n")
+            self._tell_trackers(lambda tracker: tracker.log(figures, step=progress.step))
+
+    def _start_trackers(self, progress: Progress) -> None:
+        """Start the trackers; a run that resumes continues in the run of each tracker that can do so."""
+        name, stored = self._recipe.name, self._file.with_name(_RUNS)
+        remedy = f"remove {stored} to begin a new run in the trackers"
+        runs = read_object(stored, remedy) if progress.step and stored.is_file() else {}
+        named = {
+            "wandb": {"name": name, "dir": self._recipe.output, "id": runs.get("wandb"), "resume": "allow"},
+            "trackio": {"name": runs.get("trackio", name), "resume": "allow" if "trackio" in runs else "never"},
+            "mlflow": {"run_name": name, "run_id": runs.get("mlflow")},
+            "tensorboard": {"purge_step": progress.step + 1},
+        }
+        # MLflow does not let a run change the settings that it began with.
+        settings = None if runs else dict(_flat(self._recipe.model_dump(mode="json")))
+        try:
+            self._accelerator.init_trackers("headstart", settings, named)
+        except Exception as error:  # each tracker has errors of its own
+            raise UserError(
+                f"a tracker cannot start ({first_line(error)}): {remedy * bool(runs) or 'check its settings'}, or set "
+                "tracking=none"
+            ) from error
+        begun = {tracker.name: tracker.tracker for tracker in self._accelerator.trackers}
+        if runs := {name: run_of(begun[name]) for name, run_of in _RUN_OF.items() if name in begun}:
+            write_text(stored, json.dumps(runs) + "\n")
+        if "wandb" in begun and begun["wandb"].url is not None:
+            say(self._console, f"figures also go to {begun['wandb'].url}")
+
+    def _tell_trackers(self, work: Callable[[GeneralTracker], object]) -> None:
+        """Do the work with each tracker. One that fails gets no more figures, and the run goes on."""
+        for tracker in tuple(self._accelerator.trackers):
+            try:
+                work(tracker)
+            except Exception as error:  # noqa: BLE001  # each tracker has errors of its own
+                self._accelerator.trackers.remove(tracker)
+                self.note(
+                    f"warning: {tracker.name} failed ({first_line(error)}), so it gets no more figures until the next "
+                    f"start; {METRICS} has all of them"
+                )
 
 
 def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
@@ -181,11 +228,3 @@ def _is_logged_in() -> bool:
         raise UserError(f"wandb cannot use its login ({error}): run 'wandb login', or set tracking=none") from error
     finally:
         wandb.teardown()  # else the run would keep these settings
-
-
-def wandb_page(accelerator: Accelerator) -> str | None:
-    """Return the URL of the run's wandb page; None if wandb is not used or is offline."""
-    if not any(tracker.name == "wandb" for tracker in accelerator.trackers):
-        return None
-    url: str | None = accelerator.get_tracker("wandb", unwrap=True).url
-    return url

@@ -95,7 +95,7 @@ def train(
             progress = Progress(progress.step + 1, progress.tokens + done.tokens)
             try:
                 hooks.on_step(progress, done.figures)
-            except (ValueError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  # raised below, once the state is saved
                 failed = failed or error  # reaches the other processes with the next step's figures
             last = progress.step == section.steps
             # A single process checks once more; several have agreed on stopping with the step's figures.

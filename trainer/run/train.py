@@ -31,7 +31,7 @@ from trainer.run.checkpoint import Checkpoints, Progress, bound
 from trainer.run.distributed import check_launch, whole_parameters
 from trainer.run.finish import choose_tree, finish
 from trainer.run.heldout import Watch, evaluator_at_end
-from trainer.run.log import Log, installed_trackers, trackers_of, wandb_page
+from trainer.run.log import Log, installed_trackers, trackers_of
 from trainer.run.loop import Hooks, train
 from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error
@@ -71,8 +71,6 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
     _announce(process, job)
     with ExitStack() as logging:
         log = agreed(lambda: logging.enter_context(Log(recipe, accelerator, process.console)))
-        if (page := wandb_page(accelerator)) is not None:
-            say(process.console, f"figures also go to {page}")
         watch = Watch(job, log, checkpoints, accelerator)
         progress = _train(job, accelerator, log, watch, checkpoints, process)
         with whole_parameters(accelerator, job.objective.module):

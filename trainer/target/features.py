@@ -6,7 +6,7 @@ latter, the last layer computes the lm_head's input at every step. Any number of
 features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,11 +23,17 @@ from decoding.model.lm_head import capture_lm_head_input, hooked, last_position
 from decoding.model.taps import begun_behind, capture_taps, layers_of
 from trainer.data.batch import Batch, Example, collate
 from trainer.files.shards import digest_of_each
-from trainer.processes import Process
+from trainer.learning.losses import HiddenTeacher
+from trainer.processes import Process, on_first
 from trainer.recipe.heads import FeaturesSection, StatesDtype
 from trainer.target.hidden import OnlineTarget, logit_transform
 from trainer.target.loading import Target
-from trainer.target.store import BATCH_TOKENS, Column, Identity, Store, ensure_store
+from trainer.target.store import BATCH_TOKENS, MANIFEST, Column, Identity, Store, ensure_store
+
+LARGEST_KL = 0.01
+"""Most nats by which stored states may change the target's distribution, on average."""
+_MEASURED = 32
+"""Most examples, and most tokens of each, at which this change is measured."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,12 @@ def quantised(
     return (wide / scale.where(scale > 0, 1.0)[..., None]).round_().to(torch.int8), scale
 
 
+def as_read(columns: Mapping[str, Tensor], dtype: torch.dtype) -> Float[Tensor, "*tokens hidden"]:
+    """Return the states of stored columns in ``dtype``."""
+    hidden, scale = columns["hidden"], columns.get("scale")
+    return (hidden if scale is None else hidden * scale[..., None]).to(dtype)
+
+
 class FeatureStore(Store[FeatureIdentity]):
     """Features on disk, memory-mapped: only the rows of a batch are copied."""
 
@@ -139,10 +151,7 @@ class FeatureStore(Store[FeatureIdentity]):
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions *layers hidden"]:
         """Return the states in the target's dtype on the batch's device; zeros on padding."""
-        hidden = self._padded("hidden", batch)
-        if self.identity.states != "int8":
-            return hidden.to(self.identity.torch_dtype)
-        return (hidden * self._padded("scale", batch)[..., None]).to(self.identity.torch_dtype)
+        return as_read({name: self._padded(name, batch) for name in self.identity.columns()}, self.identity.torch_dtype)
 
     def _padded(self, name: str, batch: Batch) -> Tensor:
         rows = self._column(name, batch)
@@ -173,20 +182,20 @@ class StoredFeatures:
         raise AssertionError("stored features replace runs of the target")
 
 
-class StoredTaps(OnlineTarget):
-    """States of a target's layers from disk; only the last layer runs, for the lm_head's input."""
+class LastLayer(OnlineTarget):
+    """A target of which only the last layer runs, for the lm_head's input."""
 
-    def __init__(self, target: CausalLM, store: FeatureStore) -> None:
+    def __init__(self, target: CausalLM) -> None:
         """Raise UserError if the target's last layer reads more than the previous layer's states."""
         super().__init__(target)
-        self._store, self._last = store, target.num_layers - 2
+        self._last = target.num_layers - 2
         batch = collate([Example((0, 1), (True, True), 0)]).to(target.device)
         outputs: list[Any] = []
         layer = layers_of(target.model, target.num_layers)[self._last]
         with hooked(layer.register_forward_hook, lambda module, args, output: outputs.append(output)):
             wanted, state = super().tapped(batch, (self._last,))
         self._in_tuple = isinstance(outputs[0], tuple)
-        found = self._behind(batch, state)
+        found = self.behind(batch, state)
         if not torch.allclose(found.float(), wanted.float(), rtol=0.05, atol=0.05 * float(wanted.abs().max())):
             raise UserError(
                 f"the last layer of the target ({target.model.config.model_type}) reads more than the stored states: "
@@ -194,10 +203,18 @@ class StoredTaps(OnlineTarget):
             )
 
     @torch.no_grad()
-    def _behind(self, batch: Batch, state: Tensor) -> Float[Tensor, "batch positions hidden"]:
+    def behind(self, batch: Batch, state: Tensor) -> Float[Tensor, "batch positions hidden"]:
         """Return the lm_head's input, from a state of the last layer but one."""
         with begun_behind(self._model, self._layers, self._last, state, self._in_tuple):
             return super().tapped(batch, ())[0]
+
+
+class StoredTaps(LastLayer):
+    """States of a target's layers from disk; only the last layer runs, for the lm_head's input."""
+
+    def __init__(self, target: CausalLM, store: FeatureStore) -> None:
+        super().__init__(target)
+        self._store = store
 
     def read(self, batch: Batch) -> Float[Tensor, "batch positions layers hidden"]:
         return self._store.hidden(batch)
@@ -205,7 +222,7 @@ class StoredTaps(OnlineTarget):
     def tapped(self, batch: Batch, taps: Sequence[int], stored: Tensor | None = None) -> tuple[Tensor, Tensor]:
         states, layers = self.read(batch) if stored is None else stored, self._store.identity.taps
         chosen = [layers.index(tap) for tap in taps]
-        return self._behind(batch, states[..., layers.index(self._last), :]), states[..., chosen, :].flatten(-2)
+        return self.behind(batch, states[..., layers.index(self._last), :]), states[..., chosen, :].flatten(-2)
 
 
 def ensure_features(
@@ -213,10 +230,48 @@ def ensure_features(
 ) -> FeatureStore:
     """Write the missing features of these examples and return them all; ``taps`` are the layers that a draft reads.
 
-    Every process calls this and waits for the others.
+    Every process calls this and waits for the others. Raises UserError, before anything is written, if states in the
+    section's dtype would give another distribution than the target's.
     """
     layers = sorted({*taps, target.model.num_layers - 2}) if taps else ()
     identity = FeatureIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section, layers)
     folder = Path(section.folder)
-    layout = ensure_store(FeatureWriter(target.model, identity), examples, folder, section.shard_tokens, process)
+    writer = FeatureWriter(target.model, identity)
+    if identity.columns()["hidden"].dtype != identity.torch_dtype and not (folder / MANIFEST).exists():
+        on_first(lambda: process.say(_check_rounding(writer, examples)))
+    layout = ensure_store(writer, examples, folder, section.shard_tokens, process)
     return FeatureStore(folder, identity, layout)
+
+
+@torch.inference_mode()
+def rounding_kl(writer: FeatureWriter, examples: Sequence[Example]) -> Float[Tensor, " tokens"]:
+    """Return KL(p‖q) in nats at some tokens of the examples: p is the target's distribution, q the stored states'."""
+    identity, target = writer.identity, writer.target
+    online = LastLayer(target) if identity.taps else OnlineTarget(target)
+    found, kinds = [], identity.columns()
+    for example in examples[:: -(-len(examples) // _MEASURED)]:
+        batch = collate([example]).to(target.device)
+        exact = online.tapped(batch, ())[0][0]
+        columns = writer.compute_columns(batch)
+        stored = as_read({name: columns[name].to(kind.dtype) for name, kind in kinds.items()}, identity.torch_dtype)
+        if isinstance(online, LastLayer):
+            stored = online.behind(batch, stored[None, :, identity.taps.index(target.num_layers - 2)])[0]
+        chosen = slice(None, None, -(-len(exact) // _MEASURED))
+        p, q = (
+            HiddenTeacher(hidden[chosen], online.lm_head, online.transform).known_logits(0, len(exact), 1.0)
+            for hidden in (exact, stored)
+        )
+        logs = [side.logits.float().log_softmax(-1) for side in (p, q)]
+        found.append((logs[0].exp() * (logs[0] - logs[1])).sum(-1))
+    return torch.cat(found)
+
+
+def _check_rounding(writer: FeatureWriter, examples: Sequence[Example]) -> str:
+    """Say how far stored states change the target's distribution; raise UserError above `LARGEST_KL`."""
+    found, states = rounding_kl(writer, examples), writer.identity.states
+    kl = float(found.mean())
+    told = f"states in {states} change the target's distribution by {kl:.2g} nats (mean KL of {len(found)} tokens)"
+    if not kl <= LARGEST_KL:
+        wider = "bf16" if states == "int8" and writer.identity.dtype != "float16" else "target"
+        raise UserError(f"{told}, and at most {LARGEST_KL:g} is accepted: set features.states={wider}")
+    return told
