@@ -69,7 +69,9 @@ def test_the_usual_fields_of_prompts_and_answers_are_found_by_their_names(
 
 def test_a_template_that_marks_everything_is_refused_naming_the_line(tmp_path: Path) -> None:
     everything = "{% for message in messages %}{% generation %}{{ message['content'] }} {% endgeneration %}{% endfor %}"
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: the chat template marks all of 3 tokens .*only"):
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl, line 1: the chat template marks all of 3 tokens .*nothing else"
+    ):
         load(tmp_path, [chat("a b", "c")], everything)
 
 

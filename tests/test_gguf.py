@@ -11,7 +11,8 @@ import torch
 from gguf import GGUFReader, TokenType
 from gguf.quants import dequantize
 from tiny_models import tiny_model
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tiny_tokenizer import byte_level, sentencepiece_like
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from decoding.engine import Engine
@@ -31,34 +32,10 @@ QWEN2 = (
 LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
-def byte_level(first: Any = None, **model: Any) -> PreTrainedTokenizerFast:
-    """260 tokens: an end, the 256 bytes, and ``h e``, ``l l`` and ``he ll`` merged."""
-    tokens = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell"]
-    merges = [("h", "e"), ("l", "l"), ("he", "ll")]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, **model))
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not isinstance(first, pre_tokenizers.Split))
-    tokenizer.pre_tokenizer = last if first is None else pre_tokenizers.Sequence([first, last])
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|end|>", eos_token="<|end|>")
-
-
 def split(pattern: str) -> Any:
     from tokenizers import Regex
 
     return pre_tokenizers.Split(Regex(pattern), "isolated")
-
-
-def sentencepiece_like(merges: list[tuple[str, str]], *more: str, letters: str = "abc") -> PreTrainedTokenizerFast:
-    """A BPE with byte fallback that writes a space as ▁ and begins each text with one."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters]
-    tokens += list(dict.fromkeys(left + right for left, right in merges)) + list(more)
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 LLAMA3_ROPE = {

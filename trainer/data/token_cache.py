@@ -41,7 +41,7 @@ _DECIDES = (
     "chat_template_kwargs",
 )
 """Fields of a data section that determine the sequences, besides the chat template's file and the source."""
-_CODE = ("rows", "conversations", "chat", "encoding", "sequences", "batch", "token_cache")
+_CODE = ("rows", "conversations", "chat", "marks", "encoding", "sequences", "batch", "token_cache")
 _LOGGER = logging.getLogger(__name__)
 
 Tokenized = tuple[Sequence[Example], Int[np.ndarray, " rows"], Account]
