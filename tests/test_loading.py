@@ -96,6 +96,16 @@ def test_the_end_of_a_text_comes_from_the_generation_config_else_the_tokenizer()
     assert eos_token_ids(model, byte_tokenizer()) == (3, 4)
 
 
+def test_what_ends_a_text_is_the_same_for_a_model_and_its_folder(tmp_path: Path) -> None:
+    assert eos_token_ids(str(tmp_path), byte_tokenizer()) == (0,), "a folder without a model"
+    model = tiny_model("llama", eos_token_id=[7, 5])
+    model.config.save_pretrained(tmp_path)
+    assert eos_token_ids(str(tmp_path), byte_tokenizer()) == eos_token_ids(model) == (7, 5)
+    model.generation_config.eos_token_id = [3, 4]
+    model.generation_config.save_pretrained(tmp_path)
+    assert eos_token_ids(str(tmp_path), byte_tokenizer()) == (3, 4)
+
+
 @pytest.mark.parametrize(
     ("capabilities", "fast"),
     [

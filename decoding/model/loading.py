@@ -121,6 +121,18 @@ def model_without_weights(folder: Path, dtype: torch.dtype, trust_remote_code: b
     return model
 
 
+def _stored_generation_config(name: str, trust_remote_code: bool) -> GenerationConfig | None:
+    """Return the generation config that transformers gives a stored model; None for a folder without a model."""
+    folder = _that_or_base(local_folder(name, weights=False), "config.json")
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(str(folder))
+    if not (folder / "config.json").is_file():
+        return None
+    return GenerationConfig.from_model_config(
+        AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    )
+
+
 def _that_or_base(folder: Path, pattern: str) -> Path:
     """Return the folder if it contains a file that matches, else the first base model of its adapters that does.
 
@@ -303,9 +315,16 @@ def is_heads_folder(folder: str | Path) -> bool:
     return config.is_file() and read_object(config, "give heads or a model").get("format") == FORMAT
 
 
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
-    """Return the ids that end a text: the generation config's EOS ids, else the tokenizer's, else none."""
-    configured: Any = model.generation_config.eos_token_id if model.generation_config is not None else None
+def eos_token_ids(
+    model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase | None = None, trust_remote_code: bool = False
+) -> tuple[int, ...]:
+    """Return the ids that end a text: the generation config's EOS ids, else the tokenizer's, else none.
+
+    This decides it for training, decoding and exports. ``model`` may be a folder or ORG/NAME[@REVISION], which need not
+    contain a model.
+    """
+    own = _stored_generation_config(model, trust_remote_code) if isinstance(model, str) else model.generation_config
+    configured: Any = None if own is None else own.eos_token_id
     if configured is None and tokenizer is not None:
         configured = tokenizer.eos_token_id
     if configured is None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.fields import UNSPOKEN, Tools
-from decoding.prompts import encode_prompt, with_variables
+from decoding.prompts import encode_continuation, encode_prompt, with_variables
 from trainer.data.batch import Example
 from trainer.data.conversations import ANSWER_TOKENS, Transcript
 from trainer.data.marks import ADVICE, Marked, TokenMarker, has_marks, read_spans, with_spans
@@ -38,7 +38,10 @@ class Encoded(NamedTuple):
 class TranscriptEncoder:
     """Encoder of transcripts with a tokenizer, according to a recipe's data section."""
 
-    def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> None:
+        """``ends`` are the target's `decoding.model.loading.eos_token_ids`; without, the tokenizer's EOS ends texts."""
+        own = tokenizer.eos_token_id
+        self._end: int | None = own if own in ends or not ends else ends[0]
         self._max_length = section.max_length
         self._tokenizer = tokenizer
         self._template = chat_template(tokenizer, section)
@@ -86,9 +89,9 @@ class TranscriptEncoder:
         """Join prompt, answer and end-of-text token without a template; a cut-off answer gets no end-of-text token."""
         prompt, answer = (message["content"] for message in transcript.messages)
         prompt_tokens: list[int] = self._tokenizer(prompt)["input_ids"]
-        answer_tokens: list[int] = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
-        if self._tokenizer.eos_token_id is not None and not transcript.cut_off:
-            answer_tokens = [*answer_tokens, self._tokenizer.eos_token_id]
+        answer_tokens = encode_continuation(answer, self._tokenizer)
+        if self._end is not None and not transcript.cut_off:
+            answer_tokens.append(self._end)
         mask = [False] * len(prompt_tokens) + [True] * len(answer_tokens)
         return Example(tuple(prompt_tokens + answer_tokens), tuple(mask), len(prompt_tokens))
 

@@ -20,7 +20,7 @@ from trainer.target.loading import StoredTarget, load_target
 def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process) -> Job:
     """Load and check everything that the recipe names, and write missing features. Every process calls this."""
     target = load_target(recipe, device)
-    dataset, heldout = load_splits(recipe.data, target.tokenizer)
+    dataset, heldout = load_splits(recipe.data, target.tokenizer, target.ends)
     torch.manual_seed(recipe.training.seed)  # for random initial weights
     kept: StoredTarget = target
     objective: MedusaObjective | Medusa2Objective

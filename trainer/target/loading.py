@@ -11,7 +11,7 @@ from decoding.errors import UserError
 from decoding.model.architecture import why_no_chains
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.loading import load_model, load_tokenizer
+from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
 from trainer.data.batch import check_documents_are_apart
 from trainer.processes import agreed, from_first
 from trainer.quickstart import resolve
@@ -41,6 +41,11 @@ class Target(StoredTarget):
     """A target with its model loaded."""
 
     model: CausalLM
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids of the tokens that end a text."""
+        return eos_token_ids(self.model.model, self.tokenizer)
 
     def let_go(self) -> StoredTarget:
         """Return the same target without its model."""
