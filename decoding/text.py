@@ -1,12 +1,14 @@
 """A text during decoding, with its tokens, random numbers and end; and checks of prompts."""
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
+from functools import partial
 from numbers import Integral
 from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.rules.drawing import GeneratorSource
@@ -20,7 +22,11 @@ class TextDecoder(Protocol):
 
 
 class StopCheck:
-    """Finder of a text's end inside a block of new tokens."""
+    """Finder of a text's end inside a block of new tokens.
+
+    As in transformers' `generate`, a stop string may begin anywhere in prompt or text, also inside a token, and ends
+    the text if it ends in a new token.
+    """
 
     def __init__(
         self, eos_token_ids: tuple[int, ...], stop_strings: tuple[str, ...], tokenizer: TextDecoder | None
@@ -29,24 +35,30 @@ class StopCheck:
             raise UserError("stop strings need the tokenizer: pass it along")
         self._eos = frozenset(eos_token_ids)
         self._strings = stop_strings
-        self._tokenizer = tokenizer
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            self._decode: Callable[[list[int]], Any] = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        elif tokenizer is not None:
+            self._decode = tokenizer.decode
         # A character takes at most four byte tokens; four more because the first character may be incomplete.
         self.reach = 4 * max(map(len, stop_strings)) + 4 if stop_strings else 0
-        """Number of tokens that the decision reads, up to the one that ends the text."""
+        """Number of tokens before a new one that the decision reads."""
 
     def cut(self, text: list[int], tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
         """Return ``tokens`` up to and including the one that ends the text, and True if there is one.
 
-        ``text``: the new tokens before them without the prompt, at least the last `reach`; no text ends in them.
+        ``text``: the tokens before them, with the prompt, at least the last `reach`.
         """
         read = text[max(0, len(text) - self.reach) :]
+        # A tokenizer may strip the space of the first token that it decodes, so that token is decoded twice.
+        read, first = read[:1] + read, len(self._decode(read[:1])) if self._strings else 0
+        tail = self._decode(read) if self._strings else ""
         for index, token in enumerate(tokens):
-            read.append(token)
             if token in self._eos:
                 return tokens[: index + 1], True
-            if self._strings and self._tokenizer is not None:
-                tail = self._tokenizer.decode(read[-self.reach :])
-                if any(string in tail for string in self._strings):
+            if self._strings:
+                read.append(token)
+                known, tail = len(tail.rstrip("\N{REPLACEMENT CHARACTER}")), self._decode(read)
+                if any(tail.find(string, max(first, known - len(string) + 1)) >= 0 for string in self._strings):
                     return tokens[: index + 1], True
         return tokens, False
 
@@ -85,7 +97,7 @@ class Text:
     def emit(self, tokens: tuple[int, ...], stop: StopCheck) -> tuple[int, ...]:
         """Append ``tokens`` up to the end of the text; return the appended ones."""
         room = self._longest - len(self.tokens)
-        begin = max(self.prompt_length, len(self.tokens) - stop.reach)
+        begin = max(0, len(self.tokens) - stop.reach)
         kept, ended = stop.cut(self.tokens[begin:], tokens[:room])
         self.tokens += kept
         self.finished = ended or len(kept) >= room

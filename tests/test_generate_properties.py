@@ -93,9 +93,9 @@ def test_greedy_rows_are_plain_greedy_up_to_their_ends(
     }
     engine = Engine(causal_lm(family), drafters[drafter_of], policy_of(policy_seed), tokenizer=Letters())
     generations = engine.decode(prompts, config, batch_size=batch_size)
-    for text, generation in zip(texts, generations, strict=True):
+    for prompt, text, generation in zip(prompts, texts, generations, strict=True):
         ends = [place + 1 for place, token in enumerate(text) if token in eos]
-        wanted = shortest_with(text, strings)[: min([count, *ends])]
+        wanted = shortest_with(prompt, text, strings)[: min([count, *ends])]
         assert generation.tokens == wanted
         assert sum(len(step.tokens) for step in generation.steps) == len(wanted)
         assert all(step.accepted <= step.offered <= step.drafted for step in generation.steps)
