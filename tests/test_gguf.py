@@ -10,6 +10,7 @@ import pytest
 import torch
 from gguf import GGUFReader, TokenType
 from gguf.quants import dequantize
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_level, sentencepiece_like
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -271,3 +272,28 @@ def test_the_chat_template_goes_with_the_file_and_the_export_prints_llama_cpps_c
     assert f"llama-server -m target.gguf -md {tmp_path}/out/model.gguf --spec-type draft-simple" in str(summary)
     card = (summary.folder / "README.md").read_text()
     assert "library_name: gguf" in card and "llama-server -m target.gguf -md DIR/model.gguf" in card
+
+
+MARKED = (
+    "{% for m in messages %}\n{{ m.role }}:\n  {%- generation -%}\n {{ m.content }}<|end|>\n  {% endgeneration %}\n"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("templates", [MARKED, {"default": MARKED, "tool-use": MARKED + "!"}], ids=["one", "named"])
+def test_plain_readers_of_jinja_read_chat_templates_as_transformers_renders_them(templates: Any) -> None:
+    tokenizer = byte_level()
+    tokenizer.chat_template = templates
+    metadata, _ = vocabulary_of(tokenizer, len(tokenizer), [0])
+    keys = {"default": "tokenizer.chat_template", "tool-use": "tokenizer.chat_template.tool_use"}
+    names = ["default"] if isinstance(templates, str) else [*templates]
+    assert {key for key in metadata if "template" in key} - {"tokenizer.chat_templates"} == {keys[n] for n in names}
+    assert metadata.get("tokenizer.chat_templates", []) == [name.replace("-", "_") for name in names[1:]]
+    plain, messages = (
+        ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True),
+        [{"role": "a", "content": "b"}],
+    )
+    for name in names:
+        read = plain.from_string(metadata[keys[name]]).render(messages=messages)
+        own = MARKED if isinstance(templates, str) else templates[name]
+        assert read == tokenizer.apply_chat_template(messages, chat_template=own, tokenize=False)

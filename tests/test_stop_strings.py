@@ -45,7 +45,7 @@ def test_a_text_ends_where_the_criteria_of_transformers_end_it(kind: str) -> Non
         assert text == [*prompt, *new[:wanted]], (strings, tokenizer.convert_ids_to_tokens([*prompt, *new]), wanted)
         early += wanted < len(new)
         across += ended and not any(string in tokenizer.decode(text[len(prompt) :]) for string in strings)
-    assert early > 50 and across > 2, "strings are found, also where the new text alone does not have them"
+    assert early > 30 and across > 2, "strings are found, also where the new text alone does not have them"
 
 
 def test_a_streamed_text_ends_at_a_stop_string_that_begins_in_the_prompt() -> None:
