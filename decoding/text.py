@@ -1,7 +1,8 @@
 """A text during decoding, with its tokens, random numbers and end; and checks of prompts."""
 
-from collections.abc import Callable, Iterable, Sequence, Sized
-from functools import partial
+import re
+from collections.abc import Iterable, Sequence, Sized
+from functools import cache, partial
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ class StopCheck:
     """Finder of a text's end inside a block of new tokens.
 
     As in transformers' `generate`, a stop string may begin anywhere in prompt or text, also inside a token, and ends
-    the text if it ends in a new token.
+    the text if it ends in a new token. Bytes are compared, since a token may be part of a character.
     """
 
     def __init__(
@@ -34,13 +35,9 @@ class StopCheck:
         if stop_strings and tokenizer is None:
             raise UserError("stop strings need the tokenizer: pass it along")
         self._eos = frozenset(eos_token_ids)
-        self._strings = stop_strings
-        if isinstance(tokenizer, PreTrainedTokenizerBase):
-            self._decode: Callable[[list[int]], Any] = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-        elif tokenizer is not None:
-            self._decode = tokenizer.decode
-        # A character takes at most four byte tokens; four more because the first character may be incomplete.
-        self.reach = 4 * max(map(len, stop_strings)) + 4 if stop_strings else 0
+        self._strings = tuple(string.encode() for string in stop_strings)
+        self._bytes = cache(partial(token_bytes, tokenizer))
+        self.reach = max(map(len, self._strings), default=0)
         """Number of tokens before a new one that the decision reads."""
 
     def cut(self, text: list[int], tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
@@ -48,19 +45,41 @@ class StopCheck:
 
         ``text``: the tokens before them, with the prompt, at least the last `reach`.
         """
-        read = text[max(0, len(text) - self.reach) :]
-        # A tokenizer may strip the space of the first token that it decodes, so that token is decoded twice.
-        read, first = read[:1] + read, len(self._decode(read[:1])) if self._strings else 0
-        tail = self._decode(read) if self._strings else ""
+        written = b"".join(map(self._bytes, text[max(0, len(text) - self.reach) :]))
         for index, token in enumerate(tokens):
             if token in self._eos:
                 return tokens[: index + 1], True
             if self._strings:
-                read.append(token)
-                known, tail = len(tail.rstrip("\N{REPLACEMENT CHARACTER}")), self._decode(read)
-                if any(tail.find(string, max(first, known - len(string) + 1)) >= 0 for string in self._strings):
+                known, written = len(written), written + self._bytes(token)
+                if any(written.find(string, max(0, known - len(string) + 1)) >= 0 for string in self._strings):
                     return tokens[: index + 1], True
         return tokens, False
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """Return the bytes of a token inside a text, where a tokenizer does not strip its leading space."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        once, twice = tokenizer.decode([token]), tokenizer.decode([token, token])
+        return str(twice[len(once) :]).encode()
+    name: Any = tokenizer.convert_ids_to_tokens(token)
+    if name is None:
+        return b""
+    if _BYTE.fullmatch(name):
+        return bytes.fromhex(name[3:5])
+    decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
+    if "ByteLevel" in decoder and _BYTE_OF.keys() >= set(name):
+        return bytes(_BYTE_OF[letter] for letter in name)
+    before: Any = tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False)["input_ids"])
+    known, whole = (tokenizer.convert_tokens_to_string(names) for names in (before, [*before, name]))
+    return whole[len(known) :].encode()
+
+
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + index): byte for index, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))
+}
+"""The alphabet of byte-level tokenizers (GPT-2's ``bytes_to_unicode``)."""
 
 
 class Text:

@@ -65,7 +65,7 @@ def policy_of(seed: int | None) -> Policy:
     batch_size=st.integers(1, 6),
     count=st.integers(1, COUNT),
     eos=st.lists(TOKENS, max_size=2),
-    strings=st.lists(st.text(alphabet="abcdé€ .xyz", min_size=1, max_size=2), max_size=2),
+    strings=st.lists(st.text(alphabet="abcd .xyz", min_size=1, max_size=2), max_size=2),
     policy_seed=st.none() | SEEDS,
     penalty=st.sampled_from([1.0, 1.0, 1.4]),
 )

@@ -15,7 +15,23 @@ from decoding.model.causal_lm import CausalLM
 from decoding.stream import decode_text, stream_pieces
 from decoding.text import StopCheck
 
-STRINGS = ["a", " a", "b c", "\u00e9", " \u00e9", "hell", "\nb", "ll ", "  ", "cab", "\u00e9c", "<|end|>", "> a", "a<|"]
+STRINGS = [
+    "a",
+    " a",
+    "b c",
+    "\u00e9",
+    " \u00e9",
+    "hell",
+    "\nb",
+    "ll ",
+    "  ",
+    "cab",
+    "\u00e9c",
+    "<|end|>",
+    "> a",
+    "a<|",
+    "\n",
+]
 
 
 def end_of(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], new: Sequence[int], strings: list[str]) -> int:
@@ -30,7 +46,7 @@ def end_of(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], new: Seque
 def test_a_text_ends_where_the_criteria_of_transformers_end_it(kind: str) -> None:
     """Strings begin in the prompt, inside a token, or with a space, and end inside a block of any size."""
     tokenizer, rng, early, across = tokenizers_by_kind()[kind], random.Random(0), 0, 0
-    tokens = tokenizer("a b c a b a  \u00e9 \u00e9c hell\nb a cab<|end|> a b")[
+    tokens = tokenizer("a b c a b a  \u00e9 \u00e9c \u65e5\n hell\nb a cab<|end|> a b")[
         "input_ids"
     ]  # common ones are drawn often
     for _ in range(200):
