@@ -11,11 +11,28 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    """Return the dtype called ``bf16``, ``fp16``, ``fp32`` or ``fast``; UserError for any other name."""
-    if name != "fast" and name not in DTYPES:
-        raise UserError(f"dtype is {name!r}: give one of fast, {', '.join(DTYPES)}")
-    return DTYPES[fast_dtype() if name == "fast" else name]
+def parse_dtype(name: str | torch.dtype) -> torch.dtype:
+    """Return a floating dtype, by its name in `DTYPES` or in torch, or the fast one for ``fast``; else UserError."""
+    if isinstance(name, torch.dtype) and name.is_floating_point:
+        return name
+    names = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    found = names.get(fast_dtype() if name == "fast" else str(name))
+    if found is None:
+        raise UserError(f"dtype is {str(name)!r}: give one of fast, {', '.join(DTYPES)}")
+    return found
+
+
+def parse_device(name: str | torch.device) -> torch.device:
+    """Return a device that can be used here; UserError for any other."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"device is {str(name)!r}, which cannot be used: {reason}", "give cpu, cuda or cuda:N"
+        ) from error
+    return device
 
 
 def fast_dtype() -> str:

@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
-from decoding.dtypes import default_device
+from decoding.dtypes import default_device, parse_device
 from decoding.engine import Engine
 from decoding.errors import UserError
 from decoding.generate import DecodingConfig
@@ -55,7 +55,7 @@ class HeadstartModel:
         target: str | PreTrainedModel,
         drafter: str | None = None,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         trust_remote_code: bool = False,
         policy: Policy | str | None = None,
@@ -76,8 +76,9 @@ class HeadstartModel:
         tokenizer of a target given by name.
 
         ``dtype`` (or ``torch_dtype``) and ``device`` apply to a target given by name; heads and drafts follow their
-        target. The default dtype is bf16 if the device supports it natively, else fp32. The default device is the
-        first GPU if there is one, or all GPUs for weights that do not fit on the first.
+        target. ``dtype`` may be a name of the command line: fast (the default), bf16, fp16 or fp32; fast is bf16 if the
+        device supports it natively, else fp32. ``"auto"`` keeps the stored dtype. The default device is the first GPU
+        if there is one, or all GPUs for weights that do not fit on the first.
 
         ``static`` runs target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"eager"`` without graphs;
         ``"off"`` keeps shapes dynamic. ``"auto"`` means graphs on a CUDA device if the target allows them, else off;
@@ -95,7 +96,7 @@ class HeadstartModel:
             target_tokenizer: PreTrainedTokenizerBase | str | None = tokenizer
             if isinstance(target, str):
                 target_tokenizer = tokenizer or target
-                place = None if device is None else torch.device(device)
+                place = None if device is None else parse_device(device)
                 check_static(static, place or default_device())
                 target = load_model(target, dtype, place, trust_remote_code)
             model = CausalLM(target, static=static_of(static, target))

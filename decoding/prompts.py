@@ -74,3 +74,13 @@ def encode_prompt(
     if not tokens and tokenizer.bos_token_id is not None:
         tokens = [int(tokenizer.bos_token_id)]
     return tuple(tokens)
+
+
+def encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of a text that continues another one.
+
+    Alone, sentencepiece would begin the text with a further space, so it is encoded after a line break.
+    """
+    line, whole, alone = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in ("\n", f"\n{text}", text))
+    tokens: list[int] = whole[len(line) :] if whole[: len(line)] == line else alone
+    return tokens

@@ -1,12 +1,15 @@
 """A text during decoding, with its tokens, random numbers and end; and checks of prompts."""
 
+import re
 from collections.abc import Iterable, Sequence, Sized
+from functools import cache, partial
 from numbers import Integral
 from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.rules.drawing import GeneratorSource
@@ -20,7 +23,11 @@ class TextDecoder(Protocol):
 
 
 class StopCheck:
-    """Finder of a text's end inside a block of new tokens."""
+    """Finder of a text's end inside a block of new tokens.
+
+    As in transformers' `generate`, a stop string may begin anywhere in prompt or text, also inside a token, and ends
+    the text if it ends in a new token. Bytes are compared, since a token may be part of a character.
+    """
 
     def __init__(
         self, eos_token_ids: tuple[int, ...], stop_strings: tuple[str, ...], tokenizer: TextDecoder | None
@@ -28,27 +35,51 @@ class StopCheck:
         if stop_strings and tokenizer is None:
             raise UserError("stop strings need the tokenizer: pass it along")
         self._eos = frozenset(eos_token_ids)
-        self._strings = stop_strings
-        self._tokenizer = tokenizer
-        # A character takes at most four byte tokens; four more because the first character may be incomplete.
-        self.reach = 4 * max(map(len, stop_strings)) + 4 if stop_strings else 0
-        """Number of tokens that the decision reads, up to the one that ends the text."""
+        self._strings = tuple(string.encode() for string in stop_strings)
+        self._bytes = cache(partial(token_bytes, tokenizer))
+        self.reach = max(map(len, self._strings), default=0)
+        """Number of tokens before a new one that the decision reads."""
 
     def cut(self, text: list[int], tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
         """Return ``tokens`` up to and including the one that ends the text, and True if there is one.
 
-        ``text``: the new tokens before them without the prompt, at least the last `reach`; no text ends in them.
+        ``text``: the tokens before them, with the prompt, at least the last `reach`.
         """
-        read = text[max(0, len(text) - self.reach) :]
+        written = b"".join(map(self._bytes, text[max(0, len(text) - self.reach) :]))
         for index, token in enumerate(tokens):
-            read.append(token)
             if token in self._eos:
                 return tokens[: index + 1], True
-            if self._strings and self._tokenizer is not None:
-                tail = self._tokenizer.decode(read[-self.reach :])
-                if any(string in tail for string in self._strings):
+            if self._strings:
+                known, written = len(written), written + self._bytes(token)
+                if any(written.find(string, max(0, known - len(string) + 1)) >= 0 for string in self._strings):
                     return tokens[: index + 1], True
         return tokens, False
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """Return the bytes of a token inside a text, where a tokenizer does not strip its leading space."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        once, twice = tokenizer.decode([token]), tokenizer.decode([token, token])
+        return str(twice[len(once) :]).encode()
+    name: Any = tokenizer.convert_ids_to_tokens(token)
+    if name is None:
+        return b""
+    if _BYTE.fullmatch(name):
+        return bytes.fromhex(name[3:5])
+    decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
+    if "ByteLevel" in decoder and _BYTE_OF.keys() >= set(name):
+        return bytes(_BYTE_OF[letter] for letter in name)
+    before: Any = tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False)["input_ids"])
+    known, whole = (tokenizer.convert_tokens_to_string(names) for names in (before, [*before, name]))
+    return whole[len(known) :].encode()
+
+
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + index): byte for index, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))
+}
+"""The alphabet of byte-level tokenizers (GPT-2's ``bytes_to_unicode``)."""
 
 
 class Text:
@@ -85,7 +116,7 @@ class Text:
     def emit(self, tokens: tuple[int, ...], stop: StopCheck) -> tuple[int, ...]:
         """Append ``tokens`` up to the end of the text; return the appended ones."""
         room = self._longest - len(self.tokens)
-        begin = max(self.prompt_length, len(self.tokens) - stop.reach)
+        begin = max(0, len(self.tokens) - stop.reach)
         kept, ended = stop.cut(self.tokens[begin:], tokens[:room])
         self.tokens += kept
         self.finished = ended or len(kept) >= room

@@ -1,16 +1,19 @@
 """Which tokens of a conversation are the assistant's, in templates that say so and in those that do not."""
 
 import json
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
-from tiny_tokenizer import byte_tokenizer
+from tiny_tokenizer import byte_level, byte_tokenizer, sentencepiece_like
+from tokenizers import AddedToken, pre_tokenizers, processors
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from decoding.errors import UserError
 from decoding.prompts import set_variables
-from trainer.data.chat import ChatTemplate, Marked
+from trainer.data.chat import ChatTemplate
+from trainer.data.marks import Marked
 
 # As the families' own templates behave, in short: none of them has generation marks.
 LLAMA = (
@@ -81,9 +84,13 @@ def encode(template: str, messages: list[dict[str, Any]]) -> tuple[PreTrainedTok
 
 
 def trained_texts(tokenizer: PreTrainedTokenizerBase, sequence: Marked) -> list[str]:
-    """Each run of trained tokens as text."""
-    runs = groupby(zip(sequence.tokens, sequence.trained, strict=True), key=lambda pair: pair[1])
-    return [str(tokenizer.decode([token for token, _ in run])) for trained, run in runs if trained]
+    """Each run of trained tokens as text; a decoder strips a space from the first of them."""
+    texts, end = [""], 0
+    for _, run in groupby(sequence.trained):
+        end += len(list(run))
+        texts.append(str(tokenizer.decode(list(sequence.tokens[:end]))))
+    runs = [text[len(before) :] for before, text in pairwise(texts)]
+    return runs[1 - sequence.trained[0] :: 2]
 
 
 @pytest.mark.parametrize(("template", "end"), [(LLAMA, "<|eot|>"), (GEMMA3, "<end_of_turn>")], ids=["llama", "gemma3"])
@@ -166,3 +173,50 @@ def test_a_prompt_that_the_template_rewrites_once_answered_is_refused() -> None:
 def test_a_conversation_that_does_not_fit_is_named(template: str, messages: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=f"row: the .*{message}"):
         encode(template, messages)
+
+
+# --- generation marks, compared with the text ------------------------------------------------------------------------
+
+MARKS = (
+    "{% macro said(text) %}\n  {%- generation -%}\n {{ text }}<|end|>\n  {%- endgeneration %}{% endmacro %}"
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{{ said(m.content) }}"
+    "{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+)
+
+
+def tokenizers_by_kind() -> dict[str, PreTrainedTokenizerFast]:
+    """Trimmed offsets leave out spaces, a special token may swallow them, and sentencepiece writes one of its own."""
+    made = {"stock": byte_level(), "trimmed": byte_level(), "swallowing": byte_level()}
+    made["trimmed"].backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    made["swallowing"].add_tokens([AddedToken("<|end|>", special=True, rstrip=True)])
+    made |= {"sentencepiece": sentencepiece_like([]), "metaspace": sentencepiece_like([])}
+    made["metaspace"].backend_tokenizer.normalizer = None
+    made["metaspace"].backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    for kind in ("sentencepiece", "metaspace"):
+        made[kind].add_tokens([AddedToken("<|end|>", special=True)])
+    return made
+
+
+@pytest.mark.parametrize("end", ["<|end|>", ""])
+@pytest.mark.parametrize("kind", tokenizers_by_kind())
+@pytest.mark.parametrize(
+    "answers", [["caff\u00e9", "\U0001f642"], ["hell. ", "  a"], [" a ", "\n b\n"], ["   ", "c"]], ids=ascii
+)
+def test_generation_marks_train_exactly_the_assistants_characters(kind: str, answers: list[str], end: str) -> None:
+    """Bytes of one character, spaces at either end, and marks inside a macro, whose place transformers miscounts."""
+    tokenizer, template = tokenizers_by_kind()[kind], MARKS.replace("<|end|>", end)
+    messages = turns("a b", answers[0], "c", answers[1], "bc", "b")
+    (sequence,) = ChatTemplate(tokenizer, template).encode(messages, "row")
+    whole: Any = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=True)
+    assert list(sequence.tokens) == whole["input_ids"]
+    assert trained_texts(tokenizer, sequence) == [answer + end for answer in (*answers, "b")]
+
+
+def test_a_token_on_both_sides_of_a_mark_is_an_error_that_names_the_row() -> None:
+    answer = "h{% generation %}{{ m.content if m.role == 'assistant' }}{% endgeneration %}"
+    template = f"{{% for m in messages %}}{{{{ m.role }}}}:{answer}{{% endfor %}}"
+    with pytest.raises(UserError, match=r"row: the token 'hell' in 'user:hassistant:hello' is only .*token that ends"):
+        ChatTemplate(byte_level(), template).encode(turns("a", "ello"), "row")
+    filtered = "{% filter trim %}{% generation %}{{ messages[1].content }}{% endgeneration %}{% endfilter %}"
+    with pytest.raises(UserError, match=r"row: the generation marks of the chat template change its text: put"):
+        ChatTemplate(byte_level(), filtered).encode(turns("a", " b"), "row")

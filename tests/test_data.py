@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_tokenizer import byte_level, sentencepiece_like
 from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
 
 from trainer.data.batch import Example, collate
@@ -49,6 +50,23 @@ def test_without_a_chat_template_the_answer_and_the_end_of_text_are_trained(tmp_
     assert example == Example((4, 5, 6, 7, 1), (False, False, True, True, True), 2)
 
 
+def test_an_answer_ends_in_a_token_that_ends_it_in_decoding(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b"}])
+    for ends, last in (((), 1), ((3, 1), 1), ((3, 2), 3)):
+        dataset = load_dataset(path, section(), tiny_tokenizer(), ends)
+        assert dataset.examples[0] == Example((4, 5, last), (False, True, True), 1), ends
+
+
+@pytest.mark.parametrize("answer", [" a b", "a b", "\n b", "  a"])
+@pytest.mark.parametrize("made", [byte_level, lambda: sentencepiece_like([("▁", "a")])], ids=["bytes", "sentencepiece"])
+def test_prompt_and_answer_are_tokenized_as_one_text(tmp_path: Path, made: Any, answer: str) -> None:
+    """sentencepiece begins each text with a space, which an answer that has one must not get twice."""
+    tokenizer = made()
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "c b", "answer": answer}])
+    (example,) = load_dataset(path, section(), tokenizer).examples
+    assert example.tokens.tolist() == [*tokenizer("c b" + answer)["input_ids"], tokenizer.eos_token_id]
+
+
 @pytest.mark.parametrize(
     ("row", "fields"),
     [
@@ -69,7 +87,9 @@ def test_the_usual_fields_of_prompts_and_answers_are_found_by_their_names(
 
 def test_a_template_that_marks_everything_is_refused_naming_the_line(tmp_path: Path) -> None:
     everything = "{% for message in messages %}{% generation %}{{ message['content'] }} {% endgeneration %}{% endfor %}"
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: the chat template marks all of 3 tokens .*only"):
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl, line 1: the chat template marks all of 3 tokens .*nothing else"
+    ):
         load(tmp_path, [chat("a b", "c")], everything)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import counting_model, tiny_model
-from tiny_tokenizer import byte_tokenizer
+from tiny_tokenizer import byte_tokenizer, sentencepiece_like
 
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.reference import Reference
@@ -23,7 +23,7 @@ from trainer.servers.configs import compare_settings, compare_vocabularies
 from trainer.servers.counters import Counts
 from trainer.servers.rendered import HeldOutPrompt, ServerPrompt, compare_rendered
 from trainer.servers.speculator import compare_top_1
-from trainer.servers.texts import TEXT, compare_texts
+from trainer.servers.texts import TEXT, compare_texts, tokens_of
 
 # --- token ids of the prompt ------------------------------------------------------------------------------------------
 
@@ -283,3 +283,10 @@ def test_drafts_too_few_beside_the_texts_are_not_judged() -> None:
     ours, few = replayed((0.8, 0.6)), counted((0.0, 0.0), drafts=8)
     for found in (compare_acceptance(ours, few), compare_sampling(ours, replayed((0.5, 0.2)), few, 1.0)):
         assert found.status == "open" and "to detect even a server that accepts nothing" in found.found
+
+
+def test_a_servers_text_goes_on_from_our_tokens_without_another_space() -> None:
+    """sentencepiece begins a text with a space, which the rest of an answer does not have."""
+    tokenizer = sentencepiece_like([("▁", "a"), ("b", "c")])
+    ours, whole = (tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("a", "abc a"))
+    assert tokens_of(Completion("abc a", None, None, "length"), ours, tokenizer, ()) == whole

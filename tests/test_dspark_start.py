@@ -12,6 +12,7 @@ from tiny_training import WORDS, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkDraft
 from decoding.model.dspark_config import read_dspark_config
@@ -92,17 +93,33 @@ def test_a_target_of_one_layer_and_one_of_two_widths_have_no_layer_to_read() -> 
 # --- the mask ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_mask_is_the_padding_else_a_reserved_token_else_an_id_that_no_word_has() -> None:
+def test_the_mask_is_the_padding_else_a_special_token_that_nothing_writes_else_an_id_that_no_word_has() -> None:
     tokenizer = tiny_tokenizer()
     assert mask_token(tokenizer, 20) == 16, "of 16 words in a vocabulary of 20"
-    tokenizer.add_tokens([AddedToken("<|reserved_1|>", special=True), AddedToken("<|call|>", special=True)])
+    tokenizer.add_tokens([AddedToken("<|file|>", special=True), AddedToken("<|call|>", special=True)])
     assert mask_token(tokenizer, 20) == 16
-    tokenizer.chat_template = "<|reserved_1|>"
-    assert mask_token(tokenizer, 20) == 18, "a template may write a reserved token"
+    assert mask_token(tokenizer, 20, used=[16]) == 17, "rows may have a special token"
+    tokenizer.chat_template = "<|file|>"
+    assert mask_token(tokenizer, 20) == 17, "a template may write a special token"
+    assert mask_token(tokenizer, 20, used=[17]) == 18
     tokenizer.pad_token = "k"
-    assert mask_token(tokenizer, 20) == 14
+    assert mask_token(tokenizer, 20) == 17, "a word is no mask, though it serves as padding"
     tokenizer.pad_token = "<eos>"
-    assert mask_token(tokenizer, 20) == 18, "the end of a text is no mask, though many pad with it"
+    assert mask_token(tokenizer, 20) == 17, "the end of a text is no mask, though many pad with it"
+    tokenizer.pad_token, tokenizer.chat_template = "<|call|>", None
+    assert mask_token(tokenizer, 20) == 17
+
+
+def test_the_mask_ends_no_text_whatever_the_tokenizer_calls_it() -> None:
+    """As in Qwen's chat models: the padding is one of several end tokens of the generation config."""
+    target, tokenizer = CausalLM(tiny_model("llama", vocab=20)), tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|pad|>", special=True), AddedToken("<|file|>", special=True)])
+    tokenizer.pad_token = "<|pad|>"
+    assert initial_dspark(target, tokenizer, section_of(mask_token=None), TEXTS).config.mask_token_id == 16
+    target.model.generation_config.eos_token_id = [0, 16]
+    assert initial_dspark(target, tokenizer, section_of(mask_token=None), TEXTS).config.mask_token_id == 17
+    with pytest.raises(UserError, match=r"token 16 would be the draft's mask, but it ends a text: set draft.dspark"):
+        initial_dspark(target, tokenizer, section_of(mask_token="<|pad|>"), TEXTS)
 
 
 def test_where_all_ids_are_words_the_mask_is_a_byte_that_no_text_has() -> None:

@@ -61,11 +61,17 @@ class Letters:
         return b"".join(self.TOKENS[token] for token in token_ids).decode("utf-8", errors="replace")
 
 
-def shortest_with(tokens: Sequence[int], strings: Sequence[str]) -> tuple[int, ...]:
-    """The tokens up to the first that completes one of the strings."""
-    for end in range(1, len(tokens) + 1):
-        if any(string in Letters().decode(tokens[:end]) for string in strings):
-            return tuple(tokens[:end])
+def shortest_with(prompt: Sequence[int], tokens: Sequence[int], strings: Sequence[str]) -> tuple[int, ...]:
+    """The tokens up to the first in which one of the strings ends, wherever it begins in prompt or text."""
+    written = b"".join(Letters.TOKENS[token] for token in prompt)
+    for index, token in enumerate(tokens):
+        known, written = len(written), written + Letters.TOKENS[token]
+        if any(
+            written.rfind(string.encode()) > known - len(string.encode())
+            for string in strings
+            if string.encode() in written
+        ):
+            return tuple(tokens[: index + 1])
     return tuple(tokens)
 
 

@@ -65,7 +65,7 @@ def policy_of(seed: int | None) -> Policy:
     batch_size=st.integers(1, 6),
     count=st.integers(1, COUNT),
     eos=st.lists(TOKENS, max_size=2),
-    strings=st.lists(st.text(alphabet="abcdé€ .xyz", min_size=1, max_size=2), max_size=2),
+    strings=st.lists(st.text(alphabet="abcd .xyz", min_size=1, max_size=2), max_size=2),
     policy_seed=st.none() | SEEDS,
     penalty=st.sampled_from([1.0, 1.0, 1.4]),
 )
@@ -93,9 +93,9 @@ def test_greedy_rows_are_plain_greedy_up_to_their_ends(
     }
     engine = Engine(causal_lm(family), drafters[drafter_of], policy_of(policy_seed), tokenizer=Letters())
     generations = engine.decode(prompts, config, batch_size=batch_size)
-    for text, generation in zip(texts, generations, strict=True):
+    for prompt, text, generation in zip(prompts, texts, generations, strict=True):
         ends = [place + 1 for place, token in enumerate(text) if token in eos]
-        wanted = shortest_with(text, strings)[: min([count, *ends])]
+        wanted = shortest_with(prompt, text, strings)[: min([count, *ends])]
         assert generation.tokens == wanted
         assert sum(len(step.tokens) for step in generation.steps) == len(wanted)
         assert all(step.accepted <= step.offered <= step.drafted for step in generation.steps)

@@ -10,8 +10,10 @@ import pytest
 import torch
 from gguf import GGUFReader, TokenType
 from gguf.quants import dequantize
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tiny_models import tiny_model
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tiny_tokenizer import byte_level, sentencepiece_like
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from decoding.engine import Engine
@@ -31,34 +33,10 @@ QWEN2 = (
 LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
-def byte_level(first: Any = None, **model: Any) -> PreTrainedTokenizerFast:
-    """260 tokens: an end, the 256 bytes, and ``h e``, ``l l`` and ``he ll`` merged."""
-    tokens = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell"]
-    merges = [("h", "e"), ("l", "l"), ("he", "ll")]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, **model))
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not isinstance(first, pre_tokenizers.Split))
-    tokenizer.pre_tokenizer = last if first is None else pre_tokenizers.Sequence([first, last])
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|end|>", eos_token="<|end|>")
-
-
 def split(pattern: str) -> Any:
     from tokenizers import Regex
 
     return pre_tokenizers.Split(Regex(pattern), "isolated")
-
-
-def sentencepiece_like(merges: list[tuple[str, str]], *more: str, letters: str = "abc") -> PreTrainedTokenizerFast:
-    """A BPE with byte fallback that writes a space as ▁ and begins each text with one."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters]
-    tokens += list(dict.fromkeys(left + right for left, right in merges)) + list(more)
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 LLAMA3_ROPE = {
@@ -294,3 +272,28 @@ def test_the_chat_template_goes_with_the_file_and_the_export_prints_llama_cpps_c
     assert f"llama-server -m target.gguf -md {tmp_path}/out/model.gguf --spec-type draft-simple" in str(summary)
     card = (summary.folder / "README.md").read_text()
     assert "library_name: gguf" in card and "llama-server -m target.gguf -md DIR/model.gguf" in card
+
+
+MARKED = (
+    "{% for m in messages %}\n{{ m.role }}:\n  {%- generation -%}\n {{ m.content }}<|end|>\n  {% endgeneration %}\n"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("templates", [MARKED, {"default": MARKED, "tool-use": MARKED + "!"}], ids=["one", "named"])
+def test_plain_readers_of_jinja_read_chat_templates_as_transformers_renders_them(templates: Any) -> None:
+    tokenizer = byte_level()
+    tokenizer.chat_template = templates
+    metadata, _ = vocabulary_of(tokenizer, len(tokenizer), [0])
+    keys = {"default": "tokenizer.chat_template", "tool-use": "tokenizer.chat_template.tool_use"}
+    names = ["default"] if isinstance(templates, str) else [*templates]
+    assert {key for key in metadata if "template" in key} - {"tokenizer.chat_templates"} == {keys[n] for n in names}
+    assert metadata.get("tokenizer.chat_templates", []) == [name.replace("-", "_") for name in names[1:]]
+    plain, messages = (
+        ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True),
+        [{"role": "a", "content": "b"}],
+    )
+    for name in names:
+        read = plain.from_string(metadata[keys[name]]).render(messages=messages)
+        own = MARKED if isinstance(templates, str) else templates[name]
+        assert read == tokenizer.apply_chat_template(messages, chat_template=own, tokenize=False)

@@ -6,6 +6,7 @@ from typing import Any
 
 from tiny_tokenizer import byte_tokenizer
 from tiny_training import CHAT_TEMPLATE, tiny_tokenizer, write_rows
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from trainer.cli import app
@@ -41,6 +42,14 @@ def test_without_colour_what_is_trained_stands_in_brackets(tmp_path: Path) -> No
     assert f"{path}, line 1: prompt_answer, 6 tokens, 2 trained (the template's generation marks)" in text
     assert "<user> a b <assistant>⟦ c <eos>⟧" in text
     assert "\x1b[" not in text
+
+
+def test_an_answer_without_a_template_ends_as_the_targets_generation_config_says(tmp_path: Path) -> None:
+    path, target = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a b", "answer": "c"}]), tmp_path / "plain"
+    tiny_tokenizer().save_pretrained(target)
+    assert "a b⟦ c <eos>⟧" in inspected(tmp_path, path, target=str(target))
+    GenerationConfig(eos_token_id=[3, 2]).save_pretrained(target)
+    assert "a b⟦ c <assistant>⟧" in inspected(tmp_path, path, target=str(target))
 
 
 def test_data_send_nothing_to_the_terminal_and_keep_their_joiners(tmp_path: Path) -> None:

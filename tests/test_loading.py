@@ -1,13 +1,16 @@
 """Reading models, with every mismatch said plainly."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
+from decoding import HeadstartModel
 from decoding.dtypes import DTYPES, fast_dtype, parse_dtype
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_draft, load_model, load_tokenizer
 from trainer.commands.shared_options import LoadingOptions
@@ -96,6 +99,16 @@ def test_the_end_of_a_text_comes_from_the_generation_config_else_the_tokenizer()
     assert eos_token_ids(model, byte_tokenizer()) == (3, 4)
 
 
+def test_what_ends_a_text_is_the_same_for_a_model_and_its_folder(tmp_path: Path) -> None:
+    assert eos_token_ids(str(tmp_path), byte_tokenizer()) == (0,), "a folder without a model"
+    model = tiny_model("llama", eos_token_id=[7, 5])
+    model.config.save_pretrained(tmp_path)
+    assert eos_token_ids(str(tmp_path), byte_tokenizer()) == eos_token_ids(model) == (7, 5)
+    model.generation_config.eos_token_id = [3, 4]
+    model.generation_config.save_pretrained(tmp_path)
+    assert eos_token_ids(str(tmp_path), byte_tokenizer()) == (3, 4)
+
+
 @pytest.mark.parametrize(
     ("capabilities", "fast"),
     [
@@ -114,3 +127,28 @@ def test_the_fast_dtype_is_bf16_only_where_the_processor_multiplies_it(
     assert TrainingSection(steps=1).mixed_precision == {"bf16": "bf16", "fp32": "no"}[fast]
     assert TrainingSection(steps=1, mixed_precision="bf16").mixed_precision == "bf16"
     assert LoadingOptions().dtype == "fast"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [("bf16", torch.bfloat16), ("float16", torch.float16), (torch.float64, torch.float64), ("auto", torch.float32)],
+)
+def test_a_dtype_has_the_same_names_in_python_as_in_commands(tmp_path: Path, given: Any, wanted: torch.dtype) -> None:
+    assert HeadstartModel.from_pretrained(str(saved(tmp_path / "target")), dtype=given).target.dtype == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"dtype": "bf61"}, "^dtype is 'bf61': give one of fast, bf16, fp16, fp32$"),
+        ({"torch_dtype": torch.int8}, "^dtype is 'torch.int8': give one of fast"),
+        ({"dtype": 16}, "^dtype is '16': give one of fast"),
+        ({"device": "gpu"}, "^device is 'gpu', which cannot be used: .*: give cpu, cuda or cuda:N$"),
+        ({"device": "cuda:77"}, "^device is 'cuda:77', which cannot be used: .*: give cpu, cuda or cuda:N$"),
+    ],
+)
+def test_a_wrong_argument_is_named_and_not_blamed_on_the_model(
+    tmp_path: Path, options: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(UserError, match=complaint):
+        HeadstartModel.from_pretrained(str(saved(tmp_path / "target")), **options)

@@ -1,6 +1,8 @@
-"""A tokenizer without training: one token per byte of ASCII, its id the byte."""
+"""Tokenizers without training: one token per byte of ASCII, and the two kinds that most models have."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 TOOL_TEMPLATE = (
@@ -24,3 +26,29 @@ def byte_tokenizer(chat_template: str | None = None, size: int = 128, shift: int
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", clean_up_tokenization_spaces=False)
     fast.chat_template = chat_template
     return fast
+
+
+def byte_level(first: Any = None, **model: Any) -> PreTrainedTokenizerFast:
+    """260 tokens: an end, the 256 bytes, and ``h e``, ``l l`` and ``he ll`` merged."""
+    tokens = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell"]
+    merges = [("h", "e"), ("l", "l"), ("he", "ll")]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, **model))
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not isinstance(first, pre_tokenizers.Split))
+    tokenizer.pre_tokenizer = last if first is None else pre_tokenizers.Sequence([first, last])
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|end|>", eos_token="<|end|>")
+
+
+def sentencepiece_like(merges: list[tuple[str, str]], *more: str, letters: str = "abc") -> PreTrainedTokenizerFast:
+    """A BPE with byte fallback that writes a space as ▁ and begins each text with one."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters]
+    tokens += list(dict.fromkeys(left + right for left, right in merges)) + list(more)
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from decoding.dtypes import default_device, parse_dtype
+from decoding.dtypes import default_device, parse_device, parse_dtype
 from decoding.errors import UserError
 from decoding.model.architecture import is_spread, places_of, why_not_static
 from decoding.model.causal_lm import CausalLM
@@ -52,21 +52,22 @@ UNREADABLE = (
 
 def load_model(
     name: str,
-    dtype: torch.dtype | Literal["auto"] | None = None,
-    device: torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a causal LM from a folder or ORG/NAME[@REVISION], with every weight in safetensors files.
 
-    ``dtype="auto"`` keeps the stored dtype; None uses `fast_dtype`. ``device`` None: the first GPU, or the CPU without
-    one; weights that do not fit on the first of several GPUs are spread over all GPUs. The config is compared with the
-    weights before the model is built. Raises UserError if the model cannot be read, lacks weights, or is too large for
-    all GPUs together.
+    ``dtype`` may be a name as in `parse_dtype`; "auto" keeps the stored dtype, and None is ``fast``. ``device`` None:
+    the first GPU, or the CPU without one; weights that do not fit on the first of several GPUs are spread over all
+    GPUs. The config is compared with the weights before the model is built. Raises UserError for an unknown dtype or
+    device, and if the model cannot be read, lacks weights, or is too large for all GPUs together.
     """
+    kept: torch.dtype | Literal["auto"] = "auto" if dtype == "auto" else parse_dtype(dtype or "fast")
+    place = None if device is None else parse_device(device)
     folder = model_folder(name)
     check_model_folder(folder)
-    dtype = dtype or parse_dtype("fast")
-    spread = device is None and exceeds_first_gpu(folder, dtype)
+    spread = place is None and exceeds_first_gpu(folder, kept)
     if spread:
         _LOGGER.warning("%s does not fit on the first GPU and is spread over %d", name, torch.cuda.device_count())
     disable_progress_bar()  # reading weights is over before its bar is drawn
@@ -74,10 +75,10 @@ def load_model(
         described = _that_or_base(folder, "config.json")
         config = AutoConfig.from_pretrained(str(described), trust_remote_code=trust_remote_code)
         # Quantised weights are created on their device, because most cannot be moved.
-        placed = {"": device or default_device()} if quantisation(described) else None
+        placed = {"": place or default_device()} if quantisation(described) else None
         read: Any = auto_class(config).from_pretrained(
             str(folder),
-            dtype=dtype,
+            dtype=kept,
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             device_map="auto" if spread else placed,
@@ -91,7 +92,7 @@ def load_model(
             f"the weights of {name} lack {missing[0]}, one of {len(missing)} missing: give a complete folder"
         )
     if not spread and placed is None:
-        model.to(device or default_device())  # type: ignore[arg-type]  # transformers' stubs
+        model.to(place or default_device())  # type: ignore[arg-type]  # transformers' stubs
     elif is_spread(model) and (left := sorted({"cpu", "disk"} & places_of(model))):
         raise UserError(
             f"{name} does not fit on the GPUs without {' and '.join(left)}: give more GPUs or a narrower dtype"
@@ -129,6 +130,18 @@ def model_without_weights(folder: Path, dtype: torch.dtype, trust_remote_code: b
         model.generation_config = GenerationConfig.from_pretrained(str(folder))
     model.eval()
     return model
+
+
+def _stored_generation_config(name: str, trust_remote_code: bool) -> GenerationConfig | None:
+    """Return the generation config that transformers gives a stored model; None for a folder without a model."""
+    folder = _that_or_base(local_folder(name, weights=False), "config.json")
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(str(folder))
+    if not (folder / "config.json").is_file():
+        return None
+    return GenerationConfig.from_model_config(
+        AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    )
 
 
 def _that_or_base(folder: Path, pattern: str) -> Path:
@@ -313,9 +326,16 @@ def is_heads_folder(folder: str | Path) -> bool:
     return config.is_file() and read_object(config, "give heads or a model").get("format") == FORMAT
 
 
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
-    """Return the ids that end a text: the generation config's EOS ids, else the tokenizer's, else none."""
-    configured: Any = model.generation_config.eos_token_id if model.generation_config is not None else None
+def eos_token_ids(
+    model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase | None = None, trust_remote_code: bool = False
+) -> tuple[int, ...]:
+    """Return the ids that end a text: the generation config's EOS ids, else the tokenizer's, else none.
+
+    This decides it for training, decoding and exports. ``model`` may be a folder or ORG/NAME[@REVISION], which need not
+    contain a model.
+    """
+    own = _stored_generation_config(model, trust_remote_code) if isinstance(model, str) else model.generation_config
+    configured: Any = None if own is None else own.eos_token_id
     if configured is None and tokenizer is not None:
         configured = tokenizer.eos_token_id
     if configured is None:

@@ -11,7 +11,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.model.loading import load_tokenizer
+from decoding.model.loading import eos_token_ids, load_tokenizer
 from trainer import quickstart
 from trainer.commands.options import InspectOptions
 from trainer.data.batch import Example, cut
@@ -30,6 +30,7 @@ class _Task(NamedTuple):
     path: str
     section: DataSection
     tokenizer: PreTrainedTokenizerBase
+    ends: tuple[int, ...]
 
 
 def run_inspect(options: InspectOptions, console: Console | None = None) -> Dataset:
@@ -40,10 +41,10 @@ def run_inspect(options: InspectOptions, console: Console | None = None) -> Data
     shown = ("green", "green") if colour else f"between {_BEGIN} and {_END}"
     say(console, Text.assemble(f"{task.path}: the trained tokens are {'in ' if colour else ''}", shown))
     source = open_source(task.path, task.section)
-    encoder = RowEncoder(task.section, task.tokenizer)
+    encoder = RowEncoder(task.section, task.tokenizer, task.ends)
     for row in islice(source.read(), min(options.rows, task.section.max_rows or options.rows)):
         _print_row(console, task, row, encoder.encode(row), colour)
-    dataset = load_dataset(task.path, task.section, task.tokenizer)
+    dataset = load_dataset(task.path, task.section, task.tokenizer, task.ends)
     console.print(_table(dataset))
     return dataset
 
@@ -66,7 +67,8 @@ def _task(options: InspectOptions) -> _Task:
         raise UserError(f"{section.train} does not exist until the first training run writes it", remedy)
     folder = str(quickstart.build_corpus()) if target == quickstart.NAME else quickstart.resolve(target)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
-    return _Task(quickstart.resolve(section.train), section, tokenizer)
+    ends = eos_token_ids(folder, tokenizer, options.trust_remote_code)
+    return _Task(quickstart.resolve(section.train), section, tokenizer, ends)
 
 
 def _section_of(source: str, overrides: Sequence[str]) -> DataSection:

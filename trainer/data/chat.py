@@ -1,6 +1,5 @@
 """Encoding of conversations as token ids, with the assistant's tokens marked as trained."""
 
-import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,18 +7,17 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.fields import REASONING, UNSPOKEN, UNTRAINED, Message, Tools, is_metadata, is_trained
-from decoding.prompts import encode_prompt, with_variables
+from decoding.prompts import encode_continuation, encode_prompt, with_variables
 from trainer.data.batch import Example
 from trainer.data.conversations import ANSWER_TOKENS, Transcript
+from trainer.data.marks import ADVICE, Marked, TokenMarker, has_marks, read_spans, with_spans
 from trainer.recipe.common import DataSection
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARKED = "the template's generation marks"
 COMPARED = "prefixes of the template compared"
 _GOES_ON = "\ue000"  # a private-use character that no template contains
@@ -45,7 +43,11 @@ class Encoded(NamedTuple):
 class TranscriptEncoder:
     """Encoder of transcripts with a tokenizer, according to a recipe's data section."""
 
-    def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> None:
+        """``ends`` are the target's `decoding.model.loading.eos_token_ids`; without, the tokenizer's EOS ends texts."""
+        own = tokenizer.eos_token_id
+        self._end: int | None = own if own in ends or not ends else ends[0]
+        self._ends = {*ends, self._end}
         self._max_length = section.max_length
         self._tokenizer = tokenizer
         self._template = chat_template(tokenizer, section)
@@ -110,9 +112,9 @@ class TranscriptEncoder:
         """Join prompt, answer and end-of-text token without a template; a cut-off answer gets no end-of-text token."""
         *before, answer = (message["content"] for message in transcript.messages)
         prompt_tokens: list[int] = self._tokenizer("\n".join(before))["input_ids"]
-        answer_tokens: list[int] = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
-        if self._tokenizer.eos_token_id is not None and not transcript.cut_off:
-            answer_tokens = [*answer_tokens, self._tokenizer.eos_token_id]
+        answer_tokens = encode_continuation(answer, self._tokenizer)
+        if self._end is not None and not transcript.cut_off:
+            answer_tokens.append(self._end)
         mask = [False] * len(prompt_tokens) + [True] * len(answer_tokens)
         return Example(tuple(prompt_tokens + answer_tokens), tuple(mask), len(prompt_tokens))
 
@@ -144,9 +146,10 @@ class TranscriptEncoder:
 
     def _with_end(self, tokens: list[int], messages: Messages, template: "ChatTemplate | None") -> list[int]:
         """Return an answer's tokens, with the end token that some servers leave out, if the template writes it."""
-        end, last = self._tokenizer.eos_token_id, self._tokenizer.added_tokens_decoder.get(tokens[-1])
-        is_ended = end is None or tokens[-1] == end or (last is not None and last.special)
-        return tokens if is_ended or (template and not template.ends_in_eos(messages)) else [*tokens, end]
+        end, last = self._end, self._tokenizer.added_tokens_decoder.get(tokens[-1])
+        if end is None or tokens[-1] in self._ends or (last is not None and last.special):
+            return tokens
+        return tokens if template and not template.ends_in(messages, end) else [*tokens, end]
 
     def _knows(self, tokens: Any) -> bool:
         """Return True for token ids of this tokenizer."""
@@ -177,18 +180,6 @@ def whole_characters(answer: str, truncated: bool) -> str:
     return answer.rstrip("\N{REPLACEMENT CHARACTER}") if truncated else answer
 
 
-class Marked(NamedTuple):
-    """A sequence of token ids. ``trained`` marks the assistant's tokens, including the end of its turn."""
-
-    tokens: tuple[int, ...]
-    trained: tuple[bool, ...]
-
-    @property
-    def end(self) -> int:
-        """Number of tokens up to the last marked one."""
-        return max((index + 1 for index, mark in enumerate(self.trained) if mark), default=0)
-
-
 class ChatTemplate:
     """A tokenizer's chat template that separates the assistant's tokens from the others.
 
@@ -211,7 +202,7 @@ class ChatTemplate:
         """
         self._tokenizer, self._given, self._tools, self._variables = tokenizer, template, tools, variables or {}
         self._template = with_variables(tokenizer.get_chat_template(template, tools), self._variables)
-        self._has_marks = _GENERATION.search(self._template) is not None
+        self._has_marks = has_marks(self._template)
         if not tokenizer.is_fast:
             raise UserError(
                 "finding the assistant's tokens needs a tokenizer that maps tokens to characters: use a target with "
@@ -219,6 +210,7 @@ class ChatTemplate:
             )
         added: Any = tokenizer.added_tokens_decoder
         self._specials = tuple(token.content for token in added.values() if token.special)
+        self._marker = TokenMarker(tokenizer)
 
     @property
     def mask_source(self) -> str:
@@ -254,9 +246,9 @@ class ChatTemplate:
         tokens: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return tuple(tokens)
 
-    def ends_in_eos(self, messages: Messages) -> bool:
-        """Return True if the tokenizer's end token ends the last answer."""
-        return self._render(messages).rstrip().endswith(str(self._tokenizer.eos_token))
+    def ends_in(self, messages: Messages, end: int) -> bool:
+        """Return True if the template writes the token ``end`` after the last answer."""
+        return self._render(messages).rstrip().endswith(str(self._tokenizer.convert_ids_to_tokens(end)))
 
     def encode(self, messages: Messages, where: str, cut_off: bool = False) -> list[Marked]:
         """Return one sequence, or one per answer; ``where`` names the row in errors.
@@ -278,17 +270,18 @@ class ChatTemplate:
 
     def _by_marks(self, messages: Messages, where: str) -> list[Marked]:
         """Return one sequence, or one per answer if the template rewrites answers once others follow."""
-        whole, answers = self._marked(messages), [i for i, each in enumerate(messages) if each["role"] == "assistant"]
+        whole = self._marked(messages, where)
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(answers) == 1:
             return [whole]
-        found = [self._marked(messages[: index + 1]) for index in answers]
+        found = [self._marked(messages[: index + 1], where) for index in answers]
         kept = [is_trained(messages[index]) for index in answers]
         if all(whole.tokens[: each.end] == each.tokens[: each.end] for each in found):
             ends, wanted = [each.end for each in found], [*kept, True]
             marks = (mark and wanted[bisect_right(ends, index)] for index, mark in enumerate(whole.trained))
             return [whole._replace(trained=tuple(marks))]
         for place, index in enumerate(answers):
-            before = self._marked(messages[:index]) if index else Marked((), ())
+            before = self._marked(messages[:index], where) if index else Marked((), ())
             tokens, trained = found[place]
             if tokens[: before.end] != before.tokens[: before.end]:
                 raise UserError(
@@ -298,15 +291,11 @@ class ChatTemplate:
             found[place] = Marked(tokens, (False,) * before.end + trained[before.end :])
         return [each for each, wanted in zip(found, kept, strict=True) if wanted]
 
-    def _marked(self, messages: Messages) -> Marked:
-        encoded: Any = self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=self._tools,
-            chat_template=self._template,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        return Marked(tuple(encoded["input_ids"]), tuple(bool(mark) for mark in encoded["assistant_masks"]))
+    def _marked(self, messages: Messages, where: str) -> Marked:
+        text, spans = read_spans(self._render(messages, template=with_spans(self._template)))
+        if text != self._render(messages):
+            raise UserError(f"{where}: the generation marks of the chat template change its text", ADVICE)
+        return self._marker.mark(text, spans, where)
 
     def _without_end(self, messages: Messages, marked: Marked) -> Marked:
         """Unmark the end that the template adds after the last answer.
@@ -318,8 +307,7 @@ class ChatTemplate:
         growing = ("content",) if last["content"] or REASONING[0] not in last else REASONING
         longer = self._render([*before, {**last, **{field: last[field] + _GOES_ON for field in growing}}])
         end = next((index for index, here in enumerate(text) if not longer.startswith(here, index)), len(text))
-        offsets: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        pairs = zip(marked.trained, offsets, strict=True)
+        pairs = zip(marked.trained, self._marker.spell(text)[1], strict=True)
         return marked._replace(trained=tuple(mark and behind <= end for mark, (_, behind) in pairs))
 
     def _by_comparison(self, messages: Messages, where: str) -> list[Marked]:
@@ -332,26 +320,26 @@ class ChatTemplate:
             if not answered.startswith(asked):
                 raise UserError(
                     f"{where}: the chat template rewrites the text before an answer once the answer follows, so the "
-                    "answer's tokens cannot be found: put {% generation %} ... {% endgeneration %} around the "
-                    "assistant's content in a template file, and set data.chat_template to it"
+                    "answer's tokens cannot be found: set data.chat_template to a template file with marks; there, "
+                    f"{ADVICE}"
                 )
             texts.append(answered)
             spans.append((len(asked), self._end_of_answer(answered)))
         whole = self._render(messages)
         if all(whole.startswith(text) for text in texts):
-            return [self._tokenize(whole, spans)]
-        return [self._tokenize(text, [span]) for text, span in zip(texts, spans, strict=True)]
+            return [self._marker.mark(whole, spans)]
+        return [self._marker.mark(text, [span]) for text, span in zip(texts, spans, strict=True)]
 
     def _asking(self, messages: Messages, where: str) -> str:
         if not messages:
             raise UserError(f"{where}: the conversation begins with the assistant; begin it with a user message")
         return self._render(messages, add_generation_prompt=True)
 
-    def _render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
+    def _render(self, messages: Messages, add_generation_prompt: bool = False, template: str | None = None) -> str:
         text: Any = self._tokenizer.apply_chat_template(
             list(messages),
             tools=self._tools,
-            chat_template=self._template,
+            chat_template=template or self._template,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
@@ -362,16 +350,6 @@ class ChatTemplate:
         stripped = text.rstrip()
         return len(stripped) if stripped.endswith(self._specials) else len(text)
 
-    def _tokenize(self, text: str, spans: Sequence[tuple[int, int]]) -> Marked:
-        """Tokenize the text, and mark each token with a character in ``spans``."""
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        offsets = np.array(encoded["offset_mapping"]).reshape(-1, 2)
-        marks = np.zeros(len(offsets), np.bool_)
-        for begin, end in spans:
-            marks |= offsets[:, 0].clip(min=begin) < offsets[:, 1].clip(max=end)
-        tokens: Any = encoded["input_ids"]
-        return Marked(tuple(tokens), tuple(marks.tolist()))
-
     def _check(self, trained: Sequence[bool], where: str) -> None:
         if any(trained) and not all(trained):
             return
@@ -379,7 +357,7 @@ class ChatTemplate:
         raise UserError(
             f"{where}: the chat template marks {found} of {len(trained)} tokens as the assistant's, so {wrong}: "
             f"{shorten(self._template, 160, placeholder=' ...')}",
-            "put {% generation %} ... {% endgeneration %} around the assistant's content only",
+            ADVICE,
         )
 
 

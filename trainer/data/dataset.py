@@ -72,13 +72,16 @@ class Dataset:
         return ", ".join(parts)
 
 
-def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+def load_dataset(
+    path: str, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()
+) -> Dataset:
     """Load all rows of a source as sequences with a loss mask; a hub data set is read from ``section.split``.
 
-    Raises UserError for a source without a trained token, and for a bad row unless the section skips bad rows.
+    ``ends`` are as in `TranscriptEncoder`. Raises UserError for a source without a trained token, and for a bad row
+    unless the section skips bad rows.
     """
     source = open_source(path, section)
-    sequences, firsts, account = load_sequences(source, section, tokenizer)
+    sequences, firsts, account = load_sequences(source, section, tokenizer, ends)
     for error in account.named:
         _LOGGER.warning("skipped: %s", error)
     for field, count in account.ignored.items():
@@ -106,24 +109,26 @@ def load_dataset(path: str, section: DataSection, tokenizer: PreTrainedTokenizer
     )
 
 
-def load_splits(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
-    """Load the training data and the held-out data (never packed). Raises UserError for unusable rows."""
-    heldout = load_heldout_data(section, tokenizer)
-    return load_training_data(section, tokenizer), heldout
+def load_splits(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()
+) -> tuple[Dataset, Dataset]:
+    """Load the training data and the held-out data (never packed), as in `load_dataset`."""
+    heldout = load_heldout_data(section, tokenizer, ends)
+    return load_training_data(section, tokenizer, ends), heldout
 
 
-def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:
     """Load only the held-out data, never packed."""
     apart = section.model_copy(update={"split": section.heldout_split, "packing": False})
     try:
-        return load_dataset(resolve(section.heldout), apart, tokenizer)
+        return load_dataset(resolve(section.heldout), apart, tokenizer, ends)
     except UserError as error:
         raise UserError(f"data.heldout: {error}") from error
 
 
-def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:
     """Load only the training data. Every process must call this, since one per machine may tokenize."""
-    return agreed(lambda: load_dataset(resolve(section.train), section, tokenizer), patient=True)
+    return agreed(lambda: load_dataset(resolve(section.train), section, tokenizer, ends), patient=True)
 
 
 def not_held_out(heldout: str, train: str) -> str:

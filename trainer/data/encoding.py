@@ -88,9 +88,10 @@ class Account:
 class RowEncoder:
     """Encoder of rows according to a recipe's data section."""
 
-    def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> None:
+        """``ends`` are as in `TranscriptEncoder`."""
         self._section = section
-        self._encoder = TranscriptEncoder(section, tokenizer)
+        self._encoder = TranscriptEncoder(section, tokenizer, ends)
 
     def encode(self, row: Row) -> Encoded | UserError:
         """Return a row's sequences. For a bad row, raise its UserError, or return it if the section skips bad rows."""
@@ -116,7 +117,11 @@ class RowEncoder:
 
 
 def encoded_rows(
-    source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase, processes: int
+    source: RowSource,
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    processes: int,
+    ends: Sequence[int] = (),
 ) -> Iterator[tuple[list[list[Example]], Account]]:
     """Yield `RowEncoder.encode_all` of up to ``max_rows`` rows, in groups, in order.
 
@@ -126,9 +131,9 @@ def encoded_rows(
     tasks = iter(lambda: list(islice(rows, _ROWS_AT_ONCE)), [])
     processes = min(processes, os.cpu_count() or 1)
     if processes == 1:
-        yield from map(RowEncoder(section, tokenizer).encode_all, tasks)
+        yield from map(RowEncoder(section, tokenizer, ends).encode_all, tasks)
         return
-    with ProcessPoolExecutor(processes, get_context(_START), _begin, (section, tokenizer)) as pool:
+    with ProcessPoolExecutor(processes, get_context(_START), _begin, (section, tokenizer, ends)) as pool:
         try:
             while some := list(islice(tasks, 4 * processes)):
                 yield from pool.map(_encode_here, some)
@@ -141,8 +146,8 @@ _HERE: list[RowEncoder] = []
 """The encoder in a worker process."""
 
 
-def _begin(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
-    _HERE[:] = [RowEncoder(section, tokenizer)]
+def _begin(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
+    _HERE[:] = [RowEncoder(section, tokenizer, ends)]
 
 
 def _encode_here(rows: Sequence[Row]) -> tuple[list[list[Example]], Account]:

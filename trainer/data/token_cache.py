@@ -41,31 +41,33 @@ _DECIDES = (
     "chat_template_kwargs",
 )
 """Fields of a data section that determine the sequences, besides the chat template's file and the source."""
-_CODE = ("rows", "conversations", "chat", "encoding", "sequences", "batch", "token_cache")
+_CODE = ("rows", "conversations", "chat", "marks", "encoding", "sequences", "batch", "token_cache")
 _LOGGER = logging.getLogger(__name__)
 
 Tokenized = tuple[Sequence[Example], Int[np.ndarray, " rows"], Account]
 """The sequences of a source, the index of each row's first sequence, and counts of all rows."""
 
 
-def load_sequences(source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
+def load_sequences(
+    source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()
+) -> Tokenized:
     """Return the sequences of a source from the cache, filling it if needed; few rows are only kept in memory.
 
-    The first process on a machine tokenizes while the others wait. Raises UserError for bad rows and for a cache that
-    cannot be written.
+    ``ends`` are as in `TranscriptEncoder`. The first process on a machine tokenizes while the others wait. Raises
+    UserError for bad rows and for a cache that cannot be written.
     """
     if source.num_bytes is not None and (
         source.num_bytes <= _FEW_BYTES or (section.max_rows is not None and section.max_rows <= _FEW_ROWS)
     ):
-        return _in_memory(source, section, tokenizer)
-    folder = cache_folder() / fingerprint(source, section, tokenizer)
+        return _in_memory(source, section, tokenizer, ends)
+    folder = cache_folder() / fingerprint(source, section, tokenizer, ends)
     if (found := _read(folder)) is not None:
         return found
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with hold_file(folder, _say_once):
             if (found := _read(folder)) is None:
-                write_folder(folder, lambda empty: _write(empty, source, section, tokenizer), sealed=True)
+                write_folder(folder, lambda empty: _write(empty, source, section, tokenizer, ends), sealed=True)
                 found = _read(folder)
     except OSError as error:
         raise UserError(
@@ -81,7 +83,9 @@ def cache_folder() -> Path:
     return cache_root() / "tokens"
 
 
-def fingerprint(source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> str:
+def fingerprint(
+    source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()
+) -> str:
     """Return a digest of everything that determines the sequences and counts of a source, including the code."""
     decides: dict[str, Any] = {name: getattr(section, name) for name in _DECIDES}
     if section.chat_template is not None:
@@ -90,7 +94,7 @@ def fingerprint(source: RowSource, section: DataSection, tokenizer: PreTrainedTo
         tokenizer.save_pretrained(folder)
         files = {path.name: sha256_of(path) for path in sorted(Path(folder).iterdir())}
     versions = [transformers.__version__, tokenizers.__version__]
-    return digest_of([source.name, source.sha256, decides, files, _digest_of_code(), versions])[:32]
+    return digest_of([source.name, source.sha256, decides, files, [*ends], _digest_of_code(), versions])[:32]
 
 
 @cache
@@ -103,9 +107,11 @@ def _digest_of_code() -> str:
     return digest_of([resources.files(package).joinpath(f"{name}.py").read_text() for package, name in names])
 
 
-def _in_memory(source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
+def _in_memory(
+    source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
+) -> Tokenized:
     examples, firsts, account = list[Example](), list[int](), Account()
-    for rows, part in encoded_rows(source, section, tokenizer, processes=1):
+    for rows, part in encoded_rows(source, section, tokenizer, 1, ends):
         account.add(part)
         for row in rows:
             firsts += [len(examples)] if row else []
@@ -119,7 +125,9 @@ def _say_once(sentence: str) -> None:
         _LOGGER.warning("%s", sentence)
 
 
-def _write(folder: Path, source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
+def _write(
+    folder: Path, source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
+) -> None:
     from datasets import Features, List, Value
     from datasets.arrow_writer import ArrowWriter
 
@@ -131,7 +139,7 @@ def _write(folder: Path, source: RowSource, section: DataSection, tokenizer: Pre
     account = Account()
     bar = ProgressBar(standard_error(), f"tokenizing {source.name}", section.max_rows)
     with bar, ArrowWriter(path=str(folder / _SEQUENCES), features=features) as writer:
-        for rows, part in encoded_rows(source, section, tokenizer, section.num_proc):
+        for rows, part in encoded_rows(source, section, tokenizer, section.num_proc, ends):
             account.add(part)
             bar.update(account.num_rows, note=f"{account.tokens / bar.seconds:,.0f} tokens/s")
             for row in rows:

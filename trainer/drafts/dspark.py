@@ -5,12 +5,13 @@ token, the draft only up to the anchor; its bias also reads the previous token.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkDraft
 from decoding.model.dspark_config import HEAD_DIMS, DSparkConfig
 from decoding.model.lm_head import unscaled_embeddings
-from decoding.model.loading import load_dspark
+from decoding.model.loading import eos_token_ids, load_dspark
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, Example, collate, flat_rows
 from trainer.drafts.blocks import BlockInputs, Blocks, Labels, block_inputs, blocks_at, labels_of, sample_blocks
@@ -43,20 +44,23 @@ def initial_dspark(
 ) -> DSparkDraft:
     """Make a recipe's initial draft, in fp32 on the target's device: random by torch's global seed, or a stored one.
 
-    Raises UserError for sizes that no server loads, and for a mask token that occurs in the examples.
+    Raises UserError for sizes that no server loads, and for a mask token that ends a text or occurs in the examples.
     """
     assert section.dspark is not None, "the recipe asks for a DSpark draft"
+    ends = eos_token_ids(target.model, tokenizer)
+    written = set[int]().union(*(np.unique(example.tokens).tolist() for example in examples))
     if section.init.from_model is None:
-        config = dspark_config(target, tokenizer, section.dspark)
+        config = dspark_config(target, tokenizer, section.dspark, {*ends, *written})
         config.check_fits(target)
         draft = DSparkDraft(config).to(target.device)
     else:
         draft = _stored_draft(target, tokenizer, section.init.from_model, section.dspark)
         config = draft.config
-    if any((example.tokens == config.mask_token_id).any() for example in examples):
+    if config.mask_token_id in {*ends, *written}:
+        why = "ends a text" if config.mask_token_id in ends else "occurs in the training data"
         raise UserError(
-            f"token {config.mask_token_id} would be the draft's mask, but it occurs in the training data: set "
-            "draft.dspark.mask_token to a token that no text contains"
+            f"token {config.mask_token_id} would be the draft's mask, but it {why}: set draft.dspark.mask_token to a "
+            "token that no text contains"
         )
     return draft
 
@@ -88,8 +92,10 @@ def _stored_draft(
     return draft
 
 
-def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DSparkSection) -> DSparkConfig:
-    """Return the sizes of a recipe's draft; the defaults are the sizes of the target's layers.
+def dspark_config(
+    target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DSparkSection, used: Collection[int] = ()
+) -> DSparkConfig:
+    """Return the sizes of a recipe's draft; the defaults are the sizes of the target's layers. ``used`` is no mask.
 
     Attention heads have the target's width, or the next wider one for which servers have a kernel.
     """
@@ -107,7 +113,7 @@ def dspark_config(target: CausalLM, tokenizer: PreTrainedTokenizerBase, section:
         head_dim=min((dim for dim in HEAD_DIMS if dim >= head_dim), default=head_dim),
         vocab_size=target.vocab_size,
         block_size=section.block_size,
-        mask_token_id=mask_token(tokenizer, target.vocab_size, section.mask_token),
+        mask_token_id=mask_token(tokenizer, target.vocab_size, section.mask_token, used),
         target_layer_ids=section.taps or spread_taps(target.num_layers),
         num_target_layers=target.num_layers,
         markov_rank=section.markov_rank,
@@ -133,10 +139,12 @@ def spread_taps(layers: int) -> tuple[int, ...]:
     return tuple(sorted({lowest + index * (highest - lowest) // (count - 1) for index in range(count)}))
 
 
-def mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | None = None) -> int:
-    """Return the id of a token that no text contains.
+def mask_token(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | None = None, used: Collection[int] = ()
+) -> int:
+    """Return the id of a token that no text contains: neither one of ``used`` nor in the chat template.
 
-    By default the padding, a reserved token, an id without a token, or a byte that never occurs in UTF-8. Raises
+    By default the padding or another special token, an id without a token, or a byte that never occurs in UTF-8. Raises
     UserError if ``name`` is not a token of the target, and if no token is free.
     """
     known = tokenizer.get_vocab()
@@ -144,21 +152,18 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | 
         if known.get(name, vocab_size) >= vocab_size:
             raise UserError(f"draft.dspark.mask_token, {name!r}, is not a token of the target: give an existing token")
         return int(known[name])
-    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, *used}
+    added: dict[int, Any] = tokenizer.added_tokens_decoder
+    special = [index for index, token in added.items() if token.special]
+    special.sort(key=lambda index: (index != tokenizer.pad_token_id, index))
     template = str(tokenizer.chat_template or "")
-    padding = tokenizer.pad_token_id
-    if padding is not None and padding not in used and padding < vocab_size:
-        return int(padding)
-    words = ("mask", "reserved", "unused", "fim_pad", "extra")
-    for token, index in sorted(tokenizer.get_added_vocab().items(), key=lambda item: item[1]):
-        if index < vocab_size and token not in template and any(word in token.lower() for word in words):
-            return int(index)
-    if (free := max(known.values(), default=-1) + 1) < vocab_size:
-        return free
-    for token in ("<0xFF>", "ÿ"):  # the byte 255 in the alphabets of sentencepiece and GPT-2
-        index = known.get(token, vocab_size)
-        if index < vocab_size and index not in tokenizer(token, add_special_tokens=False)["input_ids"]:
-            return int(index)
+    candidates = [index for index in special if added[index].content not in template]
+    candidates.append(max(known.values(), default=-1) + 1)
+    for byte in ("<0xFF>", "ÿ"):  # the byte 255 in the alphabets of sentencepiece and GPT-2
+        if byte in known and known[byte] not in tokenizer(byte, add_special_tokens=False)["input_ids"]:
+            candidates.append(known[byte])
+    if free := [index for index in candidates if index < vocab_size and index not in used]:
+        return free[0]
     raise UserError(
         "the target's tokenizer has no spare token for the mask: set draft.dspark.mask_token to one that your data "
         "never contains"

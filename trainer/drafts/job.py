@@ -47,8 +47,9 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
     if section.dspark is not None:
         initial = initial_dspark(target.model, target.tokenizer, section, examples)
         layers = ", ".join(map(str, initial.config.target_layer_ids))
-        mask = target.tokenizer.convert_ids_to_tokens(initial.config.mask_token_id)
-        process.say(f"the draft reads the target's layers {layers}; its mask is {mask}")
+        mask = initial.config.mask_token_id
+        name = target.tokenizer.convert_ids_to_tokens(mask) or f"token {mask}, which has no text"
+        process.say(f"the draft reads the target's layers {layers}; its mask is {name}")
         if (nodes := section.dspark.tree_nodes) and recipe.evaluation.prompts:
             process.say(f"evaluations draft chains, as servers do; the finished draft uses a tree of {nodes} here")
         if (size := initial.config.head_dim) not in GPU_HEAD_DIMS:

@@ -14,6 +14,7 @@ from gguf import TokenType
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
+from trainer.data.marks import replace_marks
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The pattern of ``ByteLevel`` with ``use_regex`` in the package tokenizers."""
@@ -71,9 +72,20 @@ def vocabulary_of(
     ggml |= _special_tokens(tokenizer, ends, size)
     remarks += _remarks_on_ends(tokens, ends) + _remarks_on_added(stored)
     metadata = {f"tokenizer.ggml.{key}": value for key, value in ggml.items() if value is not None}
-    if isinstance(tokenizer.chat_template, str):
-        metadata["tokenizer.chat_template"] = tokenizer.chat_template
-    return metadata, remarks
+    return {**metadata, **_chat_templates(tokenizer.chat_template)}, remarks
+
+
+def _chat_templates(own: str | Mapping[str, str] | None) -> dict[str, Any]:
+    """Return the keys of a tokenizer's chat templates, named as by llama.cpp's converter.
+
+    Plain readers of Jinja do not know generation marks: `if` statements that do nothing take their places.
+    """
+    templates = {"default": own} if isinstance(own, str) else own or {}
+    names = {name: re.sub(r"[^a-zA-Z0-9]", "_", name) for name in templates if name != "default"}
+    keys = {"default": "tokenizer.chat_template"}
+    keys |= {name: f"tokenizer.chat_template.{plain}" for name, plain in names.items()}
+    found: dict[str, Any] = {keys[name]: replace_marks(text, "if true", "endif") for name, text in templates.items()}
+    return found | ({"tokenizer.chat_templates": [*names.values()]} if names else {})
 
 
 def _refused(reason: str) -> UserError:

@@ -126,7 +126,7 @@ class DSparkSection(Section):
     more slot.
     """
     mask_token: str | None = None
-    """A token that never occurs in texts. None: the padding token, or another unused one. YAML reads ~ as null: quote
+    """A token that never occurs in texts. None: the padding, or another that no row has. YAML reads ~ as null: quote
     it, as in mask_token='"~"' on a command line."""
     anchors: Annotated[int, Field(ge=1)] = 24
     """Positions in each sequence after which blocks are trained; drawn again at every step."""

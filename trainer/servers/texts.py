@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity, near_tie
 from decoding.measure.proof.reference import EngineText, Reference
+from decoding.prompts import encode_continuation
 from trainer.servers.answers import Completion
 
 TEXT = "the target's greedy text"
@@ -67,6 +68,7 @@ def tokens_of(
     if answer.token_ids is None:
         spelled = [str(tokenizer.decode(list(ours[:n]), skip_special_tokens=True)) for n in range(len(ours) + 1)]
         same = max(count for count, text in enumerate(spelled) if answer.text.startswith(text))
-        rest: list[int] = tokenizer(answer.text[len(spelled[same]) :], add_special_tokens=False)["input_ids"]
-        found = [*ours[:same], *rest]
+        rest = answer.text[len(spelled[same]) :]
+        alone: list[int] = tokenizer(rest, add_special_tokens=False)["input_ids"]
+        found = [*ours[:same], *(encode_continuation(rest, tokenizer) if same else alone)]
     return answer.with_end(found, eos)

@@ -11,7 +11,7 @@ from decoding.errors import UserError
 from decoding.model.architecture import max_positions, why_no_chains
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.loading import load_config, load_model, load_tokenizer
+from decoding.model.loading import eos_token_ids, load_config, load_model, load_tokenizer
 from trainer.data.batch import check_documents_are_apart
 from trainer.data.dataset import Dataset, heldout_prompts, load_splits
 from trainer.processes import agreed, from_first
@@ -62,7 +62,7 @@ def load_data(recipe: MedusaRecipe | DraftRecipe) -> tuple[PreTrainedTokenizerBa
             f"data.max_length={positions} or less"
         )
     tokenizer = load_tokenizer(name, trusted)
-    dataset, heldout = load_splits(recipe.data, tokenizer)
+    dataset, heldout = load_splits(recipe.data, tokenizer, eos_token_ids(name, tokenizer, trusted))
     if evaluation.prompts:
         longest = (positions or 1 << 30) - evaluation.max_new_tokens
         heldout_prompts(heldout.firsts, evaluation.prompts, evaluation.prompt_tokens, longest)

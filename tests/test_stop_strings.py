@@ -1,0 +1,74 @@
+"""Stop strings end a text where transformers' `generate` ends it, for each kind of tokenizer."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from test_chat import tokenizers_by_kind
+from tiny_models import tiny_model
+from transformers import PreTrainedTokenizerFast, StopStringCriteria
+
+from decoding.engine import Engine
+from decoding.generate import DecodingConfig
+from decoding.model.causal_lm import CausalLM
+from decoding.stream import decode_text, stream_pieces
+from decoding.text import StopCheck
+
+STRINGS = [
+    "a",
+    " a",
+    "b c",
+    "\u00e9",
+    " \u00e9",
+    "hell",
+    "\nb",
+    "ll ",
+    "  ",
+    "cab",
+    "\u00e9c",
+    "<|end|>",
+    "> a",
+    "a<|",
+    "\n",
+]
+
+
+def end_of(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], new: Sequence[int], strings: list[str]) -> int:
+    """How many new tokens transformers writes."""
+    criteria = StopStringCriteria(tokenizer, strings)
+    whole = torch.tensor([[*prompt, *new]])
+    ends = (count for count in range(1, len(new) + 1) if criteria(whole[:, : len(prompt) + count], None))
+    return next(ends, len(new))
+
+
+@pytest.mark.parametrize("kind", tokenizers_by_kind())
+def test_a_text_ends_where_the_criteria_of_transformers_end_it(kind: str) -> None:
+    """Strings begin in the prompt, inside a token, or with a space, and end inside a block of any size."""
+    tokenizer, rng, early, across = tokenizers_by_kind()[kind], random.Random(0), 0, 0
+    tokens = tokenizer("a b c a b a  \u00e9 \u00e9c \u65e5\n hell\nb a cab<|end|> a b")[
+        "input_ids"
+    ]  # common ones are drawn often
+    for _ in range(200):
+        strings = rng.sample(STRINGS, 3)
+        prompt, new = rng.choices(tokens, k=rng.randint(1, 4)), rng.choices(tokens, k=6)
+        wanted, stop, text = end_of(tokenizer, prompt, new, strings), StopCheck((), tuple(strings), tokenizer), prompt
+        ended = False
+        while not ended and len(text) < len(prompt) + len(new):
+            at = len(text) - len(prompt)
+            kept, ended = stop.cut(text, tuple(new[at : at + rng.randint(1, 5)]))
+            text = [*text, *kept]
+        assert text == [*prompt, *new[:wanted]], (strings, tokenizer.convert_ids_to_tokens([*prompt, *new]), wanted)
+        early += wanted < len(new)
+        across += ended and not any(string in tokenizer.decode(text[len(prompt) :]) for string in strings)
+    assert early > 30 and across > 2, "strings are found, also where the new text alone does not have them"
+
+
+def test_a_streamed_text_ends_at_a_stop_string_that_begins_in_the_prompt() -> None:
+    tokenizer = tokenizers_by_kind()["sentencepiece"]
+    engine = Engine(CausalLM(tiny_model("llama", vocab=len(tokenizer))), None, tokenizer=tokenizer)
+    prompt = tokenizer("a b")["input_ids"]
+    free = engine.decode(prompt, DecodingConfig(6)).tokens
+    stop = str(tokenizer.decode([*prompt, *free[:2]])).removeprefix("<s>")
+    steps = engine.steps(prompt, DecodingConfig(6, stop_strings=(stop,)))
+    assert "".join(piece.text for piece in stream_pieces(steps, tokenizer)) == decode_text(free[:2], tokenizer)
