@@ -56,6 +56,7 @@ CALLS = 'user:Hi;assistant:⟦!f{"x": 1};⟧tool:9;assistant:⟦Yes;⟧'
         ({"conversations": SHAREGPT, "history": [user("A")[0], {"role": "assistant", "content": "B"}]}, HISTORY),
         ({"question": "Hi", "context": "C", "answer": "Yes"}, ABOUT),
         ({"prompt": "Hi", "input": "C", "completion": "Yes"}, ABOUT),
+        ({"instruction": "", "input": "Hi", "output": "Yes"}, PLAIN),
         ({"prompt": [ASKED], "completion": [YES]}, PLAIN),
         ({"prompt": [ASKED], "completion": "Yes"}, PLAIN),
         ({"prompt": "Hi", "completion": [YES]}, PLAIN),
@@ -64,11 +65,13 @@ CALLS = 'user:Hi;assistant:⟦!f{"x": 1};⟧tool:9;assistant:⟦Yes;⟧'
         ({"prompt": "Hi", "chosen": "Yes", "rejected": "No"}, PLAIN),
         ({"prompt": [ASKED], "chosen": [YES], "rejected": [NO]}, PLAIN),
         ({"chosen": [ASKED, YES], "rejected": [ASKED, NO]}, PLAIN),
+        ({"prompt": "Hi", **{name: [ASKED, YES] for name in ("messages", "chosen")}, "rejected": [ASKED, NO]}, PLAIN),
         ({"prompt": "Hi", "chosen": [ASKED, NO, ASKED, YES], "rejected": [ASKED, NO, ASKED, NO]}, SECOND),
         ({"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {"from": "gpt", "value": "No"}}, PLAIN),
         ({"messages": [{"from": "Human", "value": "Hi"}, {"from": "model", "value": "Yes"}]}, PLAIN),
         ({"messages": [ASKED, {"role": "gpt", "content": "Yes", "tool_calls": [], "refusal": None}]}, PLAIN),
         ({"messages": [ASKED, NO | {"weight": 0}, ASKED, YES | {"weight": 1}]}, SECOND),
+        ({"messages": [ASKED, NO | {"loss_mask": 0}, ASKED, YES], "parallel_tool_calls": False}, SECOND),
         ({"messages": [ASKED, NO | {"train": False}, ASKED, YES | {"loss": True}]}, SECOND),
         ({"conversations": [*SHAREGPT[:1], NO | {"loss_weight": 0.0}, *SHAREGPT]}, SECOND),
         ({"messages": [ASKED, {"role": "assistant", "content": ""}, ASKED, YES]}, SECOND.replace("No", "")),
@@ -100,6 +103,12 @@ def test_bad_answers_and_empty_ones_leave_a_row_out(tmp_path: Path, flags: dict[
     good, bad = {"prompt": "Hi", "completion": "Yes"}, {"prompt": "Hi", "completion": "No", **flags}
     dataset = load(tmp_path, good, bad, {"messages": [ASKED, {"role": "assistant", "content": " "}]}, bad | {"x": 1})
     assert [text(each) for each in dataset.examples] == ["user:Hi;assistant:Yes;"] and dataset.account.skipped == 3
+
+
+def test_without_a_template_an_empty_answer_is_left_out_although_its_history_has_answers(tmp_path: Path) -> None:
+    rows = ({"prompt": "Hi", "completion": each, "history": [["A", "B"]]} for each in ("Yes", ""))
+    dataset = load(tmp_path, *rows, template=None)
+    assert [text(each) for each in dataset.examples] == ["A\nB\nHiYes\0"] and dataset.account.skipped == 1
 
 
 @pytest.mark.parametrize("own", ["reasoning_content", "thinking"])
