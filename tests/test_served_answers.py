@@ -105,11 +105,11 @@ def test_recorded_results_follow_the_new_calls_and_a_row_whose_calls_were_not_ma
     tmp_path: Path, new: str, recorded: str, has_ids: bool
 ) -> None:
     goes_on = new == recorded
-    made = [{"role": "assistant", "content": "", "tool_calls": called(*recorded)}] if recorded else [SAID]
-    results = [{"role": "tool", "tool_call_id": f"{i}", "content": each} for i, each in enumerate(recorded)]
-    if not has_ids:
-        for each in (*results, *made[0].get("tool_calls", ())):
-            del each["tool_call_id" if "role" in each else "id"]
+    old, results = called(*recorded), [{"role": "tool", "tool_call_id": f"{i}"} for i in range(len(recorded))]
+    for each in () if has_ids else (*results, *old):
+        del each["tool_call_id" if "role" in each else "id"]
+    results = [{**each, "content": "9"} for each in results]
+    made: list[dict[str, Any]] = [{"role": "assistant", "content": "", "tool_calls": old}] if recorded else [SAID]
     talk = [{"role": "user", "content": "a"}, *made, *results, *([] if recorded else [{**SAID, "role": "user"}])]
     calls = called(*new, prefix="new ")
     with serve(in_turn(message(None if new else "No", tool_calls=calls or None), chat("Yes"))) as endpoint:

@@ -37,7 +37,7 @@ _IDS = {"return_token_ids": True, "return_tokens": True, "verbose": True}
 """Fields that request token ids: one of vLLM and SGLang, two of llama.cpp."""
 _STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 _WAYS: tuple[Mapping[str, Any], ...] = ({**_STREAM, **_IDS}, _IDS, _STREAM, {})
-"""Ways to ask, best first. SGLang's chats reject ids in a stream, and llama.cpp's omit them. Some servers reject all."""
+"""Ways to ask, best first. SGLang's chats reject ids in a stream, and llama.cpp's omit them. Some reject all."""
 _WITHOUT_IDS = _WAYS[2:]
 _AGAIN = "check the endpoint, then run the same command again"
 _PATIENCE = "check the endpoint; 'headstart regenerate' waits longer with --timeout"
