@@ -76,7 +76,9 @@ def completion_of(found: Any, streamed: bool = False) -> Completion:
         raise UserError("the endpoint's response is not a completion", "check --endpoint and --model")
     message = told if isinstance(told := choice.get("message", choice.get("delta")), dict) else {}
     if isinstance(calls := message.get("tool_calls"), list):  # streams number them
-        message = {**message, "tool_calls": [_without_index(call) for call in calls]}
+        for call in calls:
+            if isinstance(call, dict):
+                call.pop("index", None)
     text = message.get("content") if message else choice.get("text")
     logprobs = told if isinstance(told := choice.get("logprobs"), dict) else {}
     content = [entry for entry in logprobs.get("content") or () if isinstance(entry, dict)]
@@ -97,10 +99,6 @@ def completion_of(found: Any, streamed: bool = False) -> Completion:
         model=found.get("model"),
         streamed=streamed,
     )
-
-
-def _without_index(call: Any) -> Any:
-    return {name: value for name, value in call.items() if name != "index"} if isinstance(call, dict) else call
 
 
 _REPLACED = {"id", "object", "created", "model", "usage", "metrics", "role", "type", "name"}
