@@ -39,6 +39,7 @@ METADATA = frozenset(
         *("category", "subcategory", "task", "type", "topic", "domain", "subject", "tags", "label", "kto_tag"),
         *("difficulty", "level", "score", "scores", "score_chosen", "score_rejected", "rating", "quality", "reward"),
         *("metadata", "meta", "extra_info", "num_turns", "num_tokens", "test", "test_list", "entry_point"),
+        "parallel_tool_calls",
     )
 )
 """Columns and message fields that are never read as text, besides those that end in ``_id``."""
@@ -58,8 +59,8 @@ _ROLES = {
     **{name: name for name in ("environment", "document")},  # roles of some templates only
 }
 """Names of speakers -> roles of chat templates. Case and hyphens do not matter."""
-_FLAGS = ("weight", "loss_weight", "train", "training", "train_on_turn", "loss")
-"""Flags of a message, 0 or false if it is not to be trained (OpenAI, LLaMA-Factory, Axolotl, ms-swift)."""
+_FLAGS = ("weight", "loss_weight", "train", "training", "train_on_turn", "loss", "loss_mask")
+"""Flags of a message, 0 or false if it is not to be trained (OpenAI, LLaMA-Factory, Axolotl, ms-swift, verl)."""
 UNTRAINED = {"weight": 0}
 """What a checked message has if it is not to be trained (OpenAI)."""
 _SPOKEN = ("role", "from", "content", "value")
@@ -109,7 +110,7 @@ def prompt_of(row: dict[str, Any], field: str | None, where: str) -> Prompt:
     holder = _first_instance(row, where) if name == "instruction" and "instances" in row else row
     about = next((each for each in _ABOUT if _is_text(holder.get(each))), None)
     if about and name in _REFERRING and isinstance(row[name], str):
-        own[0]["content"] += f"\n\n{holder[about]}"
+        own[0]["content"] = "\n\n".join(filter(None, (own[0]["content"], holder[about])))
         columns.add(about)
     system = next((each for each in SYSTEM_FIELDS if _is_text(row.get(each))), None)
     if own[0]["role"] == "system":
@@ -130,8 +131,8 @@ def answer_of(row: dict[str, Any], name: str, where: str) -> list[Message]:
 
 
 def unread_columns(row: dict[str, Any], columns: Set[str], messages: Iterable[Message]) -> tuple[str, ...]:
-    """Return the row's columns that are neither in ``columns`` nor metadata, nor empty, nor repeat a message."""
-    said = [*_EMPTY, *(message["content"] for message in messages)]
+    """Return the row's columns that are neither in ``columns`` nor metadata, nor empty, nor repeat what is read."""
+    said = [*_EMPTY, *(message["content"] for message in messages), *(row.get(name) for name in columns)]
     return tuple(
         name for name, value in row.items() if name not in columns and not is_metadata(name) and value not in said
     )
@@ -257,7 +258,7 @@ def _calls(value: Any) -> list[Any] | None:
     with suppress(TypeError, ValueError):
         value = json.loads(value)
     calls = value if isinstance(value, list) else [value]
-    if not all(isinstance(call, dict) and {"function", "name"} & call.keys() for call in calls):
+    if not all(isinstance(call, dict) and ("name" in call or isinstance(call.get("function"), dict)) for call in calls):
         return None
     return [_with_object(call if "function" in call else {"type": "function", "function": call}) for call in calls]
 

@@ -126,7 +126,7 @@ def options(folder: Path, **changes: Any) -> EvaluateOptions:
     rows = [{"prompt": f"prompt {index}"} for index in range(PROMPTS)]
     defaults: dict[str, Any] = {"model": "tiny", "concurrency": (1,), "settings": ("greedy",)}
     source = write_rows(folder / "prompts.jsonl", rows)
-    return EvaluateOptions(prompts=source, output=folder / "out", **{**defaults, **changes})
+    return EvaluateOptions(output=folder / "out", **{"prompts": source, **defaults, **changes})
 
 
 def measured(folder: Path, fake: Fake, baseline: Fake | None = None, **changes: Any) -> tuple[dict[str, Any], str]:
@@ -208,6 +208,12 @@ def test_a_request_streams_without_an_earlier_requests_prefill(tmp_path: Path) -
     other = Fake(Clock(), salted=False)
     measured(tmp_path / "other", other)
     assert len(other.bodies) == PROMPTS, "a server that refuses such fields is asked without them"
+
+
+def test_a_text_to_continue_is_sent_with_its_system_message(tmp_path: Path) -> None:
+    fake, texts = Fake(Clock()), [{"text": "Once", "system": "Stories."}] * PROMPTS
+    measured(tmp_path, fake, prompts=write_rows(tmp_path / "texts.jsonl", texts))
+    assert {body["prompt"] for body in fake.bodies} == {"Stories.\nOnce"}
 
 
 def test_acceptance_by_request_has_intervals_over_prompts_and_compares(tmp_path: Path) -> None:

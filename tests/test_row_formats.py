@@ -26,6 +26,7 @@ ASKED = {"role": "user", "content": "Hi"}
 YES, NO = ({"role": "assistant", "content": content} for content in ("Yes", "No"))
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
 CALL = '{"name": "f", "arguments": {"x": 1}}'
+OBJECT, RESULT = {"name": "f", "arguments": {"x": 1}}, {"role": "tool", "tool_call_id": "1", "content": "9"}
 CALLED = [ASKED, {"role": "function", "name": "f", "content": "9"}, YES]
 CALLING = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
 
@@ -56,6 +57,7 @@ CALLS = 'user:Hi;assistant:⟦!f{"x": 1};⟧tool:9;assistant:⟦Yes;⟧'
         ({"conversations": SHAREGPT, "history": [user("A")[0], {"role": "assistant", "content": "B"}]}, HISTORY),
         ({"question": "Hi", "context": "C", "answer": "Yes"}, ABOUT),
         ({"prompt": "Hi", "input": "C", "completion": "Yes"}, ABOUT),
+        ({"instruction": "", "input": "Hi", "output": "Yes"}, PLAIN),
         ({"prompt": [ASKED], "completion": [YES]}, PLAIN),
         ({"prompt": [ASKED], "completion": "Yes"}, PLAIN),
         ({"prompt": "Hi", "completion": [YES]}, PLAIN),
@@ -64,16 +66,20 @@ CALLS = 'user:Hi;assistant:⟦!f{"x": 1};⟧tool:9;assistant:⟦Yes;⟧'
         ({"prompt": "Hi", "chosen": "Yes", "rejected": "No"}, PLAIN),
         ({"prompt": [ASKED], "chosen": [YES], "rejected": [NO]}, PLAIN),
         ({"chosen": [ASKED, YES], "rejected": [ASKED, NO]}, PLAIN),
+        ({"prompt": "Hi", **{name: [ASKED, YES] for name in ("messages", "chosen")}, "rejected": [ASKED, NO]}, PLAIN),
         ({"prompt": "Hi", "chosen": [ASKED, NO, ASKED, YES], "rejected": [ASKED, NO, ASKED, NO]}, SECOND),
         ({"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {"from": "gpt", "value": "No"}}, PLAIN),
         ({"messages": [{"from": "Human", "value": "Hi"}, {"from": "model", "value": "Yes"}]}, PLAIN),
         ({"messages": [ASKED, {"role": "gpt", "content": "Yes", "tool_calls": [], "refusal": None}]}, PLAIN),
         ({"messages": [ASKED, NO | {"weight": 0}, ASKED, YES | {"weight": 1}]}, SECOND),
+        ({"messages": [ASKED, NO | {"loss_mask": 0}, ASKED, YES], "parallel_tool_calls": False}, SECOND),
         ({"messages": [ASKED, NO | {"train": False}, ASKED, YES | {"loss": True}]}, SECOND),
         ({"conversations": [*SHAREGPT[:1], NO | {"loss_weight": 0.0}, *SHAREGPT]}, SECOND),
         ({"messages": [ASKED, {"role": "assistant", "content": ""}, ASKED, YES]}, SECOND.replace("No", "")),
         ({"messages": [ASKED, CALLING, *CALLED[1:]]}, CALLS),
         ({"messages": [ASKED, CALLING, *CALLED[1:]], "functions": [FUNCTION]}, f"{SHOWN}{CALLS}"),
+        ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": OBJECT}]}, *CALLED[1:]]}, CALLS),
+        ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": OBJECT}]}, RESULT, YES]}, CALLS),
         ({"conversations": [ASKED, {"from": "function_call", "value": CALL}, *CALLED[1:]]}, CALLS),
         ({"messages": [ASKED, {"role": "tool-call", "content": f"[{CALL}]"}, *CALLED[1:]]}, CALLS),
         ({"messages": [ASKED, {"role": "assistant", "tool_calls": f"[{CALL}]"}, *CALLED[1:]]}, CALLS),
@@ -102,15 +108,22 @@ def test_bad_answers_and_empty_ones_leave_a_row_out(tmp_path: Path, flags: dict[
     assert [text(each) for each in dataset.examples] == ["user:Hi;assistant:Yes;"] and dataset.account.skipped == 3
 
 
+def test_without_a_template_an_empty_answer_is_left_out_although_its_history_has_answers(tmp_path: Path) -> None:
+    rows = ({"prompt": "Hi", "completion": each, "history": [["A", "B"]]} for each in ("Yes", ""))
+    dataset = load(tmp_path, *rows, template=None)
+    assert [text(each) for each in dataset.examples] == ["A\nB\nHiYes\0"] and dataset.account.skipped == 1
+
+
+@pytest.mark.parametrize("written", [TOOL_TEMPLATE, MARKED], ids=["compared", "marked"])
 @pytest.mark.parametrize("own", ["reasoning_content", "thinking"])
 @pytest.mark.parametrize(
     "given", [{"thinking": "Hm"}, {"reasoning": "Hm"}, {"reasoning_content": "", "thinking": "Hm"}, "both"], ids=str
 )
 def test_reasoning_reaches_a_template_whatever_its_name(
-    tmp_path: Path, given: Any, own: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, given: Any, own: str, written: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     fields = {"thinking": "Hm", "reasoning_content": "Hm"} if given == "both" else given
-    template = TOOL_TEMPLATE.replace("reasoning_content", own)
+    template = written.replace("reasoning_content", own)
     alone, answered = {"role": "assistant", "content": None, **fields}, {**YES, **fields}
     for truncated, end in ((False, "</think>Yes;⟧"), (True, "</think>Yes⟧;")):
         row = {"messages": [ASKED, alone, ASKED, answered], "truncated": truncated}
@@ -147,10 +160,11 @@ def test_what_a_template_ignores_is_told_and_leaves_no_empty_answer_to_train(
     tmp_path: Path, message: dict[str, Any], field: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     row = {"messages": [ASKED, message, ASKED, {**YES, "audio": "base64", "source_id": "1"}], "system": "S"}
-    (example,) = load(tmp_path, row, template=BARE).examples
+    example, _ = load(tmp_path, row, row | {"tools": [FUNCTION]}, template=BARE).examples
     assert shown(example) == "user:Hi;assistant:;user:Hi;assistant:⟦Yes;⟧"
     told = {each.split(", which")[0] for each in caplog.messages}
-    assert told == {"1 rows have audio", "1 rows have system messages", f"1 rows have {field}"}
+    assert told == {"1 rows have tools", *(f"2 rows have {each}" for each in ("audio", "system messages", field))}
+    assert len(told) == len(caplog.messages) and all("data.chat_template" in each for each in caplog.messages)
 
 
 @pytest.mark.parametrize(

@@ -96,16 +96,20 @@ def called(*names: str, prefix: str = "") -> list[dict[str, Any]]:
     return [{**CALL, "id": f"{prefix}{i}", "function": {**CALL["function"], "name": f}} for i, f in enumerate(names)]
 
 
+@pytest.mark.parametrize("has_ids", [True, False])
 @pytest.mark.parametrize(
     ("new", "recorded"),
     [("f", "f"), ("fg", "fg"), ("", "f"), ("f", "ff"), ("fg", "f"), ("g", "f"), ("gf", "fg"), ("f", "")],
 )
 def test_recorded_results_follow_the_new_calls_and_a_row_whose_calls_were_not_made_ends(
-    tmp_path: Path, new: str, recorded: str
+    tmp_path: Path, new: str, recorded: str, has_ids: bool
 ) -> None:
     goes_on = new == recorded
-    made = [{"role": "assistant", "content": "", "tool_calls": called(*recorded)}] if recorded else [SAID]
-    results = [{"role": "tool", "tool_call_id": f"{i}", "content": each} for i, each in enumerate(recorded)]
+    old, results = called(*recorded), [{"role": "tool", "tool_call_id": f"{i}"} for i in range(len(recorded))]
+    for each in () if has_ids else (*results, *old):
+        del each["tool_call_id" if "role" in each else "id"]
+    results = [{**each, "content": "9"} for each in results]
+    made: list[dict[str, Any]] = [{"role": "assistant", "content": "", "tool_calls": old}] if recorded else [SAID]
     talk = [{"role": "user", "content": "a"}, *made, *results, *([] if recorded else [{**SAID, "role": "user"}])]
     calls = called(*new, prefix="new ")
     with serve(in_turn(message(None if new else "No", tool_calls=calls or None), chat("Yes"))) as endpoint:
@@ -200,6 +204,13 @@ def test_a_server_without_a_field_for_ids_answers_in_texts_which_are_counted_and
     assert "warning: 25.0% of the answers were cut off at 2,048 tokens: raise --max-new-tokens" in said
     body = endpoint.requests[-1].body
     assert body["max_tokens"] == 2048 and "temperature" not in body, "the server's own sampling"
+
+
+@pytest.mark.parametrize("rejected", [{"stream"}, {"stream_options", "return_tokens"}], ids=str)
+def test_a_server_that_rejects_what_is_wished_for_is_asked_without_it(tmp_path: Path, rejected: set[str]) -> None:
+    with serve(lambda request: (422, {}) if rejected & request.body.keys() else chat("Yes")) as endpoint:
+        summary = regenerate(options(tmp_path, endpoint.address, ("one", "two", "three"), concurrency=1))
+    assert (summary.answered, summary.failed) == (3, 0)
 
 
 def vllm(request: Request) -> Reply:

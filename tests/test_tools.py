@@ -38,10 +38,6 @@ def trained(example: Example) -> str:
     return "".join(chr(token) for token, counts in zip(example.tokens, example.trained, strict=True) if counts)
 
 
-def answered(**message: Any) -> dict[str, Any]:
-    return {"messages": [ASKED[0], {"role": "assistant", **message}]}
-
-
 @pytest.mark.parametrize("template", [TOOL_TEMPLATE, MARKED], ids=["compared", "marked"])
 @pytest.mark.parametrize(
     "row",
@@ -67,44 +63,6 @@ def test_the_tools_of_a_row_stand_in_its_prompt(
 def test_tools_that_are_no_functions_are_refused_naming_the_row(tmp_path: Path, tools: Any) -> None:
     with pytest.raises(ValueError, match=r"line 1: the tools are .*remove the field"):
         load(tmp_path, {"messages": ASKED, "tools": tools})
-
-
-@pytest.mark.parametrize(
-    ("field", "row"),
-    [
-        ("tools", {"messages": ASKED, "tools": [TOOL]}),
-        ("reasoning_content", answered(content="Yes", reasoning_content="Hm")),
-    ],
-)
-def test_a_template_that_leaves_a_field_out_is_told_once_with_the_number_of_rows(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, field: str, row: dict[str, Any]
-) -> None:
-    bare = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-    bare += "{% if add_generation_prompt %}assistant:{% endif %}"
-    load(tmp_path, row, {"messages": ASKED}, row, template=bare)
-    (message,) = caplog.messages
-    assert message.startswith(f"2 rows have {field}, ") and "data.chat_template" in message
-
-
-@pytest.mark.parametrize(("arguments", "content"), [({"x": 1}, {}), ('{"x": 1}', {"content": None})])
-def test_a_tool_call_is_trained_and_its_result_is_not(tmp_path: Path, content: dict[str, Any], arguments: Any) -> None:
-    call = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
-    result = {"role": "tool", "tool_call_id": "1", "content": "9"}
-    (example,) = load(
-        tmp_path, {"messages": [ASKED[0], {**call, **content}, result, ASKED[1]], "tools": [TOOL]}
-    ).examples
-    assert text(example) == f'{SHOWN}user:Hi;assistant:!f{{"x": 1}};tool:9;assistant:Yes;'
-    assert trained(example) == '!f{"x": 1};Yes;'
-
-
-@pytest.mark.parametrize("template", [TOOL_TEMPLATE, MARKED], ids=["compared", "marked"])
-@pytest.mark.parametrize(("content", "kept"), [("", "<think>Hm"), ("Ye", "<think>Hm</think>Ye")])
-def test_behind_reasoning_that_was_cut_off_nothing_is_trained(
-    tmp_path: Path, content: str, kept: str, template: str
-) -> None:
-    row = {**answered(content=content, reasoning_content="Hm"), "truncated": True}
-    (example,) = load(tmp_path, row, template=template).examples
-    assert trained(example) == kept
 
 
 # --- answers by a target in this process ------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from trainer.processes import Process
 from trainer.quickstart import resolve
 from trainer.servers.answers import StreamedAnswer
 from trainer.servers.client import ServedModel
-from trainer.servers.counters import Counts, NoCounts, parse_counts
+from trainer.servers.counters import find_counts
 from trainer.terminal.progress import ProgressBar
 
 _PUBLISHED = (
@@ -168,10 +168,10 @@ class _Session:
         anew = {"cache_prompt": False, "cache_salt": f"{time.time_ns()}"}  # for llama.cpp; for vLLM and SGLang
         if self._uncached is None:  # only for the first cell; this request also warms up the server
             self._uncached = self._server.takes({**bodies[0], **anew}, self._clock)
-        before = self._counts()
+        before = find_counts(self._server.metrics(), self._server.served.model)
         asked = [{**body, **(anew if self._uncached else {})} for body in bodies]
         answers = self._server.streamed(asked, cell.load.batch_size, self._on_answer, self._clock)
-        after = self._counts()
+        after = find_counts(self._server.metrics(), self._server.served.model)
         for model in (answer.model for answer in answers if answer.model is not None):
             self.model = self.model or model
             if model != self.model:
@@ -194,20 +194,14 @@ class _Session:
     def _body(self, index: int, cell: Cell) -> dict[str, Any]:
         question, options = self._questions[index], self._options
         messages = list(question.opening)
-        body: dict[str, Any] = {"prompt": messages[0]["content"]} if question.plain else {"messages": messages}
+        plain = "\n".join(message["content"] for message in messages)  # a system message comes first
+        body: dict[str, Any] = {"prompt": plain} if question.plain else {"messages": messages}
         if question.tools:
             body["tools"] = question.tools
         if options.chat_template_kwargs:
             body["chat_template_kwargs"] = read_variables(options.chat_template_kwargs)
         seed = cell.round * len(self._questions) + index
         return {**body, "max_tokens": options.max_new_tokens, "temperature": cell.setting.temperature, "seed": seed}
-
-    def _counts(self) -> Counts | None:
-        """Return the server's counts; None if it reports none."""
-        try:
-            return parse_counts(self._server.metrics() or "", self._server.served.model)
-        except NoCounts:
-            return None
 
 
 def _steps(answer: StreamedAnswer) -> tuple[StepCount, ...]:

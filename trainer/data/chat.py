@@ -86,10 +86,11 @@ class TranscriptEncoder:
         messages, where = transcript.messages, transcript.where
         if transcript.format == "text":
             return Encoded(transcript, "the whole text", self._text_pieces(transcript.text))
-        answers = [message for message in messages if message["role"] == "assistant"]
+        is_pair = transcript.format == "prompt_answer" and template is None  # of which only the last answer is trained
+        answers = [message for message in messages if message["role"] == "assistant"][-1 if is_pair else 0 :]
         if answers and not any(map(is_trained, answers)):  # an empty answer would teach the model to stay silent
             return Encoded(transcript, "no answer (each is empty or excluded)", ())
-        if transcript.format == "prompt_answer" and template is None and transcript.answer_tokens is None:
+        if is_pair and transcript.answer_tokens is None:
             return Encoded(transcript, "the answer after its prompt", (self._answer_behind_prompt(transcript),))
         if transcript.answer_tokens is not None:
             return Encoded(transcript, "the target's own tokens", self._own_tokens(transcript, template))

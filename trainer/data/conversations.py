@@ -259,16 +259,19 @@ def read_conversations(
 
 def _turns(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...], ...]:
     """Return the messages between answers; without answers each user message ends a turn, as in Spec-Bench."""
-    turns, calls = list[list[Message]]([[]]), dict[Any, Any]()
+    turns, made = list[list[Message]]([[]]), list[tuple[Any, Any]]()
     answered = any(message["role"] == "assistant" for message in messages)
     for message in messages:
         if message["role"] == "assistant":
-            made = (call for call in message.get("tool_calls") or () if isinstance(call, dict))
-            calls = {call.get("id"): (call.get("function") or {}).get("name") for call in made}
+            calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
+            functions = [(call.get("id"), call.get("function")) for call in calls]
+            made = [(each, function.get("name")) for each, function in functions if isinstance(function, dict)]
         else:
             asked = {name: message[name] for name in _ASKED if message.get(name) is not None}
             if message["role"] == "tool":
-                asked[_CALLED] = calls.get(asked.get("tool_call_id"), asked.get("name"))
+                named = [name for each, name in made if each and each == asked.get("tool_call_id")]
+                named += [asked.get("name"), *(name for _, name in made[len(turns[-1]) :])]  # without ids in order
+                asked[_CALLED] = next(filter(None, named), None)
             turns[-1].append(asked)
         if turns[-1] and message["role"] == ("assistant" if answered else "user"):
             turns.append([])

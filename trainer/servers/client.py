@@ -88,7 +88,7 @@ class ServedModel:
             "seed": request.seed % 2**31,
             **request.controls,
         }
-        if _is_chat(request.prompt):
+        if request.prompt and isinstance(request.prompt[0], Mapping):
             if request.logprobs is not None:
                 body |= {"logprobs": True, "top_logprobs": request.logprobs}
             return await self._connection.ask({**body, "messages": list(request.prompt)})
@@ -150,7 +150,3 @@ async def _at_a_time(
         return found
 
     return await asyncio.gather(*map(one, items))  # after an error, `close` cancels the others
-
-
-def _is_chat(prompt: Prompt) -> bool:
-    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)

@@ -74,28 +74,20 @@ def _other_target(target_folder: Path, trained: Path) -> list[Difference]:
 
 
 def _other_settings(served: Path, trained: Path) -> list[Difference]:
-    """Return the settings that differ between served and trained config, as transformers 5 reads them."""
-    if is_dspark_folder(trained):
-        return _other_dspark(served, trained)
+    """Return the settings that differ between served and trained config, as their loaders read them.
+
+    Trees of DSpark drafts are ignored because servers draft chains.
+    """
+    theirs, ours = dict[str, Any](), dict[str, Any]()
     try:
-        theirs, ours = (
-            AutoConfig.from_pretrained(folder).get_text_config(decoder=True).to_dict() for folder in (served, trained)
-        )
+        for folder, found in ((served, theirs), (trained, ours)):
+            if is_dspark_folder(trained):
+                found |= vars(replace(read_dspark_config(folder), tree=()))
+            else:
+                read = AutoConfig.from_pretrained(folder).get_text_config(decoder=True).to_dict()
+                found |= {key: _plain(read.get(key)) for key in _COMPARED}
     except UNREADABLE as error:
         return [(f"the draft's config.json cannot be read: {reason(error)}", _REMEDY)]
-    return [
-        (f"the served draft has {key} {theirs.get(key)}, but was trained with {ours.get(key)}", _REMEDY)
-        for key in _COMPARED
-        if _plain(theirs.get(key)) != _plain(ours.get(key))
-    ]
-
-
-def _other_dspark(served: Path, trained: Path) -> list[Difference]:
-    """Return the settings that differ between two DSpark configs. Trees are ignored because servers draft chains."""
-    try:
-        theirs, ours = (vars(replace(read_dspark_config(folder), tree=())) for folder in (served, trained))
-    except UserError as error:
-        return [(f"the draft's config.json cannot be read: {error}", _REMEDY)]
     return [
         (f"the served draft has {key} {theirs[key]}, but was trained with {ours[key]}", _REMEDY)
         for key in ours

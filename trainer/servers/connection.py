@@ -36,8 +36,9 @@ _KEY = "OPENAI_API_KEY"
 _IDS = {"return_token_ids": True, "return_tokens": True, "verbose": True}
 """Fields that request token ids: one of vLLM and SGLang, two of llama.cpp."""
 _STREAM = {"stream": True, "stream_options": {"include_usage": True}}
-_WAYS: tuple[Mapping[str, Any], ...] = ({**_STREAM, **_IDS}, _IDS, _STREAM)
-"""Ways to ask, best first. SGLang's chats reject ids in a stream, and llama.cpp's omit them."""
+_WAYS: tuple[Mapping[str, Any], ...] = ({**_STREAM, **_IDS}, _IDS, _STREAM, {})
+"""Ways to ask, best first. SGLang's chats reject ids in a stream, and llama.cpp's omit them. Some reject all."""
+_WITHOUT_IDS = _WAYS[2:]
 _AGAIN = "check the endpoint, then run the same command again"
 _PATIENCE = "check the endpoint; 'headstart regenerate' waits longer with --timeout"
 _SECONDS_A_TOKEN = 1.0
@@ -68,7 +69,8 @@ class Connection:
     def __init__(self, endpoint: Endpoint) -> None:
         """Check the address and the key without sending anything; raise UserError if either is invalid."""
         self.endpoint = endpoint
-        self._ways, self._accepted = _WAYS, False
+        self._ways = _WAYS
+        self._accepted: Mapping[str, Any] | None = None
         self._key = os.environ.get(_KEY)
         if self._key and not all("!" <= character <= "~" for character in self._key):
             raise UserError(
@@ -95,21 +97,19 @@ class Connection:
         completion or nothing came in time.
         """
         ways, accepted = self._ways, self._accepted  # other requests may change them meanwhile
-        for index, way in enumerate(ways):
-            is_last = index == len(ways) - 1
+        for way in ways:
             try:
                 answer = await self._again_if_lost({**body, **way})
             except REFUSED:
-                if accepted or is_last:  # what is rejected is not the way to ask
+                if way in (accepted, ways[-1]):  # what is rejected is not the way to ask
                     raise
                 continue
-            self._accepted = True
-            if answer.token_ids is not None or is_last:
-                self._ways = ways[index:]
+            if answer.token_ids is not None or way in _WITHOUT_IDS:
+                self._ways, self._accepted = ways[ways.index(way) :], way
             elif answer.streamed:
                 continue  # ids may come with a whole answer
-            elif answer.text and index:
-                self._ways = _WAYS[-1:]  # there are none
+            elif answer.text and way is not ways[0]:
+                self._ways = _WITHOUT_IDS
             return answer
         raise AssertionError("the last way returns or raises")
 

@@ -114,6 +114,14 @@ def parse_counts(text: str, model: str | None = None) -> Counts:
     return Counts(server, sums["drafts"], sums["draft_tokens"], sums["accepted_tokens"], reached, cumulative=True)
 
 
+def find_counts(page: str | None, model: str | None) -> Counts | None:
+    """Return the model's counts on a metrics page; None if there is no page, or it has no counts."""
+    try:
+        return None if page is None else parse_counts(page, model)
+    except NoCounts:
+        return None
+
+
 def _counted(sample: str) -> str | None:
     """Return the short name of a sample with a count of speculation; None for any other sample."""
     program, _, name = sample.partition(":")

@@ -32,7 +32,7 @@ from trainer.servers.acceptance import (
 )
 from trainer.servers.answers import CONTROLS, Completion, CompletionRequest
 from trainer.servers.configs import compare_settings, compare_vocabularies
-from trainer.servers.counters import Counts, NoCounts, parse_counts
+from trainer.servers.counters import Counts, find_counts
 from trainer.servers.readings import CAUSAL, misread, other_readings
 from trainer.servers.rendered import TEMPLATE, HeldOutPrompt, ask_rendered, compare_rendered
 from trainer.servers.speculator import TOP_1, Speculator, compare_top_1
@@ -154,27 +154,18 @@ def _ask(
         controls = served.taken_controls(sent[0])
         refused = [name for name in CONTROLS if name not in controls]
         note = f" (it rejects {' and '.join(refused)}, so its defaults may apply)" if refused else ""
-    before = _page_counts(page, served.served.model)
+    before = find_counts(page(), served.served.model)
     requests = [
         CompletionRequest(prompt, replay.config.max_new_tokens, temperature, seed=seed, controls=controls)
         for seed, prompt in enumerate(sent, start=replay.config.seed)
     ]
     answers = served.many(requests)
-    after = _page_counts(page, served.served.model)
+    after = find_counts(page(), served.served.model)
     if after is None:
         return answers, None
     found = after.since(before)
     note += "" if found.cumulative else f" ({found.server} reports only its last interval)"
     return answers, ServerCounts(found, temperature, note) if found.drafts != 0 else None
-
-
-def _page_counts(page: Page, model: str) -> Counts | None:
-    """Return the model's counts on a metrics page; None if there is no page, or it has no counts."""
-    text = page()
-    try:
-        return None if text is None else parse_counts(text, model)
-    except NoCounts:
-        return None
 
 
 def _by_counts(replay: Replay, counted: Sequence[ServerCounts]) -> tuple[Finding, Finding]:
