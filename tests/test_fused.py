@@ -20,7 +20,7 @@ from loss_references import (
 )
 from torch import Tensor
 
-from trainer.learning import products
+from trainer.learning import fused
 from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.losses import LossMix
 from trainer.recipe.common import Divergence, Term
@@ -34,7 +34,7 @@ CROSS_ENTROPY = one("cross_entropy")
 def test_a_fused_loss_is_the_plain_formula_and_so_are_its_gradients(
     weights: dict[Term, float], temperature: float, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "_BLOCK_BYTES", 2 * VOCAB * 8)  # two rows: chunks of 5 are softmaxed in three blocks
+    monkeypatch.setattr(fused, "_BLOCK_BYTES", 2 * VOCAB * 8)  # two rows: chunks of 5 are softmaxed in three blocks
     hidden, weight, labels = inputs()
     teacher, target = a_teacher()
     mix = LossMix(weights, temperature)
@@ -69,7 +69,7 @@ def test_a_bias_is_a_second_product_in_the_logits(weights: dict[Term, float], ch
 def test_a_draft_that_knows_some_tokens_and_caps_its_logits_is_compared_by_the_same_formula(
     weights: dict[Term, float], known: list[int], soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "_BLOCK_BYTES", 2 * VOCAB * 8)
+    monkeypatch.setattr(fused, "_BLOCK_BYTES", 2 * VOCAB * 8)
     hidden, weight, labels = inputs(outputs=len(known))
     tokens = torch.tensor(known)
     teacher, target = a_teacher()
