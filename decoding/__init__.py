@@ -3,8 +3,7 @@
 Names are imported on first use, to keep ``import decoding`` from loading PyTorch. ``__init__.pyi`` has their types.
 """
 
-from importlib import import_module
-from typing import Any
+from decoding.lazy import lazy_names
 
 _HOMES = {
     "Conversation": "decoding.conversation",
@@ -15,13 +14,4 @@ _HOMES = {
     "speculate": "decoding.speculation",
 }
 __all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,10 +1,11 @@
 """The fused loss against the plain formulas, gradients included."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from loss_references import (
+    HIDDEN,
     KINDS,
     MIXES,
     TOKENS,
@@ -19,10 +20,12 @@ from loss_references import (
     reference,
 )
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.learning import products
+from trainer.learning import fused
 from trainer.learning.fused import Bias, fused_loss
-from trainer.learning.losses import LossMix
+from trainer.learning.losses import HiddenTeacher, LossMix, SampledTailTeacher
 from trainer.recipe.common import Divergence, Term
 
 CROSS_ENTROPY = one("cross_entropy")
@@ -34,7 +37,7 @@ CROSS_ENTROPY = one("cross_entropy")
 def test_a_fused_loss_is_the_plain_formula_and_so_are_its_gradients(
     weights: dict[Term, float], temperature: float, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "_BLOCK_BYTES", 2 * VOCAB * 8)  # two rows: chunks of 5 are softmaxed in three blocks
+    monkeypatch.setattr(fused, "_BLOCK_BYTES", 2 * VOCAB * 8)  # two rows: chunks of 5 are softmaxed in three blocks
     hidden, weight, labels = inputs()
     teacher, target = a_teacher()
     mix = LossMix(weights, temperature)
@@ -69,7 +72,7 @@ def test_a_bias_is_a_second_product_in_the_logits(weights: dict[Term, float], ch
 def test_a_draft_that_knows_some_tokens_and_caps_its_logits_is_compared_by_the_same_formula(
     weights: dict[Term, float], known: list[int], soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "_BLOCK_BYTES", 2 * VOCAB * 8)
+    monkeypatch.setattr(fused, "_BLOCK_BYTES", 2 * VOCAB * 8)
     hidden, weight, labels = inputs(outputs=len(known))
     tokens = torch.tensor(known)
     teacher, target = a_teacher()
@@ -111,3 +114,65 @@ def test_fused_logits_far_apart_stay_finite(kind: Divergence) -> None:
     weight, target_logits = torch.eye(3, requires_grad=True), torch.tensor([[-1e4, 0.0, 1e4]] * 2)
     loss = fused_loss(hidden, weight, torch.tensor([0, 0]), LossMix({kind: 9.0}), all_logits(target_logits)).loss
     assert loss.isfinite() and all(gradient.isfinite().all() for gradient in gradients(loss, hidden, weight))
+
+
+# --- what the fused loss computes and keeps ---------------------------------------------------------------------------
+
+
+class LargestTensor(TorchDispatchMode):
+    """Counts the numbers in the largest tensor that any operation makes, and the matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)  # with ``out`` or without
+        return made
+
+
+def sample(logits: Tensor, kept: int, drawn: int) -> SampledTailTeacher:
+    """The best logits, and others as if they had been drawn."""
+    best = logits.topk(kept + drawn)
+    (tokens, tail), (known, tail_known) = (part.split((kept, drawn), 1) for part in (best.indices, best.values))
+    return SampledTailTeacher(tokens, known, logits.logsumexp(-1), tail, tail_known)
+
+
+@pytest.mark.parametrize("kind", ["hidden", "sample"])
+@pytest.mark.parametrize("term", get_args(Term))
+def test_no_tensor_is_larger_than_the_logits_of_a_chunk(kind: str, term: Term) -> None:
+    tokens, vocab, chunk = 60, 100, 8
+    hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
+    weight = torch.randn(vocab, HIDDEN, requires_grad=True)
+    target, lm_head = torch.randn(tokens, HIDDEN), weight.detach()
+    if kind == "hidden":
+        teacher: Any = HiddenTeacher(target, lm_head)
+    else:
+        teacher = sample(target @ lm_head.T, 4, 3)
+    with LargestTensor() as watched:
+        fused_loss(hidden, weight, torch.randint(vocab, (tokens,)), one(term), teacher, chunk=chunk).loss.backward()
+    assert watched.numbers == chunk * vocab  # and hidden states and weight are smaller
+    with LargestTensor() as watched:
+        F.cross_entropy(hidden @ weight.T, torch.randint(vocab, (tokens,))).backward()
+    assert watched.numbers == tokens * vocab  # the plain way is seen
+
+
+@pytest.mark.parametrize("weights", [{"cross_entropy": 1.0}, {"cross_entropy": 0.5, "forward_kl": 1.0}])
+def test_under_autocast_products_run_in_bf16_and_come_out_close_to_fp32(weights: dict[Term, float]) -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    teacher, _ = a_teacher(torch.float32)
+    mix = LossMix(weights)
+    exact = fused_loss(hidden, weight, labels, mix, teacher, chunk=4).loss
+    exact_gradients = gradients(exact, hidden, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = fused_loss(hidden, weight, labels, mix, teacher, chunk=4).loss
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(exact.item(), rel=2e-2)
+    assert loss.item() != exact.item()  # bf16 it was
+    for ours, theirs in zip(gradients(loss, hidden, weight), exact_gradients, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).norm() < 2e-2 * theirs.norm()

@@ -5,16 +5,21 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from test_stream import Utf8
+from tiny_training import recipe_content, write_corpus, write_target
 
 from decoding.generate import Step
 from decoding.stream import Tally
-from trainer.terminal.console import say, standard_output
+from trainer.recipe.reading import parse_recipe
+from trainer.run.train import run_recipe
+from trainer.terminal.console import say, say_error, standard_output
 from trainer.terminal.streaming import CtrlC, show_steps, shows_styles, summary
 
 SHOWN = "a\x1b[2J\x07\x7f\x9b1m می\u200cخواهم\u202e\u2066\u200f 👨\u200d👩\u200d👧"
@@ -145,3 +150,38 @@ def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
         assert not ctrl_c.asked and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# --- what a user wrote is printed as it is; other libraries say nothing of their own ----------------------------------
+
+
+BRACKETS = "a[/x] :smile: [red]b"
+
+
+def test_a_console_prints_brackets_and_colons_as_they_are() -> None:
+    heard = io.StringIO()
+    console = standard_output(file=heard, width=200, force_terminal=True, no_color=True)
+    table = Table(BRACKETS, title=BRACKETS)
+    table.add_row(BRACKETS)
+    console.print(BRACKETS)
+    console.print(table)
+    assert heard.getvalue().count(BRACKETS) == 4
+
+
+def test_an_error_keeps_the_brackets_of_what_it_names_behind_a_red_word() -> None:
+    heard = io.StringIO()
+    say_error(Console(file=heard, width=20, force_terminal=True, color_system="standard"), f"{BRACKETS} is wrong")
+    assert heard.getvalue() == f"\x1b[1;31merror:\x1b[0m {BRACKETS} is wrong\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_recipe_with_brackets_in_its_name_trains_to_its_end(tmp_path: Path, terminal: bool) -> None:
+    write_target(tmp_path / "target")
+    write_corpus(tmp_path)
+    heard, content = io.StringIO(), {**recipe_content(tmp_path, "medusa", steps=2), "name": BRACKETS}
+    AcceleratorState._reset_state(True)
+    try:
+        final = run_recipe(parse_recipe(content), Console(file=heard, width=300, force_terminal=terminal))
+    finally:
+        AcceleratorState._reset_state(True)
+    assert final.is_dir() and heard.getvalue().count(f"{BRACKETS}") >= 2

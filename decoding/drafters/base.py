@@ -203,11 +203,7 @@ class TextDrafter(Drafter):
     def open_text(self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int) -> TextSession:
         """Start on a text of at most ``max_length`` tokens."""
 
-    def check(self, target: CausalLM, max_length: int) -> None:
-        """Raise UserError, before any text begins, for a target or a length that it cannot draft for."""
-
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
-        self.check(target, max_length)
         return _TextByText(self, target, sampling, max_length)
 
 

@@ -76,7 +76,9 @@ class DraftState:
         for slot, text in enumerate(texts):
             self._keep_accepted(slot, text)
         self._prefill_fresh(texts)
-        logits = self.draft.append(self._take_new(texts), self.cache).logits
+        blocks = [self._known(text[self._committed[slot] :]) for slot, text in enumerate(texts)]
+        self._committed[: len(texts)] = [len(text) for text in texts]
+        logits = self.draft.append(blocks, self.cache).logits
         return self.over_target_vocabulary(logits)
 
     def _prefill_fresh(self, texts: Sequence[Sequence[int]]) -> None:
@@ -87,12 +89,6 @@ class DraftState:
             for slot in fresh:
                 self._committed[slot] = len(texts[slot]) - 1
             self.draft.prepare(self.cache, len(texts), (), self._longest)
-
-    def _take_new(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return each text's tokens that the cache lacks; they run now."""
-        blocks = [self._known(text[self._committed[slot] :]) for slot, text in enumerate(texts)]
-        self._committed[: len(texts)] = [len(text) for text in texts]
-        return blocks
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         # A token unknown to the draft is replaced by the draft's last token: q is worse, but any q is lossless.

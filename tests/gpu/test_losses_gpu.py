@@ -7,9 +7,8 @@ import torch
 from loss_references import MIXES, VOCAB, a_teacher, gradients, inputs
 from torch import Tensor
 
-from trainer.learning.fused import fused_loss
+from trainer.learning.fused import add_product, fused_loss
 from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
-from trainer.learning.products import add_product
 from trainer.recipe.common import Term
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

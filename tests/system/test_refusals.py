@@ -1,11 +1,25 @@
 """What one of several processes refuses ends all of them, and none waits for it."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from launched_refusals import PLACES, prepare
-from whole_runs import ROOT, TORCHRUN, run
+from safetensors.torch import load_file
+from whole_runs import (
+    DIRECT,
+    ROOT,
+    TORCHRUN,
+    checkpoint_steps,
+    finish,
+    losses,
+    repeated,
+    run,
+    write_recipe,
+    write_workshop,
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,3 +46,30 @@ def test_a_process_that_works_for_long_is_waited_for_as_long_as_it_gives_signs(t
     run([*TORCHRUN, "--standalone", "--nproc_per_node", "2", script, str(tmp_path)], tmp_path)
     quick, slow = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert quick == ["done", "given up"] and slow[0] == "done"
+
+
+# --- kills: a run goes on as if nothing had happened ------------------------------------------------------------------
+
+
+KILLS = 6
+STEPS = 40
+EVERY = 4  # steps between checkpoints: of six kills, hardly ever all fall right behind one
+
+
+def test_a_run_killed_six_times_equals_the_one_that_was_never_killed(tmp_path: Path) -> None:
+    """Bit by bit: every step's loss, those done again included, and the weights at the end."""
+    workshop = write_workshop(tmp_path)
+    whole, killed = workshop / "whole", workshop / "killed"
+    recipes = [write_recipe(workshop, "medusa", output, steps=STEPS, every=EVERY) for output in (whole, killed)]
+    run([*DIRECT, recipes[0]], workshop)
+    program = [sys.executable, str(ROOT / "tests" / "system" / "killed_often.py"), recipes[1], str(killed)]
+    done = finish([*program, str(KILLS), "7"], workshop)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert len(done.stdout.split()) == KILLS
+    assert list(losses(whole)) == list(range(1, STEPS + 1)) and losses(killed) == losses(whole)
+    again = [line["step"] for line in repeated(killed) if "loss" in line]
+    assert again  # kills did cost steps, which were done again
+    ours, theirs = (load_file(output / "final" / "model.safetensors") for output in (whole, killed))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert checkpoint_steps(killed) == checkpoint_steps(whole) == [STEPS - EVERY, STEPS]
+    assert not list((killed / "checkpoints").glob(".*")) and not list(killed.glob(".*"))

@@ -3,7 +3,7 @@
 import pytest
 from drafter_checks import DRAFTERS, check_greedy, check_text_of_the_seed
 from test_drafters import FEW
-from test_generate_sampling import FALSE_ALARM, TARGET_SEED, TEXTS, decode_many, drafter_called, small_llama
+from test_generate import FALSE_ALARM, TARGET_SEED, TEXTS, decode_many, drafter_called, small_llama
 
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig

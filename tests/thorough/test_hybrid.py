@@ -1,20 +1,39 @@
-"""Two drafters in one tree: what is grafted, what kind it is, and that both sessions keep up."""
+"""Two drafters in one tree: what is grafted, what kind it is, that both sessions keep up, and that it is lossless."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from drafter_checks import opened, paths, request
+from enumerated_rules import LOSSY
 from scripted_drafters import ScriptedDrafter
 from torch import Tensor
 
 from decoding.drafters import HybridDrafter, PromptLookupDrafter
 from decoding.drafters.base import DraftRequest
 from decoding.drafters.hybrid import graft
+from decoding.measure.proof.enumeration import (
+    LOSSLESS,
+    SHAPES,
+    Context,
+    ContextModel,
+    Draft,
+    distance_from_target,
+    grafted_draft,
+    model_pair,
+    outcomes,
+    sampled_draft,
+    shapes_unchecked,
+    target_rows,
+)
 from decoding.model.causal_lm import CausalLM
+from decoding.policies import Budget
+from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.verify import Verdict, lossless_rule
 
 SAMPLED = SamplingConfig(1.0)
 ROOT = 9
@@ -133,3 +152,138 @@ def test_a_first_drafter_that_adds_nothing_is_asked_less_and_less(tiny_llama: Ca
     assert always.drafts == len(steps) > 90
     # A few steps each until no match, short ones and long ones have told, then one of seventeen.
     assert wrong.drafts < 12 + len(steps) / 17
+
+
+# --- losslessness of grafted trees: every outcome of drafting, choosing and verifying enumerated ----------------------
+
+
+WITHOUT = ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
+
+
+def by_its_rule(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
+    return lossless_rule(proposal)(proposal, p, source)
+
+
+@pytest.mark.parametrize("models", ["dense", "zeros", "mixed"])
+@pytest.mark.parametrize("shape", ["chain of 2", "two children", "one long branch"])
+@pytest.mark.parametrize("kind", [ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT])
+def test_a_looked_up_branch_beside_drawn_ones_is_lossless(models: str, shape: str, kind: ProposalKind) -> None:
+    for seed in range(3):
+        p, q = model_pair(models, 3, 3, seed)
+        draft = grafted_draft(sampled_draft(SHAPES[shape], q, kind), (1, 2))
+        assert distance_from_target(draft, by_its_rule, p, 4) < LOSSLESS
+
+
+def test_q_must_not_be_kept_where_the_lookup_happens_to_add_nothing() -> None:
+    """And dropped where it adds a node: draws whose q is dropped must be all draws of a context."""
+    p, q = model_pair("dense", 3, 2, 0)
+    drawn = sampled_draft(SHAPES["chain of 2"], q, ProposalKind.SAMPLED)
+
+    def mutant(source: RandomSource) -> Proposal:
+        first = drawn(source)
+        grafted = graft(first, Proposal(TokenTree.chain([0, 1]), ProposalKind.DETERMINISTIC)).proposal
+        return first if len(grafted.tree) == len(first.tree) else Proposal(grafted.tree, ProposalKind.MIXED)
+
+    assert distance_from_target(mutant, by_its_rule, p, 3) > LOSSY
+
+
+def test_grafted_children_must_not_be_verified_as_drawn_ones() -> None:
+    """Where p - q has mass on the grafted token and on another, the grafted one would be kept too often."""
+    lossy = []
+    for seed in range(12):
+        p, q = model_pair("dense", 3, 2, seed)
+        honest = grafted_draft(sampled_draft(SHAPES["chain of 2"], q, ProposalKind.SAMPLED), (1,))
+
+        def mutant(source: RandomSource, honest: Draft = honest) -> Proposal:
+            proposal = honest(source)
+            return Proposal(proposal.tree, ProposalKind.SAMPLED, proposal.q)
+
+        assert distance_from_target(honest, by_its_rule, p, 3) < LOSSLESS
+        lossy.append(distance_from_target(mutant, by_its_rule, p, 3) > LOSSY)
+    assert any(lossy)
+
+
+# --- turns of the drafter itself --------------------------------------------------------------------------------------
+
+PROMPT = [1, 1, 0]
+DRAWN_SHAPES = {"chain": (ProposalKind.SAMPLED, (-1, 0, 1)), "tree": (WITHOUT, (-1, 0, 0, 1))}
+
+
+class Drawing(ScriptedDrafter):
+    """Draws a tree from q after each text, by the choices of ``source``; ``hides`` some of the trees drawn."""
+
+    rough_cost = 0.7
+    budgets = (Budget(1, 3), Budget(2, 4))
+
+    def __init__(
+        self, source: RandomSource, q: ContextModel, shape: str, hides: Callable[[Proposal], bool] | None = None
+    ) -> None:
+        super().__init__()
+        self._source, self._q, self._hides = source, q, hides
+        self._kind, parents = DRAWN_SHAPES[shape]
+        self._shape = TreeShape(parents)
+        self.depths: list[int] = []
+        """Depth of the tree drawn in each step; 0 where the hybrid did not ask for one."""
+
+    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
+        return frozenset({self._kind})
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        depths = self._shape.depths
+        shape = self._shape.keep([node for node, depth in enumerate(depths) if depth <= request.max_depth])
+        after = self._q.after(tuple(request.tokens[len(PROMPT) :]))
+        proposal = sampled_draft(shape, after, self._kind)(self._source)
+        root = torch.tensor([request.tokens[-1]])
+        proposal = Proposal(
+            TokenTree(torch.cat([root, proposal.tree.tokens[1:]]), proposal.tree.shape), proposal.kind, proposal.q
+        )
+        self.depths[-1] = proposal.tree.shape.max_depth
+        return Proposal.root_only(request.tokens[-1]) if self._hides and self._hides(proposal) else proposal
+
+
+def distance_of_texts(
+    target: CausalLM, models: str, shape: str, hides: Callable[[Proposal], bool] | None = None, length: int = 4
+) -> tuple[float, set[tuple[int, ...]]]:
+    """Enumerate whole texts of ``length`` tokens of a vocabulary of three, by a hybrid that chooses at every step.
+
+    Returns the distance from p's own texts, and the depths of the trees drawn in the steps of each.
+    """
+    p, q = model_pair(models, 3, length, 0)
+    asked: set[tuple[int, ...]] = set()
+
+    def program(source: RandomSource) -> Context:
+        first = Drawing(source, q, shape, hides)
+        drafter = HybridDrafter(first, PromptLookupDrafter(2, branches=2))
+        session, written = opened(drafter, target, SamplingConfig(1.0), len(PROMPT)), list[int]()
+        while (room := length - len(written) - 1) > 0:
+            first.depths.append(0)
+            (proposal,) = session.propose([request([*PROMPT, *written], min(room, 2))])
+            tree = proposal.tree
+            verdict = by_its_rule(proposal, target_rows(tree, p.after(tuple(written))), source)
+            written += [*(tree.token_list[node] for node in verdict.path), verdict.token]
+        asked.add(tuple(first.depths))
+        return tuple(written)
+
+    emitted: dict[Context, float] = defaultdict(float)
+    with shapes_unchecked():
+        for text, probability in outcomes(program):
+            emitted[text] += probability
+    completed, wanted = p.completed(emitted, length), p.joint(length)
+    return max(abs(completed.get(text, 0.0) - probability) for text, probability in wanted.items()), asked
+
+
+@pytest.mark.parametrize(
+    ("models", "shape", "length"), [("dense", "chain", 5), ("dense", "tree", 4), ("mixed", "tree", 5)]
+)
+def test_a_hybrid_that_chooses_at_every_step_is_lossless(
+    tiny_llama: CausalLM, models: str, shape: str, length: int
+) -> None:
+    """A looked-up child equals a drawn one in many outcomes: three tokens are all there are."""
+    distance, depths = distance_of_texts(tiny_llama, models, shape, length=length)
+    assert distance < LOSSLESS
+    assert shape == "tree" or any(0 in steps for steps in depths), "after drafts that added nothing none is asked for"
+
+
+def test_the_enumeration_catches_a_draw_that_is_hidden_for_its_token(tiny_llama: CausalLM) -> None:
+    distance, _ = distance_of_texts(tiny_llama, "dense", "chain", lambda drawn: drawn.tree.token_list[1] == 1)
+    assert distance > LOSSY

@@ -22,8 +22,7 @@ from decoding.measure.planning.views import verdicts
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from trainer.commands.options import GenerateOptions
-from trainer.commands.plan import asked_or_planned
-from trainer.commands.prospects import untrained_drafters
+from trainer.commands.plan import asked_or_planned, untrained_drafters
 from trainer.export.exporter import export
 
 QUICK = ("--max-new-tokens", "8", "--limit", "2", "--dtype", "fp32")

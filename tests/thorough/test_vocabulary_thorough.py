@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from test_generate_sampling import FALSE_ALARM, LENGTH, PROMPT, exact_probabilities, p_value, small_llama
+from test_generate import FALSE_ALARM, LENGTH, PROMPT, exact_probabilities, p_value, small_llama
 from test_vocabulary import KEPT, PROMPTS, drafters
 from tiny_models import naive_greedy, tiny_model
 

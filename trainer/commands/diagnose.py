@@ -8,13 +8,11 @@ from urllib.request import urlopen
 
 from rich.console import Console
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.generate import DecodingConfig
 from decoding.measure.markdown import one_line
 from decoding.measure.proof.finding import Finding, all_pass
-from decoding.model.causal_lm import CausalLM
 from decoding.model.hub import local_folder
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from trainer.commands.check_options import DiagnoseOptions
@@ -26,7 +24,7 @@ from trainer.servers.configs import kind_of
 from trainer.servers.counters import parse_counts
 from trainer.servers.diagnosis import Replay, ServerCounts, diagnose
 from trainer.servers.rendered import HeldOutPrompt
-from trainer.servers.speculator import Speculator, SpeculatorName, load_speculator, named_speculator
+from trainer.servers.speculator import SpeculatorName, load_speculator, named_speculator
 from trainer.terminal.console import say, standard_error, standard_output
 
 _PAGE_SECONDS = 10.0
@@ -84,11 +82,15 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
         connection = connect(options.endpoint, options.model)
     target = read_target(options.target, options)
     speculator = load_speculator(named, target, options.trust_remote_code)
+    limits = [limit for limit in (target.max_positions, speculator.max_positions) if limit is not None]
+    holds = min(limits, default=_NO_LIMIT)
+    heldout = read_heldout(resolve(options.prompts), None, options.limit, tokenizer, holds, options.max_new_tokens)
+    say(watch, f"{len(heldout)} prompts fit target and speculator", style="dim")
     replay = Replay(
         target,
         tokenizer,
         speculator,
-        _heldout(options, speculator, target, tokenizer, watch),
+        [HeldOutPrompt(each.text, each.open_after(()) if each.chat else None, ids) for each, ids in heldout],
         DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(target.model, tokenizer)),
         options.temperature,
         options.exported or named.folder,
@@ -97,20 +99,6 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
     )
     with connection or nullcontext() as model:
         return list(diagnose(replay, model, page, given, lambda stage: say(watch, f"{stage} …", style="dim")))
-
-
-def _heldout(
-    options: DiagnoseOptions,
-    speculator: Speculator,
-    target: CausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    watch: Console,
-) -> list[HeldOutPrompt]:
-    limits = [limit for limit in (target.max_positions, speculator.max_positions) if limit is not None]
-    holds = min(limits, default=_NO_LIMIT)
-    heldout = read_heldout(resolve(options.prompts), None, options.limit, tokenizer, holds, options.max_new_tokens)
-    say(watch, f"{len(heldout)} prompts fit target and speculator", style="dim")
-    return [HeldOutPrompt(each.text, each.open_after(()) if each.chat else None, ids) for each, ids in heldout]
 
 
 def _is_address(metrics: str) -> bool:

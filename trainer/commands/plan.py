@@ -1,32 +1,41 @@
 """`headstart plan`: measure costs here, choose what to draft, or predict what a draft would bring."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
-from decoding.drafters.registry import DrafterLoader
+from decoding.drafters import Drafter
+from decoding.drafters.registry import DrafterLoader, named_drafter
 from decoding.dtypes import parse_dtype
 from decoding.errors import UserError
 from decoding.measure.figures import without_nan
 from decoding.measure.planning.plan_file import plan_fingerprints, read_plan, write_plan
 from decoding.measure.planning.planner import Planner
-from decoding.measure.planning.prospects import Prospects
+from decoding.measure.planning.prospects import DEEPEST, Prospects
 from decoding.measure.planning.step_costs import LEAST_GAIN
 from decoding.measure.planning.survey import PlanConfig
 from decoding.measure.planning.views import NAMES, basis, break_even_table, plan_table, published_table, verdicts
 from decoding.measure.questions import read_prompts
+from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSparkDraft
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
+from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.hub import revisions
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import set_variables
 from trainer.commands.findings import account
 from trainer.commands.models import read_specs, read_target
 from trainer.commands.options import PlanOptions
-from trainer.commands.prospects import untrained_drafters
 from trainer.commands.shared_options import ModelOptions
+from trainer.drafts.distill import drafter_of
+from trainer.drafts.dspark import dspark_config
+from trainer.drafts.start import draft_from_target
 from trainer.quickstart import resolve
+from trainer.recipe.draft import DSparkSection
 from trainer.run.train import prepare_target
 from trainer.terminal.console import say, standard_error, standard_output, wide
 from trainer.terminal.progress import ProgressBar
@@ -88,6 +97,49 @@ def _print_prospects(plan: dict[str, Any], console: Console) -> None:
     say(console, *verdicts(plan))
     for kind, reason in plan["left_out"].items():
         say(console, f"{NAMES[kind]} left out: {reason}")
+
+
+# --- untrained drafters, whose costs are measured if none is given ----------------------------------------------------
+
+
+def untrained_drafters(
+    target: CausalLM, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, Drafter], dict[str, int], dict[str, str]]:
+    """Return chain drafters by kind, their numbers of parameters, and the reasons for missing kinds.
+
+    Heads share the target's lm_head. A DSpark draft has a recipe's default layers. A small draft has one layer of the
+    target.
+    """
+
+    def heads() -> tuple[Drafter, int]:
+        chain = tuple((0,) * depth for depth in range(1, DEEPEST + 1))
+        config = MedusaConfig(target.hidden_size, target.vocab_size, DEEPEST, tree=chain, shared_lm_head=True)
+        made = MedusaHeads.for_target(target.model, config).to(target.device, target.dtype).eval()
+        return named_drafter("heads", made), _parameters(made)
+
+    def dspark() -> tuple[Drafter, int]:
+        anything = str(tokenizer.convert_ids_to_tokens(0))  # any token can be the mask here; training needs a good one
+        config = dspark_config(target, tokenizer, DSparkSection(block_size=DEEPEST, mask_token=anything))
+        config.check_fits(target)
+        made = DSparkDraft(config).to(target.device, target.dtype).eval()
+        return drafter_of(made, DEEPEST), _parameters(made)
+
+    def draft() -> tuple[Drafter, int]:
+        made = draft_from_target(target.model, 1).to(target.device).eval()  # type: ignore[arg-type]
+        return drafter_of(CausalLM(made), DEEPEST), _parameters(made)
+
+    makers: dict[str, Callable[[], tuple[Drafter, int]]] = {"heads": heads, "dspark": dspark, "draft": draft}
+    drafters, parameters, left_out = {}, {}, {}
+    for kind, make in makers.items():
+        try:
+            drafters[kind], parameters[kind] = make()
+        except UserError as error:  # this target cannot have such a draft
+            left_out[kind] = str(error)
+    return drafters, parameters, left_out
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 # --- a plan for another command ---------------------------------------------------------------------------------------

@@ -145,7 +145,8 @@ class Race:
         """Decode for at least ``seconds``, or until the race ends; return False at the end."""
         until = self.plain.seconds + self.speculative.seconds + seconds
         while not (self.finished or self.stopped) and self.plain.seconds + self.speculative.seconds < until:
-            min((side for side in (self.plain, self.speculative) if not side.finished), key=_spent).advance()
+            racing = (side for side in (self.plain, self.speculative) if not side.finished)
+            min(racing, key=lambda side: side.seconds).advance()
         if not (self.finished or self.stopped):
             return True
         self.close()
@@ -171,10 +172,6 @@ class Race:
         margin = margin_of(self.models.plain_target, self.prompt, mine, plain)
         near = is_near_tie(margin, self.models.target.dtype)
         return Ending(alike, "near-tie" if near else "fault", margin if isinstance(margin, float) else None)
-
-
-def _spent(side: Side) -> float:
-    return side.seconds
 
 
 def fitting_rules(drafter: Drafter, temperature: float | None) -> list[tuple[str, str]]:

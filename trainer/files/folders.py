@@ -38,7 +38,9 @@ def write_folder(destination: Path, write: Callable[[Path], None], sealed: bool 
         try:
             write(temporary)
             if sealed:
-                _seal(temporary)
+                files = sorted(path for path in temporary.iterdir() if path.is_file())
+                lines = [checksum_line(path.name, sha256_of(path)) for path in files]
+                (temporary / CHECKSUMS).write_text("".join(lines))
         except SafetensorError as error:
             raise OSError(f"{destination} could not be written ({error}): make room and start again") from error
         for path in (*temporary.rglob("*"), temporary):
@@ -56,11 +58,6 @@ def write_folder(destination: Path, write: Callable[[Path], None], sealed: bool 
         shutil.rmtree(temporary, ignore_errors=True)
         if destination.exists():
             shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _seal(folder: Path) -> None:
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    (folder / CHECKSUMS).write_text("".join(checksum_line(path.name, sha256_of(path)) for path in files))
 
 
 def checksum_line(name: str, digest: str) -> str:

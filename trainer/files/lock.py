@@ -56,7 +56,8 @@ def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | N
                 raise UserError(message, "wait until it ends, or give another output") from None
             on_wait(f"waiting for {_holder(path)} to finish writing {held}")
             lock.acquire()
-        path.write_text(json.dumps(_self_description()))
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        path.write_text(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}))
     except OSError as error:
         lock.release()
         raise _unwritable(held, error) from error
@@ -72,11 +73,6 @@ def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | N
 
 def _unwritable(held: Path, error: OSError) -> OSError:
     return OSError(f"{held} cannot be written ({error.strerror or error}): make room or give another output")
-
-
-def _self_description() -> dict[str, str | int]:
-    since = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"process": os.getpid(), "host": socket.gethostname(), "since": since}
 
 
 def _holder(path: Path) -> str:

@@ -10,7 +10,7 @@ from trainer.heads.medusa2 import Medusa2Objective
 from trainer.job import Job, shared_identity
 from trainer.processes import Process
 from trainer.recipe.heads import MedusaRecipe
-from trainer.target.features import FeatureStore, StoredFeatures, ensure_features
+from trainer.target.features import StoredFeatures, ensure_features
 from trainer.target.hidden import OnlineTarget
 from trainer.target.loading import StoredTarget, load_data, load_target
 
@@ -26,7 +26,8 @@ def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process)
     steps, features = recipe.training.steps, recipe.features
     if features is not None:
         store = ensure_features(target, dataset.examples, features, process)
-        objective = _objective_from(recipe, target, store, device)
+        config = load_config(target.name, recipe.trust_remote_code)
+        objective = MedusaObjective(StoredFeatures(store, config, device), recipe.heads, steps, target.dtype)
         kept = target if features.keep_target else target.let_go()
     elif recipe.adapters is not None:
         objective = Medusa2Objective(target.model, target.tokenizer, recipe.heads, recipe.adapters, steps)
@@ -37,10 +38,3 @@ def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process)
         "states": features.states if features else "target"
     }  # the only setting of features that changes the run
     return Job(recipe, target.tokenizer, dataset, heldout, kept, objective, identity)
-
-
-def _objective_from(
-    recipe: MedusaRecipe, target: StoredTarget, store: FeatureStore, device: torch.device
-) -> MedusaObjective:
-    config = load_config(target.name, recipe.trust_remote_code)
-    return MedusaObjective(StoredFeatures(store, config, device), recipe.heads, recipe.training.steps, target.dtype)

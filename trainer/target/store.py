@@ -142,13 +142,11 @@ class Store(Generic[MadeFrom]):
         self.identity = identity
         self._layout = layout
         self._files: dict[str, Any] = {}
-        stamp = _stamp(identity, layout)
-        for name in _files(identity, layout):
-            if not is_whole(folder / name, stamp, verify=False):
-                raise UserError(
-                    f"another process has written {name}, but {folder} here lacks it",
-                    f"set {identity.setting} to a folder that all machines share",
-                )
+        if missing := _missing(_files(identity, layout), folder, _stamp(identity, layout)):
+            raise UserError(
+                f"another process has written {missing[0]}, but {folder} here lacks it",
+                f"set {identity.setting} to a folder that all machines share",
+            )
 
     def _weight(self, name: str) -> Tensor:
         tensor: Tensor = self._open(WEIGHTS).get_tensor(name)
@@ -176,6 +174,11 @@ def _files(identity: Identity, layout: ShardLayout) -> list[str]:
 
 def _stamp(identity: Identity, layout: ShardLayout) -> str:
     return digest_of([asdict(identity), layout.shard_rows, layout.lengths])
+
+
+def _missing(names: Sequence[str], folder: Path, stamp: str, verify: bool = False) -> list[str]:
+    """Return the names of files that are missing, incomplete or of another origin; ``verify``: or damaged."""
+    return [name for name in names if not is_whole(folder / name, stamp, verify)]
 
 
 def _read_manifest(folder: Path, identity: Identity) -> ShardLayout | None:
@@ -230,19 +233,14 @@ def ensure_store(
             try:
                 held.enter_context(hold(folder, process.say))
             except OSError:
-                found = _read_manifest(folder, writer.identity)
-                if found is None or not _is_whole(writer.identity, folder, found):
+                identity, found = writer.identity, _read_manifest(folder, writer.identity)
+                if found is None or _missing(_files(identity, found), folder, _stamp(identity, found)):
                     raise
 
         on_first(hold_folder)
         layout = agreed(lambda: _begin(writer.identity, examples, folder, shard_rows, process))
         agreed(lambda: _write_missing(writer, examples, folder, layout, process), patient=True)
     return layout
-
-
-def _is_whole(identity: Identity, folder: Path, layout: ShardLayout) -> bool:
-    stamp = _stamp(identity, layout)
-    return all(is_whole(folder / name, stamp, verify=False) for name in _files(identity, layout))
 
 
 def _begin(
@@ -266,12 +264,9 @@ def _begin(
 
 
 def _check_space(folder: Path, identity: Identity, layout: ShardLayout) -> None:
-    needed, stamp = 0, _stamp(identity, layout)
-    if identity.weight_bytes and not is_whole(folder / WEIGHTS, stamp, verify=False):
-        needed += identity.weight_bytes
-    for shard in range(len(layout.shards)):
-        if not is_whole(folder / shard_name(shard), stamp, verify=False):
-            needed += layout.num_rows(shard) * identity.row_bytes
+    sizes = {shard_name(shard): layout.num_rows(shard) * identity.row_bytes for shard in range(len(layout.shards))}
+    sizes[WEIGHTS] = identity.weight_bytes
+    needed = sum(sizes[name] for name in _missing(_files(identity, layout), folder, _stamp(identity, layout)))
     free = shutil.disk_usage(folder).free
     if needed and needed * 1.05 + _SPARE_BYTES > free:
         raise UserError(
@@ -287,7 +282,7 @@ def _write_missing(
     identity, noun, row = writer.identity, writer.identity.noun, writer.identity.row
     stamp = _stamp(identity, layout)
     own = _files(identity, layout)[process.rank :: process.world]
-    missing = {name for name in own if not is_whole(folder / name, stamp, verify=True)}
+    missing = {*_missing(own, folder, stamp, verify=True)}
     for name in sorted(name for name in missing if is_begun(folder / name)):
         say(process.console, f"{noun}: {name} was damaged or incomplete and is written again")
     if WEIGHTS in missing:

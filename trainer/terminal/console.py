@@ -103,9 +103,6 @@ def quiet_libraries() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in _LIBRARIES:
         logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("DeepSpeed").addFilter(_is_error)  # DeepSpeed sets its own level when accelerate imports it
+    # DeepSpeed sets its own level when accelerate imports it.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     warnings.filterwarnings("ignore", module=rf"({'|'.join(_LIBRARIES)})\b")
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
