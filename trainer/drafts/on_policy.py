@@ -106,7 +106,7 @@ class TextWriter:
             [order.prompt for order in orders],
             self._config,
             batch_size=self._policy.batch_size,
-            seeds=[_seed_of(self._seed, order) for order in orders],
+            seeds=[(self._seed << 32 | order.step) << 32 | order.position for order in orders],
         )
         for index, step in steps:
             tokens[index] += step.tokens
@@ -118,10 +118,6 @@ class TextWriter:
             where = order.step, order.position, order.place, order.kind
             texts.append(GeneratedText(*where, length, tuple(text), tuple(corrected)))
         return texts
-
-
-def _seed_of(seed: int, order: Order) -> int:
-    return (seed << 32 | order.step) << 32 | order.position
 
 
 class WindowFiles:
