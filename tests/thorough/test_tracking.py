@@ -77,7 +77,7 @@ def test_a_tracker_that_fails_costs_no_step(workshop: Path, fails: str, monkeypa
     monkeypatch.setattr("accelerate.Accelerator.init_trackers", init_trackers)
     said = train(workshop)
     warning = f"warning: mlflow failed (no {fails}), so it gets no more figures until the next start; metrics.jsonl has"
-    assert said.count(warning) == 1 and "finished: " in said
+    assert said.count(warning) == 1 and "finished: " in said and tracker.finish.call_count == (fails == "finish")
     assert [step for step, kind in rows(workshop / "run" / "metrics.jsonl") if kind == "loss"] == [1, 2, 3, 4, 5, 6]
 
 
