@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from trainer.files.shards import ShardLayout
 from trainer.heads.medusa import MedusaObjective
 from trainer.processes import ALONE, Process
 from trainer.recipe.heads import FeaturesSection, HeadsSection, StatesDtype
+from trainer.target import features
 from trainer.target import store as stores
 from trainer.target.features import (
     LARGEST_KL,
@@ -130,7 +132,7 @@ def test_states_in_int8_by_hand() -> None:
 
 @pytest.mark.parametrize("taps", [(), (0, 1)])
 def test_states_that_change_the_teacher_are_measured_before_they_are_written(
-    taps: tuple[int, ...], tmp_path: Path
+    taps: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Int8 changes an outlier's neighbours: one number 10,000 times the others leaves them nothing."""
     model = tiny_model("llama", num_hidden_layers=4, initializer_range=0.02)
@@ -142,12 +144,14 @@ def test_states_that_change_the_teacher_are_measured_before_they_are_written(
         return said.getvalue()
 
     told = r"states in {} change the target's distribution by ([\d.e-]+) nats \(mean KL of \d+ tokens\)"
-    changes = {}
+    changes, together = {}, Mock(side_effect=features.on_first)
+    monkeypatch.setattr(features, "on_first", together)
     for states in ("int8", "bf16"):
         found = re.search(told.format(states), said_of(states, states))
         assert found is not None
         changes[states] = float(found[1])
         assert "nats" not in said_of(states, states), "they are written already"
+    assert together.call_count == 4, "processes that see different folders must still wait for one another"
     assert 0 < changes["bf16"] < changes["int8"] < LARGEST_KL and "nats" not in said_of("target", "target")
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] += 500.0

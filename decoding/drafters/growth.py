@@ -128,8 +128,7 @@ class _Level(NamedTuple):
 def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
     """List the levels of a batch of trees from their shapes alone."""
     first = [0, *accumulate(len(shape) for shape, _ in cuts)]
-    inner = sorted(first[row] + parent for row, (shape, _) in enumerate(cuts) for parent in {*shape.parents[1:]})
-    q_row = {node: number for number, node in enumerate(inner)}
+    first_q = [0, *accumulate(len(shape.inner) for shape, _ in cuts)]
     levels = []
     for depth in range(max(shape.max_depth for shape, _ in cuts)):
         rows: list[int] = []
@@ -137,22 +136,24 @@ def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
         children: list[int] = []
         owners: list[int] = []
         ranks: list[int] = []
+        q_rows: list[int] = []
         by_row: list[tuple[int, ...]] = []
         for row, (shape, ranks_of) in enumerate(cuts):
-            own = tuple(node for node, below in enumerate(shape.children) if below and shape.depths[node] == depth)
+            own = tuple(node for node in shape.inner if shape.depths[node] == depth)
             by_row.append(own)
             for parent in own:
                 owners += [len(parents)] * len(shape.children[parent])
                 rows.append(row)
                 parents.append(first[row] + parent)
+                q_rows.append(first_q[row] + shape.inner[parent])
                 children += [first[row] + child for child in shape.children[parent]]
                 ranks += [ranks_of[child - 1] for child in shape.children[parent]]
         slots = torch.zeros(len(parents), max(ranks) + 1, dtype=torch.long)
         slots[owners, ranks] = torch.tensor(children)
         on_device = partial(torch.tensor, device=device)
         choice = on_device(owners), on_device(ranks)
-        nodes, q_rows = on_device(parents), on_device([q_row[parent] for parent in parents])
-        levels.append(_Level(on_device(rows), nodes, on_device(children), choice, slots, tuple(by_row), q_rows))
+        nodes = on_device(rows), on_device(parents), on_device(children)
+        levels.append(_Level(*nodes, choice, slots, tuple(by_row), on_device(q_rows)))
     return levels
 
 
@@ -193,7 +194,7 @@ class Growth:
         shapes = [shape for shape, _ in cuts]
         if drawn := kind.has_q:
             cuts = tuple((shape, _draw_order(shape)) for shape in shapes)
-        sizes, inner = [len(shape) for shape in shapes], [len({*shape.parents[1:]}) for shape in shapes]
+        sizes, inner = [len(shape) for shape in shapes], [len(shape.inner) for shape in shapes]
         tokens = torch.cat(
             [F.pad(torch.tensor([r.tokens[-1]]), (0, n - 1)) for r, n in zip(requests, sizes, strict=True)]
         )
@@ -217,7 +218,8 @@ class Growth:
                 q = q if len(q) else weights.new_empty(sum(inner), texts.vocab_size)
                 q[level.q_rows] = weights
             else:
-                chosen = _best(adjusted_logits(logits, sampling, history), level.slots.shape[1])[index]
+                adjusted, width = adjusted_logits(logits, sampling, history), level.slots.shape[1]
+                chosen = (best_tokens(adjusted)[:, None] if width == 1 else adjusted.topk(width).indices)[index]
             tokens[level.children] = chosen.to(device)[level.choice]
         by_row = tokens.split(sizes)
         if not drawn:
@@ -230,10 +232,6 @@ class Growth:
             trees = [TokenTree.of_list(row.tolist(), shape, device) for row, shape in zip(lists, shapes, strict=True)]
         pairs = zip(trees, q.split(inner), strict=True)
         return [_drawn(tree, of_row, kind, texts.vocab_size) for tree, of_row in pairs]
-
-
-def _best(logits: Float[Tensor, "rows vocab"], count: int) -> Int[Tensor, "rows count"]:
-    return best_tokens(logits)[:, None] if count == 1 else logits.topk(count).indices
 
 
 def _draw_order(shape: TreeShape) -> tuple[int, ...]:
@@ -267,7 +265,7 @@ def _drawn(tree: TokenTree, q: Float[Tensor, "parents vocab"], kind: ProposalKin
         for node, parent in enumerate(tree.shape.parents[1:], start=1):
             if tree.token_list[node] < vocab_size and parent in kept:
                 kept.append(node)
-        q_row = {node: row for row, node in enumerate(sorted({*tree.shape.parents[1:]}))}
-        tree = TokenTree.of_list([tree.token_list[node] for node in kept], tree.shape.keep(kept), device)
-        q = q[[q_row[kept[node]] for node in sorted({*tree.shape.parents[1:]})]]
+        shape = tree.shape.keep(kept)
+        q = q[[tree.shape.inner[kept[node]] for node in shape.inner]]
+        tree = TokenTree.of_list([tree.token_list[node] for node in kept], shape, device)
     return Proposal(tree, ProposalKind.DETERMINISTIC) if len(tree) == 1 else Proposal(tree, kind, q)

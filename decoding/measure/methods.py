@@ -342,12 +342,11 @@ def _seeded(target: CausalLM, config: DecodingConfig) -> Iterator[None]:
 def _first_pass(draft: CausalLM | None) -> Iterator[list[float]]:
     """Yield a list that gets the times at which the draft's next pass, over the prompt, begins and ends."""
     times: list[float] = []
-    device = None if draft is None else draft.device
 
-    def note(*_: Any) -> None:
+    def note(module: PreTrainedModel, *_: Any) -> None:
         if len(times) < 2:
-            if device is not None and device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if module.device.type == "cuda":
+                torch.cuda.synchronize(module.device)
             times.append(time.perf_counter())
 
     with ExitStack() as hooks:

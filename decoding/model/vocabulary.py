@@ -100,15 +100,11 @@ def _with_lm_head(model: PreTrainedModel, weight: Tensor, bias: Tensor | None) -
     lm_head.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         lm_head.bias = nn.Parameter(bias, requires_grad=False)
-    other: PreTrainedModel = copy.deepcopy(model, _shared(model) | {id(model.get_output_embeddings()): lm_head})
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}  # deepcopy's memo
+    other: PreTrainedModel = copy.deepcopy(model, shared | {id(model.get_output_embeddings()): lm_head})
     other.config.tie_word_embeddings = False
     other.config.get_text_config(decoder=True).tie_word_embeddings = False
     return other
-
-
-def _shared(model: nn.Module) -> dict[int, Any]:
-    """Return a memo that makes `copy.deepcopy` share the parameters and copy everything else."""
-    return {id(parameter): parameter for parameter in model.parameters()}
 
 
 def write_output_tokens(folder: str | Path, token_ids: Iterable[int]) -> None:

@@ -67,8 +67,8 @@ class Proposal:
     @cached_property
     def q_rows(self) -> dict[int, int]:
         """Return the row of ``q`` of each node with drawn children."""
-        drawn = len(self.tree) if self.drawn is None else self.drawn.nodes
-        return {node: row for row, node in enumerate(sorted({*self.tree.shape.parents[1:drawn]}))}
+        shape = self.tree.shape
+        return (shape if self.drawn is None else shape.keep(range(self.drawn.nodes))).inner
 
     @staticmethod
     def root_only(token: int, device: torch.device | str = "cpu") -> "Proposal":

@@ -116,6 +116,11 @@ class TreeShape:
         return tuple(tuple(nodes) for nodes in children)
 
     @cached_property
+    def inner(self) -> dict[int, int]:
+        """Nodes with children, in their order, each with its number among them."""
+        return {node: number for number, node in enumerate(sorted({*self.parents[1:]}))}
+
+    @cached_property
     def is_chain(self) -> bool:
         return self.max_depth == len(self) - 1
 

@@ -106,14 +106,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "pickled" / "adapter_model.bin").write_bytes(pickle.dumps({"weight": _Evil()}))
     plan: dict[str, Any] = {name: {} for name in ("curves", "hardware", "temperature")}
     plan |= {"format": "headstart plan 1", "dtype": "bfloat16", "cells": [], "drafters": []}
-    (folder / "plan.json").write_text(
-        json.dumps(
-            {
-                **plan,
-                "fingerprints": {"target": stored_fingerprint(folder / "good"), "drafters": {"draft:attacker": ""}},
-            }
-        )
-    )
+    plan["fingerprints"] = {"target": stored_fingerprint(folder / "good"), "drafters": {"draft:attacker": ""}}
+    (folder / "plan.json").write_text(json.dumps(plan))
     yield folder
     AcceleratorState._reset_state(True)
 

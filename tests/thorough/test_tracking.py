@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from test_resuming import killed_after, rows, train, workshop
@@ -60,46 +61,28 @@ def test_wandbs_own_login_is_found_without_asking_anybody(tmp_path: Path, monkey
     assert log._is_logged_in()
 
 
-class _Tracker:
-    """A tracker in the form of accelerate's, whose calls fail with an error of its own."""
-
-    name, tracker = "mlflow", SimpleNamespace(info=SimpleNamespace(run_id="7"), url=None)
-
-    def __init__(self, fails: str) -> None:
-        self.fails = fails
-
-    def _call(self, what: str) -> None:
-        if what == self.fails:
-            raise _MlflowError(f"no {what}\nand more lines")
-
-    def log(self, values: dict[str, Any], step: int) -> None:
-        self._call("log")
-
-    def finish(self) -> None:
-        self._call("finish")
-
-
 class _MlflowError(Exception):
     pass
 
 
 @pytest.mark.parametrize("fails", ["log", "finish"])
 def test_a_tracker_that_fails_costs_no_step(workshop: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Mock(tracker=SimpleNamespace(info=SimpleNamespace(run_id="7")))
+    tracker.name = "mlflow"
+    getattr(tracker, fails).side_effect = _MlflowError(f"no {fails}\nand more lines")
+
     def init_trackers(accelerator: Any, *given: Any) -> None:
-        accelerator.trackers.append(_Tracker(fails))
+        accelerator.trackers.append(tracker)
 
     monkeypatch.setattr("accelerate.Accelerator.init_trackers", init_trackers)
     said = train(workshop)
     warning = f"warning: mlflow failed (no {fails}), so it gets no more figures until the next start; metrics.jsonl has"
-    assert said.count(warning) == 1 and "finished: " in said
+    assert said.count(warning) == 1 and "finished: " in said and tracker.finish.call_count == (fails == "finish")
     assert [step for step, kind in rows(workshop / "run" / "metrics.jsonl") if kind == "loss"] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_tracker_that_cannot_start_is_the_users_error(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def init_trackers(*given: Any) -> None:
-        raise _MlflowError("no server")
-
-    monkeypatch.setattr("accelerate.Accelerator.init_trackers", init_trackers)
+    monkeypatch.setattr("accelerate.Accelerator.init_trackers", Mock(side_effect=_MlflowError("no server")))
     with pytest.raises(
         UserError, match=r"a tracker cannot start \(no server\): check its settings, or set tracking=none"
     ):

@@ -66,12 +66,9 @@ def _ended(work: Callable[[], None], debug: bool, resumes: bool) -> int:
 def _code(error: Exception) -> ExitCode:
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(it in str(error) for it in _FULL)):
         return ExitCode.OUT_OF_MEMORY
-    return ExitCode.BAD_INPUT if isinstance(error, UserError) or _is_the_system_s(error) else ExitCode.INTERNAL_ERROR
-
-
-def _is_the_system_s(error: Exception) -> bool:
-    """Return True for what the operating system answered: a missing file, a full disk, no permission."""
-    return isinstance(error, OSError) and error.errno is not None
+    # An errno is the operating system's answer: a missing file, a full disk, no permission.
+    of_the_user = isinstance(error, UserError) or (isinstance(error, OSError) and error.errno is not None)
+    return ExitCode.BAD_INPUT if of_the_user else ExitCode.INTERNAL_ERROR
 
 
 def _sentence(error: Exception) -> str:

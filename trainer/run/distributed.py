@@ -212,7 +212,7 @@ def build_optimizers(module: nn.Module, section: TrainingSection, prefixes: Coll
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if section.optimizer == "adamw":
         return [_adamw(_groups(trained, prefixes), section)]
-    inside = {name for name, p in trained.items() if p.ndim == 2 and not _is_over_vocabulary(name)}
+    inside = {name for name, p in trained.items() if p.ndim == 2 and _OVER_VOCABULARY.isdisjoint(name.split("."))}
     matrices = {name: parameter for name, parameter in trained.items() if name in inside}
     others = {name: parameter for name, parameter in trained.items() if name not in inside}
     muon = Muon(_groups(matrices, prefixes), section.learning_rate, section.weight_decay)
@@ -232,10 +232,6 @@ def _groups(parameters: Mapping[str, Tensor], prefixes: Collection[str]) -> list
         assert fitting, f"no learning rate for {name}: the objective's rates lack an entry ''"
         chosen[max(fitting, key=len)].append(parameter)
     return [{"params": members, PREFIX: prefix} for prefix, members in chosen.items() if members]
-
-
-def _is_over_vocabulary(name: str) -> bool:
-    return not _OVER_VOCABULARY.isdisjoint(name.split("."))
 
 
 def _adamw(groups: list[dict[str, Any]], section: TrainingSection) -> Optimizer:

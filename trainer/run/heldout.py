@@ -186,7 +186,8 @@ class Watch:
         if found.kind != "real":
             self._log.note(
                 f"step {best.progress.step} had the best evaluation, {best.figure:.3f} tokens per target pass, but not "
-                f"beyond its interval over the last step's {last.figures[CRITERION]:.3f}: the last weights are kept"
+                f"beyond its interval over the last step's {last.figures[CRITERION]:.3f} ({found.text}): "
+                "the last weights are kept"
             )
             return progress
         load_weights(self._objective.module, best.weights)

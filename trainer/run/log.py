@@ -66,6 +66,7 @@ class Log:
         self._bar.__exit__(*exception)
         if exception[0] is None:
             self._tell_trackers(lambda tracker: tracker.finish())
+            self._accelerator.trackers.clear()  # otherwise `end_training` finishes them again
 
     def begun(self, progress: Progress, checkpoints: Checkpoints) -> None:
         """Start the trackers. Print the step at which the run resumes, changed settings and skipped checkpoints.

@@ -140,7 +140,8 @@ def _step(
     gradient that is not finite changes neither weights nor moments.
     """
     step = progress.step
-    _seed_step(section.seed, step, accelerator.process_index)
+    # Dropout and the like depend on seed, step and process alone: a resumed run repeats them.
+    torch.manual_seed((section.seed * 1_000_003 + step) * 4_099 + accelerator.process_index)
     learning_rate = learning_rate_at(step, section)
     set_learning_rates(optimizers, learning_rate, objective.rates(step))
     mine, micro_batches = feed.step(step)
@@ -235,11 +236,6 @@ def _write(
         return {}
     with whole_parameters(accelerator, objective.module):
         return agreed(lambda: source.write(step, _my_positions(section, accelerator)))
-
-
-def _seed_step(seed: int, step: int, process: int) -> None:
-    """Seed dropout and the like by seed, step and process alone: a resumed run repeats them."""
-    torch.manual_seed((seed * 1_000_003 + step) * 4_099 + process)
 
 
 def _save(

@@ -237,8 +237,9 @@ def ensure_features(
     identity = FeatureIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section, layers)
     folder = Path(section.folder)
     writer = FeatureWriter(target.model, identity)
-    if identity.columns()["hidden"].dtype != identity.torch_dtype and not (folder / MANIFEST).exists():
-        on_first(lambda: process.say(_check_rounding(writer, examples)))
+    if identity.columns()["hidden"].dtype != identity.torch_dtype:
+        # The first looks for the manifest: others may have another disk, and another run may write it meanwhile.
+        on_first(lambda: None if (folder / MANIFEST).exists() else process.say(_check_rounding(writer, examples)))
     layout = ensure_store(writer, examples, folder, section.shard_tokens, process)
     return FeatureStore(folder, identity, layout)
 

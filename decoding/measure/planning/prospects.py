@@ -35,26 +35,12 @@ def equal_rates(tokens: float, depth: int) -> tuple[float, ...]:
 
 
 PUBLISHED = (
-    Published(
-        "heads",
-        "Medusa, Vicuna-7B",
-        (0.560, 0.316, 0.201, 0.147),
-        "top-1 accuracies in Medusa's repository, read in November 2026",
-    ),
-    Published(
-        "dspark", "DFlash, Qwen3-8B, chats", equal_rates(3.11, 7), "2607.05147 (July 2026), table 1, MT-Bench, T=1"
-    ),
-    Published("dspark", "DFlash, Qwen3-8B, maths", equal_rates(5.33, 7), "2607.05147 (July 2026), table 1, GSM8K, T=1"),
-    Published(
-        "draft",
-        "115M, Llama-2-7B-Chat",
-        (1 - 1 / 2.3,) * DEEPEST,
-        "2403.00858 (March 2024), at most 2.3 tokens per pass",
-    ),
+    Published("heads", "Medusa, Vicuna-7B", (0.560, 0.316, 0.201, 0.147), "Medusa's repository, November 2026, top 1"),
+    Published("dspark", "DFlash, Qwen3-8B, chats", equal_rates(3.11, 7), "2607.05147, July 2026, MT-Bench, T=1"),
+    Published("dspark", "DFlash, Qwen3-8B, maths", equal_rates(5.33, 7), "2607.05147, July 2026, GSM8K, T=1"),
+    Published("draft", "115M, Llama-2-7B-Chat", (1 - 1 / 2.3,) * DEEPEST, "2403.00858, March 2024, at most 2.3 a pass"),
 )
-"""DFlash is a low estimate for DSpark: its five layers accept less than two of DSpark (2607.05147), as in recipes.
-
-The month of an arXiv paper is in its number."""
+"""DFlash is a low estimate for DSpark: its five layers accept less than two of DSpark (2607.05147), as in recipes."""
 
 
 class Prospects(CostSurvey):
