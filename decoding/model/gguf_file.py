@@ -15,35 +15,25 @@ from contextlib import redirect_stderr
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 
 from decoding.errors import UserError
 from decoding.model.stored import cache_root, read_object
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-SOURCE_NAME = "gguf.json"
-"""File in a converted folder with the original file's name, digest and type."""
-UNQUANTISED = ("F32", "F16", "BF16")
 _LOGGER = logging.getLogger(__name__)
-_LINK = "model.gguf"
+_SOURCE, _LINK = "gguf.json", "model.gguf"
 _FORMAT = 1  # number in the folders' names: raise it when files are converted differently
 _ERRORS = (OSError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError, ImportError)
-_AGAIN = "fetch it again"
 _OTHER = "give the folder or Hub id of the original model"
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 """llama.cpp's pre-tokenizers that split off each digit and then split as GPT-2 does (llama-vocab.cpp)."""
-_WHOLE_WORDS = (
-    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
-    "tekken",
-)
+_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 """llama.cpp's pre-tokenizers whose words are not merged if they are tokens (llama-vocab.cpp, ignore_merges)."""
-_AS_GPT2 = (None, "default", "gpt-2", "phi-2", "jina-en")
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def is_gguf(name: str | Path) -> bool:
@@ -52,9 +42,11 @@ def is_gguf(name: str | Path) -> bool:
 
 
 def source_of(folder: Path) -> dict[str, Any] | None:
-    """Return name (``file``), ``sha256`` and ``type`` of the GGUF file that a folder was converted from, or None."""
-    path = folder / SOURCE_NAME
-    return read_object(path, "remove its folder") if path.is_file() else None
+    """Return the name (``file``), ``sha256`` and ``quantisation`` of the GGUF file that a folder was converted from.
+
+    The quantisation is that of the largest tensor, such as ``Q4_1``, or None for floats. None for any other folder.
+    """
+    return read_object(folder / _SOURCE, "remove its folder") if (folder / _SOURCE).is_file() else None
 
 
 def converted(file: Path) -> Path:
@@ -62,27 +54,24 @@ def converted(file: Path) -> Path:
 
     Raises UserError for a file that is missing, not GGUF, cut short, or of a kind that cannot be read exactly.
     """
-    try:
-        state = file.stat()
-        with file.open("rb") as opened:
-            if opened.read(4) != b"GGUF":
-                raise UserError(f"{file} is not a GGUF file: give a GGUF file or a folder with a model")
-        digest = _digest(file.resolve(), state.st_size, state.st_mtime_ns)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}): give a GGUF file") from error
+    if not file.is_file():
+        raise UserError(f"there is no file {file}: give a GGUF file, or ORG/NAME:FILE.gguf for one on the Hub")
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise UserError(f"{file} is not a GGUF file: give a GGUF file, or a folder with a model")
+    state = file.stat()
+    digest = _digest(file.resolve(), state.st_size, state.st_mtime_ns)
     folder = cache_root() / "gguf" / f"{file.stem}-{digest[:16]}-{_FORMAT}"
-    if folder.is_dir():
-        return folder
+    partial = folder.with_name(f"{folder.name}.partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
-            partial = folder.with_name(f"{folder.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left it
-            if not folder.is_dir():  # another process may have converted the file meanwhile
+            if not folder.is_dir():
+                shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left it
                 partial.mkdir()
-                _convert(file, digest, partial)
+                _convert(file, partial, {"file": file.name, "sha256": digest})
                 partial.rename(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         remedy = "make room there, or set HEADSTART_CACHE to another folder"
         raise UserError(f"the weights of {file} cannot be written to {folder} ({error}): {remedy}") from error
     return folder
@@ -95,116 +84,90 @@ def _digest(file: Path, size: int, changed: int) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _convert(file: Path, digest: str, folder: Path) -> None:
-    """Read a file by transformers, in the empty ``folder`` so that no neighbouring file is read, and write it there."""
+def _convert(file: Path, folder: Path, source: Mapping[str, str]) -> None:
+    """Read a file by transformers, from a ``folder`` without other files that it would read too, and write it there."""
     if find_spec("gguf") is None:
         raise UserError(f"reading {file} needs the package gguf: pip install 'headstart[gguf]'")
-    from gguf import GGUFReader, LlamaFileType
+    from gguf import GGUFReader
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils.logging import disable_progress_bar
 
     try:
         reader = GGUFReader(file)
         keys = {key: field.contents() for key, field in reader.fields.items()}
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        largest = max(reader.tensors, key=lambda tensor: int(tensor.n_bytes)).tensor_type.name
     except _ERRORS as error:
-        raise UserError(f"{file} is damaged or was not fetched completely ({_line(error)}): {_AGAIN}") from error
-    if (parts := keys.get("split.count", 1)) > 1:
-        raise UserError(f"{file} is one of {parts} parts: join them with llama-gguf-split --merge")
+        raise UserError(f"{file} is damaged or was not fetched completely ({_line(error)}): fetch it again") from error
+    if keys.get("split.count", 1) > 1:
+        raise UserError(f"{file} is one of {keys['split.count']} parts: join them with llama-gguf-split --merge")
     _LOGGER.warning("converting %s once, into %s", file, folder.parent)
-    disable_progress_bar()
     (folder / _LINK).symlink_to(file.resolve())
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    named: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "gguf_file": _LINK}
+    plain: dict[str, Any] = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+    loaded: Any
     try:
-        config = AutoConfig.from_pretrained(str(folder), gguf_file=_LINK)
+        config = AutoConfig.from_pretrained(**named)
         _complete(config, keys, tensors)
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=_LINK)
-        _split_as_llama_cpp(tokenizer, keys.get("tokenizer.ggml.pre"), file)
+        tokenizer = AutoTokenizer.from_pretrained(**named)
         with redirect_stderr(io.StringIO()):  # hides progress bars
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(folder),
-                gguf_file=_LINK,
-                config=config,
-                dtype=torch.float32,
-                quantization_config=GgufConfig(dequantize=True),
-                output_loading_info=True,
-            )
-    except UserError as error:
-        raise UserError(f"{file} {error.message}", error.remedy or _OTHER) from error
+            loaded = AutoModelForCausalLM.from_pretrained(**named, **plain, config=config, output_loading_info=True)
     except _ERRORS as error:
         raise UserError(f"transformers cannot read {file} ({_line(error)}): {_OTHER}") from error
-    model, missing = loaded[0], loaded[1]["missing_keys"]
+    model, missing = loaded[0], len(loaded[1]["missing_keys"])
     read = sum(tensor.numel() for tensor in {it.data_ptr(): it for it in model.state_dict().values()}.values())
-    held = sum(int(tensor.n_elements) for name, tensor in tensors.items() if _is_read(name, config))
+    held = sum(int(tensor.n_elements) for name, tensor in tensors.items() if "rope_" not in name)
     if missing or read != held:
-        found = f"{file} stores {held:,} weights, but transformers reads {read:,} for a {config.model_type}"
-        raise UserError(f"{found}, {len(missing)} tensors missing: {_OTHER}")
+        found = f"{held:,} weights, but transformers reads {read:,}, and {missing} tensors are missing"
+        raise UserError(f"{file} stores {found}: {_OTHER}")
     ends = {keys.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")} - {None}
     model.generation_config.eos_token_id = sorted(ends) or None
+    _split_as_llama_cpp(tokenizer.backend_tokenizer, keys.get("tokenizer.ggml.pre"), file)
     (folder / _LINK).unlink()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    known = {int(type): type.name.partition("_")[2] for type in LlamaFileType}
-    largest = max(reader.tensors, key=lambda tensor: int(tensor.n_bytes)).tensor_type.name
-    type = known.get(keys.get("general.file_type", -1)) or largest
-    (folder / SOURCE_NAME).write_text(json.dumps({"file": file.name, "sha256": digest, "type": type}) + "\n")
-
-
-def _is_read(name: str, config: "PreTrainedConfig") -> bool:
-    """Return True unless a tensor only scales frequencies, or is in a layer that predicts several tokens."""
-    block, _, rest = name.removeprefix("blk.").partition(".")
-    return "rope_" not in name and not (rest and block.isdigit() and int(block) >= config.num_hidden_layers)
+    stored = read_object(folder / "tokenizer.json", _OTHER)  # its class adds tokens that the model does not have
+    stored["added_tokens"] = [it for it in stored["added_tokens"] if it["id"] < len(keys["tokenizer.ggml.tokens"])]
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    quantisation = None if largest in ("F32", "F16", "BF16") else largest
+    (folder / _SOURCE).write_text(json.dumps({**source, "quantisation": quantisation}) + "\n")
 
 
 def _line(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
-def _complete(config: "PreTrainedConfig", keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Set what transformers' reader ignores: sizes of heads, biases, and scaled rotary embeddings.
+def _complete(config: Any, keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """Set what transformers' reader ignores: size of heads, biases, and the scaled rotary embeddings of Llama 3.
 
-    Raises UserError, without the file's name, if the embeddings are scaled in a way that cannot be read exactly.
+    Raises UserError, without the file's name, if rotary embeddings are scaled in another way.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     of_model = {key.partition(".")[2]: value for key, value in keys.items()}
-    found = {"head_dim": of_model.get("attention.key_length")}
-    found |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
-    for key, value in found.items():
+    ignored = {"head_dim": of_model.get("attention.key_length")}
+    ignored |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    for key, value in ignored.items():
         if value is not None and hasattr(config, key):
             setattr(config, key, value)
-    scaling = {key: value for key, value in of_model.items() if key.startswith("rope.scal")}
-    kind = scaling.pop("rope.scaling.type", "none")
-    factors = [torch.tensor(tensor.data) for name, tensor in tensors.items() if "rope_" in name]
-    if kind == "none" and not scaling and not factors:
-        return
-    rope: Any = config.rope_parameters
-    factor = float(factors[0].max()) if factors else scaling.pop("rope.scaling.factor", 1.0)
-    original = scaling.pop("rope.scaling.original_context_length", None)
-    scaling.pop("rope.scaling.finetuned", None)
-    if len(factors) == 1 and "rope_freqs.weight" in tensors and kind == "none" and "rope_theta" in rope:
-        config.rope_parameters = {**rope, **_LLAMA3_ROPE, "rope_type": "llama3", "factor": factor}
-        plain, scaled = (ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0], factors[0])
-        size = 2 * len(plain)
-        unscaled = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
-        if torch.allclose(unscaled / scaled, plain, rtol=1e-4, atol=0.0):
+    scaled = [key for key, value in of_model.items() if key.startswith("rope.scal") and value != "none"]
+    scaled += [name for name in tensors if "rope_" in name]
+    if scaled == ["rope_freqs.weight"]:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        factors, rope = torch.tensor(tensors["rope_freqs.weight"].data), config.rope_parameters
+        config.rope_parameters = {**rope, **_LLAMA3, "rope_type": "llama3", "factor": float(factors.max())}
+        plain = rope["rope_theta"] ** -(torch.arange(len(factors)) / len(factors))
+        if torch.allclose(plain / factors, ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0], atol=0.0):
             return
-    elif kind in ("linear", "yarn") and not factors and not scaling and "rope_theta" in rope:
-        config.rope_parameters = {**rope, "rope_type": kind, "factor": factor}
-        if kind == "yarn":
-            config.rope_parameters["original_max_position_embeddings"] = original
-        return
-    raise UserError("scales its rotary embeddings in a way that transformers' reader would ignore", _OTHER)
+    if scaled:
+        raise UserError("its reader would ignore that rotary embeddings are scaled")
 
 
-def _split_as_llama_cpp(tokenizer: "PreTrainedTokenizerBase", pre: str | None, file: Path) -> None:
+def _split_as_llama_cpp(backend: Any, pre: str | None, file: Path) -> None:
     """Give a tokenizer the pre-tokenizer that a file names, where transformers' reader does not."""
-    from tokenizers import pre_tokenizers
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
-    backend: Any = tokenizer.backend_tokenizer
     if pre in _DIGITS_APART:
-        digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     elif pre in _WHOLE_WORDS:
         backend.model.ignore_merges = True
-    elif pre not in _AS_GPT2 and isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+    elif pre not in (None, "default", "gpt-2", "phi-2", "jina-en") and isinstance(backend.pre_tokenizer, ByteLevel):
         _LOGGER.warning("%s may split some texts differently here: the pre-tokenizer %s is unknown", file, pre)

@@ -95,7 +95,7 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
         found += "" if model.no_trees is None else f" ({why_no_chains(model.model) or model.no_trees})"
         found += "" if method is None else f"; weights quantised by {method}"
         if (source := source_of(folder)) is not None:
-            found += f"; read from {source['file']} ({source['type']}, dequantised in {folder})"
+            found += f"; read from {source['file']} (quantised: {source['quantisation'] or 'no'}), as {folder}"
         built.append(Skeleton(name, folder, model, tokenizer))
         return ok("architecture", found, parameters=count)
 

@@ -18,7 +18,7 @@ from decoding.errors import UserError
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.redact import hub_repository
 from decoding.model.folder import quantisation
-from decoding.model.gguf_file import UNQUANTISED, source_of
+from decoding.model.gguf_file import source_of
 from decoding.model.hub import hub_name, local_folder, revisions
 from decoding.model.stored import check_finite
 from trainer.data.dataset import Dataset
@@ -132,10 +132,9 @@ def provenance(
     known: dict[str, Any] = {"name": name, "fingerprint": target}
     if target:
         folder = local_folder(resolve(str(recipe.target_name)), weights=False)
-        source = source_of(folder) or {"type": quantisation(folder)}
-        known |= {key: source[key] for key in ("file", "sha256") if key in source}
-        if source["type"] not in (None, *UNQUANTISED):
-            known["quantisation"] = source["type"]
+        known |= source_of(folder) or {}
+        if (method := quantisation(folder)) is not None:
+            known["quantisation"] = method
     return {
         "commit": commit(),
         "versions": versions(),
