@@ -25,6 +25,7 @@ from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
 from trainer.doctor.models import read_skeleton
 from trainer.export.card import target_argument
 from trainer.export.companions import published_provenance, target_of
+from trainer.export.exporter import export
 from trainer.export.gguf import write_file
 from trainer.export.gguf_names import metadata_of, tensors_of
 from trainer.export.gguf_vocabulary import vocabulary_of
@@ -100,10 +101,12 @@ def test_quantised_weights_are_dequantised_once_and_the_file_is_named(tmp_path: 
     assert tokenizer(TEXT)["input_ids"] == byte_level()(TEXT)["input_ids"]
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
     assert eos_token_ids(read) == (0, 5)
-    (folder,) = cache.glob("*-1")
+    (folder,) = cache.glob("model-*-1")
     assert folder == local_folder(str(file)) and "model.gguf" not in [path.name for path in folder.iterdir()]
     source = source_of(folder)
     assert source is not None and (source["file"], source["quantisation"]) == ("model.gguf", "Q8_0")
+    again = export(file, tmp_path / "f32", "gguf", type="f32").folder / "model.gguf"
+    assert torch.equal(logits(load_model(str(again), torch.float32)), logits(read)), "llama.cpp may get these weights"
     (folder / "README.md").write_text("here")
     assert stored_fingerprint(str(file)) == stored_fingerprint(folder) and (folder / "README.md").is_file(), "kept"
     findings, skeleton = read_skeleton(str(file), torch.float32, False)

@@ -189,7 +189,7 @@ def explained(error: Exception, named: HubName, page: str) -> str:
     if not isinstance(error, LocalEntryNotFoundError):
         return f"{type(error).__name__}: {shortened(error)}"
     if _only_cached.get() or isinstance(cause, OfflineModeIsEnabled):
-        revision = f" --revision {named.revision}" if named.revision else ""
+        revision = f" {named.file}" * bool(named.file) + f" --revision {named.revision}" * bool(named.revision)
         return (
             f"it is not completely cached, and downloads are switched off (HF_HUB_OFFLINE, local_files_only): "
             f"fetch it once with `hf download {repo_id}{revision}`, or allow downloads"
