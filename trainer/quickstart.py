@@ -14,7 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.files.folders import cache_root, write_folder
+from decoding.model.stored import cache_root
+from trainer.files.folders import write_folder
 from trainer.recipe.pretrain import PretrainRecipe
 
 if TYPE_CHECKING:

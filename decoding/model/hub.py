@@ -1,4 +1,6 @@
-"""Names of models: a folder, or ``ORG/NAME`` or ``ORG/NAME@REVISION`` on the Hub, fetched into the cache.
+"""Names of models: a folder or a GGUF file, here or on the Hub, from which it is fetched into the cache.
+
+On the Hub a model is ``ORG/NAME`` or ``ORG/NAME@REVISION``, and a GGUF file is ``ORG/NAME[@REVISION]:FILE.gguf``.
 
 A revision is a branch, a tag, a pull request (``refs/pr/1``) or a commit hash; the default is ``main``. Each process
 resolves a revision once, so config, weights and tokenizer come from the same commit even if the branch moves. Files are
@@ -27,6 +29,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 
 from decoding.errors import UserError
+from decoding.model.gguf_file import converted, is_gguf
 from decoding.model.stored import WEIGHT_FILES, named_files
 
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md")
@@ -44,36 +47,44 @@ _commits: dict[tuple[str, str, str, str], str] = {}
 
 
 class HubName(NamedTuple):
-    """A repository on the Hub and its branch, tag or commit; ``revision`` None is ``main``."""
+    """A repository on the Hub and its branch, tag or commit; ``revision`` None is ``main``. ``file``: a GGUF file."""
 
     repo_id: str
     revision: str | None
+    file: str | None = None
 
     def __str__(self) -> str:
-        return self.repo_id if self.revision is None else f"{self.repo_id}@{self.revision}"
+        named = self.repo_id if self.revision is None else f"{self.repo_id}@{self.revision}"
+        return named if self.file is None else f"{named}:{self.file}"
 
 
 def hub_name(name: str | Path) -> HubName | None:
-    """Parse a name of the form ORG/NAME[@REVISION]; return None for a path or an existing folder.
+    """Parse a name of the form ORG/NAME[@REVISION][:FILE.gguf]; return None for a path or an existing folder.
 
     Raises UserError for a revision that git would not accept.
     """
     name = str(name)
-    repo_id, at, revision = name.partition("@")
+    repository, _, file = name.partition(":") if is_gguf(name) else (name, "", "")
+    repo_id, at, revision = repository.partition("@")
+    if is_gguf(name) and not file:
+        return None
     if Path(name).exists() or name.startswith(("/", ".", "~")) or repo_id.count("/") > 1:
         return None
     if at and _REVISION.fullmatch(revision) is None:
         raise UserError(f"{name!r} has {revision!r} as revision: give ORG/NAME@ and a branch, a tag or a commit hash")
-    return HubName(repo_id, revision if at else None)
+    return HubName(repo_id, revision if at else None, file or None)
 
 
 def local_folder(name: str | Path, weights: bool = True) -> Path:
     """Return the folder of this name; for a Hub id, the snapshot in the cache, after fetching missing files.
 
-    Only files that are read here are fetched, and weights only with ``weights``. Raises UserError if the folder,
+    A GGUF file is fetched whole and converted first; its folder is in another cache. Of other models only files
+    that are read here are fetched, and weights only with ``weights``. Raises UserError if the folder,
     repository or revision does not exist or may not be read, or if it is not cached and the Hub cannot be reached.
     """
     named = hub_name(name)
+    if is_gguf(name):
+        return converted(Path(name) if named is None else _snapshot_of_file(named) / str(named.file))
     if named is None:
         if not Path(name).is_dir():
             raise UserError(
@@ -90,13 +101,15 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
 
 def commit_of(name: str | Path) -> str | None:
     """Return the commit hash to which a Hub id was or is now resolved; None for a folder."""
-    return None if hub_name(name) is None else local_folder(name, weights=False).name
+    if (named := hub_name(name)) is None:
+        return None
+    return (local_folder(name, weights=False) if named.file is None else _snapshot_of_file(named)).name
 
 
 def revisions(names: Mapping[str, str | Path | None]) -> dict[str, str]:
-    """Return ORG/NAME@COMMIT under the key of each name that is a Hub id: the files that were actually read."""
+    """Return ORG/NAME@COMMIT[:FILE.gguf] under the key of each Hub id: the files that were actually read."""
     return {
-        key: f"{named.repo_id}@{commit_of(name)}"
+        key: str(named._replace(revision=commit_of(name)))
         for key, name in names.items()
         if name is not None and (named := hub_name(name)) is not None
     }
@@ -106,6 +119,14 @@ def short_name(name: str) -> str:
     """Return the last part of a folder's path, or NAME@REVISION of a Hub id, for titles."""
     named = hub_name(name)
     return Path(name).name if named is None else str(named).partition("/")[2] or str(named)
+
+
+def _snapshot_of_file(named: HubName) -> Path:
+    """Fetch one file of a repository; return the snapshot's folder."""
+    folder = _snapshot(named, [str(named.file)], ())
+    if not (folder / str(named.file)).is_file():
+        raise UserError(f"{named.repo_id} has no file {named.file}, or it is not cached: check the name on its page")
+    return folder
 
 
 @contextmanager
@@ -168,7 +189,7 @@ def explained(error: Exception, named: HubName, page: str) -> str:
     if not isinstance(error, LocalEntryNotFoundError):
         return f"{type(error).__name__}: {shortened(error)}"
     if _only_cached.get() or isinstance(cause, OfflineModeIsEnabled):
-        revision = f" --revision {named.revision}" if named.revision else ""
+        revision = f" {named.file}" * bool(named.file) + f" --revision {named.revision}" * bool(named.revision)
         return (
             f"it is not completely cached, and downloads are switched off (HF_HUB_OFFLINE, local_files_only): "
             f"fetch it once with `hf download {repo_id}{revision}`, or allow downloads"

@@ -6,6 +6,7 @@ Weights are written and read without a second copy in memory.
 """
 
 import json
+import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -38,6 +39,15 @@ class StoredTensor(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
+
+
+def cache_root() -> Path:
+    """Return the folder of everything that can be rebuilt: HEADSTART_CACHE, by default in the user's cache."""
+    if named := os.environ.get("HEADSTART_CACHE"):
+        return Path(named)
+    import platformdirs  # the GPU suite may run without it
+
+    return Path(platformdirs.user_cache_dir("headstart"))
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from tiny_models import full_forward, tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.model.loading import load_tokenizer
+from decoding.model.stored import cache_root
 from trainer.export.exporter import export
-from trainer.files.folders import cache_root, write_folder
+from trainer.files.folders import write_folder
 
 PINNED = ("transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.0")
 TEXT = "a ~b"

@@ -24,11 +24,12 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.model.loading import first_line
+from decoding.model.stored import cache_root
 from trainer.data.batch import Example
 from trainer.data.encoding import Account, encoded_rows
 from trainer.data.rows import RowSource
 from trainer.data.sequences import StoredExamples
-from trainer.files.folders import cache_root, check_seal, sha256_of, write_folder
+from trainer.files.folders import check_seal, sha256_of, write_folder
 from trainer.files.lock import hold_file
 from trainer.files.shards import digest_of
 from trainer.recipe.common import DataSection

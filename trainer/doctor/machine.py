@@ -13,7 +13,7 @@ from decoding.dtypes import fast_dtype
 from decoding.measure.machine import hardware
 from decoding.measure.proof.finding import Finding, note, ok, problem
 from decoding.model.hub import without_login
-from trainer.files.folders import cache_root
+from decoding.model.stored import cache_root
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LITTLE_DISK = 10e9

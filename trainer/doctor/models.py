@@ -23,6 +23,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import read_described
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.folder import adapted_model, check_model_folder, quantisation
+from decoding.model.gguf_file import source_of
 from decoding.model.heads import read_config
 from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import (
@@ -93,6 +94,8 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
         found = f"{kind}, {count / 1e6:,.1f}M parameters, {model.num_layers} layers; works: {abilities(model.model)}"
         found += "" if model.no_trees is None else f" ({why_no_chains(model.model) or model.no_trees})"
         found += "" if method is None else f"; weights quantised by {method}"
+        if (source := source_of(folder)) is not None:
+            found += f"; read from {source['file']} (quantised: {source['quantisation'] or 'no'}), as {folder}"
         built.append(Skeleton(name, folder, model, tokenizer))
         return ok("architecture", found, parameters=count)
 

@@ -19,9 +19,10 @@ from jinja2 import Environment, StrictUndefined, Template
 from decoding.errors import UserError
 from decoding.measure.figures import greedy_sentence
 from decoding.measure.markdown import code, fenced, text
-from decoding.measure.redact import is_hub_id, without_local_paths
+from decoding.measure.redact import hub_repository, is_hub_id, without_local_paths
 from decoding.measure.report.tables import markdown_table
 from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.gguf_file import is_gguf
 from decoding.model.stored import read_object
 from trainer import quickstart
 from trainer.export.companions import (
@@ -152,7 +153,8 @@ def render_card(
     owner. ``adapted``: the folder contains the adapted target next to the heads.
     """
     target, published = target_name(provenance), None if provenance is None else published_provenance(provenance)
-    on_hub, argument = is_hub_id(target), target_argument(provenance, adapted)
+    repository, argument = hub_repository(target), target_argument(provenance, adapted)
+    on_hub = is_hub_id(repository)
     method = artefact.method
     kinds = {"medusa": "Medusa heads", "dspark": "DSpark draft", "dflash": "DFlash draft", "draft-model": "Draft model"}
     kind = kinds[method]
@@ -164,7 +166,7 @@ def render_card(
     metadata = ModelCardData(
         library_name=FORMATS[artefact.format].library,
         license=license,
-        base_model=target if on_hub else None,
+        base_model=repository if on_hub else None,
         base_model_relation="adapter" if on_hub and method != "draft-model" else None,
         datasets=datasets or None,
         tags=["speculative-decoding", method, TAG],
@@ -197,11 +199,12 @@ def render_card(
 
 
 def target_argument(provenance: Provenance | None, adapted: bool = False) -> str:
-    """Return the target's name for the card's commands: a folder, a Hub id, or a placeholder that the card explains."""
+    """Return the target's name for the card's commands: a file, a Hub id, or a placeholder that the card explains."""
     name = target_name(provenance)
     if adapted:
         return f"{FOLDER_NAME}/target"
-    return shlex.quote(name) if is_hub_id(name) and not is_adapted(provenance) else UNKNOWN_TARGET
+    named = is_gguf(name) or is_hub_id(name)
+    return shlex.quote(name) if named and not is_adapted(provenance) else UNKNOWN_TARGET
 
 
 @cache

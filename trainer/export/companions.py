@@ -60,10 +60,10 @@ def is_adapted(stored: Provenance | None) -> bool:
 
 
 def target_name(stored: Provenance | None) -> str:
-    """Return the target's name without local folders: a Hub id, or the last part of a path."""
+    """Return the target's name without local folders: a Hub id, with its GGUF file's, or the last part of a path."""
     held: Provenance = stored or {"target": {}, "recipe": {}}
     name = str(held["target"].get("name") or held["recipe"].get("target") or UNKNOWN_TARGET)
-    return name if is_hub_id(name) else one_line(without_local_paths(basename(name))) or UNKNOWN_TARGET
+    return name if is_hub_id(hub_repository(name)) else one_line(without_local_paths(basename(name))) or UNKNOWN_TARGET
 
 
 def target_of(source: Path) -> str | None:
@@ -103,7 +103,7 @@ def chain_length(source: Path) -> int:
 def published_provenance(stored: Provenance) -> Provenance:
     """Return a provenance without the local folders of target and data sets."""
     target = dict(stored["target"])
-    if (name := target.get("name")) is not None and not is_hub_id(str(name)):
+    if (name := target.get("name")) is not None and not is_hub_id(hub_repository(str(name))):
         target["name"] = basename(str(name))
     data = {name if is_hub_id(hub_repository(name)) else basename(name): held for name, held in stored["data"].items()}
     published: Provenance = without_local_paths({**stored, "target": target, "data": data})

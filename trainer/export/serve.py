@@ -12,10 +12,11 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from decoding.measure.redact import is_hub_id
+from decoding.measure.redact import hub_repository, is_hub_id
 from decoding.model.architecture import shortest_window
 from decoding.model.dspark_config import GPU_HEAD_DIMS
-from decoding.model.hub import hub_name
+from decoding.model.gguf_file import is_gguf
+from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import UNREADABLE
 from decoding.model.stored import read_object
 from trainer import quickstart
@@ -71,8 +72,8 @@ class Serving:
         if self.shown_target is not None or self.target is None:
             return (self.shown_target or UNKNOWN_TARGET,)
         hub = hub_name(self.target)
-        if hub is None or hub.revision is None:
-            return (self.target if hub is None else hub.repo_id,)
+        if hub is None or hub.revision is None or hub.file is not None:
+            return (self.target if hub is None else str(hub._replace(revision=None)),)
         return hub.repo_id, "--revision", hub.revision
 
     @property
@@ -86,6 +87,7 @@ class Serving:
     def target_config(self) -> Mapping[str, Any]:
         """The config.json of a target in a local folder; empty for any other target."""
         folder = Path(self.target or UNKNOWN_TARGET)
+        folder = local_folder(folder) if folder.is_file() else folder  # a GGUF file
         if not (folder / "config.json").is_file():
             return {}
         config = read_object(folder / "config.json", "give another target")
@@ -171,8 +173,10 @@ def _vllm_heads(serving: Serving) -> ServerCommand:
 def _llama_cpp(serving: Serving) -> ServerCommand:
     """Return `llama-server` with a draft; its target must be a GGUF file too."""
     target = serving.target_words[0]
-    file = target if target.endswith(".gguf") else f"{Path(target).name}.gguf"
-    argv = ["llama-server", "-m", file, "-md", f"{serving.path}/model.gguf", "--spec-type"]
+    file = target if is_gguf(target) else f"{Path(target).name}.gguf"
+    on_hub = hub_name(file)
+    read = ["-m", file] if on_hub is None else ["--hf-repo", on_hub.repo_id, "--hf-file", str(on_hub.file)]
+    argv = ["llama-server", *read, "-md", f"{serving.path}/model.gguf", "--spec-type"]
     argv.append(f"draft-{serving.artefact.method}" if serving.artefact.at_once else "draft-simple")
     argv += ["--spec-draft-n-max", str(serving.tokens), "--spec-draft-p-min", "0"]
     warnings = [
@@ -260,7 +264,7 @@ def _warnings(serving: Serving) -> Iterator[str]:
         yield "the folder does not name its target: give it as --target"
     elif serving.shown_target is None and name == str(quickstart.folder()):
         yield "the target is headstart's embedded model, which exists only on the machine that built it"
-    elif serving.shown_target is None and not is_hub_id(name) and not Path(name).exists():
+    elif serving.shown_target is None and not is_hub_id(hub_repository(name)) and not Path(name).exists():
         yield f"the target {name} is neither a folder here nor ORG/NAME on the Hub: give it as --target"
     if serving.plan is not None and serving.plan.schedule and not serving.plan.deepest:
         yield (

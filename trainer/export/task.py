@@ -9,6 +9,8 @@ from typing import Any
 
 from decoding.errors import UserError
 from decoding.model.dspark_config import is_dspark_folder
+from decoding.model.gguf_file import is_gguf
+from decoding.model.hub import local_folder
 from decoding.model.loading import is_heads_folder
 from decoding.rules.best_tree import Paths
 from trainer import quickstart
@@ -137,7 +139,7 @@ def opened(source: Path, destination: Path, trust_remote_code: bool = False) -> 
             remedy = "build it with headstart generate --target quickstart --prompt x"
             raise UserError(f"the embedded target is not built yet: {remedy}")
         source = Path(quickstart.resolve(str(source)))
-    folder = artefact_folder(source)
+    folder = local_folder(source) if is_gguf(source) else artefact_folder(source)
     checkpoint = None if (folder / "config.json").is_file() or not folder.is_dir() else _checkpoint_in(folder)
     if checkpoint is None:
         yield folder, ()

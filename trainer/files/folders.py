@@ -15,15 +15,6 @@ CHECKSUMS = "SHA256SUMS"
 """File in a sealed folder with the checksum of every other file, for `sha256sum -c`."""
 
 
-def cache_root() -> Path:
-    """Return the folder of everything that can be rebuilt: HEADSTART_CACHE, by default in the user's cache."""
-    if named := os.environ.get("HEADSTART_CACHE"):
-        return Path(named)
-    import platformdirs  # the GPU suite may run without it
-
-    return Path(platformdirs.user_cache_dir("headstart"))
-
-
 def write_folder(destination: Path, write: Callable[[Path], None], sealed: bool = False) -> None:
     """Fill a folder by ``write``; it replaces ``destination`` once it is on disk.
 

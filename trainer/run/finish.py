@@ -18,6 +18,7 @@ from decoding.errors import UserError
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.redact import hub_repository
 from decoding.model.folder import quantisation
+from decoding.model.gguf_file import source_of
 from decoding.model.hub import hub_name, local_folder, revisions
 from decoding.model.stored import check_finite
 from trainer.data.dataset import Dataset
@@ -131,13 +132,16 @@ def provenance(
     """
     content = recipe.model_dump(mode="json")
     name = content.get("target")
-    if name is not None and Path(name).is_dir():
+    if name is not None and Path(name).exists():
         name = str(Path(name).resolve())  # cannot be mistaken for a Hub id
     elif name is not None and (named := hub_name(name)) is not None:
-        name = named.repo_id  # the revisions have its commit
+        name = str(named._replace(revision=None))  # the revisions have its commit
     known: dict[str, Any] = {"name": name, "fingerprint": target}
-    if target and (method := quantisation(local_folder(resolve(str(recipe.target_name)), weights=False))) is not None:
-        known["quantisation"] = method
+    if target:
+        folder = local_folder(resolve(str(recipe.target_name)), weights=False)
+        known |= source_of(folder) or {}
+        if (method := quantisation(folder)) is not None:
+            known["quantisation"] = method
     return {
         "commit": commit(),
         "versions": versions(),
