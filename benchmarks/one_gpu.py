@@ -101,7 +101,7 @@ def main() -> None:
     """Compute, and write the JSON."""
     with torch.device("meta"):
         target = CausalLM(AutoModelForCausalLM.from_config(QWEN3_8B))
-        tokenizer: Any = SimpleNamespace(get_vocab=lambda: {"mask": 0})
+        tokenizer: Any = SimpleNamespace(eos_token_id=None, get_vocab=lambda: {"mask": 0})
         config = dspark_config(target, tokenizer, DSparkSection(mask_token="mask"))
         draft = DSparkDraft(config)
         heads = MedusaHeads(MedusaConfig(4096, 151936, shared_lm_head=True, markov_rank=256))

@@ -273,7 +273,7 @@ def training(bench: Bench, size: str, kind: str) -> Measurements:
     target = CausalLM(counting_model(bench, size))
     batch, micro, length = bench.pick((32, 4, 1024), (4, 2, 32))
     examples = [Example(bench.text(length, row), (True,) * length, 0) for row in range(2 * batch)]
-    no_tokenizer: Any = SimpleNamespace(get_vocab=lambda: {"mask": target.vocab_size - 1})
+    no_tokenizer: Any = SimpleNamespace(eos_token_id=None, get_vocab=lambda: {"mask": target.vocab_size - 1})
 
     def of_heads(states: Any) -> Objective:
         return MedusaObjective(states, HeadsSection(num_heads=4), 100, target.dtype)

@@ -135,7 +135,7 @@ def drafter_of(bench: Bench, kind: str, target: CausalLM, size: str, share: floa
 
 def dspark_draft(target: CausalLM) -> DSparkDraft:
     """Make an untrained draft as in recipes; its mask is the last token."""
-    tokenizer: Any = SimpleNamespace(get_vocab=lambda: {"mask": target.vocab_size - 1})
+    tokenizer: Any = SimpleNamespace(eos_token_id=None, get_vocab=lambda: {"mask": target.vocab_size - 1})
     return initial_dspark(target, tokenizer, dspark_section(target), ())
 
 

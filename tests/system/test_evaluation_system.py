@@ -65,13 +65,17 @@ TWO += ["--settings", "greedy,sampling", "--batch-size", "1,2", "--dtype", "fp32
 
 
 def runs(folder: Path) -> dict[Any, Any]:
-    """The prompts, texts and steps of every record, by its name."""
+    """The prompts, texts and steps of every record, by its name; sampled texts of a policy that reads the clock vary."""
     found = {}
     for file in folder.glob("runs-*.jsonl"):
         for line in map(json.loads, file.read_text().splitlines()):
-            if "runs" in line:
+            if "runs" in line and not ("adaptive" in line["method"] and line["setting"] != "greedy"):
                 name = (*line["cell"], *(line[key] for key in ("wave", "turn", "setting", "method", "round")))
-                found[name] = line["prompts"], line["digests"], [(run[0], run[4]) for run in line["runs"]]
+                found[name] = (
+                    line["prompts"],
+                    line["digests"],
+                    [(run[0], run[4] if "adaptive" not in line["method"] else None) for run in line["runs"]],
+                )
     return found
 
 
