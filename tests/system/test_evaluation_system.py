@@ -58,24 +58,21 @@ OPTIONS: dict[str, Any] = {
     "max_new_tokens": 6,
     "settings": ["greedy", "sampling"],
     "dtype": "fp32",
+    "policy": ["fixed"],  # the other one reads the clock
 }
 TWO = [*ACCELERATE, "--quiet", "--config_file", str(ROOT / "recipes" / "accelerate" / "ddp.yaml")]
 TWO += ["--main_process_port", "0", "-m", "trainer.cli", "evaluate", "--drafter", "lookup", "--max-new-tokens", "6"]
-TWO += ["--settings", "greedy,sampling", "--batch-size", "1,2", "--dtype", "fp32"]
+TWO += ["--settings", "greedy,sampling", "--batch-size", "1,2", "--dtype", "fp32", "--policy", "fixed"]
 
 
 def runs(folder: Path) -> dict[Any, Any]:
-    """The prompts, texts and steps of every record, by its name; sampled texts of a policy that reads the clock vary."""
+    """The prompts, texts and steps of every record, by its name."""
     found = {}
     for file in folder.glob("runs-*.jsonl"):
         for line in map(json.loads, file.read_text().splitlines()):
-            if "runs" in line and not ("adaptive" in line["method"] and line["setting"] != "greedy"):
+            if "runs" in line:
                 name = (*line["cell"], *(line[key] for key in ("wave", "turn", "setting", "method", "round")))
-                found[name] = (
-                    line["prompts"],
-                    line["digests"],
-                    [(run[0], run[4] if "adaptive" not in line["method"] else None) for run in line["runs"]],
-                )
+                found[name] = line["prompts"], line["digests"], [(run[0], run[4]) for run in line["runs"]]
     return found
 
 

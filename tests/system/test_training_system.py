@@ -123,7 +123,7 @@ class config:
     @staticmethod
     def update(values, allow_val_change): print("trackio has", values["training.steps"], values["name"], flush=True)
 
-def init(project, name): return print("trackio", project, name, flush=True) or Run()
+def init(project, name, resume): return print("trackio", project, name, flush=True) or Run()
 """
 
 
