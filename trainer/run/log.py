@@ -154,14 +154,15 @@ class Log:
         settings = None if runs else dict(_flat(self._recipe.model_dump(mode="json")))
         try:
             self._accelerator.init_trackers("headstart", settings, named)
+            begun = {tracker.name: tracker.tracker for tracker in self._accelerator.trackers}
+            found = {name: run_of(begun[name]) for name, run_of in _RUN_OF.items() if name in begun}
         except Exception as error:  # each tracker has errors of its own
             raise UserError(
                 f"a tracker cannot start ({first_line(error)}): {remedy * bool(runs) or 'check its settings'}, or set "
                 "tracking=none"
             ) from error
-        begun = {tracker.name: tracker.tracker for tracker in self._accelerator.trackers}
-        if runs := {name: run_of(begun[name]) for name, run_of in _RUN_OF.items() if name in begun}:
-            write_text(stored, json.dumps(runs) + "\n")
+        if found:
+            write_text(stored, json.dumps(found) + "\n")
         if "wandb" in begun and begun["wandb"].url is not None:
             say(self._console, f"figures also go to {begun['wandb'].url}")
 
