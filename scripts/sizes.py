@@ -20,10 +20,10 @@ from rich.table import Table
 from trainer.cli import app
 
 BOUNDS = {
-    "product": 24_000,
-    "tests": 24_000,
+    "product": 25_000,
+    "tests": 25_300,
     "benchmarks and scripts": 4_000,
-    "words of README and docs": 24_000,
+    "words of README and docs": 26_000,
     "commands": 15,
     "options of all commands": 175,
     "class names used twice": 0,
