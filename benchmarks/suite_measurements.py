@@ -78,7 +78,7 @@ def gpu_tests(bench: Bench) -> Measurements:
     When their time is up, an alarm acts like Ctrl-C: pytest ends with a report of the tests done so far.
     """
     code = _RUN_TESTS.format(root=str(ROOT), seconds=TEST_SECONDS)
-    options = [f"--confcutdir={GPU_TESTS}", "-m", "gpu", "-p", "no:cacheprovider", "-v", "--tb=short"]
+    options = [f"--confcutdir={GPU_TESTS}", "-o", "addopts=", "-m", "gpu", "-p", "no:cacheprovider", "-v", "--tb=short"]
     options += bench.pick([], ["--collect-only"])
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
 

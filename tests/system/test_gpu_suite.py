@@ -132,6 +132,7 @@ def test_endless():
 
 
 def test_interrupted_tests_keep_what_they_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q\nmarkers = gpu")  # as in pyproject.toml
     (tmp_path / "test_cut.py").write_text(INTERRUPTED)
     (tmp_path / "test_whole.py").write_text(INTERRUPTED.partition("def test_wrong")[0])
     without_torch = suite_measurements._RUN_TESTS.replace(", torch, transformers", "")
