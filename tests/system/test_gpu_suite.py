@@ -168,6 +168,7 @@ def test_the_page_runs_the_suite() -> None:
         "git clone REPOSITORY headstart && cd headstart",
         "make gpu PRETEND=1",
         "make gpu",
+        "python3 benchmarks/gpu_suite.py --commit COMMIT",
     ]
     assert "benchmarks/gpu_suite.py $(if $(PRETEND),--pretend)" in makefile
     form = (ROOT / ".github/ISSUE_TEMPLATE/gpu-results.yml").read_text()
