@@ -26,7 +26,7 @@ test: lint engines
 check: lint
 	$(PYTEST) --dist worksteal tests/system/test_types.py tests/gpu tests/test_*.py
 
-# GPU measurements in 25 minutes, with only torch and transformers; PRETEND=1 tries them on the CPU.
+# GPU tests and measurements in 8 minutes, with only torch and transformers; PRETEND=1 tries them on the CPU.
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) benchmarks/gpu_suite.py $(if $(PRETEND),--pretend)
 

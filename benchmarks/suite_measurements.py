@@ -7,8 +7,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
+from subprocess import PIPE, STDOUT
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +39,7 @@ from decoding.measure.machine import hardware, versions
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_costs
+from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example, collate
 from trainer.drafts.dspark import DSparkObjective
 from trainer.heads.medusa import MedusaObjective
@@ -55,8 +59,11 @@ ROOT = Path(__file__).resolve().parent.parent
 GPU_TESTS = ROOT / "tests" / "gpu"
 Measurements = Iterator[tuple[str, Callable[[], Any]]]
 MODES = {"graphs": "graphs", "no graphs": None}
+TEST_SECONDS = 100
 _RUN_TESTS = """
-import sys
+import signal, sys
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.alarm({seconds})
 sys.path[:0] = [{root!r}, {root!r} + "/tests", {root!r} + "/benchmarks"]
 import pytest, torch, transformers
 from suite_packages import stand_ins
@@ -66,26 +73,39 @@ with stand_ins():
 
 
 def gpu_tests(bench: Bench) -> Measurements:
-    """Run the tests marked ``gpu`` in a separate process, without the other tests' conftest and plugins."""
+    """Run the tests marked ``gpu``, without the other tests' conftest and plugins, all files at the same time.
+
+    When their time is up, an alarm acts like Ctrl-C: pytest ends with a report of the tests done so far.
+    """
+    code = _RUN_TESTS.format(root=str(ROOT), seconds=TEST_SECONDS)
+    options = [f"--confcutdir={GPU_TESTS}", "-o", "addopts=", "-m", "gpu", "-p", "no:cacheprovider", "-v", "--tb=short"]
+    options += bench.pick([], ["--collect-only"])
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
+
+    def of_file(path: Path) -> tuple[int | None, str]:
+        command, limit = [sys.executable, "-c", code, str(path), *options], TEST_SECONDS + 5
+        try:
+            done = subprocess.run(command, env=environment, stdout=PIPE, stderr=STDOUT, timeout=limit)
+            return done.returncode, done.stdout.decode()
+        except subprocess.TimeoutExpired as error:  # a GPU that does not answer lets no alarm through
+            return None, (error.stdout or b"").decode()
 
     def run() -> dict[str, Any]:
         import pytest  # noqa: F401  # may be missing
 
-        command = [sys.executable, "-c", _RUN_TESTS.format(root=str(ROOT)), str(GPU_TESTS), f"--confcutdir={GPU_TESTS}"]
-        command += ["-m", "gpu", "-p", "no:cacheprovider", "-v", "--tb=short"]
-        command += bench.pick([], ["--collect-only"])
-        environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        output = done.stdout + done.stderr
+        with ThreadPoolExecutor() as pool:
+            codes, outputs = zip(*pool.map(of_file, sorted(GPU_TESTS.glob("test_*.py"))), strict=True)
+        output = "".join(outputs)
         counts = {each: len(re.findall(rf"::\S+ {each.upper()}\b", output)) for each in ("passed", "failed", "skipped")}
-        return {**counts, "exit_code": done.returncode, "output": output[-8000:]}
+        return {**counts, "exit_codes": codes, "output": [each[-8000:] for each in outputs]}
 
     yield "tests/gpu", run
 
 
 def machine(bench: Bench) -> Measurements:
     """Measure the machine: its copy bandwidth, and its rate of matrix products in the models' dtype."""
-    yield "machine", lambda: {**hardware(), **versions(), "attention": str(torch._C._get_sdp_priority_order())}
+    cuda = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    yield "machine", lambda: {**hardware(), **versions(), **cuda, "attention": str(torch._C._get_sdp_priority_order())}
 
     def timed(run: Callable[[], Any]) -> float:
         seconds = []
@@ -114,19 +134,16 @@ def machine(bench: Bench) -> Measurements:
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
-def _contexts(bench: Bench) -> tuple[int, ...]:
-    return bench.pick((512, 8192), (12,))
+def _cells(bench: Bench) -> Sequence[tuple[int, int]]:
+    """Return pairs of context and batch. 32 texts of 8k tokens would take a minute and fill the memory."""
+    return bench.pick([(512, 1), (512, 8), (512, 32), (8192, 1), (8192, 8)], [(12, 1), (12, 2)])
 
 
-def _batches(bench: Bench) -> tuple[int, ...]:
-    return bench.pick((1, 8, 32), (1, 2))
-
-
-def _ours(target: CausalLM, drafter: Drafter | None, prompts: Sequence[Sequence[int]], new: int) -> dict[str, Any]:
+def _ours(target: CausalLM, drafter: Drafter | None, prompts: list[Any], config: DecodingConfig) -> dict[str, Any]:
     """Decode twice, because the first time records the graphs; return figures without prefill."""
     engine = Engine(target, drafter)
     for _ in range(2):
-        texts = list(engine.decode(prompts, DecodingConfig(new), batch_size=len(prompts)))
+        texts = list(engine.decode(prompts, config, batch_size=len(prompts)))
     steps = [[step for step in text.steps if not step.is_prefill] for text in texts]
     every = [step for of_text in steps for step in of_text]
     total, draft, verify = (
@@ -159,7 +176,7 @@ class _Clock:
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def _theirs(model: Any, prompts: Sequence[Sequence[int]], new: int, static: bool) -> dict[str, Any]:
+def _theirs(model: Any, prompts: Sequence[Sequence[int]], new: int, static: bool = False) -> dict[str, Any]:
     """Time transformers' generate without its first token; on a GPU transformers compiles for a ``static`` cache."""
     ids = torch.tensor(prompts, device=model.device)
     options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
@@ -192,74 +209,65 @@ def decoding(bench: Bench, size: str, compiled: bool = False) -> Measurements:
     ``compiled`` measures transformers with a static cache instead.
     """
     model, new = counting_model(bench, size), bench.pick(48, 3)
-    for context in _contexts(bench):
-        for batch in _batches(bench):
-            prompts = [bench.text(context, row) for row in range(batch)]
-            read = weight_bytes(model) + batch * cache_bytes(model, context + new / 2)
+    for context, batch in _cells(bench)[: 1 if compiled else None]:
+        prompts = [bench.text(context, row) for row in range(batch)]
+        read = weight_bytes(model) + batch * cache_bytes(model, context + new / 2)
 
-            def measured(run: Callable[[], dict[str, Any]], read: float = read, batch: int = batch) -> Any:
-                try:
-                    return _against_memory(bench, run(), read, batch)
-                finally:
-                    free()
+        def ours(static: str | None, prompts: list[Any] = prompts) -> dict[str, Any]:
+            return _ours(CausalLM(model, static=static), None, prompts, DecodingConfig(new))
 
-            title = f"context {context}, batch {batch}"
-            if compiled:
-                yield (
-                    f"{title}, static and compiled",
-                    lambda p=prompts, m=measured: m(lambda: _theirs(model, p, new, True)),
-                )
-                continue
-            for name, static in MODES.items():
-                yield (
-                    f"{title}, {name}",
-                    lambda s=static, p=prompts, m=measured: m(lambda: _ours(CausalLM(model, static=s), None, p, new)),
-                )
-            yield f"{title}, transformers", lambda p=prompts, m=measured: m(lambda: _theirs(model, p, new, False))
+        def measured(run: Callable[[], dict[str, Any]], read: float = read, batch: int = batch) -> Any:
+            return _against_memory(bench, run(), read, batch)
+
+        theirs = partial(_theirs, model, prompts, new)
+        plain = {**{name: partial(ours, static) for name, static in MODES.items()}, "transformers": theirs}
+        for name, run in ({"compiled": partial(theirs, static=True)} if compiled else plain).items():
+            yield f"context {context}, batch {batch}, {name}", partial(measured, run)
+            free()
 
 
 def verification(bench: Bench, size: str) -> Measurements:
     """Measure a pass over 1 to 64 nodes, by context and batch."""
     model, sizes = counting_model(bench, size), bench.pick((1, 2, 4, 8, 16, 24, 32, 48, 64), (1, 4))
-    for context in _contexts(bench):
-        for batch in _batches(bench)[:2]:
+    for context, batch in [cell for cell in _cells(bench) if cell[1] <= 8]:
 
-            def run(context: int = context, batch: int = batch) -> Any:
-                target = CausalLM(model, static="graphs")
-                costs = measure_costs(target, sizes, prefix=context, rows=batch, repeats=bench.pick(15, 3))
-                read = weight_bytes(model) + batch * cache_bytes(model, context)
-                free()
-                return {
-                    f"{nodes} nodes": _against_memory(
-                        bench, {"tokens_per_second": 1 / each, "ms": 1000 * each}, read, 1
-                    )
-                    for nodes, each in costs.target_pass.items()
-                }
+        def run(context: int = context, batch: int = batch) -> Any:
+            target = CausalLM(model, static="graphs")
+            costs = measure_costs(target, sizes, prefix=context, rows=batch, repeats=bench.pick(15, 3))
+            read = weight_bytes(model) + batch * cache_bytes(model, context)
+            free()
+            return {
+                f"{nodes} nodes": _against_memory(bench, {"tokens_per_second": 1 / each, "ms": 1000 * each}, read, 1)
+                for nodes, each in costs.target_pass.items()
+            }
 
-            yield f"context {context}, batch {batch}", run
+        yield f"context {context}, batch {batch}", run
 
 
 def speculation(bench: Bench, size: str) -> Measurements:
     """Measure which share of tokens per pass × memory's speed the loop reaches, at forced acceptance, batch 1."""
-    model, new, context = counting_model(bench, size), bench.pick(192, 8), _contexts(bench)[0]
-    for kind in ("chain", "medusa", "dspark"):
-        for share in (0.8, 0.6):
-            for name, static in MODES.items():
+    model, new, context = counting_model(bench, size), bench.pick(192, 8), _cells(bench)[0][0]
+    warm = bench.pick(1.0, 0.01)  # still counts: the next token's logit is far above all others
+    settings = ((0.8, "graphs", 0.0), (0.8, "no graphs", 0.0), (0.6, "graphs", 0.0))
+    cells = [(kind, *each) for kind in ("chain", "medusa", "dspark") for each in settings]
+    for kind, share, name, temperature in [*cells, ("chain", 0.8, "graphs", warm)]:
 
-                def run(kind: str = kind, share: float = share, static: str | None = static) -> Any:
-                    target = CausalLM(model, static=static)
-                    drafter: Any = drafter_of(bench, kind, target, size, share, static)
-                    found = _ours(target, drafter, [bench.text(context, 7)], new)
-                    read = weight_bytes(model) + cache_bytes(model, context + new / 2)
-                    head = model.get_output_embeddings().weight.nbytes
-                    if kind == "chain":
-                        read += DRAFTED * weight_bytes(drafter.draft.model)
-                    else:  # a DSpark draft also reads the target's lm_head
-                        read += weight_bytes(drafter.heads) if kind == "medusa" else weight_bytes(drafter.draft) + head
-                    return _against_memory(bench, found, read, found["tokens_per_pass"])
+        def run(
+            kind: str = kind, share: float = share, static: str | None = MODES[name], t: float = temperature
+        ) -> Any:
+            target = CausalLM(model, static=static)
+            drafter: Any = drafter_of(bench, kind, target, size, share, static)
+            found = _ours(target, drafter, [bench.text(context, 7)], DecodingConfig(new, SamplingConfig(t)))
+            read = weight_bytes(model) + cache_bytes(model, context + new / 2)
+            head = model.get_output_embeddings().weight.nbytes
+            if kind == "chain":
+                read += DRAFTED * weight_bytes(drafter.draft.model)
+            else:  # a DSpark draft also reads the target's lm_head
+                read += weight_bytes(drafter.heads) if kind == "medusa" else weight_bytes(drafter.draft) + head
+            return _against_memory(bench, found, read, found["tokens_per_pass"])
 
-                yield f"{kind} of {DRAFTED}, acceptance {share} forced, {name}", run
-                free()
+        yield f"{kind} of {DRAFTED}, acceptance {share} forced, {name}{', sampled' if temperature else ''}", run
+        free()
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -276,7 +284,8 @@ def training(bench: Bench, size: str, kind: str) -> Measurements:
     no_tokenizer: Any = SimpleNamespace(eos_token_id=None, get_vocab=lambda: {"mask": target.vocab_size - 1})
 
     def of_heads(states: Any) -> Objective:
-        return MedusaObjective(states, HeadsSection(num_heads=4), 100, target.dtype)
+        with bench.device:  # a CPU makes 2 billion random weights slowly
+            return MedusaObjective(states, HeadsSection(num_heads=4), 100, target.dtype)
 
     def online() -> dict[str, Any]:
         if kind == "heads":
@@ -334,14 +343,14 @@ def _train(
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm: _flop_of_sum}) as counter:
         losses.append(step(0))
     began = time.perf_counter()
-    for index in range(1, bench.pick(12, 4)):
+    for index in range(1, bench.pick(8, 4)):
         synchronize()
         begin = time.perf_counter()
         losses.append(step(index))
         synchronize()
         seconds.append(time.perf_counter() - begin)
         memory.append(0 if bench.pretend else torch.cuda.max_memory_allocated())
-        if index >= _DRY_RUN_STEPS and time.perf_counter() - began > 40:
+        if index >= _DRY_RUN_STEPS and time.perf_counter() - began > 15:
             break
     tokens, usual = sum(len(examples[i].tokens) for i in range(batch_size)), median(seconds[1:])
     flop = counter.get_total_flops()

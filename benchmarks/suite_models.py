@@ -136,7 +136,8 @@ def drafter_of(bench: Bench, kind: str, target: CausalLM, size: str, share: floa
 def dspark_draft(target: CausalLM) -> DSparkDraft:
     """Make an untrained draft as in recipes; its mask is the last token."""
     tokenizer: Any = SimpleNamespace(eos_token_id=None, get_vocab=lambda: {"mask": target.vocab_size - 1})
-    return initial_dspark(target, tokenizer, dspark_section(target), ())
+    with target.device:  # a CPU makes its random weights slowly
+        return initial_dspark(target, tokenizer, dspark_section(target), ())
 
 
 def dspark_section(target: CausalLM) -> DraftSection:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_suite.py"
 sys.path.insert(0, str(SCRIPT.parent))
 import gpu_suite  # noqa: E402  # a script beside the package
+import suite_measurements  # noqa: E402
 
 LEFT_OUT = {"accelerate", "beartype", "datasets", "deepspeed", "headstart", "hypothesis", "jaxtyping", "jinja2"}
 LEFT_OUT |= {"matplotlib", "peft", "platformdirs", "pydantic", "pytest", "_pytest", "rich", "typer", "wandb"}
@@ -41,7 +42,7 @@ def test_the_suite_pretends_with_torch_and_transformers_alone(tmp_path: Path) ->
     assert done.stdout.endswith("Nothing is left.\n"), done.stdout
     assert sorted(path.name for path in output.iterdir()) == ["suite.json", "suite.md"]
     report = read(output)
-    assert report["schema"] == "headstart-gpu-suite/3" and report["pretended"]
+    assert report["schema"] == "headstart-gpu-suite/4" and report["pretended"]
     assert list(report["steps"]) == list(gpu_suite.STEPS)
     errors = {name: step["errors"] for name, step in report["steps"].items() if step["errors"]}
     assert errors == {"tests": {"tests/gpu": "not installed: pytest"}}
@@ -53,21 +54,23 @@ def check_figures(steps: dict[str, dict[str, Any]]) -> None:
     assert steps["machine"]["copy"]["bytes_per_second"] > 0 and steps["machine"]["product"]["flop_per_second"] > 0
     for size in ("8B", "1B"):
         plain, drafted = steps[f"decoding, {size}"], steps[f"speculation, {size}"]
-        assert len(plain) == 6 and len(drafted) == 12 and len(steps[f"compiled transformers, {size}"]) == 2
+        assert len(plain) == 6 and len(drafted) == 10
         assert all(
             row["tokens_per_second"] > 0 and row["share_of_ideal"] > 0 for row in (*plain.values(), *drafted.values())
         )
         assert all(row["right_tokens"] == 1 for row in drafted.values()), "the models count"
         better, worse = (
-            [row["tokens_per_pass"] for name, row in drafted.items() if f"{share} forced" in name]
+            [row["tokens_per_pass"] for name, row in drafted.items() if f"{share} forced, graphs" in name]
             for share in (0.8, 0.6)
         )
+        assert better[0] == better.pop(), "acceptance of a sampled chain is forced too"
         assert sum(better) > sum(worse) and all(b >= w > 1 for b, w in zip(better, worse, strict=True))
         assert all(len(row) == 2 for row in steps[f"verification, {size}"].values())
         trained = {**steps[f"training, {size}, heads"], **steps[f"training, {size}, dspark"]}
         assert len(trained) == 3 and all(row["last_loss"] < row["first_loss"] for row in trained.values())
         online, stored = steps[f"training, {size}, heads"].values()
         assert online["flop_per_step"] > stored["flop_per_step"] and online["first_loss"] == stored["first_loss"]
+    assert len(steps["compiled transformers, 8B"]) == 1
     fused, plain = steps["losses"].values()
     assert fused["loss"] == pytest.approx(plain["loss"], rel=1e-5)
 
@@ -118,6 +121,46 @@ def test_a_step_that_fails_or_does_not_end_keeps_what_it_measured_and_is_done_ag
         gpu_suite.main([*given, "--commit", "other"])
 
 
+INTERRUPTED = """
+import pytest
+pytestmark = pytest.mark.gpu
+@pytest.mark.parametrize("index", range(200))  # more than is kept of the output
+def test_right(index): pass
+def test_wrong(): assert 1 == 2
+def test_endless():
+    while True: pass
+"""
+
+
+def test_interrupted_tests_keep_what_they_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q\nmarkers = gpu")  # as in pyproject.toml
+    (tmp_path / "test_cut.py").write_text(INTERRUPTED)
+    (tmp_path / "test_whole.py").write_text(INTERRUPTED.partition("def test_wrong")[0])
+    without_torch = suite_measurements._RUN_TESTS.replace(", torch, transformers", "")
+    for name, value in {"GPU_TESTS": tmp_path, "TEST_SECONDS": 15, "_RUN_TESTS": without_torch}.items():
+        monkeypatch.setattr(suite_measurements, name, value)
+    ((_, run),) = suite_measurements.gpu_tests(gpu_suite.Bench(pretend=False))
+    found = run()
+    assert (found["passed"], found["failed"], found["exit_codes"]) == (400, 1, (2, 0))
+    assert "assert 1 == 2" in found["output"][0] and "KeyboardInterrupt" in found["output"][0]
+
+
+def test_everything_together_fits_the_time() -> None:
+    seconds = {name: step.seconds for name, step in gpu_suite.STEPS.items()}
+    assert seconds["tests"] >= suite_measurements.TEST_SECONDS + 10
+    assert sum(seconds.values()) - seconds["tests"] <= 5.6 * 60
+    assert sum(seconds.values()) <= 60 * gpu_suite.parse([]).minutes - 15, "the start takes time too"
+
+
+@pytest.mark.parametrize(("init", "method"), [(lambda: None, "fork"), (fails, "spawn")])
+def test_steps_fork_if_a_fork_can_use_the_gpu(
+    init: Callable[[], None], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_suite.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_suite.torch.cuda, "init", init)
+    assert gpu_suite.start_method() == method
+
+
 def test_the_page_runs_the_suite() -> None:
     page = (ROOT / "docs/how-to/one-gpu.md").read_text().partition("## Measure your GPU")[2]
     makefile = (ROOT / "Makefile").read_text()
@@ -126,6 +169,7 @@ def test_the_page_runs_the_suite() -> None:
         "git clone REPOSITORY headstart && cd headstart",
         "make gpu PRETEND=1",
         "make gpu",
+        "python3 benchmarks/gpu_suite.py --commit COMMIT",
     ]
     assert "benchmarks/gpu_suite.py $(if $(PRETEND),--pretend)" in makefile
     form = (ROOT / ".github/ISSUE_TEMPLATE/gpu-results.yml").read_text()
