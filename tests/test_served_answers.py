@@ -206,7 +206,7 @@ def test_a_server_without_a_field_for_ids_answers_in_texts_which_are_counted_and
     assert body["max_tokens"] == 2048 and "temperature" not in body, "the server's own sampling"
 
 
-@pytest.mark.parametrize("rejected", [{"stream"}, {"stream_options", "return_tokens"}], ids=str)
+@pytest.mark.parametrize("rejected", [{"stream"}, {"stream_options", "return_tokens"}], ids=["stream", "options"])
 def test_a_server_that_rejects_what_is_wished_for_is_asked_without_it(tmp_path: Path, rejected: set[str]) -> None:
     with serve(lambda request: (422, {}) if rejected & request.body.keys() else chat("Yes")) as endpoint:
         summary = regenerate(options(tmp_path, endpoint.address, ("one", "two", "three"), concurrency=1))
