@@ -21,7 +21,7 @@ def test_heads_and_a_draft_are_trained_killed_resumed_exported_and_decode(tmp_pa
         [sys.executable, "-c", finds], capture_output=True, text=True, check=True
     ).stdout.strip():
         pytest.skip(f"not installed: {missing}")
-    paths = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent)))
+    paths = os.pathsep.join((*map(str, (HERE.parents[1], HERE.parent)), os.environ.get("PYTHONPATH", "")))
     command = [sys.executable, str(HERE / "killed_and_resumed.py"), str(tmp_path)]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=240, check=False
