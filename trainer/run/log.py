@@ -5,6 +5,8 @@ metrics.jsonl has each step once. When a run resumes, the lines of repeated step
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ from accelerate.tracking import GeneralTracker, get_available_trackers
 from rich.console import Console
 
 from decoding.errors import UserError
+from decoding.model.hub import shortened
 from decoding.model.loading import first_line
 from decoding.model.stored import read_object
 from trainer.files.shards import write_text
@@ -222,11 +225,10 @@ def trackers_of(tracking: Sequence[str] | None) -> list[str]:
 
 def _is_logged_in() -> bool:
     """Return True if wandb has stored a key, in ~/.netrc or its settings. Asks neither the user nor the network."""
-    import wandb
-
-    try:
-        return bool(wandb.login(prompt=False, verify=False))
-    except wandb.Error as error:
-        raise UserError(f"wandb cannot use its login ({error}): run 'wandb login', or set tracking=none") from error
-    finally:
-        wandb.teardown()  # else the run would keep these settings
+    # In a process of its own: a login changes the settings of later runs, and taking it back waits for earlier runs.
+    ask = "import sys, wandb; sys.exit(0 if wandb.login(prompt=False, verify=False) else 3)"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode not in (0, 3):
+        reason = shortened(done.stderr.strip().rpartition("\n")[2])
+        raise UserError(f"wandb cannot use its login ({reason}): run 'wandb login', or set tracking=none")
+    return done.returncode == 0
