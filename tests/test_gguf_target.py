@@ -211,6 +211,9 @@ def test_a_file_on_the_hub_is_named_by_repository_revision_and_file(hub: FakeHub
     assert found == f"zoe/small@{commit}:quantised/it.gguf" and local_folder(found).is_dir()
     with pytest.raises(UserError, match=r"zoe/small has no file quantised/it\.gguf"):
         load_model(name)
+    with pytest.raises(UserError, match=r"zoe/small has no file \*\.gguf"):
+        load_model("zoe/small@v1:*.gguf")
+    assert not any("other.gguf" in request.path for request in hub.requests), "a name is not a pattern"
 
 
 @pytest.mark.parametrize(
