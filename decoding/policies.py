@@ -8,7 +8,7 @@ import math
 import random
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median_low
 from typing import NamedTuple, Protocol
 
@@ -117,6 +117,11 @@ class _Seconds:
             shares[each] *= _MEMORY
         shares[size] = shares.get(size, 0.0) + 1
 
+    @property
+    def tried(self) -> Collection[Budget]:
+        """The budgets with measured steps."""
+        return self._of.keys()
+
     def typical(self, budget: Budget, drafted: int) -> float:
         """Return the median seconds of recent steps of a budget that drafted about as many tokens."""
         return median_low(self._of[budget][drafted.bit_length()])
@@ -213,14 +218,17 @@ class AdaptivePolicy:
             self._acceptance |= self._arms[budgets]
         held, left = self._held.get(size, (PLAIN, 0))
         if not left or (held != PLAIN and held not in budgets):
-            balance = self._balance.setdefault(size, _FIRST_LOSS)
-            held = PLAIN if balance < -1 else self._best(size, self._arms[budgets], explores=balance > 0)
-            left = _HELD if held == PLAIN or balance > 1 else 1
+            balance, seconds = self._balance.setdefault(size, _FIRST_LOSS), self._seconds.setdefault(size, _Seconds())
+            if first := bool(seconds.tried and PLAIN not in seconds.tried):  # a guess would hide that drafts are slow
+                held = PLAIN
+            else:
+                held = PLAIN if balance < -1 else self._best(size, self._arms[budgets], explores=balance > 0)
+            left = _HELD if not first and (held == PLAIN or balance > 1) else 1
         self._held[size] = held, left - 1
         return held
 
     def _best(self, size: int, arms: Mapping[Budget, _Acceptance], explores: bool) -> Budget:
-        seconds, caution = self._seconds.setdefault(size, _Seconds()), _CAUTION if explores else 0.0
+        seconds, caution = self._seconds[size], _CAUTION if explores else 0.0
         luck = caution * (self._chance.gauss(0.0, 1.0) + 0.5)
         known = {arm: found for arm in (PLAIN, *arms) if (found := seconds.known(arm)) is not None}
         points = sorted((_rough(arm), found[0]) for arm, found in known.items())

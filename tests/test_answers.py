@@ -8,6 +8,7 @@ from tiny_training import CHAT_TEMPLATE, tiny_tokenizer, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from decoding.errors import UserError
 from trainer.data.dataset import Dataset, load_dataset
 from trainer.recipe.common import DataSection
 
@@ -64,6 +65,17 @@ def test_what_is_no_list_of_the_tokenizers_tokens_is_refused_naming_the_row(tmp_
     several = {**good, "answer_tokens": [[4, 1], [4, 1]]}
     dataset = load(tmp_path, [good, bad, several], tiny_tokenizer(), bad_rows="skip")
     assert (len(dataset.examples), dataset.account.bad_rows) == (1, 2)
+
+
+def test_an_answer_without_tokens_is_read_if_it_is_empty_and_refused_if_it_is_trained(tmp_path: Path) -> None:
+    user, empty, answer = ({"role": role, "content": text} for role, text in (("user", "c"), *2 * [("assistant", "")]))
+    answer["content"] = "a"
+    row = {"messages": [user, empty, user, answer], "answer_tokens": [[], [4, 1]]}
+    assert trained(load(tmp_path, [row], tiny_tokenizer(CHAT_TEMPLATE))) == [[4, 1]]
+    called = {**empty, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    for bad in ({**row, "messages": [user, called, user, answer]}, {"messages": [user], "answer_tokens": 5}):
+        with pytest.raises(UserError, match=r"line 1: answer_tokens does not contain"):
+            load(tmp_path, [bad], tiny_tokenizer(CHAT_TEMPLATE))
 
 
 # --- a text that was cut off ----------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def test_other_files_are_refused_before_anything_is_converted(
     refused(r"needs the package gguf: pip install 'headstart\[gguf\]'")
     file.unlink()
     refused("there is no file .*: give a GGUF file, or ORG/NAME:FILE.gguf")
-    assert not list(cache.glob("*-1"))
+    assert not list(cache.glob("*/")), "a refused file leaves nothing, which might be as large as its weights"
 
 
 def test_a_killed_conversion_is_made_anew(tmp_path: Path, cache: Path) -> None:
@@ -211,6 +211,9 @@ def test_a_file_on_the_hub_is_named_by_repository_revision_and_file(hub: FakeHub
     assert found == f"zoe/small@{commit}:quantised/it.gguf" and local_folder(found).is_dir()
     with pytest.raises(UserError, match=r"zoe/small has no file quantised/it\.gguf"):
         load_model(name)
+    with pytest.raises(UserError, match=r"zoe/small has no file \*\.gguf"):
+        load_model("zoe/small@v1:*.gguf")
+    assert not any("other.gguf" in request.path for request in hub.requests), "a name is not a pattern"
 
 
 @pytest.mark.parametrize(

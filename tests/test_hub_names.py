@@ -14,6 +14,7 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding import HeadstartModel
 from decoding.drafters import DraftModelDrafter, DSparkDrafter, HybridDrafter, MedusaDrafter
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -70,6 +71,13 @@ def test_a_revision_stands_behind_an_at_sign(tmp_path: Path, monkeypatch: pytest
 def test_a_revision_that_would_leave_the_cache_is_refused(hub: FakeHub, revision: str) -> None:
     with pytest.raises(ValueError, match="as revision: give ORG/NAME@ and a branch, a tag or a commit hash"):
         local_folder(f"{MODEL}@{revision}")
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("file", ["../it.gguf", "a/../../it.gguf", "/etc/it.gguf"])
+def test_a_gguf_file_outside_its_repository_is_refused(hub: FakeHub, file: str) -> None:
+    with pytest.raises(UserError, match="which is outside the repository: give ORG"):
+        local_folder(f"{MODEL}:{file}")
     assert hub.requests == []
 
 

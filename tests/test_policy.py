@@ -88,6 +88,17 @@ def test_drafts_that_do_not_fit_the_text_cost_a_first_call_of_64_tokens_at_most_
     assert min(found.values()) >= 0.95, found
 
 
+def test_drafts_that_are_accepted_but_slow_are_stopped_too() -> None:
+    """Each step is accepted whole, but takes 20 plain steps: without a measured plain step this looks like a gain."""
+    policy, budgets, seconds, tokens = AdaptivePolicy(), chains(6), 0.0, 0
+    while tokens < 512:
+        budget = policy.choose(budgets, rows=1)
+        took = 1.0 if budget == PLAIN else 20.0
+        policy.observe(budget, one(budget.depth, budget.depth), 0.0, took, took)
+        seconds, tokens = seconds + took, tokens + budget.depth + 1
+    assert tokens / seconds > 0.9
+
+
 def test_of_a_hybrid_the_adaptive_policy_takes_the_largest_tree_or_none() -> None:
     policy = AdaptivePolicy()
     for _ in range(50):

@@ -69,8 +69,11 @@ def converted(file: Path) -> Path:
             if not folder.is_dir():
                 shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left it
                 partial.mkdir()
-                _convert(file, partial, {"file": file.name, "sha256": digest})
-                partial.rename(folder)
+                try:
+                    _convert(file, partial, {"file": file.name, "sha256": digest})
+                    partial.rename(folder)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)  # after an error, it may fill the disk
     except (OSError, SafetensorError) as error:
         remedy = "make room there, or set HEADSTART_CACHE to another folder"
         raise UserError(f"the weights of {file} cannot be written to {folder} ({error}): {remedy}") from error

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
-from pathlib import Path
+from glob import escape
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from huggingface_hub import constants, snapshot_download
@@ -61,7 +62,7 @@ class HubName(NamedTuple):
 def hub_name(name: str | Path) -> HubName | None:
     """Parse a name of the form ORG/NAME[@REVISION][:FILE.gguf]; return None for a path or an existing folder.
 
-    Raises UserError for a revision that git would not accept.
+    Raises UserError for a revision that git would not accept, and for a file outside the repository.
     """
     name = str(name)
     repository, _, file = name.partition(":") if is_gguf(name) else (name, "", "")
@@ -72,6 +73,8 @@ def hub_name(name: str | Path) -> HubName | None:
         return None
     if at and _REVISION.fullmatch(revision) is None:
         raise UserError(f"{name!r} has {revision!r} as revision: give ORG/NAME@ and a branch, a tag or a commit hash")
+    if file.startswith("/") or ".." in PurePosixPath(file).parts:
+        raise UserError(f"{name!r} has {file!r} as file, which is outside the repository: give ORG/NAME:FILE.gguf")
     return HubName(repo_id, revision if at else None, file or None)
 
 
@@ -95,7 +98,7 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
     folder = _snapshot(named, [*_SMALL, *(_WEIGHTS if weights else ())])
     files = named_files(folder, "report this to its author") if weights else []
     if missing := [str(path.relative_to(folder)) for path in files if not path.is_file()]:  # shards with other names
-        _snapshot(named, missing, ())
+        _snapshot(named, [*map(escape, missing)], ())
     return folder
 
 
@@ -123,7 +126,7 @@ def short_name(name: str) -> str:
 
 def _snapshot_of_file(named: HubName) -> Path:
     """Fetch one file of a repository; return the snapshot's folder."""
-    folder = _snapshot(named, [str(named.file)], ())
+    folder = _snapshot(named, [escape(str(named.file))], ())
     if not (folder / str(named.file)).is_file():
         raise UserError(f"{named.repo_id} has no file {named.file}, or it is not cached: check the name on its page")
     return folder

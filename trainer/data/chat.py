@@ -134,11 +134,11 @@ class TranscriptEncoder:
             prompt = next(rendered, None) or self._prompt(messages[:index], where, template)
             if not self._knows(prompt):
                 break
-            if not (transcript.cut_off and index == indices[-1]):
+            if tokens and not (transcript.cut_off and index == indices[-1]):
                 tokens = self._with_end(tokens, messages[: index + 1], template)
             trained = (False,) * len(prompt) + (True,) * len(tokens)
             examples.append(Example((*prompt, *tokens), trained, len(prompt)))
-        if len(examples) != len(indices) or len(written) != len(indices):
+        if not isinstance(written, list) or not len(examples) == len(indices) == len(written):
             raise UserError(
                 f"{where}: {ANSWER_TOKENS} does not contain the tokens of each answer under this tokenizer",
                 "regenerate the answers with this target, or remove the field",
@@ -159,7 +159,7 @@ class TranscriptEncoder:
 
     def _reads(self, tokens: Any, answer: dict[str, Any], truncated: bool) -> bool:
         """Return True if ``tokens`` are token ids that spell the answer; with reasoning, they may spell more."""
-        if not isinstance(tokens, list) or not self._knows(tokens):
+        if not isinstance(tokens, list) or not self._knows(tokens) or (not tokens and is_trained(answer)):
             return False
         text, content = read_answer(self._tokenizer, tokens, truncated).strip(), answer["content"].strip()
         return content in text if UNSPOKEN & answer.keys() else content == text
