@@ -122,6 +122,7 @@ def measure() -> None:
             limit=3 if SHORT else 10,
             max_new_tokens=24 if SHORT else 64,
             settings=["sampling", "greedy"],
+            policy=["fixed"],
             output=OUTPUT,
             restart=True,
         )
