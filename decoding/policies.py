@@ -194,9 +194,10 @@ class AdaptivePolicy:
     interpolated between their neighbours. A budget is chosen about as often as it is likely to be the best (Thompson
     1933), so bad ones are rarely retried. What drafts have gained or lost against plain decoding is kept as a balance.
     While it is negative nothing is explored, and a whole plain step below zero nothing is drafted, whatever is
-    expected. So drafts that do not fit the text cost about two steps, and then 1.5% of the time. Seconds depend on the
-    number of texts decoded together, so each power of two is learned separately. The policy reads the clock, so pass
-    shapes, and with them sampled texts with the same seed and greedy near-ties below fp32, differ from run to run.
+    expected. In simulations, drafts that do not fit the text then cost about two plain steps at first and 1.5% of the
+    time later, if a drafting step takes at most two plain steps; dearer drafts cost more at first. Seconds depend on
+    the number of texts decoded together, so each power of two is learned separately. The policy reads the clock, so
+    pass shapes, and with them sampled texts with the same seed and greedy near-ties below fp32, differ between runs.
     """
 
     name = "adaptive"
