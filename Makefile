@@ -60,7 +60,7 @@ engines: .venv-engines/.ready
 .venv-engines/.ready: requirements-engines.lock scripts/engines.sh
 	sh scripts/engines.sh
 
-.venv/.ready: requirements.lock pyproject.toml scripts/setup.sh
+.venv/.ready: requirements.lock requirements-quickstart.lock pyproject.toml scripts/setup.sh
 	sh scripts/setup.sh
 
 clean:

@@ -12,19 +12,17 @@ from rich.console import Console
 from decoding import DecodingConfig, Engine, HeadstartModel, speculate
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.stream import Tally, stream_pieces
-from trainer import prepare_target
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--target", default="quickstart", help="folder or hub id; the default is trained on first use")
+parser.add_argument("--target", default="quickstart", help="folder, GGUF file or hub id")
 parser.add_argument("--drafter", default="lookup", help="as in docs/reference/commands.md")
 parser.add_argument("--prompt", default="class Stack:\n    def __init__(self):\n        self.items = []\n")
 parser.add_argument("--max-new-tokens", type=int, default=64)
 options = parser.parse_args()
 
-target = prepare_target(options.target)  # trains the embedded target once; other names are unchanged
-tokenizer = load_tokenizer(target)
+tokenizer = load_tokenizer(options.target)
 # In fp32 plain decoding writes the same greedy text. In bf16, the faster default, near-ties may differ.
-model = HeadstartModel.from_pretrained(target, options.drafter, dtype=torch.float32)
+model = HeadstartModel.from_pretrained(options.target, options.drafter, dtype=torch.float32)
 
 # 1. One call instead of `generate` of transformers, with the same options and the same result.
 inputs = tokenizer(options.prompt, return_tensors="pt").to(model.device)

@@ -21,7 +21,6 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_tokenizer
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.tree import TokenTree
-from trainer import prepare_target
 
 
 # --- the drafter ------------------------------------------------------------------------------------------------------
@@ -72,7 +71,7 @@ class NgramText:
 
 # --- its use ----------------------------------------------------------------------------------------------------------
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--target", default="quickstart", help="folder or hub id; the default is trained on first use")
+parser.add_argument("--target", default="quickstart", help="folder, GGUF file or hub id")
 parser.add_argument(
     "--corpus", type=Path, nargs="+", help="texts for the n-grams; by default files of Python's standard library"
 )
@@ -80,14 +79,13 @@ parser.add_argument("--prompt", default="class Stack:\n    def __init__(self):\n
 parser.add_argument("--max-new-tokens", type=int, default=64)
 options = parser.parse_args()
 
-target = prepare_target(options.target)
-tokenizer = load_tokenizer(target)
+tokenizer = load_tokenizer(options.target)
 corpus = options.corpus or sorted(Path(sysconfig.get_path("stdlib")).glob("[a-h]*.py"))
 tokens = [token for path in corpus for token in tokenizer(path.read_text(encoding="utf-8"))["input_ids"]]
 drafter = NgramDrafter(tokens)
 print(f"{len(drafter.followers):,} n-grams of {len(tokens):,} tokens")
 
-model = HeadstartModel.from_pretrained(target, dtype=torch.float32)
+model = HeadstartModel.from_pretrained(options.target, dtype=torch.float32)
 prompt = [tokenizer(options.prompt)["input_ids"]]
 for temperature in (0.0, 1.0):
     # Above temperature 0 the rule draws from the target like plain decoding, so the same seed gives the same text.

@@ -8,15 +8,23 @@ with transformers' auto classes, it is a target like any other, for training and
 """
 
 import argparse
-import itertools
 import json
 import random
+import sysconfig
 from pathlib import Path
 
 import torch
+from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -24,7 +32,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from decoding import HeadstartModel, speculate
 from decoding.model.loading import load_tokenizer
 from trainer import load_recipe, run_recipe
-from trainer.quickstart import build_corpus
 
 # --- the class --------------------------------------------------------------------------------------------------------
 
@@ -119,15 +126,20 @@ parser.add_argument("--output", type=Path, default=Path("runs/examples/own-model
 parser.add_argument("changes", nargs="*", help="changes of the heads' recipe, such as training.steps=100")
 options = parser.parse_args()
 
-corpus = build_corpus()  # texts (files of Python's standard library) and tokenizer of the embedded target
-tokenizer = load_tokenizer(str(corpus))
 folder = options.output / "target"
+train, heldout = (options.output / f"{name}.jsonl" for name in ("train", "heldout"))
 if not (folder / "config.json").is_file():
+    options.output.mkdir(parents=True, exist_ok=True)
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))  # texts that every machine has
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    for path, rows in ((train, texts[8:]), (heldout, texts[:8])):
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows), encoding="utf-8")
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts[8:], vocab_size=2048, special_tokens=["<|end|>"], show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<|end|>", eos_token="<|end|>")
     torch.manual_seed(0)
     model = LoopedModel(LoopedConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id))
-    with (corpus / "train.jsonl").open(encoding="utf-8") as lines:
-        texts = [json.loads(line)["text"] for line in itertools.islice(lines, 200)]
-    tokens = torch.tensor([token for text in texts for token in tokenizer(text)["input_ids"]])
+    tokens = torch.tensor([token for text in texts[8:] for token in tokenizer(text)["input_ids"]])
     matrices = [weight for weight in model.block.parameters() if weight.ndim == 2]
     others = [weight for weight in model.parameters() if all(weight is not each for each in matrices)]
     optimizers = [torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.0), torch.optim.AdamW(others, lr=1e-2)]
@@ -151,8 +163,8 @@ settings = {
     "name": "heads of my own model",
     "target": folder,
     "output": options.output / "heads",
-    "data.train": corpus / "train.jsonl",
-    "data.heldout": corpus / "heldout.jsonl",
+    "data.train": train,
+    "data.heldout": heldout,
     "data.max_length": 128,
     "data.max_rows": 200,
     "training.steps": 60,
@@ -165,6 +177,7 @@ medusa = Path(__file__).parent.parent / "recipes" / "any" / "medusa1.yaml"
 recipe = load_recipe(medusa, [f"{key}={value}" for key, value in settings.items()])
 heads = run_recipe(recipe)
 decoder = HeadstartModel.from_pretrained(str(folder), f"heads:{heads}", dtype=torch.float32)
+tokenizer = load_tokenizer(str(folder))
 inputs = tokenizer("import os\nimport sys\n\n", return_tensors="pt").to(decoder.device)
 ours = decoder.generate(**inputs, max_new_tokens=64, do_sample=False)
 theirs = decoder.target.model.generate(**inputs, max_new_tokens=64, do_sample=False)

@@ -19,7 +19,6 @@ from decoding.model.loading import load_tokenizer
 from decoding.rules.drawing import RandomSource
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.verify import Rule, Verdict
-from trainer import prepare_target
 
 # --- a lossless rule: speculative sampling of chains ------------------------------------------------------------------
 
@@ -88,15 +87,14 @@ for rule in (MINE, CARELESS, LOSSY):
 # --- use --------------------------------------------------------------------------------------------------------------
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--target", default="quickstart", help="folder or hub id; the default is trained on first use")
+parser.add_argument("--target", default="quickstart", help="folder, GGUF file or hub id")
 parser.add_argument("--drafter", default="lookup", help="a drafter of chains")
 parser.add_argument("--prompt", default="class Stack:\n    def __init__(self):\n        self.items = []\n")
 parser.add_argument("--max-new-tokens", type=int, default=64)
 options = parser.parse_args()
 
-target = prepare_target(options.target)
-tokenizer = load_tokenizer(target)
-model = HeadstartModel.from_pretrained(target, options.drafter)
+tokenizer = load_tokenizer(options.target)
+model = HeadstartModel.from_pretrained(options.target, options.drafter)
 prompts = [tokenizer(options.prompt)["input_ids"]] * 4  # each with a different seed
 for chosen in (None, MINE, LOSSY):  # None: the lossless rule that keeps most tokens of this drafter
     output = speculate(

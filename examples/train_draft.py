@@ -16,7 +16,7 @@ from decoding import HeadstartModel, speculate
 from decoding.model.loading import load_tokenizer
 from decoding.speculation import SpeculativeOutput
 from decoding.stream import Tally
-from trainer import load_recipe, prepare_target, run_recipe
+from trainer import load_recipe, run_recipe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart" / "draft.yaml"
 PROMPTS = ["import os\nimport sys\n\n", "class Stack:\n    def __init__(self):\n", "def main():\n    parser = "]
@@ -27,12 +27,11 @@ draft = run_recipe(recipe)
 print(f"the draft is in {draft}: a model like any other, which transformers can load too")
 
 # 2. Each further drafted token costs a pass of the draft, and saves a target pass if it is kept: measure what pays.
-target = prepare_target(recipe.target)
-tokenizer = load_tokenizer(target)
+tokenizer = load_tokenizer(recipe.target)
 prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
 
 # In fp32 plain decoding writes the same greedy texts; in bf16, the faster default, near-ties may differ.
-plain = HeadstartModel.from_pretrained(target, dtype=torch.float32)
+plain = HeadstartModel.from_pretrained(recipe.target, dtype=torch.float32)
 models = {"plain decoding": plain}
 for tokens in (2, 4, 6):
     models[f"{tokens} drafted tokens"] = HeadstartModel.from_pretrained(

@@ -13,7 +13,7 @@ import torch
 
 from decoding import HeadstartModel, speculate
 from decoding.model.loading import load_tokenizer
-from trainer import load_recipe, prepare_target, run_recipe
+from trainer import load_recipe, run_recipe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart" / "medusa1.yaml"
 PROMPTS = ["import os\nimport sys\n\n", "class Stack:\n    def __init__(self):\n", "def main():\n    parser = "]
@@ -22,15 +22,14 @@ PROMPTS = ["import os\nimport sys\n\n", "class Stack:\n    def __init__(self):\n
 recipe = load_recipe(RECIPE, sys.argv[1:])
 print(f"{recipe.training.steps} steps on {recipe.target}: {recipe.data.train}")
 
-# 2. The run. If the embedded target is missing, it is trained first; it writes the answers that the heads learn.
+# 2. The run: the heads learn from answers that the target wrote.
 heads = run_recipe(recipe)
 print(f"the heads are in {heads}")
 
 # 3. In each step the heads propose a tree, and the target keeps the tokens that it would have written itself. In fp32
 #    plain decoding writes the same tokens; in bf16, the faster default, near-ties may differ.
-target = prepare_target(recipe.target)
-tokenizer = load_tokenizer(target)
-model = HeadstartModel.from_pretrained(target, f"heads:{heads}", dtype=torch.float32)
+tokenizer = load_tokenizer(recipe.target)
+model = HeadstartModel.from_pretrained(recipe.target, f"heads:{heads}", dtype=torch.float32)
 prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
 texts = {"max_new_tokens": 64, "batch_size": 1, "policy": "fixed", "pad_token_id": tokenizer.eos_token_id}
 plain = speculate(model.target, None, prompts, **texts)

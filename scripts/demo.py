@@ -1,4 +1,4 @@
-"""The whole job from end to end (``make demo``): a target, its answers, heads and drafts trained on them, speed-ups.
+"""The whole job from end to end (``make demo``): prompts and answers of a target, heads and a draft, speed-ups.
 
 Nothing is downloaded. HEADSTART_DEMO=short runs the same code on less data, for continuous integration.
 """
@@ -22,24 +22,25 @@ from decoding.threads import spin_briefly
 spin_briefly()  # before torch is imported
 
 from decoding.errors import UserError
+from decoding.model import quickstart
 from decoding.model.fingerprint import stored_fingerprint
-from trainer import quickstart
+from decoding.model.hub import local_folder
 from trainer.commands.evaluate import run_evaluate
+from trainer.commands.generate import run_generate
 from trainer.commands.guarded import guarded
-from trainer.commands.options import EvaluateOptions
+from trainer.commands.options import EvaluateOptions, GenerateOptions
 from trainer.export.exporter import export
 from trainer.recipe.reading import load_recipe
-from trainer.run.train import ensure_built, run_recipe
+from trainer.run.train import run_recipe
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = Path("runs/quickstart")
+RECIPES = Path("recipes/quickstart")
 SHORT = os.environ.get("HEADSTART_DEMO") == "short"
 
 
 def main() -> None:
-    """Run seven stages and print how many seconds each took."""
-    if SHORT:
-        os.environ.setdefault("HEADSTART_QUICKSTART_STEPS", "10")
+    """Run the stages and print how many seconds each took, and what to do next."""
     console = Console(highlight=False)
     seconds: dict[str, float] = {}
 
@@ -49,28 +50,29 @@ def main() -> None:
         work()
         seconds[name] = time.perf_counter() - began
 
-    stage("1. the target", build_target)
-    stage("2. its answers", lambda: ensure_built(quickstart.ANSWERS))
-    stage("3. heads", lambda: launch("medusa1"))
-    stage("4. a distilled draft", lambda: launch("draft"))
-    stage("5. a DSpark draft", lambda: launch("dspark"))
-    stage("6. decoding and measuring", measure)
-    stage("7. exporting", export_all)
+    stage("1. the target", read_target)
+    stage("2. heads", lambda: launch("medusa1"))
+    stage("3. a DSpark draft", lambda: launch("dspark"))
+    stage("4. decoding and measuring", measure)
+    stage("5. one answer, and who wrote which token", show)
+    stage("6. exporting", export_all)
     console.print(timing(seconds))
+    console.rule("[bold]next")
+    console.print(next_commands(), soft_wrap=True)
 
 
-def build_target() -> None:
-    ensure_built(quickstart.NAME)
-    print(f"the target is in {quickstart.folder()}")
+def read_target() -> None:
+    folder = local_folder(quickstart.NAME)
+    print(f"the target is {quickstart.MODEL}, converted from {quickstart.FILE} into {folder}")
 
 
 def discard_stale(recipe: str) -> None:
-    """Remove a finished run with another target (a new Python, another cache) or recipe, which cannot be resumed."""
+    """Remove a finished run with another target or by another recipe, which cannot be resumed."""
     provenance = Path(artefact(recipe)) / "provenance.json"
     if provenance.is_file():
         stored = json.loads(provenance.read_text())
-        wanted = load_recipe(ROOT / "recipes" / "quickstart" / f"{recipe}.yaml").model_dump(mode="json")
-        other = "on another target" * (stored["target"]["fingerprint"] != stored_fingerprint(quickstart.folder()))
+        wanted = load_recipe(RECIPES / f"{recipe}.yaml").model_dump(mode="json")
+        other = "on another target" * (stored["target"]["fingerprint"] != stored_fingerprint(quickstart.NAME))
         if any(stored["recipe"].get(section) != wanted.get(section) for section in ("data", "heads", "draft")):
             other = other or "by another recipe"
         if other:
@@ -81,20 +83,14 @@ def discard_stale(recipe: str) -> None:
 def launch(recipe: str) -> None:
     """Train a recipe as a user would, by ``accelerate launch``; if `SHORT`, only the heads are launched."""
     discard_stale(recipe)
-    small = ["training.steps=4", "evaluation.prompts=2", "evaluation.tree_prompts=2"]
+    small = ["training.steps=2", "training.batch_size=4", "training.micro_batch_size=4"]
+    small += ["evaluation.prompts=2", "evaluation.tree_prompts=2", "evaluation.max_new_tokens=16"]
     changes = [*small, f"output={OUTPUT / 'short' / recipe}"] if SHORT else []
     if SHORT and recipe != "medusa1":  # a second launch would only repeat all imports
-        run_recipe(load_recipe(ROOT / "recipes" / "quickstart" / f"{recipe}.yaml", changes))
+        run_recipe(load_recipe(RECIPES / f"{recipe}.yaml", [*changes, "draft.check_costs=false"]))
         return
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--quiet",
-        "--config_file",
-        "recipes/accelerate/cpu.yaml",
-    ]
-    command += ["scripts/train.py", f"recipes/quickstart/{recipe}.yaml", *changes]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file"]
+    command += ["recipes/accelerate/cpu.yaml", "scripts/train.py", str(RECIPES / f"{recipe}.yaml"), *changes]
     finished = subprocess.run(command, cwd=ROOT, check=False)
     if finished.returncode:
         raise UserError(f"training {recipe} failed with exit code {finished.returncode}; its message is above")
@@ -105,23 +101,15 @@ def artefact(recipe: str) -> str:
 
 
 def measure() -> None:
-    """Measure each trained drafter alone and combined with a lookup, and the lookup alone.
-
-    Sampling comes first, because greedy texts of such a small target repeat themselves and a lookup copies them. A
-    draft costs about half a pass of this target (least_gain).
-    """
-    trained = []
-    for kind, name in (("dspark", "dspark"), ("heads", "medusa1"), ("draft", "draft")):
-        trained += [f"{kind}:{artefact(name)}", f"hybrid:{artefact(name)},least_gain=0.5"]
+    """Measure each trained drafter and prompt lookup on questions that nothing was trained on."""
     run_evaluate(
         EvaluateOptions(
             target=quickstart.NAME,
-            drafter=[*trained, "lookup"],
-            prompts=f"{quickstart.NAME}/heldout.jsonl",
-            context=[128],
-            limit=3 if SHORT else 10,
-            max_new_tokens=24 if SHORT else 64,
-            settings=["sampling", "greedy"],
+            drafter=[f"heads:{artefact('medusa1')}", f"dspark:{artefact('dspark')}", "lookup"],
+            prompts=str(RECIPES / "questions.jsonl"),
+            limit=2 if SHORT else 40,
+            max_new_tokens=12 if SHORT else 48,
+            settings=["sampling"],
             policy=["fixed"],
             output=OUTPUT,
             restart=True,
@@ -129,14 +117,39 @@ def measure() -> None:
     )
 
 
+def show() -> None:
+    """Stream an answer; accepted drafted tokens are green."""
+    run_generate(
+        GenerateOptions(
+            target=quickstart.NAME,
+            drafter=f"heads:{artefact('medusa1')}",
+            prompt="Explain in a few sentences why the sky is blue.",
+            max_new_tokens=16 if SHORT else 64,
+            temperature=1.0,
+            seed=0,
+        ),
+        Console(highlight=False, force_terminal=True),
+    )
+
+
 def export_all() -> None:
-    """Export the heads for this project and the drafts for servers, each with its model card."""
-    report = OUTPUT / "report.json"
-    for recipe, form in (("medusa1", "headstart"), ("dspark", "dspark"), ("draft", "draft")):
+    """Export the heads for this project and the draft for llama.cpp, each with its model card."""
+    for recipe, form in (("medusa1", "headstart"), ("dspark", "gguf")):
         folder = OUTPUT / "export" / f"{recipe}-{form}"
         shutil.rmtree(folder, ignore_errors=True)
-        summary = export(Path(artefact(recipe)), folder, form, report=report)
-        print(summary)
+        print(export(Path(artefact(recipe)), folder, form, report=OUTPUT / "report.json"))
+
+
+def next_commands() -> str:
+    """Return the commands that chat, open the web demo and serve the draft in llama.cpp."""
+    draft = OUTPUT / "export" / "dspark-gguf" / "model.gguf"
+    return "\n".join(
+        (
+            f".venv/bin/headstart chat --target {quickstart.NAME} --drafter heads:{artefact('medusa1')}",
+            f".venv/bin/headstart demo --drafter heads:{artefact('medusa1')} --drafter lookup",
+            f"llama-server -m {quickstart.embedded_file()} -md {draft} --spec-type draft-dspark --spec-draft-n-max 6",
+        )
+    )
 
 
 def timing(seconds: dict[str, float]) -> Table:

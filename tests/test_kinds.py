@@ -19,17 +19,16 @@ CPU = torch.device("cpu")
 
 
 def test_the_same_recipe_twice_makes_the_same_weights(tmp_path: Path) -> None:
-    """A pretraining run starts from random weights, which the seed decides, not the state of torch's generator."""
+    """A draft that starts from random weights gets them from the seed, not from the state of torch's generator."""
     write_target(tmp_path / "target")
     write_corpus(tmp_path)
-    content = recipe_content(tmp_path, "pretrain")
-    del content["target"], content["dtype"]
-    model = {"tokenizer": str(tmp_path / "target"), "hidden_size": 16, "intermediate_size": 16}
-    model |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    content = recipe_content(tmp_path, "draft")
+    config = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    draft = {"check_costs": False, "init": {"from_config": config}}
     states = []
     for name in ("one", "two"):
         torch.rand(len(states) + 1)  # another state of the generator
-        recipe = parse_recipe({**content, "model": model, "output": str(tmp_path / name)})
+        recipe = parse_recipe({**content, "draft": draft, "output": str(tmp_path / name)})
         final = run_recipe(recipe, Console(file=io.StringIO()))
         states.append((final / "model.safetensors").read_bytes())
         AcceleratorState._reset_state(True)

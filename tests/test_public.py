@@ -10,7 +10,7 @@ import pytest
 
 PUBLIC = {
     "decoding": {"Conversation", "DecodingConfig", "Engine", "HeadstartModel", "SamplingConfig", "speculate"},
-    "trainer": {"load_recipe", "prepare_target", "run_recipe"},
+    "trainer": {"load_recipe", "run_recipe"},
 }
 
 

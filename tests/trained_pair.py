@@ -1,4 +1,4 @@
-"""A target and its draft, really trained in seconds, on sentences of few words, tokenized as the quickstart's."""
+"""A target and its draft, really trained in seconds, on sentences of few words."""
 
 import io
 import json
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trainer.recipe.reading import parse_recipe
 from trainer.run.train import run_recipe
@@ -34,7 +35,7 @@ def sentences(count: int, seed: int = 0) -> list[str]:
 
 
 def bpe_tokenizer(texts: Sequence[str] = (), use_regex: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that splits texts as the quickstart's does; token 0 is the end.
+    """A byte-level BPE; token 0 is the end.
 
     Trained on ``texts``, by default sentences; without ``use_regex`` its tokens go beyond words.
     """
@@ -51,13 +52,10 @@ def bpe_tokenizer(texts: Sequence[str] = (), use_regex: bool = True) -> PreTrain
 
 def train_pair(folder: Path, steps: int = 70, draft_steps: int = 6) -> tuple[Path, Path]:
     """Train a target, and a draft of one of its layers; returns their folders."""
-    bpe_tokenizer().save_pretrained(folder / "tokenizer")
     for name, count in (("train", 400), ("heldout", 4)):
         lines = "".join(json.dumps({"text": text + END}) + "\n" for text in sentences(count, seed=count))
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 1}
-    model = {"tokenizer": str(folder / "tokenizer"), "max_position_embeddings": 256, **sizes}
-    target = _trained(folder, "pretrain", steps, model=model)
+    target = _trained_target(folder, sentences(400, seed=400), steps)
     draft = {"check_costs": False, "init": {"from_target": {"layers": [0]}}}
     return target, _trained(folder, "draft", draft_steps, target=str(target), dtype="fp32", draft=draft)
 
@@ -75,6 +73,32 @@ def train_dspark(folder: Path, target: Path, name: str, steps: int = 40, **secti
     }
     draft = {"check_costs": False, "dspark": section}
     return _trained(folder, "draft", steps, target=str(target), dtype="fp32", draft=draft, output=str(folder / name))
+
+
+def _trained_target(folder: Path, texts: Sequence[str], steps: int) -> Path:
+    """Train a Llama of three layers on batches of 16 texts; returns its folder."""
+    torch.manual_seed(0)
+    tokenizer = bpe_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 1}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, tie_word_embeddings=True, **ends, **sizes)
+    )
+    tokens = torch.tensor([token for text in texts for token in tokenizer(text + END)["input_ids"]])
+    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
+    others = [weight for weight in model.parameters() if all(weight is not each for each in matrices)]
+    optimizers = (torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.0), torch.optim.AdamW(others, lr=1e-2))
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] *= 1 - 1 / (steps - step + 1)
+        batch = torch.stack([tokens[begin : begin + 64] for begin in torch.randint(len(tokens) - 64, (16,)).tolist()])
+        model(batch, labels=batch).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    model.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    return folder / "target"
 
 
 def _trained(folder: Path, kind: str, steps: int, **sections: Any) -> Path:

@@ -5,10 +5,6 @@ The public names load on first use, to keep ``import trainer`` from waiting for 
 
 from decoding.lazy import lazy_names
 
-_HOMES = {
-    "load_recipe": "trainer.recipe.reading",
-    "prepare_target": "trainer.run.train",
-    "run_recipe": "trainer.run.train",
-}
+_HOMES = {"load_recipe": "trainer.recipe.reading", "run_recipe": "trainer.run.train"}
 __all__ = list(_HOMES)
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -118,7 +118,7 @@ def inspect(options: option_sets.InspectOptions) -> None:
 
 @command(
     app,
-    'headstart generate --target quickstart --drafter lookup \\\n  --prompt "def read(path):"',
+    'headstart generate --target quickstart --drafter lookup \\\n  --prompt "Why is the sky blue?"',
     'headstart generate --target ORG/NAME --drafter heads:runs/heads/final \\\n  --prompt "Why is the sky blue?"',
     failed=ExitCode.STOPPED,
 )
@@ -167,7 +167,7 @@ def demo(options: option_sets.DemoOptions) -> None:
 @command(
     app,
     "headstart evaluate --target quickstart --drafter lookup \\\n"
-    "  --prompts quickstart/heldout.jsonl --context 64 --output runs/lookup",
+    "  --prompts recipes/quickstart/questions.jsonl --output runs/lookup",
     "headstart evaluate --target ORG/NAME --drafter heads:runs/heads/final \\\n"
     "  --drafter lookup --prompts test.jsonl --output runs/measured",
     resumes=True,

@@ -19,15 +19,15 @@ from trainer.target.loading import StoredTarget, Target, load_target_model
 
 @dataclass(frozen=True)
 class Job:
-    """Recipe, data, target and objective of one run, for heads, a draft or a model from scratch."""
+    """Recipe, data, target and objective of one run, for heads or a draft."""
 
     recipe: AnyRecipe
     tokenizer: PreTrainedTokenizerBase
     dataset: Dataset
     """The training data."""
     heldout: Dataset
-    target: StoredTarget | None
-    """A `Target` if loaded, a `StoredTarget` if released to free memory; None for a model from scratch."""
+    target: StoredTarget
+    """A `Target` if loaded, a `StoredTarget` if released to free memory."""
     objective: Objective
     identity: Mapping[str, Any]
     """The recipe as plain JSON values; `trainer.run.checkpoint` uses it to recognise the run.
@@ -42,9 +42,9 @@ class Job:
             return self.policy_source(process)
         return Offline(self.dataset.examples, self.recipe.training.batch_size, self.recipe.training.seed)
 
-    def target_again(self, device: torch.device) -> Target | None:
+    def target_again(self, device: torch.device) -> Target:
         """Return the target for the last evaluation; reload it if it was released."""
-        if self.target is None or isinstance(self.target, Target):
+        if isinstance(self.target, Target):
             return self.target
         assert isinstance(self.recipe, MedusaRecipe), "only training on stored features releases the target"
         return self.target.loaded(load_target_model(self.recipe, device))
@@ -55,12 +55,10 @@ class Job:
         return sum(p.numel() for p in self.objective.module.parameters() if p.requires_grad)
 
 
-def shared_identity(
-    recipe: AnyRecipe, target: StoredTarget | None, dataset: Dataset, heldout: Dataset
-) -> dict[str, Any]:
+def shared_identity(recipe: AnyRecipe, target: StoredTarget, dataset: Dataset, heldout: Dataset) -> dict[str, Any]:
     """Return the part of `Job.identity` that all kinds of recipe share."""
     content = recipe.model_dump(mode="json", exclude={"target", "data"})
-    content["target weights"] = target.fingerprint if target else None
+    content["target weights"] = target.fingerprint
     content["training data"] = digest_of_each(example.content() for example in dataset.examples)
     content["held-out data"] = digest_of_each(example.content() for example in heldout.firsts)
     return content

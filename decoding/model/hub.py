@@ -1,6 +1,7 @@
 """Names of models: a folder or a GGUF file, here or on the Hub, from which it is fetched into the cache.
 
 On the Hub a model is ``ORG/NAME`` or ``ORG/NAME@REVISION``, and a GGUF file is ``ORG/NAME[@REVISION]:FILE.gguf``.
+``quickstart`` is the embedded target.
 
 A revision is a branch, a tag, a pull request (``refs/pr/1``) or a commit hash; the default is ``main``. Each process
 resolves a revision once, so config, weights and tokenizer come from the same commit even if the branch moves. Files are
@@ -31,6 +32,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from decoding.errors import UserError
 from decoding.model.gguf_file import converted, is_gguf
+from decoding.model.quickstart import embedded_folder, is_embedded
 from decoding.model.stored import WEIGHT_FILES, named_files
 
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md")
@@ -60,14 +62,15 @@ class HubName(NamedTuple):
 
 
 def hub_name(name: str | Path) -> HubName | None:
-    """Parse a name of the form ORG/NAME[@REVISION][:FILE.gguf]; return None for a path or an existing folder.
+    """Parse a name of the form ORG/NAME[@REVISION][:FILE.gguf]; return None for a path, an existing folder or
+    ``quickstart``.
 
     Raises UserError for a revision that git would not accept, and for a file outside the repository.
     """
     name = str(name)
     repository, _, file = name.partition(":") if is_gguf(name) else (name, "", "")
     repo_id, at, revision = repository.partition("@")
-    if is_gguf(name) and not file:
+    if is_embedded(name) or (is_gguf(name) and not file):
         return None
     if Path(name).exists() or name.startswith(("/", ".", "~")) or repo_id.count("/") > 1:
         return None
@@ -85,6 +88,8 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
     that are read here are fetched, and weights only with ``weights``. Raises UserError if the folder,
     repository or revision does not exist or may not be read, or if it is not cached and the Hub cannot be reached.
     """
+    if is_embedded(name):
+        return embedded_folder()
     named = hub_name(name)
     if is_gguf(name):
         return converted(Path(name) if named is None else _snapshot_of_file(named) / str(named.file))

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import scripted_endpoint
 import torch
+from embedded_target import install_embedded
 from fake_hub import REPOSITORY, TOKEN, FakeHub, folder_on, serve
 from speculating_server import SpeculatingServer
 from tiny_models import tiny_model
@@ -114,14 +115,14 @@ def hub() -> Iterator[FakeHub]:
 
 @pytest.fixture(scope="module")
 def environment(desk: Path, hub: FakeHub) -> dict[str, str]:
-    """Caches of its own, one with a target trained for one step, the fake Hub, and this interpreter's commands."""
+    """Caches of its own, a tiny embedded target, the fake Hub, and this interpreter's commands."""
+    install_embedded(desk / "packages")
     return {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{desk / 'packages'}{os.pathsep}{ROOT}",
         "OMP_NUM_THREADS": "1",
         "HEADSTART_CACHE": str(desk / "cache"),
-        "HEADSTART_QUICKSTART_STEPS": "1",
         "HF_HOME": str(desk / "home"),
         "HF_ENDPOINT": hub.address,
         "HF_TOKEN": TOKEN,

@@ -1,9 +1,10 @@
-"""The tutorial, command by command in its own order, on the embedded target after one step of training.
+"""The tutorial, command by command in its own order, on a tiny model in the place of the embedded one.
 
 Its last part runs in real llama.cpp where `make engines` made its environment.
 """
 
 import json
+import os
 import re
 import shlex
 import socket
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from embedded_target import install_embedded
 from whole_runs import HEADSTART, finish
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,16 +80,16 @@ def shortened(command: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the repository's recipes, and nothing else."""
+    """A folder with the repository's recipes and a tiny embedded target."""
     folder = tmp_path_factory.mktemp("desk")
     (folder / "recipes").symlink_to(ROOT / "recipes")
+    install_embedded(folder / "packages")
     return folder
 
 
 def run(words: list[str], desk: Path) -> str:
-    """Run `headstart` on a target trained for one step."""
-    cache = {"HEADSTART_CACHE": str(desk / "cache"), "HEADSTART_QUICKSTART_STEPS": "1"}
-    done = finish([*HEADSTART, *words[1:]], desk, **cache)
+    changes = {"HEADSTART_CACHE": str(desk / "cache"), "PYTHONPATH": f"{desk / 'packages'}{os.pathsep}{ROOT}"}
+    done = finish([*HEADSTART, *words[1:]], desk, **changes)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

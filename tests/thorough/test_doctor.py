@@ -103,7 +103,6 @@ def test_each_fault_of_the_packages_is_found_by_name_with_its_remedy(
         ("my models/target", (), True, OF_ANY, ["evaluate", "regenerate", "train", "train"]),
         ("recurrent/chains", (), True, ("medusa1", "dspark"), ["evaluate", "regenerate", "train", "train"]),
         ("recurrent/plain", (), True, (), ["generate"]),
-        ("quickstart", (), True, OF_ANY, ["evaluate", "train", "train"]),
         ("ORG/NAME", ("heads:a/b", "draft:c/d,tokens=4", "lookup"), True, OF_ANY, ["evaluate", "plan"]),
         ("ORG/NAME", ("heads:a/b",), False, OF_ANY, ["doctor"]),
     ],
@@ -156,9 +155,3 @@ def test_bad_input_is_one_sentence_with_code_2(arguments: list[str], says: str) 
     result = CLI.invoke(app, ["doctor", *arguments])
     last = result.stderr.splitlines()[-1]
     assert result.exit_code == 2 and result.stdout == "" and last.startswith("error: ") and says in last
-
-
-def test_the_embedded_target_is_not_trained_by_a_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
-    _, output = run("--target", "quickstart", "--drafter", "heads:runs/quickstart/medusa1/final")
-    assert "not built yet" in output and not (tmp_path / "cache").exists()

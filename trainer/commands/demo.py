@@ -10,15 +10,14 @@ from transformers import PreTrainedTokenizerBase
 from decoding.errors import UserError
 from decoding.measure.redact import published_name
 from decoding.model.fingerprint import stored_fingerprint
-from trainer import quickstart
+from decoding.model.quickstart import NAME
 from trainer.commands.models import load_models
 from trainer.commands.options import DemoOptions
 from trainer.demo.race import Models
 from trainer.export.companions import trained_for
-from trainer.run.train import ensure_built
 from trainer.terminal.console import say, standard_error
 
-TRAINED = {"dspark": "dspark", "medusa1": "heads", "draft": "draft"}
+TRAINED = {"medusa1": "heads", "dspark": "dspark"}
 """Folder in `RUNS` -> the drafter that `scripts/demo.py` trains there for the embedded target."""
 RUNS = Path("runs/quickstart")
 TRAIN_THEM = "to train heads and drafts, run 'make demo' in a copy of the repository, then start the demo again"
@@ -46,7 +45,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> None:
     loaded = load_models(options, asked)
     models = Models.of(loaded.target, loaded.tokenizer, loaded.drafters)
     models.warm_up()
-    words = app.Words(published_name(options.target), examples(options.target, loaded.tokenizer), tuple(notes))
+    words = app.Words(published_name(options.target), examples(loaded.tokenizer), tuple(notes))
     say(console, *notes)
     app.serve(
         app.build(models, words),
@@ -71,9 +70,8 @@ def asked_drafters(options: DemoOptions) -> tuple[list[str], list[str]]:
     """Return the drafters to load and notes for the page; the default is lookup, plus those trained for quickstart."""
     if options.drafter:
         return options.drafter, []
-    if options.target != quickstart.NAME:
+    if options.target != NAME:
         return ["lookup"], ["Without --drafter, prompt lookup is the only drafter; it needs no training."]
-    ensure_built(quickstart.NAME)
     found = [
         f"{drafter}:{RUNS / recipe / 'final'}" for recipe, drafter in TRAINED.items() if fits(RUNS / recipe / "final")
     ]
@@ -81,11 +79,11 @@ def asked_drafters(options: DemoOptions) -> tuple[list[str], list[str]]:
 
 
 def fits(artefact: Path) -> bool:
-    """Return True if an artefact was trained for this machine's embedded target."""
+    """Return True if an artefact was trained for the embedded target."""
     wanted = trained_for(artefact)
-    return wanted is not None and wanted == stored_fingerprint(quickstart.folder())
+    return wanted is not None and wanted == stored_fingerprint(NAME)
 
 
-def examples(target: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return prompts to try: questions for a chat model, else the kind of code that the embedded target learned."""
-    return QUESTIONS if target != quickstart.NAME and tokenizer.chat_template is not None else CODE
+def examples(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return prompts to try: questions for a chat model, else beginnings of code."""
+    return QUESTIONS if tokenizer.chat_template is not None else CODE

@@ -19,7 +19,6 @@ from trainer.commands.check_options import DiagnoseOptions
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings
 from trainer.commands.models import check_endpoint, connect, read_target
 from trainer.data.conversations import read_conversations, read_heldout
-from trainer.quickstart import resolve
 from trainer.servers.configs import kind_of
 from trainer.servers.counters import parse_counts
 from trainer.servers.diagnosis import Replay, ServerCounts, diagnose
@@ -57,7 +56,7 @@ def _check(options: DiagnoseOptions) -> SpeculatorName:
     folder = options.exported
     if folder is not None and not (folder / "config.json").is_file():
         raise UserError(f"a server cannot load {folder} (it lacks config.json)", "give an exported folder")
-    list(read_conversations(resolve(options.prompts), None, options.limit, 1, chat=True))
+    list(read_conversations(options.prompts, None, options.limit, 1, chat=True))
     named = named_speculator(options.speculator)
     for held in filter(None, (folder, named.folder)):
         if (kind := kind_of(held)) != named.kind:
@@ -76,7 +75,7 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
         if options.endpoint is None or not _is_address(options.metrics):
             given = [ServerCounts(parse_counts(text, options.model), 0.0, "; the page may count other prompts")]
             page = None
-    tokenizer = load_tokenizer(resolve(options.target), options.trust_remote_code)
+    tokenizer = load_tokenizer(options.target, options.trust_remote_code)
     connection = None
     if options.endpoint is not None and options.model is not None:
         connection = connect(options.endpoint, options.model)
@@ -84,7 +83,7 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
     speculator = load_speculator(named, target, options.trust_remote_code)
     limits = [limit for limit in (target.max_positions, speculator.max_positions) if limit is not None]
     holds = min(limits, default=_NO_LIMIT)
-    heldout = read_heldout(resolve(options.prompts), None, options.limit, tokenizer, holds, options.max_new_tokens)
+    heldout = read_heldout(options.prompts, None, options.limit, tokenizer, holds, options.max_new_tokens)
     say(watch, f"{len(heldout)} prompts fit target and speculator", style="dim")
     replay = Replay(
         target,
@@ -94,7 +93,7 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
         DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(target.model, tokenizer)),
         options.temperature,
         options.exported or named.folder,
-        local_folder(resolve(options.target), weights=False),
+        local_folder(options.target, weights=False),
         options.trust_remote_code,
     )
     with connection or nullcontext() as model:

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from decoding.dtypes import parse_dtype
 from decoding.errors import UserError
-from decoding.measure.proof.finding import Finding, all_pass, note
-from trainer import quickstart
+from decoding.measure.proof.finding import Finding, all_pass
 from trainer.commands.check_options import DoctorOptions
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings
 from trainer.doctor.machine import free_bytes, installed_packages, machine_findings
@@ -18,7 +17,6 @@ from trainer.terminal.console import say, standard_error, standard_output
 
 OF_ANY: Sequence[str] = ("medusa1", "draft")
 """Recipes in recipes/any for a target that verifies trees."""
-_BUILD = "build it with headstart train recipes/quickstart/medusa1.yaml"
 
 
 def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
@@ -56,10 +54,8 @@ def _models(options: DoctorOptions, name: str) -> tuple[dict[str, list[Finding]]
     from trainer.doctor import models
 
     specs = read_specs(options.drafter or ())
-    if name == quickstart.NAME and not quickstart.is_built():
-        return {f"target {name}": [note("files", "not built yet", _BUILD)]}, OF_ANY
     dtype, trusted = parse_dtype(options.dtype), options.trust_remote_code
-    findings, target = models.read_skeleton(quickstart.resolve(name), dtype, trusted)
+    findings, target = models.read_skeleton(name, dtype, trusted)
     sections = {f"target {name}": findings}
     if target is None:
         return sections, OF_ANY
@@ -92,22 +88,17 @@ def next_commands(
         return [shlex.join(["headstart", "doctor", "--target", target, *given])]
     if not recipes:
         return [shlex.join(["headstart", "generate", "--target", target, "--prompt", "Once upon a time"])]
-    embedded = target == quickstart.NAME
-    heldout = [f"{quickstart.NAME}/heldout.jsonl", "--context", "64"] if embedded else ["heldout.jsonl"]
-    measured = ["--target", target, *given, "--prompts", *heldout, "--output"]
+    measured = ["--target", target, *given, "--prompts", "heldout.jsonl", "--output"]
     if given:
         return [
             shlex.join(["headstart", "evaluate", *measured, "runs/measured"]),
             shlex.join(["headstart", "plan", *measured, "runs/plan"]),
         ]
-    if embedded:
-        trained = [["headstart", "train", f"recipes/quickstart/{kind}.yaml"] for kind in ("medusa1", "draft")]
-    else:
-        own = [f"target={target}", "data.train=answers.jsonl", "data.heldout=heldout.jsonl"]
-        write = ["headstart", "regenerate", "--target", target, "--prompts", "prompts.jsonl", "--output"]
-        trained = [[*write, "answers.jsonl"]]
-        for kind in recipes:
-            run = [f"name={kind}", f"output=runs/{kind}"]
-            trained.append(["headstart", "train", f"recipes/any/{kind}.yaml", *own, *run])
-    lookup = ["headstart", "evaluate", "--target", target, "--drafter", "lookup", "--prompts", *heldout]
+    own = [f"target={target}", "data.train=answers.jsonl", "data.heldout=heldout.jsonl"]
+    write = ["headstart", "regenerate", "--target", target, "--prompts", "prompts.jsonl", "--output"]
+    trained = [[*write, "answers.jsonl"]]
+    for kind in recipes:
+        run = [f"name={kind}", f"output=runs/{kind}"]
+        trained.append(["headstart", "train", f"recipes/any/{kind}.yaml", *own, *run])
+    lookup = ["headstart", "evaluate", "--target", target, "--drafter", "lookup", "--prompts", "heldout.jsonl"]
     return [shlex.join([*lookup, "--output", "runs/lookup"]), *map(shlex.join, trained)]

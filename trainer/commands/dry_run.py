@@ -33,7 +33,6 @@ from trainer.run.finish import finish
 from trainer.run.heldout import evaluator_of
 from trainer.run.loop import Hooks, train
 from trainer.run.state import gather_weights
-from trainer.run.train import ensure_built
 from trainer.target.loading import Target
 from trainer.terminal.console import say, standard_error, standard_output, title
 
@@ -84,8 +83,6 @@ def dry_run(recipe: AnyRecipe, console: Console | None = None) -> None:
     Nothing else remains on disk. UserError for any recipe that training rejects.
     """
     console = console or standard_output()
-    ensure_built(recipe.target_name)
-    ensure_built(recipe.data.train)
     agreed(lambda: check_folders(recipe))
     accelerator = build_accelerator(recipe.training.mixed_precision)
     check_launch(accelerator, recipe.training)
@@ -117,8 +114,6 @@ def _write_artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scrat
     finish(job, made, Progress(0, 0), [], describe(accelerator))
     if (folder / "provenance.json").is_file():  # from an earlier dry run
         shutil.rmtree(folder)
-    if recipe.kind == "pretrain":
-        return
     format = {HEADS: "headstart", DRAFT: "draft", DSPARK: "dspark"}[kind_held_in(made)]
     try:
         say(console, str(export(made, folder, format, prompts=NO_PROMPTS)))

@@ -33,7 +33,6 @@ from trainer.commands.options import EvaluateOptions
 from trainer.commands.plan import asked_or_planned
 from trainer.files.lock import hold
 from trainer.processes import Process, agreed, join_processes, on_first
-from trainer.quickstart import resolve
 from trainer.terminal.console import say, standard_error, standard_output, wide
 from trainer.terminal.progress import ProgressBar
 
@@ -117,7 +116,7 @@ def _prepared(
     temperatures = [setting.temperature for setting in settings_of(config)]
     notes = process.console if process.is_first else Console(quiet=True)
     drafters = asked_or_planned(options.drafter or (), options.plan, options, temperatures, config.batch_sizes, notes)
-    every = read_questions(resolve(options.prompts), options.prompt_field)
+    every = read_questions(options.prompts, options.prompt_field)
     chosen = chosen_questions(every, options, process)
     models = load_models(options, drafters)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
@@ -242,12 +241,12 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
         "asked": {**asker.asked(), "contexts": list(config.contexts)},
         "drafters": dict(zip(models.specs, names, strict=True)),
         "fingerprints": {
-            "target": stored_fingerprint(resolve(options.target), trusted),
+            "target": stored_fingerprint(options.target, trusted),
             **{name: stored_fingerprint(path, trusted) for name, path in paths.items()},
             "tokenizer": tokenizer_fingerprint(models.tokenizer),
             "prompts": prompts_fingerprint(prompts),
         },
-        "revisions": revisions({"target": resolve(options.target), **paths}),
+        "revisions": revisions({"target": options.target, **paths}),
     }
 
 

@@ -28,7 +28,6 @@ from trainer.commands.models import check_endpoint, connect
 from trainer.commands.options import EvaluateOptions
 from trainer.files.lock import hold
 from trainer.processes import Process
-from trainer.quickstart import resolve
 from trainer.servers.answers import StreamedAnswer
 from trainer.servers.client import ServedModel
 from trainer.servers.counters import find_counts
@@ -58,7 +57,7 @@ def run_evaluate_served(
 ) -> dict[str, Any]:
     """Measure the endpoints alternately, print the table, write report.json and report.html; return the report."""
     config = _checked(options)
-    every = read_questions(resolve(options.prompts), options.prompt_field)
+    every = read_questions(options.prompts, options.prompt_field)
     questions = chosen_questions(every, options, Process(0, 1, watched))
     if len(questions) < max(options.concurrency):
         raise UserError(

@@ -17,7 +17,6 @@ from decoding.stream import Tally
 from trainer.commands.models import load_models
 from trainer.commands.options import DecodingOptions, GenerateOptions
 from trainer.commands.plan import asked_or_planned
-from trainer.run.train import ensure_built
 from trainer.terminal.console import say, standard_error, standard_output, waiting
 from trainer.terminal.streaming import CtrlC, legend, show_steps, shows_styles, summary
 
@@ -65,7 +64,6 @@ def read_decoder(options: DecodingOptions) -> Decoder:
     """Load the target and the given drafter, or else the plan's drafter."""
     given = [] if options.drafter is None else [options.drafter]
     drafters = asked_or_planned(given, options.plan, options, (options.temperature,), (1,), standard_error())
-    ensure_built(options.target)
     with waiting(f"loading {options.target}"):
         models = load_models(options, drafters)
     name, loaded = next(iter(models.drafters.items()), ("plain decoding", None))

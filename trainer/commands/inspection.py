@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.model.loading import eos_token_ids, load_tokenizer
-from trainer import quickstart
 from trainer.commands.options import InspectOptions
 from trainer.data.batch import Example, cut
 from trainer.data.chat import Encoded
@@ -54,21 +53,17 @@ def _task(options: InspectOptions) -> _Task:
     overrides = options.overrides or ()
     if options.source.endswith((".yaml", ".yml")):
         recipe = load_recipe(options.source, overrides)
-        section, tokenizer_name = recipe.data, recipe.tokenizer_name
+        section, of_recipe = recipe.data, recipe.target
     else:
-        section, tokenizer_name = _section_of(options.source, overrides), ""
-    target = options.target or tokenizer_name
+        section, of_recipe = _section_of(options.source, overrides), ""
+    target = options.target or of_recipe
     if not target:
         raise UserError("the tokenizer is unknown", "give the target with --target, or a recipe")
     if options.heldout:
         section = section.model_copy(update={"train": section.heldout, "split": section.heldout_split})
-    if section.train == quickstart.ANSWERS and not quickstart.answers().is_file():
-        remedy = "run headstart train recipes/quickstart/medusa1.yaml"
-        raise UserError(f"{section.train} does not exist until the first training run writes it", remedy)
-    folder = str(quickstart.build_corpus()) if target == quickstart.NAME else quickstart.resolve(target)
-    tokenizer = load_tokenizer(folder, options.trust_remote_code)
-    ends = eos_token_ids(folder, tokenizer, options.trust_remote_code)
-    return _Task(quickstart.resolve(section.train), section, tokenizer, ends)
+    tokenizer = load_tokenizer(target, options.trust_remote_code)
+    ends = eos_token_ids(target, tokenizer, options.trust_remote_code)
+    return _Task(section.train, section, tokenizer, ends)
 
 
 def _section_of(source: str, overrides: Sequence[str]) -> DataSection:

@@ -21,17 +21,15 @@ from decoding.model.loading import load_model, load_tokenizer
 from decoding.prompts import set_variables
 from trainer.commands.shared_options import LoadingOptions, ModelOptions
 from trainer.export.companions import read_provenance
-from trainer.quickstart import resolve
-from trainer.run.train import prepare_target
 
 if TYPE_CHECKING:
     from trainer.servers.client import ServedModel
 
 
 def read_target(name: str, options: LoadingOptions) -> CausalLM:
-    """Load the target of this name; the embedded target is built first if it does not exist yet."""
+    """Load the target of this name."""
     dtype, trusted = parse_dtype(options.dtype), options.trust_remote_code
-    model = load_model(prepare_target(name), dtype, trust_remote_code=trusted)
+    model = load_model(name, dtype, trust_remote_code=trusted)
     return CausalLM(model, static=static_of("auto", model))
 
 
@@ -55,7 +53,7 @@ def load_models(options: ModelOptions, drafters: Sequence[str]) -> LoadedModels:
     """Load the target and the drafters; a wrong spec is reported before the target is loaded."""
     specs = read_specs(drafters)
     target, trusted = read_target(options.target, options), options.trust_remote_code
-    tokenizer = load_tokenizer(resolve(options.target), trusted)
+    tokenizer = load_tokenizer(options.target, trusted)
     set_variables(tokenizer, getattr(options, "chat_template_kwargs", None))
     loader = DrafterLoader(target, tokenizer, trusted)
     loaded = [loader.load(spec) for spec in specs]

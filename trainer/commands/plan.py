@@ -34,9 +34,7 @@ from trainer.commands.shared_options import ModelOptions
 from trainer.drafts.distill import drafter_of
 from trainer.drafts.dspark import dspark_config
 from trainer.drafts.start import draft_from_target
-from trainer.quickstart import resolve
 from trainer.recipe.draft import DSparkSection
-from trainer.run.train import prepare_target
 from trainer.terminal.console import say, standard_error, standard_output, wide
 from trainer.terminal.progress import ProgressBar
 
@@ -44,10 +42,10 @@ from trainer.terminal.progress import ProgressBar
 def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, Any]:
     """Measure, print the tables, write plan.json and return the plan. Without drafters the plan makes no choice."""
     watched, console = console or standard_error(), console or standard_output()
-    specs, folder = read_specs(options.drafter or ()), prepare_target(options.target)
-    tokenizer = load_tokenizer(folder, options.trust_remote_code)
+    specs = read_specs(options.drafter or ())
+    tokenizer = load_tokenizer(options.target, options.trust_remote_code)
     set_variables(tokenizer, options.chat_template_kwargs)
-    read = read_prompts(resolve(options.prompts), tokenizer, options.limit, options.prompt_field)
+    read = read_prompts(options.prompts, tokenizer, options.limit, options.prompt_field)
     target = read_target(options.target, options)
     config = PlanConfig(
         batch_sizes=tuple(options.batch_size),
@@ -64,14 +62,14 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
         drafters, about["parameters"], about["left_out"] = untrained_drafters(target, tokenizer)
         planner = Prospects(target, drafters, read, config)
     fingerprints = {
-        **plan_fingerprints(folder, specs, options.trust_remote_code),
+        **plan_fingerprints(options.target, specs, options.trust_remote_code),
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "prompts": prompts_fingerprint(planner.prompts),
     }
     about |= {
         **account(),
         "fingerprints": fingerprints,
-        "revisions": revisions({"target": folder, **{str(spec): spec.path for spec in specs}}),
+        "revisions": revisions({"target": options.target, **{str(spec): spec.path for spec in specs}}),
         "dtype": str(target.dtype).removeprefix("torch."),
         "static": target.shapes,
         "target_parameters": sum(parameter.numel() for parameter in target.model.parameters()),
@@ -164,7 +162,7 @@ def asked_or_planned(
         raise UserError("--plan and --drafter are both given: omit one")
     plan = read_plan(path)
     dtype = str(parse_dtype(options.dtype)).removeprefix("torch.")
-    found = plan.check(resolve(options.target), dtype, options.trust_remote_code)
+    found = plan.check(options.target, dtype, options.trust_remote_code)
     if other := [f"{each:g}" for each in temperatures if each != plan.content["temperature"]]:
         found.append(f"{path} was made at temperature {plan.content['temperature']:g}, not {', '.join(other)}")
     choices = {size: plan.choice(size) for size in batch_sizes}

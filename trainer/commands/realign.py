@@ -42,10 +42,9 @@ from trainer.data.dataset import not_held_out
 from trainer.files.folders import check_can_be_folder, sha256_of
 from trainer.files.lock import hold
 from trainer.files.shards import write_text
-from trainer.quickstart import resolve
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.reading import overridden, parse_recipe
-from trainer.run.train import FINAL, ensure_built, run_recipe
+from trainer.run.train import FINAL, run_recipe
 from trainer.terminal.console import say, standard_error, standard_output
 from trainer.terminal.progress import ProgressBar
 
@@ -77,15 +76,13 @@ def run_realign(options: RealignOptions, console: Console | None = None) -> dict
     if Path(options.draft).resolve() == (options.output / FINAL).resolve():
         raise UserError(f"{options.draft} was made here by an earlier run: give another output")
     recipe = recipe_of(options)
-    ensure_built(options.target)
     with hold(options.output):
         return _realign(options, recipe, console, watched)
 
 
 def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, watched: Console) -> dict[str, Any]:
     split_prompts(options)
-    prompts = resolve(options.prompts)
-    if options.heldout is not None and sha256_of(Path(resolve(options.heldout))) == sha256_of(Path(prompts)):
+    if options.heldout is not None and sha256_of(Path(options.heldout)) == sha256_of(Path(options.prompts)):
         say(watched, not_held_out("--heldout", "--prompts"))
     before = _measure(options, recipe, options.draft, watched)
     found = "; ".join(f"{name}: {estimate(each['tokens_per_pass'])}" for name, each in before.figures.items())
@@ -116,13 +113,13 @@ def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, wat
 
 def split_prompts(options: RealignOptions) -> None:
     """Split the prompts into three files; the last rows are held out."""
-    rows = [line.rstrip(b"\n") for _, line in read_lines(resolve(options.prompts))]
+    rows = [line.rstrip(b"\n") for _, line in read_lines(options.prompts)]
     choosing = min(_MOST_CHOOSING, math.ceil(len(rows) / 20))
     if options.heldout is None:
         heldout = rows[len(rows) - min(_MOST_HELDOUT, math.ceil(len(rows) / 20)) :]
         rows = rows[: len(rows) - len(heldout)]
     else:
-        heldout = [line.rstrip(b"\n") for _, line in read_lines(resolve(options.heldout))][:_MOST_HELDOUT]
+        heldout = [line.rstrip(b"\n") for _, line in read_lines(options.heldout)][:_MOST_HELDOUT]
         if not heldout:
             raise UserError(f"{options.heldout} contains no prompts: give another file, or omit --heldout")
     if len(rows) < choosing + 1 or not heldout:
@@ -211,7 +208,7 @@ def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
 def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: Console) -> HeldoutFigures:
     """Load target and draft, check that they fit, and decode the held-out prompts with them."""
     trusted, room = recipe.trust_remote_code, options.max_new_tokens
-    tokenizer = load_tokenizer(resolve(options.target), trusted)
+    tokenizer = load_tokenizer(options.target, trusted)
     loading = ModelOptions(target=options.target, dtype=recipe.dtype, trust_remote_code=trusted)
     target = read_target(options.target, loading)
     if recipe.draft.dspark is None:

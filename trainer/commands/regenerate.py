@@ -29,7 +29,6 @@ from trainer.data.answers import AnswerFile, Backend, Summary, answer
 from trainer.data.conversations import OpenConversation, read_conversations, report_unread
 from trainer.data.rows import PRESETS, stream_prompts
 from trainer.files.folders import sha256_of
-from trainer.quickstart import resolve
 from trainer.target.in_process import TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output
 
@@ -47,7 +46,7 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     backend, made_by = _backend(options)
     chat = made_by["chat"]
     preset = PRESETS.get(options.prompts)
-    prompts, field = resolve(preset.source if preset else options.prompts), options.prompt_field
+    prompts, field = preset.source if preset else options.prompts, options.prompt_field
     if preset:
         field = field or preset.field
         say(watched, f"{options.prompts}: {prompts} on the Hub, licence {preset.licence}")
@@ -187,7 +186,7 @@ def _target(
 ) -> tuple[Backend, dict[str, Any]]:
     """Return the backend of a target in this process, and the settings that determine its answers."""
     target = read_target(target_name, options)
-    name, trusted = resolve(target_name), options.trust_remote_code
+    name, trusted = target_name, options.trust_remote_code
     tokenizer = load_tokenizer(name, trusted)
     set_variables(tokenizer, options.chat_template_kwargs)
     drafter = None

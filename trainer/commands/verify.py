@@ -25,7 +25,6 @@ from decoding.speculation import named_rule
 from trainer.commands.check_options import VerifyOptions
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings, write_junit
 from trainer.commands.models import LoadedModels, check_endpoint, connect, load_models
-from trainer.quickstart import resolve
 from trainer.terminal.console import say, standard_error, standard_output
 from trainer.terminal.progress import ProgressBar
 
@@ -65,8 +64,8 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     if options.junit is not None:
         write_junit(options.junit, engines)
     if options.json is not None:
-        fingerprint = stored_fingerprint(resolve(options.target), options.trust_remote_code)
-        paths = {"target": resolve(options.target), **{str(spec): spec.path for spec in models.specs.values()}}
+        fingerprint = stored_fingerprint(options.target, options.trust_remote_code)
+        paths = {"target": options.target, **{str(spec): spec.path for spec in models.specs.values()}}
         about = {
             "verdict": "PASS" if passed else "FAIL",
             "dtype": str(parse_dtype(options.dtype)).removeprefix("torch."),
@@ -94,7 +93,7 @@ def _read_input(options: VerifyOptions, models: LoadedModels) -> ProofInput:
     sampling = SamplingConfig(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     engines = max(1, len(models.drafters))
     effort = Effort(options.max_new_tokens, options.draws, seed=options.seed, engines=engines)
-    prompts = read_prompts(resolve(options.prompts), tokenizer, options.limit, options.prompt_field)
+    prompts = read_prompts(options.prompts, tokenizer, options.limit, options.prompt_field)
     for prompt in prompts:
         check_prompt(target, prompt, DecodingConfig(options.max_new_tokens))
     return ProofInput(Reference(target, sampling, eos_token_ids(target.model, tokenizer)), tokenizer, prompts, effort)

@@ -21,7 +21,6 @@ from trainer.data.sequences import chosen, pack
 from trainer.data.token_cache import load_sequences
 from trainer.files.shards import digest_of
 from trainer.processes import agreed
-from trainer.quickstart import resolve
 from trainer.recipe.common import DataSection
 
 _LOGGER = logging.getLogger(__name__)
@@ -121,14 +120,14 @@ def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, 
     """Load only the held-out data, never packed."""
     apart = section.model_copy(update={"split": section.heldout_split, "packing": False})
     try:
-        return load_dataset(resolve(section.heldout), apart, tokenizer, ends)
+        return load_dataset(section.heldout, apart, tokenizer, ends)
     except UserError as error:
         raise UserError(f"data.heldout: {error}") from error
 
 
 def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:
     """Load only the training data. Every process must call this, since one per machine may tokenize."""
-    return agreed(lambda: load_dataset(resolve(section.train), section, tokenizer, ends), patient=True)
+    return agreed(lambda: load_dataset(section.train, section, tokenizer, ends), patient=True)
 
 
 def not_held_out(heldout: str, train: str) -> str:

@@ -21,10 +21,10 @@ from decoding.measure.figures import greedy_sentence
 from decoding.measure.markdown import code, fenced, text
 from decoding.measure.redact import hub_repository, is_hub_id, without_local_paths
 from decoding.measure.report.tables import markdown_table
+from decoding.model import quickstart
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.gguf_file import is_gguf
 from decoding.model.stored import read_object
-from trainer import quickstart
 from trainer.export.companions import (
     UNKNOWN_TARGET,
     Provenance,
@@ -153,7 +153,8 @@ def render_card(
     owner. ``adapted``: the folder contains the adapted target next to the heads.
     """
     target, published = target_name(provenance), None if provenance is None else published_provenance(provenance)
-    repository, argument = hub_repository(target), target_argument(provenance, adapted)
+    embedded, argument = target == quickstart.NAME, target_argument(provenance, adapted)
+    repository = quickstart.MODEL if embedded else hub_repository(target)
     on_hub = is_hub_id(repository)
     method = artefact.method
     kinds = {"medusa": "Medusa heads", "dspark": "DSpark draft", "dflash": "DFlash draft", "draft-model": "Draft model"}
@@ -186,7 +187,7 @@ def render_card(
         target=argument,
         target_means=means,
         named_target="a model that is not recorded here" if target == UNKNOWN_TARGET else named,
-        embedded=target == quickstart.NAME,
+        embedded=quickstart if embedded else None,
         adapted=provenance is not None and is_adapted(provenance),
         figures=figures,
         commands=commands,
@@ -203,7 +204,7 @@ def target_argument(provenance: Provenance | None, adapted: bool = False) -> str
     name = target_name(provenance)
     if adapted:
         return f"{FOLDER_NAME}/target"
-    named = is_gguf(name) or is_hub_id(name)
+    named = is_gguf(name) or is_hub_id(name) or name == quickstart.NAME
     return shlex.quote(name) if named and not is_adapted(provenance) else UNKNOWN_TARGET
 
 

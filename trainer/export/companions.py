@@ -19,7 +19,6 @@ from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.stored import read_object
 from decoding.rules.best_tree import Paths
 from decoding.rules.tree import checked_paths
-from trainer import quickstart
 from trainer.heads.medusa2 import TARGET_FOLDER
 
 PROVENANCE_NAME, REPORT_NAME = "provenance.json", "report.json"
@@ -77,7 +76,7 @@ def target_of(source: Path) -> str | None:
     if is_adapted(stored):
         return str(source / TARGET_FOLDER)
     name = stored["revisions"].get("target") or stored["target"].get("name") or stored["recipe"].get("target")
-    return None if not name else quickstart.resolve(str(name))
+    return None if not name else str(name)
 
 
 def trained_for(source: Path) -> str | None:

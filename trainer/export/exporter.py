@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from decoding.errors import UserError
 from decoding.measure.redact import without_local_paths
-from trainer import quickstart
 from trainer.export.card import FOLDER_NAME, CardFigures, card_figures, read_own_report, render_card, target_argument
 from trainer.export.companions import (
     ServingPlan,
@@ -81,7 +80,7 @@ def export(
     `UserError` if the format does not fit the artefact, the source lacks weights or the destination is not empty. Also
     if the report or plan is malformed or describes other weights, or if a file reads back differently.
     """
-    source, destination, target = Path(source), Path(destination), target and quickstart.resolve(target)
+    source, destination = Path(source), Path(destination)
     _check_given(format, prompts)
     _check_destination(artefact_folder(source), destination)
     with opened(source, destination, trust_remote_code) as (source, made):

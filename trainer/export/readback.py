@@ -38,7 +38,6 @@ from trainer.data.dataset import heldout_prompts, load_heldout_data
 from trainer.export.companions import read_provenance
 from trainer.export.task import ExportTask
 from trainer.heads.medusa2 import TARGET_FOLDER
-from trainer.quickstart import resolve
 from trainer.recipe.reading import parse_recipe
 
 Readers = list[tuple[Callable[[], Drafter], Callable[[], Drafter]]]
@@ -130,7 +129,7 @@ def _read_prompts(
         raise _NotHere(f"the held-out prompts of the training run are not recorded; {remedy}")
     try:
         recipe = parse_recipe(stored["recipe"], "provenance.json")
-        path = resolve(recipe.data.heldout)
+        path = recipe.data.heldout
         if not Path(path).exists():
             raise _NotHere(f"the held-out data of the training run, {path}, is not on this machine; {remedy}")
         section, evaluation = recipe.data, recipe.evaluation

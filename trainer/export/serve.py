@@ -18,8 +18,8 @@ from decoding.model.dspark_config import GPU_HEAD_DIMS
 from decoding.model.gguf_file import is_gguf
 from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import UNREADABLE
+from decoding.model.quickstart import FILE, embedded_file, is_embedded
 from decoding.model.stored import read_object
-from trainer import quickstart
 from trainer.export.companions import UNKNOWN_TARGET, ServingPlan, chain_length
 from trainer.export.task import Artefact
 from trainer.files import server_traps as traps
@@ -87,7 +87,8 @@ class Serving:
     def target_config(self) -> Mapping[str, Any]:
         """The config.json of a target in a local folder; empty for any other target."""
         folder = Path(self.target or UNKNOWN_TARGET)
-        folder = local_folder(folder) if folder.is_file() else folder  # a GGUF file
+        if folder.is_file() or (is_embedded(folder) and embedded_file()):  # a GGUF file
+            folder = local_folder(folder)
         if not (folder / "config.json").is_file():
             return {}
         config = read_object(folder / "config.json", "give another target")
@@ -173,6 +174,8 @@ def _vllm_heads(serving: Serving) -> ServerCommand:
 def _llama_cpp(serving: Serving) -> ServerCommand:
     """Return `llama-server` with a draft; its target must be a GGUF file too."""
     target = serving.target_words[0]
+    if is_embedded(target):
+        target = FILE if serving.shown_target else str(embedded_file() or FILE)
     file = target if is_gguf(target) else f"{Path(target).name}.gguf"
     on_hub = hub_name(file)
     read = ["-m", file] if on_hub is None else ["--hf-repo", on_hub.repo_id, "--hf-file", str(on_hub.file)]
@@ -262,8 +265,6 @@ def _warnings(serving: Serving) -> Iterator[str]:
     name = serving.target_words[0]
     if serving.shown_target is None and serving.target is None:
         yield "the folder does not name its target: give it as --target"
-    elif serving.shown_target is None and name == str(quickstart.folder()):
-        yield "the target is headstart's embedded model, which exists only on the machine that built it"
     elif serving.shown_target is None and not is_hub_id(hub_repository(name)) and not Path(name).exists():
         yield f"the target {name} is neither a folder here nor ORG/NAME on the Hub: give it as --target"
     if serving.plan is not None and serving.plan.schedule and not serving.plan.deepest:

@@ -12,8 +12,8 @@ from decoding.model.dspark_config import is_dspark_folder
 from decoding.model.gguf_file import is_gguf
 from decoding.model.hub import local_folder
 from decoding.model.loading import is_heads_folder
+from decoding.model.quickstart import is_embedded
 from decoding.rules.best_tree import Paths
-from trainer import quickstart
 from trainer.files.folders import check_links, scratch_beside
 
 HEADS, DRAFT, DSPARK = "heads", "a draft model", "a DSpark draft"
@@ -134,12 +134,7 @@ def opened(source: Path, destination: Path, trust_remote_code: bool = False) -> 
     A checkpoint is first turned into an artefact in a temporary folder next to ``destination``. A run without a
     ``final`` folder gives its newest checkpoint. Errors: `trainer.run.finish.consolidate`.
     """
-    if str(source) == quickstart.NAME and not source.exists():
-        if not quickstart.is_built():
-            remedy = "build it with headstart generate --target quickstart --prompt x"
-            raise UserError(f"the embedded target is not built yet: {remedy}")
-        source = Path(quickstart.resolve(str(source)))
-    folder = local_folder(source) if is_gguf(source) else artefact_folder(source)
+    folder = local_folder(source) if is_gguf(source) or is_embedded(source) else artefact_folder(source)
     checkpoint = None if (folder / "config.json").is_file() or not folder.is_dir() else _checkpoint_in(folder)
     if checkpoint is None:
         yield folder, ()

@@ -73,8 +73,8 @@ class Objective(Protocol):
         ``ahead`` is the result of `ahead` for the same batch, on its device; None: call it here.
         """
 
-    def drafter(self) -> Drafter | None:
-        """Return a drafter with the module's current weights; None if there is no target to speed up."""
+    def drafter(self) -> Drafter:
+        """Return a drafter with the module's current weights."""
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree of finished heads or a finished draft, if any, to texts by the target."""

@@ -191,6 +191,11 @@ class CommonRecipe(Section):
     """Settings of every kind of run."""
 
     name: str
+    target: str
+    """Hub id or folder of the target; ``quickstart`` is the embedded default."""
+    dtype: Annotated[Literal["fast", "bf16", "fp16", "fp32"], Field(validate_default=True)] = "fast"
+    """The target's dtype; ``fast`` means ``bf16`` if the device supports it natively, else ``fp32``."""
+    trust_remote_code: bool = False
     output: str
     """Folder of the run: checkpoints/, metrics.jsonl, final/."""
     data: DataSection
@@ -206,15 +211,10 @@ class CommonRecipe(Section):
     def _one_is_a_list(cls, value: Any) -> Any:
         return value if not isinstance(value, str) else () if value == "none" else (value,)
 
-    @property
-    def target_name(self) -> str | None:
-        """The recipe's name for the target; None if a model is trained from scratch."""
-        return None
-
-    @property
-    def tokenizer_name(self) -> str:
-        """The recipe's name for the folder or hub id with the tokenizer."""
-        raise NotImplementedError
+    @field_validator("dtype")
+    @classmethod
+    def _fast_here(cls, value: str) -> str:
+        return _fast_dtype() if value == "fast" else value
 
     @property
     def store(self) -> tuple[str, str] | None:
@@ -234,26 +234,3 @@ class CommonRecipe(Section):
                 f"({training.micro_batch_size}): change either"
             )
         return self
-
-
-class TargetRecipe(CommonRecipe):
-    """Settings of every run that speeds up a target."""
-
-    target: str
-    """Hub id or folder of the target; ``quickstart`` is the embedded default."""
-    dtype: Annotated[Literal["fast", "bf16", "fp16", "fp32"], Field(validate_default=True)] = "fast"
-    """The target's dtype; ``fast`` means ``bf16`` if the device supports it natively, else ``fp32``."""
-    trust_remote_code: bool = False
-
-    @field_validator("dtype")
-    @classmethod
-    def _fast_here(cls, value: str) -> str:
-        return _fast_dtype() if value == "fast" else value
-
-    @property
-    def target_name(self) -> str:
-        return self.target
-
-    @property
-    def tokenizer_name(self) -> str:
-        return self.target

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from decoding.errors import UserError
-from trainer.recipe.common import LossSection, Section, TargetRecipe, Weight, default_term
+from trainer.recipe.common import CommonRecipe, LossSection, Section, Weight, default_term
 from trainer.recipe.heads import FeaturesSection
 
 LoopTrains = Literal["rejected", "all"]
@@ -198,7 +198,7 @@ class DraftSection(Section):
         return self
 
 
-class DraftRecipe(TargetRecipe):
+class DraftRecipe(CommonRecipe):
     """A small draft distilled from the target."""
 
     kind: Literal["draft"]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from decoding.errors import UserError
-from trainer.recipe.common import LossSection, Section, TargetRecipe, default_term
+from trainer.recipe.common import CommonRecipe, LossSection, Section, default_term
 
 
 class HeadsSection(Section):
@@ -65,7 +65,7 @@ class FeaturesSection(Section):
     checked, and reload it at the end."""
 
 
-class MedusaRecipe(TargetRecipe):
+class MedusaRecipe(CommonRecipe):
     """Heads on a frozen target (Medusa-1), or with ``adapters`` jointly with the target's LoRA adapters (Medusa-2)."""
 
     kind: Literal["medusa"]

@@ -15,9 +15,8 @@ from yaml.constructor import ConstructorError
 from decoding.errors import UserError, check_once
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import MedusaRecipe
-from trainer.recipe.pretrain import PretrainRecipe
 
-AnyRecipe = MedusaRecipe | DraftRecipe | PretrainRecipe
+AnyRecipe = MedusaRecipe | DraftRecipe
 Recipe = Annotated[AnyRecipe, Field(discriminator="kind")]
 """`AnyRecipe`, discriminated by ``kind`` for pydantic."""
 _ADAPTER: TypeAdapter[AnyRecipe] = TypeAdapter(Recipe)

@@ -8,9 +8,7 @@ from trainer.drafts.job import assemble_draft
 from trainer.files.folders import check_can_be_folder
 from trainer.heads.job import assemble_heads
 from trainer.job import Job
-from trainer.pretrain import assemble_pretraining
 from trainer.processes import Process
-from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import MedusaRecipe
 from trainer.recipe.reading import AnyRecipe
 
@@ -23,9 +21,7 @@ def assemble(recipe: AnyRecipe, device: torch.device, process: Process, check_co
     """
     if isinstance(recipe, MedusaRecipe):
         return assemble_heads(recipe, device, process)
-    if isinstance(recipe, DraftRecipe):
-        return assemble_draft(recipe, device, process, check_costs)
-    return assemble_pretraining(recipe)
+    return assemble_draft(recipe, device, process, check_costs)
 
 
 def check_folders(recipe: AnyRecipe) -> None:

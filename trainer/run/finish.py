@@ -25,8 +25,7 @@ from trainer.data.dataset import Dataset
 from trainer.files.folders import write_folder
 from trainer.job import Job
 from trainer.processes import Process
-from trainer.quickstart import resolve
-from trainer.recipe.common import DataSection, TargetRecipe
+from trainer.recipe.common import DataSection
 from trainer.recipe.reading import AnyRecipe, parse_recipe
 from trainer.run.assemble import assemble
 from trainer.run.checkpoint import Progress, compare, identity_in, read_apart
@@ -61,7 +60,7 @@ def finish(
     made_from = provenance(
         _as_trained(job.recipe, stretches),
         (job.dataset, job.heldout),
-        job.target.fingerprint if job.target else None,
+        job.target.fingerprint,
         progress.step,
         progress.tokens,
         {**origin, "stretches": stretches},
@@ -102,9 +101,10 @@ def consolidate(
     state, saved = read_apart(checkpoint)
     recipe = parse_recipe(state["recipe"], f"{checkpoint.name}/state.json")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trusted = {"trust_remote_code": trust_remote_code} if isinstance(recipe, TargetRecipe) else {}
     job = assemble(
-        recipe.without_store().model_copy(update=trusted), device, Process(console=console or standard_error())
+        recipe.without_store().model_copy(update={"trust_remote_code": trust_remote_code}),
+        device,
+        Process(console=console or standard_error()),
     )
     recorded = identity_in(state, recipe.model_dump(mode="json"))
     refused = compare(recorded, json.loads(json.dumps(dict(job.identity)))).refused
@@ -119,37 +119,30 @@ def consolidate(
 
 
 def provenance(
-    recipe: AnyRecipe,
-    datasets: Sequence[Dataset],
-    target: str | None,
-    steps: int,
-    tokens: int,
-    launch: Mapping[str, Any],
+    recipe: AnyRecipe, datasets: Sequence[Dataset], target: str, steps: int, tokens: int, launch: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the provenance as plain JSON values. It contains no secrets, because a recipe has none.
 
     ``target`` is the `stored_fingerprint` of its weights; ``launch`` is from `trainer.processes.describe`.
     """
     content = recipe.model_dump(mode="json")
-    name = content.get("target")
-    if name is not None and Path(name).exists():
+    name = recipe.target
+    if Path(name).exists():
         name = str(Path(name).resolve())  # cannot be mistaken for a Hub id
-    elif name is not None and (named := hub_name(name)) is not None:
+    elif (named := hub_name(name)) is not None:
         name = str(named._replace(revision=None))  # the revisions have its commit
-    known: dict[str, Any] = {"name": name, "fingerprint": target}
-    if target:
-        folder = local_folder(resolve(str(recipe.target_name)), weights=False)
-        known |= source_of(folder) or {}
-        if (method := quantisation(folder)) is not None:
-            known["quantisation"] = method
+    folder = local_folder(recipe.target, weights=False)
+    known = {"name": name, "fingerprint": target, **(source_of(folder) or {})}
+    if (method := quantisation(folder)) is not None:
+        known["quantisation"] = method
     return {
         "commit": commit(),
         "versions": versions(),
         "hardware": hardware(),
         "recipe": content,
         "data": {dataset.path: _about(dataset, recipe.data) for dataset in datasets},
-        "target": known if target else None,
-        "revisions": revisions(_names(content)) if target else {},
+        "target": known,
+        "revisions": revisions(_names(content)),
         "steps": steps,
         "tokens": tokens,
         **launch,
@@ -175,7 +168,7 @@ def _names(recipe: Mapping[str, Any]) -> dict[str, str | None]:
     """Return the names of all models that a recipe reads, by key."""
     heads, draft = recipe.get("heads") or {}, (recipe.get("draft") or {}).get("init") or {}
     return {
-        "target": resolve(recipe["target"]),
+        "target": recipe["target"],
         "heads.init": heads.get("init"),
         "draft.init.from_model": draft.get("from_model"),
     }

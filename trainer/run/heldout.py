@@ -64,7 +64,6 @@ class Evaluator:
     def evaluate(self, objective: Objective) -> Evaluation:
         """Measure the current weights: tokens per target pass, and per-position acceptance (positions from 1)."""
         drafter, target = objective.drafter(), self.target.at_its_fastest()
-        assert drafter is not None
 
         def count(batch: Sequence[int]) -> Iterator[Row]:
             prompts, seeds = [self.prompts[index] for index in batch], [self.config.seed + index for index in batch]
@@ -126,7 +125,7 @@ def evaluator_at_end(job: Job, device: torch.device, accelerator: Accelerator | 
     return _evaluator(job, job.target_again(device), accelerator) if job.recipe.evaluation.prompts else None
 
 
-def _evaluator(job: Job, target: StoredTarget | None, accelerator: Accelerator | None) -> Evaluator | None:
+def _evaluator(job: Job, target: StoredTarget, accelerator: Accelerator | None) -> Evaluator | None:
     if not isinstance(target, Target) or not job.recipe.evaluation.prompts:
         return None
     return Evaluator(target.model, job.tokenizer, job.heldout, job.recipe.evaluation, accelerator)

@@ -1,26 +1,14 @@
 """A whole run, from a recipe to a finished folder: assemble, train, evaluate, write."""
 
-import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from rich.console import Console
 
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig
-from decoding.measure.machine import commit, versions
-from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
-from decoding.rules.sampling import SamplingConfig
-from trainer import quickstart
-from trainer.data.answers import AnswerFile, answer
-from trainer.data.conversations import read_conversations
 from trainer.data.dataset import not_held_out
-from trainer.files.folders import sha256_of
 from trainer.files.lock import hold
 from trainer.job import Job
 from trainer.learning.spans import Stopwatch
@@ -33,21 +21,14 @@ from trainer.run.finish import choose_tree, finish
 from trainer.run.heldout import Watch, evaluator_at_end
 from trainer.run.log import Log, installed_trackers, trackers_of
 from trainer.run.loop import Hooks, train
-from trainer.target.in_process import TargetBackend
-from trainer.terminal.console import say, standard_error
+from trainer.terminal.console import standard_error
 
 CHECKPOINTS, FINAL = "checkpoints", "final"
-_TEMPERATURE = 1.0  # of the quickstart answers; greedy answers repeat themselves and teach little
 
 
 def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
-    """Train a recipe to its end, resuming if it was stopped before; return the folder of the finished artefact.
-
-    First builds the quickstart target and its answers if the recipe uses them.
-    """
+    """Train a recipe to its end, resuming if it was stopped before; return the folder of the finished artefact."""
     console = console or standard_error()
-    ensure_built(recipe.target_name)
-    ensure_built(recipe.data.train)
     precision, trackers = recipe.training.mixed_precision, trackers_of(recipe.tracking) or None
     accelerator = build_accelerator(precision, log_with=trackers, project_dir=recipe.output)
     check_launch(accelerator, recipe.training)
@@ -135,58 +116,6 @@ def _settings(recipe: AnyRecipe, num_processes: int) -> dict[str, Any]:
     return {**{name: getattr(recipe.training, name) for name in names}, "num_processes": num_processes}
 
 
-def prepare_target(name: str) -> str:
-    """Return the folder or hub id of a target; ``quickstart`` is trained first if it does not exist.
-
-    ``quickstart/heldout.jsonl`` and the like name files of its data.
-    """
-    ensure_built(name)
-    return quickstart.resolve(name)
-
-
-def ensure_built(name: str | None) -> None:
-    """Build what ``name`` refers to and is missing: the quickstart target, or the target and its answers.
-
-    Raises UserError with several processes: each would build it.
-    """
-    if name is None or name not in (quickstart.ANSWERS, quickstart.NAME):
-        return
-    console = standard_error()
-    _make_once("target", quickstart.is_built, lambda: _train_target(console), console)
-    if name == quickstart.ANSWERS:
-        _make_once("answers", quickstart.answers().is_file, lambda: _write_answers(console), console)
-
-
-def _make_once(what: str, is_made: Callable[[], bool], make: Callable[[], None], console: Console) -> None:
-    if is_made():
-        return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(f"the quickstart {what} does not exist yet: train once with one process to build it")
-    with hold(quickstart.folder().parent, lambda line: say(console, line)):
-        if not is_made():  # another run may have built it meanwhile
-            make()
-
-
-def _train_target(console: Console) -> None:
-    run_recipe(quickstart.recipe(), console)
-    AcceleratorState._reset_state(True)  # the next run in this process may use another precision
-
-
-def _write_answers(console: Console) -> None:
-    path, prompts = quickstart.answers(), quickstart.write_prompts()
-    folder = str(quickstart.folder())
-    model, tokenizer = load_model(folder), load_tokenizer(folder)
-    config = DecodingConfig(
-        quickstart.ANSWER_TOKENS, SamplingConfig(_TEMPERATURE), eos_token_ids=eos_token_ids(model, tokenizer)
-    )
-    settings = {"prompts_sha256": sha256_of(prompts), "temperature": _TEMPERATURE}
-    partial = path.with_name(f"{path.name}.partial")
-    with AnswerFile(partial, settings, {"commit": commit(), "versions": versions()}, keep_truncated=True) as answers:
-        backend = TargetBackend(CausalLM(model), tokenizer, None, config, 64)
-        answer(backend, read_conversations(str(prompts), None, None, 1, chat=False), answers, console)
-    partial.replace(path)
-
-
 def _announce(process: Process, job: Job) -> None:
     recipe = job.recipe
     for name in recipe.tracking or ():
@@ -194,8 +123,7 @@ def _announce(process: Process, job: Job) -> None:
             process.say(f"{name} is not installed, so it gets no figures: pip install {name}")
     if job.heldout.sha256 == job.dataset.sha256:
         process.say(not_held_out("data.heldout", "data.train"))
-    aim = f" for {recipe.target_name}" if recipe.target_name is not None else ""
     process.say(
-        f"{recipe.name}: {recipe.kind}{aim}; {job.trained_numbers / 1e6:.2f}M parameters trained; "
+        f"{recipe.name}: {recipe.kind} for {recipe.target}; {job.trained_numbers / 1e6:.2f}M parameters trained; "
         f"{job.dataset.describe()}; {recipe.training.steps} steps of {recipe.training.batch_size} sequences"
     )

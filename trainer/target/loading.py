@@ -15,7 +15,6 @@ from decoding.model.loading import eos_token_ids, load_config, load_model, load_
 from trainer.data.batch import check_documents_are_apart
 from trainer.data.dataset import Dataset, heldout_prompts, load_splits
 from trainer.processes import agreed, from_first
-from trainer.quickstart import resolve
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import MedusaRecipe
 
@@ -54,7 +53,7 @@ def load_data(recipe: MedusaRecipe | DraftRecipe) -> tuple[PreTrainedTokenizerBa
     Every process calls this before it loads a model. Raises UserError for unusable rows, for sequences longer than the
     target's context, and if no held-out prompt leaves room for an answer.
     """
-    name, trusted, evaluation = resolve(recipe.target), recipe.trust_remote_code, recipe.evaluation
+    name, trusted, evaluation = recipe.target, recipe.trust_remote_code, recipe.evaluation
     positions = max_positions(load_config(name, trusted).get_text_config(decoder=True))
     if positions is not None and recipe.data.max_length > positions:
         raise UserError(
@@ -71,7 +70,7 @@ def load_data(recipe: MedusaRecipe | DraftRecipe) -> tuple[PreTrainedTokenizerBa
 
 def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device, tokenizer: PreTrainedTokenizerBase) -> Target:
     """Load the recipe's target and check that it fits the data. Every process calls this."""
-    name, trusted = resolve(recipe.target), recipe.trust_remote_code
+    name, trusted = recipe.target, recipe.trust_remote_code
     model = agreed(lambda: load_target_model(recipe, device), patient=True)  # one machine may have to download it
     fingerprint = from_first(lambda: stored_fingerprint(name, trusted))
     return Target(name, parse_dtype(recipe.dtype), fingerprint, tokenizer, model)
@@ -82,7 +81,7 @@ def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) 
     dtype = parse_dtype(recipe.dtype)
     one_process = int(os.environ.get("WORLD_SIZE", "1")) == 1  # one process may use all GPUs
     place = None if device.type == "cuda" and one_process else device
-    model = CausalLM(load_model(resolve(recipe.target), dtype, place, recipe.trust_remote_code))
+    model = CausalLM(load_model(recipe.target, dtype, place, recipe.trust_remote_code))
     reason = why_no_chains(model.model)
     if reason is not None and recipe.evaluation.prompts:
         raise UserError(f"{reason}, so evaluations cannot verify drafts: set evaluation.prompts=0 to train on it")
