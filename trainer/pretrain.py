@@ -28,12 +28,14 @@ class LanguageModelTraining(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Batch, places: Int[Tensor, " labels"]) -> TermSums:
+    def forward(
+        self, batch: Batch, places: Int[Tensor, " labels"], scale: Float[Tensor, " terms"] | None = None
+    ) -> TermSums:
         """Return the sums over the labels; ``places`` index the flattened batch."""
         logits = flat_rows(self.model(**batch.model_inputs(), use_cache=False).logits, places)
         labels = batch.tokens.flatten()[places + 1]
         loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
-        return TermSums(loss[None], (logits.argmax(-1) == labels).sum()[None])
+        return TermSums.of(loss[None], (logits.argmax(-1) == labels).sum()[None], scale)
 
 
 class PretrainObjective:
