@@ -329,9 +329,8 @@ def _train(
             batch, ahead, counts = send((host, objective.ahead(host, index), counts), bench.device)
             inputs = objective.inputs(batch, index, ahead)
             with torch.autocast(bench.device.type, torch.bfloat16):
-                sums, _ = objective.module(*inputs)
-            weights = torch.tensor(objective.weights(index)).to(sums.device, non_blocking=True)
-            loss = (sums * weights / counts.clamp(min=1)).sum()
+                weights = torch.tensor(objective.weights(index)).to(counts.device, non_blocking=True)
+                loss = objective.module(*inputs, weights / counts.clamp(min=1)).total
             loss.backward()
             parts.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(objective.module.parameters(), 1.0)

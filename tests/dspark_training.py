@@ -53,7 +53,7 @@ def objective_for(model: PreTrainedModel, states: OnlineTarget | None = None, **
 
 def reference_terms(objective: DSparkObjective, target: PreTrainedModel, kind: Any) -> list[Tensor]:
     """Σ divergence at each depth: each anchor's block by a forward of its own, behind its text alone."""
-    (blocks, _), draft, model = objective.ahead(collate(TEXTS), 0), objective.module.draft, CausalLM(target)
+    blocks, draft, model = objective.ahead(collate(TEXTS), 0).blocks, objective.module.draft, CausalLM(target)
     terms = [torch.zeros((), dtype=torch.float64) for _ in range(draft.config.block_size)]
     for row, example in enumerate(TEXTS):
         text = example.tokens.tolist()

@@ -37,12 +37,13 @@ def test_losses_and_gradients_are_those_of_one_plain_forward_for_each_anchor(
     target = tiny_model(family).double()
     objective = objective_for(target, loss={kind: 1.0}, confidence=False, **form)
     objective.module.double()
-    sums = objective.module(*objective.inputs(collate(TEXTS), 0))
-    sums.losses.sum().backward()
+    weights = torch.tensor([1.0, 0.5, 2.0, 0.7])
+    sums = objective.module(*objective.inputs(collate(TEXTS), 0), weights)
+    sums.total.backward()
     ours = gradients(objective)
     objective.module.zero_grad()
     wanted = reference_terms(objective, target, kind)
-    torch.stack(wanted).sum().backward()
+    (torch.stack(wanted) * weights).sum().backward()
     assert objective.terms == ("token_1", "token_2", "token_3", "token_4")
     assert sums.losses.tolist() == pytest.approx([term.item() for term in wanted], rel=1e-5)
     theirs = gradients(objective)
@@ -71,10 +72,12 @@ def test_a_block_is_trained_up_to_the_first_token_that_is_no_answers() -> None:
     wanted = {1: 3, 2: 2, 3: 1, 5: 3, 6: 3, 7: 2, 8: 1}
     found = [sum(block in labelled for labelled in blocks.labelled) for block in range(7)]
     assert dict(zip(blocks.anchors[0].tolist(), found, strict=True)) == wanted
-    labels = labels_of(batch, blocks, 1, slots=3)
-    assert labels.text.tolist() == [2, 3, 6, 7, 8] and labels.slots.tolist() == [1, 4, 10, 13, 16]
-    assert labels.labels.tolist() == [1, 5, 6, 5, 3] and labels.before.tolist() == [4, 1, 2, 6, 5]
-    assert labels_of(batch, blocks, 1, slots=4).slots.tolist() == [2, 6, 14, 18, 22], "behind the newest token's slot"
+    labels = labels_of(batch, blocks, slots=3)
+    assert labels.text.tolist() == [1, 2, 3, 5, 6, 7, 8] and labels.places.repeats == (1, 2, 3, 1, 2, 3, 3)
+    assert labels.slots.tolist() == [0, 3, 1, 6, 4, 2, 9, 12, 10, 15, 13, 11, 18, 16, 14]
+    assert labels.depths.tolist() == [0, 0, 1, 0, 1, 2, 0, 0, 1, 0, 1, 2, 0, 1, 2]
+    behind = labels_of(batch, blocks, slots=4)
+    assert behind.slots[labels.depths == 1].tolist() == [2, 6, 14, 18, 22], "behind the newest token's slot"
     assert objective_for(tiny_model("llama"), anchors=20, block_size=3).counts(batch).tolist() == [7, 5, 3, 15]
 
 
@@ -106,7 +109,7 @@ def test_confidence_changes_no_gradient_of_the_draft() -> None:
         objective = objective_for(tiny_model("llama"), confidence=confidence)
         plain = objective_for(tiny_model("llama"), confidence=False).module.draft.state_dict()
         objective.module.draft.load_state_dict(plain, strict=not confidence)
-        objective.module(*objective.inputs(collate(TEXTS), 0)).losses.sum().backward()
+        objective.module(*objective.inputs(collate(TEXTS), 0)).total.backward()
         found.append(gradients(objective))
     own = {name: found[0].pop(name) for name in ("confidence.weight", "confidence.bias")}
     assert all(gradient.abs().max() > 0 for gradient in own.values()) and found[0].keys() == found[1].keys()
@@ -124,7 +127,7 @@ def test_the_best_confidence_is_the_acceptance() -> None:
     share = sums.hits[:-1].sum() / counts[:-1].sum()
     assert 0.1 < share < 0.9 and counts[-1] == counts[:-1].sum() and objective.terms[-1] == CONFIDENCE
     torch.nn.init.constant_(draft.confidence.bias, float(share.logit()))
-    objective.module(inputs).losses[-1].backward()
+    objective.module(inputs, torch.eye(len(counts))[-1]).total.backward()
     assert draft.confidence.bias.grad.abs() < 1e-5 * counts[-1]
 
 
@@ -135,9 +138,9 @@ def test_a_trained_draft_is_accepted_at_every_token_and_knows_it() -> None:
     optimizer = torch.optim.AdamW(objective.module.parameters(), lr=2e-2)
     shares = []
     for step in range(60):
-        losses, hits = objective.module(*objective.inputs(batch, step))
         counts = objective.counts(batch, step)
-        (losses / counts).sum().backward()
+        losses, hits, total = objective.module(*objective.inputs(batch, step), 1 / counts)
+        total.backward()
         optimizer.step()
         optimizer.zero_grad()
         shares.append((hits / counts)[:-1].tolist())

@@ -1,5 +1,6 @@
 """The fused loss against the plain formulas, gradients included."""
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import pytest
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.learning import fused
-from trainer.learning.fused import Bias, fused_loss
+from trainer.learning.fused import Bias, Places, fused_loss
 from trainer.learning.losses import HiddenTeacher, LossMix, SampledTailTeacher
 from trainer.recipe.common import Divergence, Term
 
@@ -42,8 +43,8 @@ def test_a_fused_loss_is_the_plain_formula_and_so_are_its_gradients(
     teacher, target = a_teacher()
     mix = LossMix(weights, temperature)
     expected = reference(hidden @ weight.T, labels, mix, target)
-    loss, correct, accepted = fused_loss(hidden, weight, labels, mix, teacher, chunk=chunk)
-    assert correct == ((hidden @ weight.T).argmax(-1) == labels).sum()
+    loss, _, correct, accepted = fused_loss(hidden, weight, labels, mix, teacher, chunk=chunk)
+    assert correct.sum() == ((hidden @ weight.T).argmax(-1) == labels).sum()
     p, q = (target / temperature).softmax(-1), (hidden @ weight.T / temperature).softmax(-1)
     torch.testing.assert_close(accepted, torch.minimum(p, q).sum(-1), rtol=0, atol=1e-10, check_dtype=False)
     assert not accepted.requires_grad
@@ -51,19 +52,38 @@ def test_a_fused_loss_is_the_plain_formula_and_so_are_its_gradients(
 
 
 @pytest.mark.parametrize("weights", MIXES, ids="+".join)
-@pytest.mark.parametrize("chunk", [5, None])
-def test_a_bias_is_a_second_product_in_the_logits(weights: dict[Term, float], chunk: int | None) -> None:
+@pytest.mark.parametrize("chunk", [1, 5, None])
+@pytest.mark.parametrize("positions", [range(TOKENS), [4, 0, 4, 9, 0, 4, 2, 2, 4, 5, 4, 4, 4]])
+def test_rows_that_predict_the_same_token_share_its_label_its_target_and_its_bias(
+    weights: dict[Term, float], chunk: int | None, positions: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven rows predict position 4, more than a chunk or a block of two has. The rows' losses have weights."""
+    monkeypatch.setattr(fused, "_BLOCK_BYTES", 2 * VOCAB * 8)
     hidden, weight, labels = inputs()
-    generator = torch.Generator().manual_seed(3)
     bias = Bias(
-        torch.randn(TOKENS, 2, dtype=hidden.dtype, generator=generator).requires_grad_(),
-        torch.randn(VOCAB, 2, dtype=hidden.dtype, generator=generator).requires_grad_(),
+        torch.randn(TOKENS, 2, dtype=hidden.dtype, requires_grad=True),
+        torch.randn(VOCAB, 2, dtype=hidden.dtype, requires_grad=True),
     )
     teacher, target = a_teacher()
-    expected = reference(hidden @ weight.T + bias.hidden @ bias.weight.T, labels, LossMix(weights), target)
-    loss, correct, _ = fused_loss(hidden, weight, labels, LossMix(weights), teacher, bias=bias, chunk=chunk)
-    assert correct == ((hidden @ weight.T + bias.hidden @ bias.weight.T).argmax(-1) == labels).sum()
-    assert_same(loss, expected, hidden, weight, *bias)
+    of_rows, row_weights = torch.tensor(positions), torch.linspace(0.5, 2, TOKENS, dtype=hidden.dtype)
+    logits = hidden @ weight.T + (bias.hidden @ bias.weight.T)[of_rows]
+    each = [(logits[i : i + 1], labels[at : at + 1], target[at : at + 1]) for i, at in enumerate(positions)]
+    losses = torch.stack([reference(row, label, LossMix(weights), wanted) for row, label, wanted in each])
+    order, distinct, places = Places.of(of_rows)
+    found = fused_loss(
+        hidden[order],
+        weight,
+        labels[distinct],
+        LossMix(weights),
+        teacher.rows(distinct),
+        places=places,
+        row_weights=row_weights[order],
+        bias=Bias(bias.hidden[distinct], bias.weight),
+        chunk=chunk,
+    )
+    torch.testing.assert_close(found.losses, losses[order].detach(), rtol=0, atol=1e-10)
+    assert found.correct.tolist() == (logits.argmax(-1) == labels[of_rows])[order].tolist()
+    assert_same(found.loss, losses @ row_weights, hidden, weight, *bias)
 
 
 @pytest.mark.parametrize("weights", MIXES, ids="+".join)
@@ -83,7 +103,7 @@ def test_a_draft_that_knows_some_tokens_and_caps_its_logits_is_compared_by_the_s
     expected = reference(logits, labels, mix, target, tokens)
     found = fused_loss(hidden, weight, labels, mix, teacher, tokens=tokens, soft_cap=soft_cap, chunk=5)
     assert_same(found.loss, expected, hidden, weight)
-    assert found.correct == (tokens[logits.argmax(-1)] == labels).sum()
+    assert found.correct.sum() == (tokens[logits.argmax(-1)] == labels).sum()
 
 
 @pytest.mark.parametrize("term", get_args(Term))

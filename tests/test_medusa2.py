@@ -38,9 +38,9 @@ def adapters(objective: Medusa2Objective) -> dict[str, Tensor]:
     return {name: p for name, p in trained(objective).items() if name.startswith("model.")}
 
 
-def sums(objective: Medusa2Objective, step: int = 5) -> Tensor:
-    losses: Tensor = objective.module(*objective.inputs(collate([TEXT]), step)).losses
-    return losses
+def loss_of(objective: Medusa2Objective, step: int = 5, weights: Tensor | None = None) -> Tensor:
+    total: Tensor = objective.module(*objective.inputs(collate([TEXT]), step), weights).total
+    return total
 
 
 def disturb(objective: Medusa2Objective) -> None:
@@ -65,7 +65,7 @@ def test_the_joint_gradient_is_that_of_the_plain_computation() -> None:
     objective = objective_on(CausalLM(model), gradient_checkpointing=False)
     disturb(objective)
     names, parameters = zip(*adapters(objective).items(), strict=True)
-    fused = torch.autograd.grad(sums(objective).sum(), parameters)
+    fused = torch.autograd.grad(loss_of(objective), parameters)
     output = model(input_ids=torch.tensor([TEXT.tokens.tolist()]), use_cache=False, output_hidden_states=True)
     hidden, labels = output.hidden_states[-1][0], torch.tensor(TEXT.tokens.tolist())
     loss = F.cross_entropy(output.logits[0, 2:-1], labels[3:], reduction="sum")
@@ -80,7 +80,7 @@ def test_the_heads_go_first_and_then_adapters_join() -> None:
     assert objective.weights(2) == (1, 0.5, 0)
     assert objective.weights(3) == pytest.approx((0.2, 0.1, 0.7))
     assert objective.rates(2) == {"heads.": 4, "": 0} and objective.rates(3) == {"heads.": 4, "": 1}
-    sums(objective, step=2)[:2].sum().backward()
+    loss_of(objective, step=2, weights=torch.tensor([1.0, 1.0, 0.0])).backward()
     assert all(not parameter.grad.any() for parameter in adapters(objective).values())  # there, and zero
     assert all(name.startswith(("heads.", "model.")) for name in trained(objective))
 

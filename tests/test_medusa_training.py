@@ -11,7 +11,7 @@ from tiny_training import Recorder, medusa_on, train_toy
 
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch, Example, collate
-from trainer.heads.medusa import HeadInputs, MedusaObjective, head_places
+from trainer.heads.medusa import HeadInputs, HeadLabels, MedusaObjective
 from trainer.recipe.common import LossSection
 from trainer.recipe.heads import HeadsSection
 
@@ -31,7 +31,7 @@ def knowing_heads(objective: MedusaObjective, steps_ahead: Sequence[int]) -> Non
 
 
 def sums(objective: MedusaObjective, batch: Batch) -> tuple[list[float], list[float]]:
-    losses, hits = objective.module(*objective.inputs(batch, step=0))
+    losses, hits, _ = objective.module(*objective.inputs(batch, step=0))
     return losses.tolist(), hits.tolist()
 
 
@@ -51,7 +51,8 @@ def test_tokens_that_are_not_trained_are_no_labels(counting: CausalLM) -> None:
     batch = collate([Example(tuple(range(10)), (False,) * 6 + (True,) * 4, 6)])
 
     def losses(tokens: torch.Tensor) -> torch.Tensor:
-        return module(HeadInputs(replace(batch, tokens=tokens), hidden, head_places(batch, HEADS.num_heads))).losses
+        labels = HeadLabels.of(batch, HEADS.num_heads)
+        return module(HeadInputs(replace(batch, tokens=tokens), hidden, labels)).losses
 
     other_prompt = torch.where(batch.trained, batch.tokens, 15)
     assert torch.equal(losses(other_prompt), losses(batch.tokens))

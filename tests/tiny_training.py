@@ -117,11 +117,11 @@ class _ToyModule(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.lm_head = nn.Linear(8, vocab, bias=False)
 
-    def forward(self, tokens: Tensor, trained: Tensor, factor: Tensor) -> TermSums:
+    def forward(self, tokens: Tensor, trained: Tensor, factor: Tensor, scale: Tensor | None = None) -> TermSums:
         logits = self.lm_head(self.dropout(self.middle(self.norm(self.embedding(tokens[:, :-1])))))
         labels, labelled = tokens[:, 1:], trained[:, 1:]
         loss = nn.functional.cross_entropy(logits[labelled], labels[labelled], reduction="sum") * factor
-        return TermSums(loss[None], (logits.argmax(-1) == labels)[labelled].sum()[None])
+        return TermSums.of(loss[None], (logits.argmax(-1) == labels)[labelled].sum()[None], scale)
 
 
 class ToyObjective:

@@ -244,4 +244,4 @@ def test_a_bitsandbytes_target_decodes_a_chain_as_plainly_and_trains_heads(bits:
     assert Engine(target, MedusaDrafter(heads, tree=((0,),))).decode(PROMPTS[0], DecodingConfig(12)).tokens == plain
     objective = medusa_on(target, HeadsSection(num_heads=2))
     batch = collate([Example(tuple(PROMPTS[2]), (True,) * 7, 0)]).to(target.device)
-    objective.module(*objective.inputs(batch, step=0)).losses.sum().backward()
+    objective.module(*objective.inputs(batch, step=0)).total.backward()

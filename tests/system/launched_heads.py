@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from tiny_models import tiny_model
 from tiny_training import Recorder, interrupt, toy_examples
-from torch import nn
+from torch import Tensor, nn
 
 import trainer.run.loop
 from decoding.engine import Engine
@@ -70,9 +70,11 @@ class _Scaled(MedusaTraining):
         super().__init__(training.heads, SECTION_OF_HEADS)
         self.scale = nn.Parameter(torch.tensor([1.0, 0.9, 0.8]))
 
-    def forward(self, inputs: HeadInputs) -> TermSums:
-        losses, hits = super().forward(inputs)
-        return TermSums(losses * self.scale, hits)
+    def forward(self, inputs: HeadInputs, scale: Tensor | None = None) -> TermSums:
+        factors = self.scale if scale is None else scale * self.scale
+        losses, hits, total = super().forward(inputs, factors.detach())
+        own = (losses * factors).sum()  # adds nothing but the gradient of the three parameters
+        return TermSums(losses * self.scale.detach(), hits, total + own - own.detach())
 
 
 class _TwoRates(MedusaObjective):

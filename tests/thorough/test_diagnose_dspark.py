@@ -61,7 +61,7 @@ class Desk:
         for step in range(120):
             (inputs,) = objective.inputs(collate(texts), step)
             optimizer.zero_grad()
-            objective.module(inputs).losses.sum().backward()
+            objective.module(inputs).total.backward()
             optimizer.step()
         self.draft = objective.writing_draft()
         self.draft.save_pretrained(folder / "final")

@@ -61,12 +61,13 @@ def all_logits(objective: MedusaObjective, batch: Batch) -> list[HeadLogits]:
     return found
 
 
-def assert_same_gradients(losses: Tensor, expected: Tensor, objective: MedusaObjective) -> None:
+def assert_same_gradients(objective: MedusaObjective, batch: Batch, expected: Tensor) -> None:
     """Those of a weighted sum of the losses with respect to everything that is trained."""
     trained = list(objective.module.parameters())
-    weights = torch.linspace(0.5, 2, len(losses), dtype=losses.dtype)
+    weights = torch.linspace(0.5, 2, len(expected), dtype=expected.dtype)
+    losses, _, total = objective.module(*objective.inputs(batch, step=0), weights)
     assert torch.allclose(losses, expected, rtol=0, atol=1e-9)
-    ours, theirs = (torch.autograd.grad((found * weights).sum(), trained) for found in (losses, expected))
+    ours, theirs = (torch.autograd.grad(loss, trained) for loss in (total, (expected * weights).sum()))
     for gradient, right in zip(ours, theirs, strict=True):
         assert torch.allclose(gradient, right, rtol=0, atol=1e-9)
 
@@ -77,14 +78,13 @@ def assert_same_gradients(losses: Tensor, expected: Tensor, objective: MedusaObj
 def test_losses_and_gradients_are_those_of_all_logits_at_once(rank: int, shared: bool, term: str) -> None:
     section = HeadsSection(num_heads=3, markov_rank=rank, shared_lm_head=shared, loss=LossSection(**{term: 1}))
     objective, batch = disturbed(section, torch.float64), collate([COUNTING])
-    losses = objective.module(*objective.inputs(batch, step=0)).losses
     expected = [
         F.cross_entropy(logits, labels, reduction="sum")
         if term == "cross_entropy"
         else divergence(logits, target, "forward_kl")
         for logits, target, labels in all_logits(objective, batch)
     ]
-    assert_same_gradients(losses, torch.stack(expected), objective)
+    assert_same_gradients(objective, batch, torch.stack(expected))
 
 
 def blind_model() -> Any:

@@ -64,7 +64,7 @@ def check_as_a_target(folder: Path, same: PreTrainedModel) -> None:
     for drafter in (None, Chains([[*PROMPT, *text]])):
         assert Engine(target, drafter).decode(PROMPT, DecodingConfig(10)).tokens == text
     objective = medusa_on(target, HeadsSection(num_heads=2))
-    objective.module(*objective.inputs(collate(TEXTS), step=0)).losses.sum().backward()
+    objective.module(*objective.inputs(collate(TEXTS), step=0)).total.backward()
     assert all(p.grad is not None for p in objective.module.parameters() if p.requires_grad)
 
 

@@ -140,7 +140,7 @@ def test_heads_drafts_and_dspark_drafts_learn_from_every_family(family: str, kin
     trained = [each for each in objective.module.parameters() if each.requires_grad]
     optimizer, losses = torch.optim.AdamW(trained, 1e-3), []
     for _ in range(3):
-        loss = objective.module(*objective.inputs(batch, step=0)).losses.sum()
+        loss = objective.module(*objective.inputs(batch, step=0)).total
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -188,7 +188,7 @@ def test_the_text_side_of_a_model_of_images_is_decoded_and_trained_on(family: st
     drafted = Engine(target, drafter).decode(PROMPTS, DecodingConfig(COUNT), batch_size=2)
     assert [text.tokens for text in drafted] == texts and sum(s.accepted for text in drafted for s in text.steps) > 5
     for objective in (medusa_on(target, HeadsSection(num_heads=2)), dspark_on(target.model, taps=(0,))):
-        objective.module(*objective.inputs(collate(TEXTS), step=0)).losses.sum().backward()
+        objective.module(*objective.inputs(collate(TEXTS), step=0)).total.backward()
         assert all(p.grad is not None for p in objective.module.parameters() if p.requires_grad)
     if family in ("mistral3", "llava", "internvl", "gemma3", "gemma4"):
         own = distill(target.model).module.draft

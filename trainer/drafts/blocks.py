@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainer.data.batch import Batch
+from trainer.learning.fused import Places
 
 _BLOCKED = float(
     torch.finfo(torch.bfloat16).min
@@ -72,23 +73,25 @@ def _at(values: Tensor, index: Int[Tensor, "batch *index"]) -> Tensor:
 
 
 class Labels(NamedTuple):
-    """The labels of one depth, row by row."""
+    """The labels of a batch. Blocks that predict the same token of a text share a place."""
 
-    text: Int[Tensor, " labels"]
+    text: Int[Tensor, " places"]
     """Index of the previous token in the flattened batch; the target's state there predicts the label too."""
-    slots: Int[Tensor, " labels"]
+    places: Places
+    slots: Int[Tensor, " rows"]
     """Index of the predicting slot in the flattened blocks."""
-    labels: Int[Tensor, " labels"]
-    before: Int[Tensor, " labels"]
-    """The previous tokens."""
+    depths: Int[Tensor, " rows"]
+    """Each row's depth, from 0."""
 
 
-def labels_of(batch: Batch, blocks: Blocks, depth: int, slots: int) -> Labels:
-    """Return the labels of one depth (from 0) for blocks of ``slots``; the last slots predict the depths."""
-    block, tokens = blocks.labelled[depth], batch.tokens.flatten()
+def labels_of(batch: Batch, blocks: Blocks, slots: int) -> Labels:
+    """Return the labels of blocks of ``slots``; the last slots predict the depths. Call this on the host."""
+    counts = torch.tensor([len(of_depth) for of_depth in blocks.labelled])
+    block, depth = torch.cat(blocks.labelled), torch.arange(len(counts)).repeat_interleave(counts)
     row = block.div(blocks.anchors.shape[1], rounding_mode="floor")
     text = row * batch.tokens.shape[1] + blocks.anchors.flatten()[block] + depth
-    return Labels(text, block * slots + slots - len(blocks.labelled) + depth, tokens[text + 1], tokens[text])
+    order, distinct, places = Places.of(text)
+    return Labels(distinct, places, (block * slots + slots - len(counts) + depth)[order], depth[order])
 
 
 class BlockInputs(NamedTuple):

@@ -107,16 +107,16 @@ class DistillTraining(nn.Module):
         config = initial.model.config.get_text_config(decoder=True)
         self._scale, self._soft_cap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
 
-    def forward(self, inputs: DraftInputs) -> TermSums:
-        """Return losses and hits, (terms,) each.
+    def forward(self, inputs: DraftInputs, scale: Float[Tensor, " terms"] | None = None) -> TermSums:
+        """Return losses and hits, (terms,) each, and the total.
 
         Hits of soft terms are Σ min(p, q), the per-position acceptance; hits of cross entropy alone are correct
         argmaxes.
         """
         hidden = lm_head_input(self.draft, inputs.model_inputs)
-        return run_in_lm_head(self.draft, hidden, partial(self._on_logits, inputs))
+        return run_in_lm_head(self.draft, hidden, partial(self._on_logits, inputs, scale))
 
-    def _on_logits(self, inputs: DraftInputs, hidden: Tensor, lm_head: Tensor) -> TermSums:
+    def _on_logits(self, inputs: DraftInputs, scale: Tensor | None, hidden: Tensor, lm_head: Tensor) -> TermSums:
         known = slice(None) if self._output_tokens is not None else slice(self._vocab_size)
         found = fused_loss(
             flat_rows(hidden, inputs.places) * self._scale,
@@ -127,8 +127,8 @@ class DistillTraining(nn.Module):
             tokens=self._output_tokens,
             soft_cap=self._soft_cap,
         )
-        hits = found.accepted.sum() if self._mix.soft else found.correct.to(found.loss.dtype)
-        return TermSums(found.loss[None], hits[None].detach())
+        hits = found.accepted.sum() if self._mix.soft else found.correct.sum()
+        return TermSums.of(found.loss[None], hits[None], scale)
 
 
 class DistillObjective:

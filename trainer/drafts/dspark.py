@@ -171,13 +171,14 @@ def mask_token(
 
 
 class DSparkInputs(NamedTuple):
-    """Inputs of a step: the draft's forward, and each depth's labels and target distribution."""
+    """Inputs of a step: the draft's forward, and the labels with the target's distribution."""
 
     states: Float[Tensor, "batch positions taps"]
     embedded: Float[Tensor, "batch slots hidden"]
     blocks: BlockInputs
-    labels: tuple[Labels, ...]
-    teachers: tuple[HiddenTeacher, ...]
+    labels: Labels
+    tokens: Int[Tensor, "batch positions"]
+    teacher: HiddenTeacher
     lm_head: Float[Tensor, "vocab hidden"]
 
 
@@ -205,42 +206,58 @@ class DSparkTraining(nn.Module):
         self.draft = draft.train()
         self._mix = mix
 
-    def forward(self, inputs: DSparkInputs) -> TermSums:
-        """Return losses and hits, (terms,) each.
+    def forward(self, inputs: DSparkInputs, scale: Float[Tensor, " terms"] | None = None) -> TermSums:
+        """Return losses and hits, (terms,) each, and the total.
 
         Hits of soft terms are Σ min(p, q), the per-position acceptance; hits of cross entropy alone are correct
         argmaxes.
         """
-        hidden = run_blocks(self.draft, inputs.states, inputs.embedded, inputs.blocks)
+        hidden = flat_rows(run_blocks(self.draft, inputs.states, inputs.embedded, inputs.blocks), inputs.labels.slots)
+        compared = partial(self._compared, inputs, scale, hidden)
         if self.draft.markov is None:
-            return self._compared(inputs, hidden, None, None)
-        embedded = self.draft.markov.embedding(torch.cat([labels.before for labels in inputs.labels]))
-        sums: TermSums = self.draft.markov.output(embedded, partial(self._compared, inputs, hidden))
+            return compared(None, None)
+        sums: TermSums = self.draft.markov.output(self.draft.markov.embedding(self._before(inputs)), compared)
         return sums
 
+    @staticmethod
+    def _before(inputs: DSparkInputs) -> Int[Tensor, " places"]:
+        return inputs.tokens.flatten()[inputs.labels.text]
+
     def _compared(
-        self, inputs: DSparkInputs, hidden: Tensor, embedded: Tensor | None, output: Tensor | None
+        self,
+        inputs: DSparkInputs,
+        scale: Tensor | None,
+        hidden: Float[Tensor, "rows hidden"],
+        embedded: Tensor | None,
+        output: Tensor | None,
     ) -> TermSums:
         """Return the sums; ``embedded`` and ``output`` are the bias's factors. Runs in its layer's forward."""
-        counts = [len(labels.labels) for labels in inputs.labels]
-        parts = [None] * len(counts) if embedded is None else embedded.split(counts)
-        losses, hits, unsure = [], [], hidden.new_zeros((), dtype=torch.float32)
-        for labels, teacher, part in zip(inputs.labels, inputs.teachers, parts, strict=True):
-            rows = flat_rows(hidden, labels.slots)
-            bias = None if part is None or output is None else Bias(part, output)
-            found = fused_loss(rows, inputs.lm_head, labels.labels, self._mix, teacher, bias=bias)
-            losses.append(found.loss)
-            hits.append(found.accepted.sum() if self._mix.soft else found.correct.to(found.loss.dtype))
-            if self.draft.confidence is not None:
-                unsure = unsure + self._unsure(rows, labels, found.accepted)
-        if self.draft.confidence is not None:
-            losses.append(unsure)
-            hits.append(torch.full_like(hits[0], torch.nan))
-        return TermSums(torch.stack(losses), torch.stack(hits).detach())
+        labels, depths = inputs.labels, self.draft.config.block_size
+        found = fused_loss(
+            hidden,
+            inputs.lm_head,
+            inputs.tokens.flatten()[labels.text + 1],
+            self._mix,
+            inputs.teacher,
+            places=labels.places,
+            row_weights=None if scale is None else scale[labels.depths],
+            bias=None if embedded is None or output is None else Bias(embedded, output),
+        )
+        sums = TermSums.of_rows(found, labels.depths, depths, self._mix.soft)
+        if self.draft.confidence is None:
+            return sums
+        unsure = self._unsure(hidden, self._before(inputs)[labels.places.of_rows], found.accepted)
+        return TermSums(
+            torch.cat((sums.losses, unsure.detach()[None])),
+            torch.cat((sums.hits, sums.hits.new_full((1,), torch.nan))),
+            sums.total + (unsure if scale is None else unsure * scale[depths]),
+        )
 
-    def _unsure(self, rows: Tensor, labels: Labels, accepted: Tensor) -> Tensor:
+    def _unsure(
+        self, hidden: Float[Tensor, "rows hidden"], before: Int[Tensor, " rows"], accepted: Float[Tensor, " rows"]
+    ) -> Tensor:
         """Return the confidence's cross entropy with the acceptance; it trains only the confidence."""
-        logits = self.draft.sure(rows.detach(), labels.before)
+        logits = self.draft.sure(hidden.detach(), before)
         loss: Tensor = F.binary_cross_entropy_with_logits(logits.float(), accepted.float().clamp(0, 1), reduction="sum")
         return loss
 
@@ -249,6 +266,7 @@ class DSparkAhead(NamedTuple):
     """Parts of a step that do not need the target to run."""
 
     blocks: Blocks
+    labels: Labels
     stored: Float[Tensor, "batch positions layers hidden"] | None
     """The target's states from disk, if stored."""
 
@@ -299,23 +317,21 @@ class DSparkObjective:
         return torch.tensor(self._counts(self._blocks(batch, step)), dtype=torch.float32)
 
     def ahead(self, batch: Batch, step: int) -> DSparkAhead:
-        return DSparkAhead(self._blocks(batch, step), self._states.read(batch))
+        blocks = self._blocks(batch, step)
+        return DSparkAhead(blocks, labels_of(batch, blocks, self._config.slots), self._states.read(batch))
 
     def _blocks(self, batch: Batch, step: int) -> Blocks:
         return sample_blocks(batch, self._section.anchors, self._config.block_size, self._seed, step)
 
     def inputs(self, batch: Batch, step: int, ahead: DSparkAhead | None = None) -> tuple[Any, ...]:
         self.module.train()  # decoding leaves it in evaluation mode
-        (blocks, stored), config = ahead or self.ahead(batch, step), self._config
+        (blocks, labels, stored), config = ahead or self.ahead(batch, step), self._config
         hidden, states = self._states.tapped(batch, config.target_layer_ids, stored)
         given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
-        labels = tuple(labels_of(batch, blocks, depth, config.slots) for depth in range(config.block_size))
         lm_head = self._states.lm_head.to(batch.tokens.device)  # a target spread over devices may keep it elsewhere
-        teachers = tuple(
-            HiddenTeacher(flat_rows(hidden, of_depth.text), lm_head, self._states.transform) for of_depth in labels
-        )
+        teacher = HiddenTeacher(flat_rows(hidden, labels.text), lm_head, self._states.transform)
         embedded = unscaled_embeddings(self._target.model, given.tokens)
-        return (DSparkInputs(states, embedded, given, labels, teachers, lm_head),)
+        return (DSparkInputs(states, embedded, given, labels, batch.tokens, teacher, lm_head),)
 
     def writing_draft(self) -> DSparkDraft:
         """Return a copy of the draft with its current weights, in the target's dtype."""
@@ -355,16 +371,20 @@ def block_logits(
     ``online`` is the draft's target. The bias reads the text's previous token.
     """
     draft, config = dspark.draft, dspark.config
-    batch = collate([Example(tokens, [True] * len(tokens), prompt_length)]).to(dspark.target.device)
-    anchors = torch.arange(prompt_length, len(tokens) - 1, device=batch.tokens.device)[None]
+    on_host, device = collate([Example(tokens, [True] * len(tokens), prompt_length)]), dspark.target.device
+    batch, anchors = on_host.to(device), torch.arange(prompt_length, len(tokens) - 1)[None]
     if not anchors.numel():
         return
     _, states = online.tapped(batch, config.target_layer_ids)
     for part in anchors.split(_TOGETHER, 1):
-        blocks = blocks_at(batch, part, torch.ones_like(part, dtype=torch.bool), config.block_size)
-        given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
+        blocks = blocks_at(on_host, part, torch.ones_like(part, dtype=torch.bool), config.block_size)
+        labels = labels_of(on_host, blocks, config.slots)
+        given = block_inputs(batch, blocks._replace(anchors=part.to(device)), config.slots, config.mask_token_id)
         hidden = run_blocks(draft, states, unscaled_embeddings(dspark.target.model, given.tokens), given)
         for depth in range(config.block_size):
-            labels = labels_of(batch, blocks, depth, config.slots)
-            logits = F.linear(flat_rows(hidden, labels.slots).to(online.lm_head), online.lm_head)
-            yield depth, labels.labels, logits if draft.markov is None else draft.markov.added_to(logits, labels.before)
+            chosen = labels.depths == depth
+            before, slots = labels.text[labels.places.of_rows[chosen]].to(device), labels.slots[chosen].to(device)
+            logits = F.linear(flat_rows(hidden, slots).to(online.lm_head), online.lm_head)
+            if draft.markov is not None:
+                logits = draft.markov.added_to(logits, batch.tokens[0, before])
+            yield depth, batch.tokens[0, before + 1], logits

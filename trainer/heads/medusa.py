@@ -25,11 +25,34 @@ from decoding.model.hub import local_folder
 from decoding.model.lm_head import lm_head_input
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, flat_rows
-from trainer.learning.fused import Bias, FusedLoss, fused_loss
+from trainer.learning.fused import Bias, FusedLoss, Places, fused_loss
 from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
 from trainer.recipe.heads import HeadsSection
 from trainer.target.hidden import HiddenStates, LogitTransform
+
+
+class HeadLabels(NamedTuple):
+    """The labels of all heads. Heads that predict the same token of a text share a place."""
+
+    states: tuple[Int[Tensor, " labels"], ...]
+    """Indices in the flattened batch of the states from which each head predicts: see `head_places`."""
+    text: Int[Tensor, " places"]
+    """Indices of the previous tokens; the target's states there predict the labels too."""
+    places: Places
+    order: Int[Tensor, " rows"]
+    """Order of the rows by place, as indices into the heads' rows one head after another."""
+    heads: Int[Tensor, " rows"]
+    """Each row's head, in that order."""
+
+    @staticmethod
+    def of(batch: Batch, num_heads: int) -> "HeadLabels":
+        """Call this on the host. State and label share a row, so head k's offset is k + 2 when flattened too."""
+        states = head_places(batch, num_heads)
+        text = torch.cat([places + k + 1 for k, places in enumerate(states)])
+        head = torch.arange(num_heads).repeat_interleave(torch.tensor([len(places) for places in states]))
+        order, distinct, places = Places.of(text)
+        return HeadLabels(states, distinct, places, order, head[order])
 
 
 @dataclass(frozen=True)
@@ -38,8 +61,7 @@ class HeadInputs:
 
     batch: Batch
     hidden: Float[Tensor, "batch positions hidden"]
-    places: tuple[Int[Tensor, " labels"], ...]
-    """Indices of each head's labels: see `head_places`."""
+    labels: HeadLabels
     lm_head: Float[Tensor, "vocab hidden"] | None = None
     """The target's lm_head, for heads that share it and for soft targets."""
     transform: LogitTransform | None = None
@@ -48,7 +70,7 @@ class HeadInputs:
 class HeadsAhead(NamedTuple):
     """Parts of `HeadInputs` that do not need the target to run."""
 
-    places: tuple[Int[Tensor, " labels"], ...]
+    labels: HeadLabels
     stored: Float[Tensor, "batch positions hidden"] | None
     """The target's states from disk, if stored."""
 
@@ -62,58 +84,70 @@ class MedusaTraining(nn.Module):
         self._loss, self._mix = section.loss, LossMix.of(section.loss)
         self.hit_name = "acceptance" if section.loss.soft else "top1"
 
-    def forward(self, inputs: HeadInputs) -> TermSums:
-        """Return losses and hits, (heads,) each.
+    def forward(self, inputs: HeadInputs, scale: Float[Tensor, " heads"] | None = None) -> TermSums:
+        """Return losses and hits, (heads,) each, and the total.
 
         Hits of soft terms are Σ min(p, q), the per-position acceptance; hits of cross entropy alone are correct
         argmaxes.
         """
+        sums = partial(self._sums_together if self.heads.config.shared_lm_head else self._sums_apart, inputs, scale)
         markov = self.heads.markov
         if markov is None:
-            return self._sums(inputs)
+            return sums()
         # Inside the layer's forward: a sharded weight is whole only there.
-        sums: TermSums = markov.output(markov.embedding(inputs.batch.tokens), read=partial(self._sums, inputs))
-        return sums
+        before = inputs.batch.tokens.flatten()[inputs.labels.text]
+        found: TermSums = markov.output(markov.embedding(before), lambda *factors: sums(Bias(*factors)))
+        return found
 
-    def _sums(
-        self,
-        inputs: HeadInputs,
-        embedded: Float[Tensor, "batch positions rank"] | None = None,
-        weight: Float[Tensor, "vocab rank"] | None = None,
-    ) -> TermSums:
-        """Return the sums of every head; ``embedded`` and ``weight`` belong to the bias, if heads have one."""
-        bias = None if embedded is None or weight is None else Bias(embedded, weight)
-        sums = [self._head(k, inputs, bias) for k in range(len(self.heads.heads))]
-        hits = [found.accepted.sum() if self.hit_name == "acceptance" else found.correct for found in sums]
-        return TermSums(torch.stack([found.loss for found in sums]), torch.stack(hits))
-
-    def _head(self, k: int, inputs: HeadInputs, bias: Bias | None) -> FusedLoss:
-        """Return the sums of head k (from 0). From the state at position t it predicts token t + k + 2.
-
-        State and label are in the same row, so the offset is ``k + 2`` in the flattened batch too.
-        """
-        head: MedusaHead = self.heads.heads[k]  # type: ignore[assignment]  # ModuleList's items
-        places = inputs.places[k]
-        dtype = head.blocks[0].linear.weight.dtype  # type: ignore[union-attr]
-        x = head.features(flat_rows(inputs.hidden, places).to(dtype))  # type: ignore[arg-type]
-        loss = partial(
-            fused_loss,
-            labels=inputs.batch.tokens.flatten()[places + k + 2],
-            mix=self._mix,
-            teacher=_teacher(inputs, places + k + 1) if self._loss.soft else None,
-            bias=None if bias is None else Bias(flat_rows(bias.hidden, places + k + 1), bias.weight),
-        )
-        if head.lm_head is not None:  # inside its forward, like the bias
-            sums: FusedLoss = head.lm_head(x, read=loss)
-            return sums
+    def _sums_together(self, inputs: HeadInputs, scale: Tensor | None, bias: Bias | None = None) -> TermSums:
+        """Return the sums of heads that share the target's lm_head, by one loss; ``bias`` has a row for each place."""
         assert inputs.lm_head is not None, "heads without an lm_head need the target's"
-        return loss(x, inputs.lm_head)
+        labels, count = inputs.labels, len(self.heads.heads)
+        found = fused_loss(
+            torch.cat([self._features(k, inputs) for k in range(count)]).index_select(0, labels.order),
+            inputs.lm_head,
+            inputs.batch.tokens.flatten()[labels.text + 1],
+            self._mix,
+            self._teacher(inputs, labels.text),
+            places=labels.places,
+            row_weights=None if scale is None else scale[labels.heads],
+            bias=bias,
+        )
+        return TermSums.of_rows(found, labels.heads, count, self._loss.soft)
 
+    def _sums_apart(self, inputs: HeadInputs, scale: Tensor | None, bias: Bias | None = None) -> TermSums:
+        """Return the sums of heads with an lm_head each; ``bias`` has a row for each place."""
+        losses, hits = [], []
+        for k, states in enumerate(inputs.labels.states):
+            before = states + k + 1
+            own = None
+            if bias is not None:
+                places = torch.searchsorted(inputs.labels.text, before)
+                own = Bias(bias.hidden.index_select(0, places), bias.weight)
+            read = partial(
+                fused_loss,
+                labels=inputs.batch.tokens.flatten()[before + 1],
+                mix=self._mix,
+                teacher=self._teacher(inputs, before),
+                bias=own,
+            )
+            found: FusedLoss = self.heads.heads[k].lm_head(self._features(k, inputs), read=read)  # type: ignore[operator]  # ModuleList's items
+            losses.append(found.loss)
+            hits.append(found.accepted.sum() if self._loss.soft else found.correct.sum())
+        return TermSums.of(torch.stack(losses), torch.stack(hits), scale)
 
-def _teacher(inputs: HeadInputs, places: Int[Tensor, " labels"]) -> Teacher:
-    """Return the target's distribution at these positions: it predicts the same tokens as the head."""
-    assert inputs.lm_head is not None, "soft targets need the target's lm_head"
-    return HiddenTeacher(flat_rows(inputs.hidden, places).detach(), inputs.lm_head, inputs.transform)
+    def _features(self, k: int, inputs: HeadInputs) -> Float[Tensor, "labels hidden"]:
+        """Return the lm_head's inputs from head k (from 0), which predicts token t + k + 2 from the state at t."""
+        head: MedusaHead = self.heads.heads[k]  # type: ignore[assignment]  # ModuleList's items
+        dtype = head.blocks[0].linear.weight.dtype  # type: ignore[union-attr]
+        return head.features(flat_rows(inputs.hidden, inputs.labels.states[k]).to(dtype))  # type: ignore[arg-type]
+
+    def _teacher(self, inputs: HeadInputs, text: Int[Tensor, " labels"]) -> Teacher | None:
+        """Return the target's distribution after these tokens: it predicts the same tokens as the heads."""
+        if not self._loss.soft:
+            return None
+        assert inputs.lm_head is not None, "soft targets need the target's lm_head"
+        return HiddenTeacher(flat_rows(inputs.hidden, text).detach(), inputs.lm_head, inputs.transform)
 
 
 def head_weights(section: HeadsSection, step: int, steps: int) -> tuple[float, ...]:
@@ -180,15 +214,15 @@ class MedusaObjective:
         return head_counts(batch, len(self.terms))
 
     def ahead(self, batch: Batch, step: int) -> HeadsAhead:
-        return HeadsAhead(head_places(batch, len(self.terms)), self._states.read(batch))
+        return HeadsAhead(HeadLabels.of(batch, len(self.terms)), self._states.read(batch))
 
     def inputs(self, batch: Batch, step: int, ahead: HeadsAhead | None = None) -> tuple[Any, ...]:
         states, section = self._states, self._section
-        places, stored = ahead or self.ahead(batch, step)
+        labels, stored = ahead or self.ahead(batch, step)
         hidden = states.hidden(batch) if stored is None else stored
         uses_lm_head = section.shared_lm_head or section.loss.soft
         lm_head = self._lm_head_on(batch.tokens.device) if uses_lm_head else None
-        return (HeadInputs(batch, hidden, places, lm_head, states.transform),)
+        return (HeadInputs(batch, hidden, labels, lm_head, states.transform),)
 
     def _lm_head_on(self, device: torch.device) -> Float[Tensor, "vocab hidden"]:
         """Return the target's lm_head on the heads' device; a target spread over devices may keep it elsewhere."""

@@ -1,10 +1,10 @@
 """The Medusa-2 objective: heads and the target's LoRA adapters, trained jointly (2401.10774, section 2.2.2)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -22,10 +22,10 @@ from trainer.data.batch import Batch, flat_rows
 from trainer.files.transformers4 import write_model
 from trainer.heads.medusa import (
     HeadInputs,
+    HeadLabels,
     MedusaTraining,
     fit_tree,
     head_counts,
-    head_places,
     head_weights,
     heads_for_decoding,
     initial_heads,
@@ -55,21 +55,26 @@ class JointTraining(nn.Module):
         self._transform, self._scale = logit_transform(config), logit_scale(config)
 
     def forward(
-        self, batch: Batch, joint: bool, places: Sequence[Int[Tensor, " labels"]], remembers: bool = False
+        self,
+        batch: Batch,
+        joint: bool,
+        labels: "JointLabels",
+        remembers: bool = False,
+        scale: Float[Tensor, " terms"] | None = None,
     ) -> TermSums:
-        """Return losses and hits, (heads + 1,) each. Without ``joint`` the target is not trained.
+        """Return losses and hits, (heads + 1,) each, and the total. Without ``joint`` the target is not trained.
 
-        ``places`` index each term's labels in the flattened batch. With ``remembers`` the target's loss is its KL from
+        With ``remembers`` the target's loss is its KL from
         the target without adapters; else the cross entropy on the data.
         """
         teacher = self._as_it_was(batch) if remembers else None
         with nullcontext() if joint else span("target"), torch.set_grad_enabled(joint):
             hidden = lm_head_input(self._target, batch.model_inputs())
-        losses, hits = run_in_lm_head(self._target, hidden, partial(self._losses, batch, places, teacher))
+        losses, hits, total = run_in_lm_head(self._target, hidden, partial(self._losses, batch, labels, teacher, scale))
         if not joint:  # data parallelism needs a gradient for every trained parameter
             still = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
-            losses = losses + 0 * sum((p.sum() for p in still), torch.zeros((), device=losses.device))
-        return TermSums(losses, hits)
+            total = total + 0 * sum((p.sum() for p in still), torch.zeros((), device=losses.device))
+        return TermSums(losses, hits, total)
 
     @torch.no_grad()
     def _as_it_was(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
@@ -85,19 +90,33 @@ class JointTraining(nn.Module):
         return base_of(self.model)
 
     def _losses(
-        self, batch: Batch, places: Sequence[Tensor], teacher: Tensor | None, hidden: Tensor, lm_head: Tensor
+        self,
+        batch: Batch,
+        labels: "JointLabels",
+        teacher: Tensor | None,
+        scale: Tensor | None,
+        hidden: Tensor,
+        lm_head: Tensor,
     ) -> TermSums:
-        *of_heads, at = places
-        inputs = HeadInputs(batch, hidden, tuple(of_heads), lm_head, self._transform)
-        losses, hits = self.heads(inputs)
+        inputs = HeadInputs(batch, hidden, labels.heads, lm_head, self._transform)
+        of_heads: TermSums = self.heads(inputs, None if scale is None else scale[:-1])
+        at = labels.target
         was = None if teacher is None else HiddenTeacher(flat_rows(teacher, at), lm_head, self._transform)
         mix = LossMix({"cross_entropy": 1.0} if was is None else {"forward_kl": 1.0})
-        labels = batch.tokens.flatten()[at + 1]
-        own = fused_loss(flat_rows(hidden, at) * self._scale, lm_head, labels, mix, was)
-        own_hits = own.correct
+        found = fused_loss(flat_rows(hidden, at) * self._scale, lm_head, batch.tokens.flatten()[at + 1], mix, was)
+        hits = found.correct.sum()
         if self.heads.hit_name == "acceptance":  # needs a teacher
-            own_hits = torch.full_like(own.loss, torch.nan) if was is None else own.accepted.sum()
-        return TermSums(torch.cat([losses, own.loss[None]]), torch.cat([hits, own_hits[None]]))
+            hits = torch.full_like(found.loss, torch.nan) if was is None else found.accepted.sum()
+        own = TermSums.of(found.loss[None], hits[None], None if scale is None else scale[-1:])
+        losses, hits = (torch.cat(parts) for parts in zip(of_heads[:2], own[:2], strict=True))
+        return TermSums(losses, hits, of_heads.total + own.total)
+
+
+class JointLabels(NamedTuple):
+    """The labels of the heads, and the indices in the flattened batch whose next token is the target's label."""
+
+    heads: HeadLabels
+    target: Int[Tensor, " labels"]
 
 
 class Medusa2Objective:
@@ -139,12 +158,10 @@ class Medusa2Objective:
         heads = head_counts(batch, self._section.num_heads)
         return torch.cat([heads, batch.labelled(1).sum()[None]])
 
-    def ahead(self, batch: Batch, step: int) -> tuple[Int[Tensor, " labels"], ...]:
-        return (*head_places(batch, self._section.num_heads), batch.label_places(1))
+    def ahead(self, batch: Batch, step: int) -> JointLabels:
+        return JointLabels(HeadLabels.of(batch, self._section.num_heads), batch.label_places(1))
 
-    def inputs(
-        self, batch: Batch, step: int, ahead: tuple[Int[Tensor, " labels"], ...] | None = None
-    ) -> tuple[Any, ...]:
+    def inputs(self, batch: Batch, step: int, ahead: JointLabels | None = None) -> tuple[Any, ...]:
         joint = self._is_joint(step)
         self.module.eval()
         if joint:

@@ -4,16 +4,16 @@ Losses are sums. The loop divides them by counts over all processes and micro ba
 parallelism exact.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from decoding.errors import UserError
-from trainer.learning.losses import KnownLogits, LossMix, Teacher, TokenDivergences
+from trainer.learning.losses import KnownLogits, LossMix, Softmax, Teacher, TokenDivergences
 
 
 class Bias(NamedTuple):
@@ -23,31 +23,54 @@ class Bias(NamedTuple):
     weight: Float[Tensor, "outputs rank"]
 
 
+class Places(NamedTuple):
+    """Positions in texts whose next tokens are predicted, each by some consecutive rows of hidden states."""
+
+    repeats: tuple[int, ...]
+    """The number of rows of each place, on the host: sizes of chunks must not wait for a GPU."""
+    of_rows: Int[Tensor, " rows"]
+    """Each row's place, increasing."""
+
+    @staticmethod
+    def of(positions: Int[Tensor, " rows"]) -> "tuple[Int[Tensor, ' rows'], Int[Tensor, ' places'], Places]":
+        """Return the order that brings rows of equal position together, the distinct positions, and their rows."""
+        order = positions.argsort(stable=True)
+        distinct, of_rows, repeats = positions[order].unique_consecutive(return_inverse=True, return_counts=True)
+        return order, distinct, Places(tuple(repeats.tolist()), of_rows)
+
+
 class FusedLoss(NamedTuple):
-    """Loss and hits summed over the tokens, and the acceptance at each token."""
+    """The loss of some rows of hidden states, and each row's figures, which have no gradient."""
 
     loss: Float[Tensor, ""]
-    correct: Int[Tensor, ""]
-    """Tokens whose argmax is the label."""
-    accepted: Float[Tensor, " tokens"]
-    """Each token's Σ min(p, q) at the mix's temperature: its probability of acceptance; 0 without a teacher. No
-    gradient.
-    """
+    """The sum of the rows' losses, each times its weight."""
+    losses: Float[Tensor, " rows"]
+    """Each row's loss without its weight."""
+    correct: Bool[Tensor, " rows"]
+    """True if the row's argmax is the label."""
+    accepted: Float[Tensor, " rows"]
+    """Each row's Σ min(p, q) at the mix's temperature: its probability of acceptance; 0 without a teacher."""
 
 
 def fused_loss(
-    hidden: Float[Tensor, "tokens hidden"],
+    hidden: Float[Tensor, "rows hidden"],
     weight: Float[Tensor, "outputs hidden"],
-    labels: Int[Tensor, " tokens"],
+    labels: Int[Tensor, " places"],
     mix: LossMix,
     teacher: Teacher | None = None,
     *,
+    places: Places | None = None,
+    row_weights: Float[Tensor, " rows"] | None = None,
     bias: Bias | None = None,
     tokens: Int[Tensor, " outputs"] | None = None,
     soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> FusedLoss:
-    """Return ``mix``'s weighted terms for the logits ``hidden @ weight.T``, summed over tokens, with hits.
+    """Return ``mix``'s weighted terms for the logits ``hidden @ weight.T``, summed over rows, with hits.
+
+    ``labels``, ``teacher`` and ``bias`` have a row for each of ``places``, so what depends only on the position in the
+    text is computed once for all rows of ``hidden`` that predict its next token. By default each row has its own place.
+    ``row_weights`` (default 1) multiply the rows' losses.
 
     ``bias`` adds a second product to the logits. With ``soft_cap`` c they are c tanh(logits / c), as in Gemma-2.
 
@@ -57,18 +80,55 @@ def fused_loss(
     Row i of ``weight`` writes the target's token ``tokens[i]``, by default token i. Labels are target tokens too; a
     label that no row writes adds nothing to the cross entropy.
 
-    At most ``chunk`` rows of logits exist at a time, and as many of the teacher's: a chunk's gradient overwrites its
-    logits. Nothing is computed twice. Products run in autocast's dtype, the softmax in fp32. Raises UserError for a
-    divergence without a fitting teacher. After Liger Kernel (2410.10989, section 3.2).
+    At most ``chunk`` rows of logits exist at a time (more if a place has more), and as many of the teacher's and of the
+    bias's: a chunk's gradient overwrites its logits. Nothing is computed twice. Products run in autocast's dtype, the
+    softmax in fp32. Raises UserError for a divergence without a fitting teacher. After Liger Kernel (2410.10989,
+    section 3.2).
     """
     if teacher is None and mix.soft:
         raise UserError(f"the loss has {', '.join(mix.weights)} but no teacher to compare with: give a teacher")
+    repeats = None if places is None else places.repeats
+    assert len(hidden) == (len(labels) if repeats is None else sum(repeats)), "every row of hidden states has a place"
+    rows = _Rows(labels, places, row_weights)
     layer = _Outputs(len(weight), tokens, soft_cap)
     if not torch.is_grad_enabled():  # always False inside `apply`
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else Bias(bias.hidden.detach(), bias.weight.detach())
     pairs = (hidden, weight, *(bias or (None, None)))
-    return FusedLoss(*_FusedLoss.apply(*pairs, labels, mix, teacher, layer, chunk))  # type: ignore[no-untyped-call]  # torch's
+    return FusedLoss(*_FusedLoss.apply(*pairs, rows, mix, teacher, layer, chunk))  # type: ignore[no-untyped-call]  # torch's
+
+
+class _Rows:
+    """The rows of a loss: each one's place and weight, and every place's label."""
+
+    def __init__(
+        self, labels: Int[Tensor, " places"], places: Places | None, weights: Float[Tensor, " rows"] | None
+    ) -> None:
+        self.labels, self.weights, self._places = labels, weights, places
+        self._repeats = [1] * len(labels) if places is None else places.repeats
+
+    def spans(self, most: int, places: slice | None = None) -> Iterator[tuple[slice, slice]]:
+        """Yield consecutive places and their rows: at most ``most`` rows, or those of one place."""
+        first, stop = (0, len(self._repeats)) if places is None else (places.start, places.stop)
+        row = sum(self._repeats[:first])
+        while first < stop:
+            last, end = first + 1, row + self._repeats[first]
+            while last < stop and end + self._repeats[last] <= row + most:
+                end += self._repeats[last]
+                last += 1
+            yield slice(first, last), slice(row, end)
+            first, row = last, end
+
+    def each(self, of_places: Tensor, places: slice, rows: slice) -> Tensor:
+        """Return what these places have for each of their rows."""
+        return of_places if self._places is None else of_places[self._places.of_rows[rows] - places.start]
+
+    def summed(self, of_rows: Float[Tensor, "rows outputs"], places: slice, rows: slice) -> Tensor:
+        """Return the sum over each place's rows, by a product: on a GPU, `index_add` adds in a random order."""
+        if self._places is None:
+            return of_rows
+        place = torch.arange(places.start, places.stop, device=of_rows.device)
+        return (place[:, None] == self._places.of_rows[rows]).to(of_rows) @ of_rows
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -79,62 +139,77 @@ class _FusedLoss(torch.autograd.Function):
         weight: Tensor,
         bias_hidden: Tensor | None,
         bias_weight: Tensor | None,
-        labels: Tensor,
+        rows: _Rows,
         mix: LossMix,
         teacher: Teacher | None,
         layer: "_Outputs",
         chunk: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dtype, width = product_dtype(hidden), 0 if teacher is None else teacher.width
         wide, device = wide_dtype(dtype), hidden.device
-        loss, correct = torch.zeros((), dtype=wide, device=device), torch.zeros((), dtype=torch.long, device=device)
-        accepted = torch.zeros(len(hidden), dtype=wide, device=device)
-        pairs = [Product(hidden, weight, dtype, *ctx.needs_input_grad[:2])]
+        losses, accepted = (torch.zeros(len(hidden), dtype=wide, device=device) for _ in range(2))
+        correct = torch.zeros(len(hidden), dtype=torch.bool, device=device)
+        own, bias = Product(hidden, weight, dtype, *ctx.needs_input_grad[:2]), None
         if bias_hidden is not None and bias_weight is not None:
-            pairs.append(Product(bias_hidden, bias_weight, dtype, *ctx.needs_input_grad[2:4]))
-        with torch.autocast(hidden.device.type, enabled=False):
-            for rows, logits in chunks(pairs, width, chunk):
-                target = None
+            bias = Product(bias_hidden, bias_weight, dtype, *ctx.needs_input_grad[2:4])
+        with torch.autocast(device.type, enabled=False):
+            chunk = chunk or chunk_rows(max(len(weight), width), dtype.itemsize, device, bool(width or bias))
+            for places, of_chunk in rows.spans(chunk):
+                logits, target = own.logits(of_chunk), None
+                added = None if bias is None else bias.logits(places)
                 if teacher is not None:
-                    target = teacher.known_logits(rows.start, rows.stop, mix.temperature).to(hidden.device)
-                found = _turn_into_gradient(logits, labels[rows], mix, target, layer)
-                loss += found.loss
-                correct += found.correct
-                accepted[rows] = found.accepted
-                for pair in pairs:
-                    pair.take(rows, logits)
-        ctx.save_for_backward(*(gradient for pair in pairs for gradient in pair.gradients()))
-        ctx.mark_non_differentiable(correct, accepted)
-        return loss, correct, accepted
+                    target = teacher.known_logits(places.start, places.stop, mix.temperature).to(device)
+                found = _turn_into_gradient(logits, added, rows, places, mix, target, layer)
+                losses[of_chunk], correct[of_chunk], accepted[of_chunk] = found
+                own.take(of_chunk, logits)
+                if bias is not None and added is not None:
+                    bias.take(places, added)
+        ctx.save_for_backward(*own.gradients(), *((None, None) if bias is None else bias.gradients()))
+        ctx.mark_non_differentiable(losses, correct, accepted)
+        return (losses if rows.weights is None else losses * rows.weights).sum(), losses, correct, accepted
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         # In place, so backward works once: copying a weight's gradient would cost as much as a product.
         scaled = [None if saved is None else scale(saved, loss_gradient) for saved in ctx.saved_tensors]
-        return *scaled, *(None,) * (9 - len(scaled))
+        return *scaled, *(None,) * 5
 
 
 def _turn_into_gradient(
     logits: Float[Tensor, "rows outputs"],
-    labels: Int[Tensor, " rows"],
+    added: Float[Tensor, "places outputs"] | None,
+    rows: _Rows,
+    places: slice,
     mix: LossMix,
     target: KnownLogits | None,
     layer: "_Outputs",
-) -> FusedLoss:
-    """Overwrite a linear layer's products with the loss's gradient in them; return the loss."""
-    loss = torch.zeros((), dtype=wide_dtype(logits.dtype), device=logits.device)
-    accepted = torch.zeros(len(logits), dtype=loss.dtype, device=logits.device)
-    correct = torch.zeros((), dtype=torch.long, device=logits.device)
-    written = layer.outputs_of(labels)
-    for block in blocks(logits, 0 if target is None else target.logits.shape[1]):
-        scores, right = layer.scores(logits[block]), written[block]
-        correct += _hits(scores, right)
-        known = None if target is None else target.block(block)
-        block_loss, block_accepted, gradient = _mixed(scores, right, mix, known, layer)
-        logits[block] = layer.through_cap(gradient, scores)
-        loss += block_loss
-        accepted[block] = block_accepted
-    return FusedLoss(loss, correct, accepted)
+) -> list[Tensor]:
+    """Overwrite the products of some places with the loss's gradient in them; return `FusedLoss`'s figures of each row.
+
+    ``added`` is the bias's part of the logits; it gets the sum of its rows' gradients.
+    """
+    found, done = [], 0
+    most = block_rows(max(logits.shape[1], 0 if target is None else target.logits.shape[1]), logits)
+    for part, its_rows in rows.spans(most, places):
+        inside, of_part = slice(part.start - places.start, part.stop - places.start), logits[done:]
+        of_part = of_part[: its_rows.stop - its_rows.start]
+        done += len(of_part)
+        each = partial(rows.each, places=part, rows=its_rows)
+        products = of_part.to(wide_dtype(logits.dtype))
+        if added is not None:
+            products += each(added[inside].to(products.dtype))
+        scores, right = layer.scores(products), each(layer.outputs_of(rows.labels[part]))
+        correct = _hits(scores, right)
+        known = None if target is None else target.block(inside)
+        losses, accepted, gradient = _mixed(scores, right, mix, known, layer, each)
+        gradient = layer.through_cap(gradient, scores)
+        if rows.weights is not None:
+            gradient *= rows.weights[its_rows, None].to(gradient.dtype)
+        of_part.copy_(gradient)
+        if added is not None:
+            added[inside] = rows.summed(gradient, part, its_rows).to(added.dtype)
+        found.append((losses, correct, accepted))
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
 def _mixed(
@@ -143,50 +218,42 @@ def _mixed(
     mix: LossMix,
     target: KnownLogits | None,
     layer: "_Outputs",
-) -> tuple[Float[Tensor, ""], Float[Tensor, " rows"], Float[Tensor, "rows outputs"]]:
-    """Return the loss of fp32 or fp64 logits, each row's Σ min(p, q), and the gradient in the logits."""
-    accepted, gradient, log_q, q = scores.new_zeros(len(scores)), None, None, None
-    losses = scores.new_zeros(len(scores))
+    each: Callable[[Tensor], Tensor],
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, "rows outputs"]]:
+    """Return each row's loss by its fp32 or fp64 logits, its Σ min(p, q), and the gradient in the logits.
+
+    ``each`` repeats what the target's places have for their rows.
+    """
+    losses, accepted, gradient, hard = scores.new_zeros(len(scores)), scores.new_zeros(len(scores)), None, None
     if target is not None:
-        log_q = (scores if mix.temperature == 1 else scores / mix.temperature).log_softmax(-1)
-        q = log_q.exp()
-        sides, to_logits = layer.compare(target, log_q, q, mix.temperature)
+        soft = Softmax.of(scores if mix.temperature == 1 else scores / mix.temperature)
+        sides, to_logits = layer.compare(target, soft, mix.temperature, each)
         accepted = sides.overlap
         if mix.soft:
             losses, pull = _divergences(sides, mix)
             gradient = to_logits(pull)
             if mix.temperature != 1:
                 gradient.div_(mix.temperature)
+        hard = soft if mix.temperature == 1 else None
     if "cross_entropy" in mix.weights:
         factor = mix.weights["cross_entropy"] * (right >= 0)[:, None].to(scores.dtype)
         label = right.clamp(min=0)[:, None]
-        if log_q is None or q is None or mix.temperature != 1:
-            log_label, q = _softmaxed(scores, label)
-        else:
-            log_label = log_q.gather(1, label)
-        losses = losses - (factor * log_label)[:, 0]
-        hard = q.mul_(factor).scatter_add_(1, label, -factor)
-        gradient = hard if gradient is None else gradient.add_(hard)
+        hard = hard or Softmax.of(scores)
+        losses = losses - (factor * hard.at(label).log_q)[:, 0]
+        pulled = hard.q.mul_(factor).scatter_add_(1, label, -factor)
+        gradient = pulled if gradient is None else gradient.add_(pulled)
     assert gradient is not None, "a mix without divergences is a cross entropy"
-    return losses.sum(), accepted, gradient
+    return losses, accepted, gradient
 
 
-def _softmaxed(
-    scores: Float[Tensor, "rows outputs"], label: Int[Tensor, "rows 1"]
-) -> tuple[Float[Tensor, "rows 1"], Float[Tensor, "rows outputs"]]:
-    """Return the label's log probability and the softmax, with one exponential per logit (log_softmax needs two)."""
-    best = scores.amax(-1, keepdim=True)
-    q = (scores - best).exp_()
-    total = q.sum(-1, keepdim=True)
-    return scores.gather(1, label) - best - total.log(), q.div_(total)
-
-
-def _hits(scores: Float[Tensor, "rows outputs"], right: Int[Tensor, " rows"]) -> Int[Tensor, ""]:
-    """Count the rows whose argmax is ``right``. On a CPU argmax is slow and runs only on rows that may hit."""
-    if scores.device.type == "cpu":
-        likely = scores.gather(1, right.clamp(min=0)[:, None])[:, 0] == scores.amax(-1)
-        scores, right = scores[likely], right[likely]
-    return (scores.argmax(-1) == right).sum()
+def _hits(scores: Float[Tensor, "rows outputs"], right: Int[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
+    """Mark the rows whose argmax is ``right``. On a CPU argmax is slow and runs only on rows that may hit."""
+    if scores.device.type != "cpu":
+        return scores.argmax(-1) == right
+    likely = scores.gather(1, right.clamp(min=0)[:, None])[:, 0] == scores.amax(-1)
+    hits = torch.zeros_like(likely)
+    hits[likely] = scores[likely].argmax(-1) == right[likely]
+    return hits
 
 
 def _divergences(
@@ -213,9 +280,8 @@ class _Outputs:
         self._sorted = None if tokens is None else tokens.sort()
 
     def scores(self, products: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows outputs"]:
-        """Return the logits of products, in fp32 or fp64."""
-        scores = products.to(wide_dtype(products.dtype))
-        return scores if self.soft_cap is None else (scores / self.soft_cap).tanh_().mul_(self.soft_cap)
+        """Return the logits of products in fp32 or fp64."""
+        return products if self.soft_cap is None else (products / self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def through_cap(
         self, gradient: Float[Tensor, "rows outputs"], scores: Float[Tensor, "rows outputs"]
@@ -231,23 +297,20 @@ class _Outputs:
         return order[place].where(known[place] == tokens, -1)
 
     def compare(
-        self,
-        target: KnownLogits,
-        log_q: Float[Tensor, "rows outputs"],
-        q: Float[Tensor, "rows outputs"],
-        temperature: float,
+        self, target: KnownLogits, soft: Softmax, temperature: float, each: Callable[[Tensor], Tensor]
     ) -> tuple[TokenDivergences, Callable[[Tensor], Tensor]]:
-        """Return p and q on the known outcomes, and a function from pulls to the gradient in all logits."""
-        log_p = target.log_p(temperature, q.dtype)
+        """Return p and q on the known outcomes, and a function from pulls to the gradient in all logits.
+
+        ``each`` repeats what the target's places have for the rows of ``soft``.
+        """
+        log_p = target.log_p(temperature, soft.q.dtype)
         if target.tokens is None:
             whole = self._tokens is None and self._count == log_p.shape[1]
-            return TokenDivergences(self._columns(log_p), log_q, q, whole=whole), partial(_of_all, q)
-        weights = target.weights(log_p)
+            return TokenDivergences(self._columns(log_p), soft, each, whole=whole), partial(_of_all, soft.q)
         rows = self.outputs_of(target.tokens)
-        weights = weights.masked_fill_(rows < 0, 0.0)
-        rows = rows.clamp_(min=0)
-        sides = TokenDivergences(log_p, log_q.gather(1, rows), q.gather(1, rows), weights, whole=False)
-        return sides, partial(_of_sample, q, rows)
+        weights = target.weights(log_p).masked_fill_(rows < 0, 0.0)
+        rows = each(rows.clamp_(min=0))
+        return TokenDivergences(log_p, soft.at(rows), each, weights), partial(_of_sample, soft.q, rows)
 
     def _columns(self, log_p: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows outputs"]:
         if self._tokens is not None:
@@ -289,9 +352,10 @@ def chunk_rows(width: int, itemsize: int, device: torch.device, compared: bool) 
     return min(rows, _rows_within(_GPU_CHUNK_BYTES, width, itemsize))
 
 
-def block_rows(width: int, itemsize: int, device: torch.device) -> int:
-    """Return how many rows of ``width`` logits of ``itemsize`` bytes to softmax together."""
-    return _rows_within(_BLOCK_BYTES if device.type == "cpu" else _GPU_BLOCK_BYTES, width, itemsize)
+def block_rows(width: int, logits: Tensor) -> int:
+    """Return how many rows of ``width`` logits to softmax together in fp32 or fp64."""
+    size = _BLOCK_BYTES if logits.device.type == "cpu" else _GPU_BLOCK_BYTES
+    return _rows_within(size, width, wide_dtype(logits.dtype).itemsize)
 
 
 def _rows_within(size: int, width: int, itemsize: int) -> int:
@@ -304,10 +368,18 @@ class Product:
     def __init__(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype, learns_hidden: bool, learns: bool) -> None:
         self.hidden, self.weight = hidden.to(dtype), weight.to(dtype)
         self._dtype = weight.dtype
+        self._held = hidden.new_empty(0)
         self._of_hidden = torch.empty_like(hidden) if learns_hidden else None
         self._of_weight = torch.empty_like(weight, dtype=wide_dtype(dtype)) if learns else None
         if self._of_weight is not None and not len(hidden):
             self._of_weight.zero_()
+
+    def logits(self, rows: slice) -> Float[Tensor, "rows outputs"]:
+        """Return the products of some rows, always in the same memory."""
+        count = rows.stop - rows.start
+        if len(self._held) < count:
+            self._held = self.hidden.new_empty(count, len(self.weight))
+        return torch.mm(self.hidden[rows], self.weight.T, out=self._held[:count])
 
     def take(self, rows: slice, gradient: Float[Tensor, "rows outputs"]) -> None:
         """Accumulate from a chunk's gradient in the logits; the first chunk starts the sums."""
@@ -353,7 +425,7 @@ def scale(gradient: Tensor, factor: Float[Tensor, ""]) -> Tensor:
     """
     if gradient.dtype == factor.dtype:
         return gradient.mul_(factor)
-    for rows in gradient.split(block_rows(gradient[:1].numel() or 1, factor.itemsize, gradient.device)):
+    for rows in gradient.split(block_rows(gradient[:1].numel() or 1, gradient)):
         rows.copy_(rows.to(factor.dtype).mul_(factor))
     return gradient
 
@@ -365,27 +437,3 @@ def product_dtype(hidden: Tensor) -> torch.dtype:
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def chunks(
-    pairs: Sequence[Product], width: int, chunk: int | None
-) -> Iterator[tuple[slice, Float[Tensor, "rows outputs"]]]:
-    """Yield the logits of ``chunk`` tokens at a time, always in the same memory.
-
-    ``width`` is the teacher's number of logits per token; they count towards a chunk's memory.
-    """
-    hidden, weight = pairs[0].hidden, pairs[0].weight
-    chunk = chunk or chunk_rows(max(len(weight), width), weight.itemsize, hidden.device, compared=width > 0)
-    held = torch.empty(min(chunk, len(hidden)), len(weight), dtype=weight.dtype, device=hidden.device)
-    for start in range(0, len(hidden), chunk):
-        rows = slice(start, min(start + chunk, len(hidden)))
-        logits = torch.mm(hidden[rows], weight.T, out=held[: rows.stop - start])
-        for pair in pairs[1:]:
-            logits.addmm_(pair.hidden[rows], pair.weight.T)
-        yield rows, logits
-
-
-def blocks(logits: Float[Tensor, "rows outputs"], width: int) -> Iterator[slice]:
-    """Yield the rows to softmax together."""
-    size = block_rows(max(logits.shape[1], width), wide_dtype(logits.dtype).itemsize, logits.device)
-    return (slice(start, start + size) for start in range(0, len(logits), size))

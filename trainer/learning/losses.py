@@ -53,6 +53,28 @@ class Pulled(NamedTuple):
     pull: Float[Tensor, "rows outcomes"]
 
 
+class Softmax(NamedTuple):
+    """Some rows' softmax, with one exponential per logit (log_softmax needs a second one)."""
+
+    scores: Float[Tensor, "rows outcomes"]
+    q: Float[Tensor, "rows outcomes"]
+    log_total: Float[Tensor, "rows 1"]
+    """Logsumexp over all outputs, of which the outcomes may be some."""
+
+    @staticmethod
+    def of(scores: Float[Tensor, "rows outputs"]) -> "Softmax":
+        q = scores.softmax(-1)
+        return Softmax(scores, q, scores.amax(-1, keepdim=True) - q.amax(-1, keepdim=True).log())
+
+    def at(self, outputs: Int[Tensor, "rows chosen"]) -> "Softmax":
+        """Return only some outputs of each row."""
+        return self._replace(scores=self.scores.gather(1, outputs), q=self.q.gather(1, outputs))
+
+    @property
+    def log_q(self) -> Float[Tensor, "rows outcomes"]:
+        return self.scores - self.log_total
+
+
 class TokenDivergences:
     """Loss terms of some tokens, from p and q on the outcomes. Shared parts are computed once.
 
@@ -63,15 +85,23 @@ class TokenDivergences:
 
     def __init__(
         self,
-        log_p: Float[Tensor, "rows outcomes"],
-        log_q: Float[Tensor, "rows outcomes"],
-        q: Float[Tensor, "rows outcomes"],
-        weights: Float[Tensor, "rows outcomes"] | None = None,
-        whole: bool = True,
+        log_p: Float[Tensor, "places outcomes"],
+        soft: Softmax,
+        each: Callable[[Tensor], Tensor] = lambda of_places: of_places,
+        weights: Float[Tensor, "places outcomes"] | None = None,
+        whole: bool = False,
     ) -> None:
-        """Compare p with q; ``whole`` if the draft can write every token and p sums to 1."""
-        self.log_p, self.log_q, self.p, self.q = log_p, log_q, log_p.exp(), q
-        self.weights, self.whole = weights, whole
+        """Compare p with q. ``each`` repeats p's places for the rows of q.
+
+        ``whole`` if the draft can write every token and p sums to 1.
+        """
+        p = log_p.exp()
+        # Σ p log p and Σ p, both without the tokens that the draft cannot write.
+        pull = p if weights is None else p * weights
+        self._negative_entropy, self._covered = each((pull * log_p).sum(-1)), each(pull.sum(-1))
+        self.p, self.soft, self.whole = each(p), soft, whole
+        self._log_p, self._each = log_p, each
+        self.weights = None if weights is None else each(weights)
 
     def term(self, kind: Divergence) -> Pulled:
         """Return the term ``kind`` of each token with its pulls."""
@@ -79,7 +109,7 @@ class TokenDivergences:
             return self._forward_kl()
         if kind == "acceptance":
             return self._acceptance()
-        return Pulled(1 - self.overlap, self._weighted(torch.minimum(self.p, self.q)) * self._lacking)
+        return Pulled(1 - self.overlap, self._weighted(self._smaller) * self._lacking)
 
     def _weighted(self, per_outcome: Tensor) -> Tensor:
         return per_outcome if self.weights is None else per_outcome * self.weights
@@ -87,22 +117,26 @@ class TokenDivergences:
     @cached_property
     def overlap(self) -> Float[Tensor, " rows"]:
         """Σ min(p, q), the per-position acceptance."""
-        return self._weighted(torch.minimum(self.p, self.q)).sum(-1)
+        return self._weighted(self._smaller).sum(-1)
+
+    @property
+    def _smaller(self) -> Float[Tensor, "rows outcomes"]:
+        return torch.minimum(self.p, self.soft.q)
 
     @cached_property
-    def _difference(self) -> Float[Tensor, "rows outcomes"]:
-        return self.log_p - self.log_q
+    def _log_sides(self) -> tuple[Float[Tensor, "rows outcomes"], Float[Tensor, "rows outcomes"]]:
+        return self._each(self._log_p), self.soft.log_q
 
     def _forward_kl(self) -> Pulled:
         pull = self._weighted(self.p)
-        value = (pull * self._difference).sum(-1)
+        value = self._negative_entropy - torch.linalg.vecdot(pull, self.soft.scores)
+        value += self._covered * self.soft.log_total[:, 0]
         if not self.whole:
-            covered = pull.sum(-1)
-            value -= torch.special.xlogy(covered, covered)
+            value -= torch.special.xlogy(self._covered, self._covered)
         return Pulled(value, pull)
 
     def _acceptance(self) -> Pulled:
-        smaller = torch.minimum(self.log_p, self.log_q)  # in logs, to avoid underflow
+        smaller = torch.minimum(*self._log_sides)  # in logs, to avoid underflow
         if self.weights is not None:
             smaller = smaller + self.weights.log()
         log_overlap = smaller.logsumexp(-1, keepdim=True)
@@ -113,7 +147,8 @@ class TokenDivergences:
     @property
     def _lacking(self) -> Float[Tensor, "rows outcomes"]:
         """The slope of min(p, q) in q: 1 for q < p, 0 for q > p, 1/2 if equal. Booleans are slower on a CPU."""
-        return self._difference.sign().add_(1).div_(2)
+        log_p, log_q = self._log_sides
+        return (log_p - log_q).sign_().add_(1).div_(2)
 
 
 # --- teachers ---------------------------------------------------------------------------------------------------------

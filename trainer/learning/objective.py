@@ -12,6 +12,7 @@ from decoding.drafters import Drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.best_tree import FITTED_RANKS
 from trainer.data.batch import Batch
+from trainer.learning.fused import FusedLoss
 
 GreedyTexts = Callable[[], Sequence[tuple[Sequence[int], int]]]
 """Returns the target's greedy answers to training prompts, as (tokens, prompt length) pairs."""
@@ -34,9 +35,25 @@ class TermSums(NamedTuple):
     """Sums over a batch's labels, one per term of the loss."""
 
     losses: Float[Tensor, " terms"]
-    """Differentiable."""
     hits: Float[Tensor, " terms"]
     """Correct argmaxes, or the overlap Σ min(p, q); NaN for a term without hits."""
+    total: Float[Tensor, ""]
+    """Σ scale * loss, the only differentiable part."""
+
+    @staticmethod
+    def of(losses: Tensor, hits: Tensor, scale: Float[Tensor, " terms"] | None) -> "TermSums":
+        """Weight differentiable losses by ``scale`` (None: 1)."""
+        return TermSums(losses.detach(), hits.detach(), (losses if scale is None else losses * scale).sum())
+
+    @staticmethod
+    def of_rows(found: FusedLoss, terms: Int[Tensor, " rows"], count: int, soft: bool) -> "TermSums":
+        """Sum each row's figures into its term; the rows have been weighted. Hits are acceptances if ``soft``.
+
+        A product, because a GPU's `index_add` adds in a random order.
+        """
+        belongs = (torch.arange(count, device=terms.device)[:, None] == terms).to(found.losses.dtype)
+        hits = found.accepted if soft else found.correct.to(found.losses.dtype)
+        return TermSums(belongs @ found.losses, belongs @ hits, found.loss)
 
 
 class Objective(Protocol):
@@ -47,7 +64,10 @@ class Objective(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The trained module; called with `inputs`, it returns `TermSums`."""
+        """The trained module; called with `inputs` and each term's factor in the total, it returns `TermSums`.
+
+        The factors are known before the forward pass because a fused loss already computes its gradients there.
+        """
 
     def weights(self, step: int) -> tuple[float, ...]:
         """Return the weight of each term at a step (from 0)."""

@@ -178,10 +178,10 @@ def _accumulate(
     for batch, ahead, last in micro_batches:
         with runner.accumulating(last):
             inputs = objective.inputs(batch, step, ahead)
-            losses, hits = runner.module(*inputs)
+            losses, hits, total = runner.module(*inputs, scale)
             # Data parallelism averages gradients over processes; counts over all processes require their sum.
-            runner.backward((losses * scale).sum() * accelerator.num_processes)
-        sums += torch.stack([losses.detach(), hits.detach()])
+            runner.backward(total * accelerator.num_processes)
+        sums += torch.stack([losses, hits])
     return sums
 
 
