@@ -160,3 +160,10 @@ def test_no_secret_gets_onto_a_card_in_whatever_field_it_stands(tmp_path: Path) 
         text = card_of(tmp_path, secret)
         for found in ("0123456789", "ABCDEFG0", "AKIAIOS", "swordfish", "abc.def", "YWJj", "eyJz"):
             assert found not in text, secret
+
+
+def test_prompts_that_the_target_wrote_are_counted_on_the_card(tmp_path: Path) -> None:
+    counts = {"written_by": "the target", "draws": 128, "prompts": 60, "removed": {"repeated": 3, "too short": 8}}
+    about = {"sha256": "ab", "rows": 60, "prompts": [counts, "questions.jsonl"]}
+    text = str(card(tmp_path, PROVENANCE | {"data": {"own.jsonl": about}}))
+    assert "- the target itself wrote 60 prompts in 128 draws; removed: 3 repeated, 8 too short\n" in text

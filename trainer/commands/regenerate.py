@@ -1,15 +1,17 @@
 """`headstart regenerate`: the target answers prompts, as training data for heads or drafts.
 
 Medusa-2 calls this self-distillation (2401.10774, section 2.3.2). It helps if the target's training data is unavailable
-or the target was tuned by reinforcement learning. Answers from elsewhere would teach another distribution.
+or the target was tuned by reinforcement learning. Answers from elsewhere would teach another distribution. The target
+can write the prompts too (`trainer.data.self_written`).
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -27,9 +29,11 @@ from trainer.commands.models import check_endpoint, read_target
 from trainer.commands.options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend, Summary, answer
 from trainer.data.conversations import OpenConversation, read_conversations, report_unread
-from trainer.data.rows import PRESETS, stream_prompts
+from trainer.data.rows import DRAWS, PRESETS, stream_prompts
+from trainer.data.self_written import LONGEST, WRITING, PromptDraws, SelfWritten, UserTurn, read_request
 from trainer.files.folders import sha256_of
-from trainer.target.in_process import TargetBackend
+from trainer.files.shards import digest_of
+from trainer.target.in_process import GROUP, TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output
 
 _SETTINGS = ("n", "seed", "keep_truncated")
@@ -43,36 +47,32 @@ _OF_ENDPOINTS = ("concurrency", "timeout")
 def run_regenerate(options: RegenerateOptions, console: Console | None = None) -> Summary:
     """Answer the prompts that lack an answer; print and return the counts."""
     watched, console = console or standard_error(), console or standard_output()
-    backend, made_by = _backend(options)
-    chat = made_by["chat"]
-    preset = PRESETS.get(options.prompts)
-    prompts, field = preset.source if preset else options.prompts, options.prompt_field
-    if preset:
-        field = field or preset.field
-        say(watched, f"{options.prompts}: {prompts} on the Hub, licence {preset.licence}")
-    is_file = "/" not in prompts or Path(prompts).exists() or Path(prompts).suffix in (".jsonl", ".parquet")
-    source = None if is_file else stream_prompts(prompts)
-    bad = _BadRows()
-    rows, on_bad = (source.hub, bad) if source else (None, None)
-    read = partial(read_conversations, prompts, field, options.limit, options.n, chat, rows, on_bad)
+    wanted = read_request(options.prompts)
+    backend, made_by, writing = _backend(options, wanted)
+    asked = _prompts(options, watched) if wanted is None else _self_written(options, wanted, made_by, writing, watched)
+    bad = _BadRows() if asked.is_stream else None
+    read = partial(
+        read_conversations, asked.name, asked.field, options.limit, options.n, made_by["chat"], asked.rows, bad
+    )
     unread = Counter[str]()
-    if source is None:  # check every row before answering the first
-        total: int | None = sum(1 for _ in _watched_for_tools(read(unread), backend, watched))
-        conversations = read()
-    else:
+    begun = _watched_for_tools(read(unread), backend, watched)
+    if asked.is_stream:
         total = options.limit and options.limit * options.n
-        begun = _watched_for_tools(read(unread), backend, watched)
-        conversations = chain([next(begun)], begun)  # an unreadable stream fails before a file is created
-    settings = {
-        "prompts_sha256": source.sha256 if source else sha256_of(Path(prompts)),
-        "prompt_field": field,
-        **made_by,
-    }
+        first = next(begun)  # an unreadable stream fails before a file is created
+        conversations: Iterator[OpenConversation] = chain([first], begun)
+    else:  # check every row before answering the first
+        total = sum(1 for _ in begun)
+        conversations = read()
+    settings = {"prompts_sha256": asked.sha256, "prompt_field": asked.field, **made_by}
     settings |= {name: getattr(options, name) for name in _SETTINGS}
-    about = {"prompts": prompts if source else Path(prompts).name, "commit": commit(), "versions": versions()}
+    if wanted and wanted.turns > 1:
+        settings["turns"] = wanted.turns
+        later = ((),) * (wanted.turns - 1)
+        conversations = (replace(each, turns=(*each.turns, *later)) for each in conversations)
+    about = {"prompts": asked.about, "commit": commit(), "versions": versions()}
     with AnswerFile(options.output, settings, about, options.keep_truncated, backend.encoder) as answers:
         summary = answer(backend, conversations, answers, watched, total)
-    if bad.count:
+    if bad and bad.count:
         say(watched, f"{bad.count} rows without a prompt are left out; the first: {bad.first}")
     if unread:
         say(watched, report_unread(options.prompts, unread))
@@ -85,6 +85,50 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     aside = f"; answers set aside, with reasons: {answers.set_aside_path}" if summary.set_aside else ""
     say(console, f"written: {options.output}{aside}")
     return summary
+
+
+class _Prompts(NamedTuple):
+    """Prompts to answer. ``rows`` are those of a stream or of a list; None for a file. ``about`` describes them."""
+
+    name: str
+    field: str | None
+    sha256: str
+    about: Any
+    rows: Iterable[dict[str, Any]] | None = None
+    is_stream: bool = False
+
+
+def _prompts(options: RegenerateOptions, watched: Console) -> _Prompts:
+    """Return the prompts of a file, of a set on the Hub, or of a known set."""
+    preset = PRESETS.get(options.prompts)
+    name, field = preset.source if preset else options.prompts, options.prompt_field
+    if preset:
+        field = field or preset.field
+        say(watched, f"{options.prompts}: {name} on the Hub, licence {preset.licence}")
+    if "/" not in name or Path(name).exists() or Path(name).suffix in (".jsonl", ".parquet"):
+        return _Prompts(name, field, sha256_of(Path(name)), Path(name).name)
+    source = stream_prompts(name)
+    return _Prompts(name, field, source.sha256, name, source.hub, is_stream=True)
+
+
+def _self_written(
+    options: RegenerateOptions,
+    wanted: SelfWritten,
+    made_by: dict[str, Any],
+    writing: tuple[UserTurn, Backend] | None,
+    watched: Console,
+) -> _Prompts:
+    """Let the target write prompts, unless an earlier run has; return those that can be used."""
+    assert writing is not None, "made by _backend"
+    draws = PromptDraws(wanted, *writing, GROUP * options.batch_size)
+    how = {**_controls(WRITING), "max_new_tokens": LONGEST, "seed": options.seed, "opening": writing[0].opening}
+    with AnswerFile(options.output.with_name(options.output.name + DRAWS), {**made_by, **how}, {}, True) as file:
+        draws.resume(file)
+        answer(draws, draws.conversations(), file, watched, title="writing prompts")
+    say(watched, f"{options.prompts}: {draws.told()}")
+    sha256 = digest_of(draws.prompts)
+    rows = [{"prompt": prompt} for prompt in draws.prompts]
+    return _Prompts(options.prompts, None, sha256, {"written_by": "the target", **how, **draws.counts()}, rows)
 
 
 class _BadRows:
@@ -137,10 +181,17 @@ def _table(summary: Summary) -> Table:
     return table
 
 
-def _backend(options: RegenerateOptions) -> tuple[Backend, dict[str, Any]]:
-    """Return the requested backend and the settings that determine its answers."""
-    if (options.target is None) == (options.endpoint is None):
-        raise UserError("give one source of answers: --target to decode in this process, or --endpoint with --model")
+Backends = tuple[Backend, dict[str, Any], tuple[UserTurn, Backend] | None]
+"""A source of answers, the settings that determine them, and if the target writes prompts, how and where it does."""
+
+
+def _backend(options: RegenerateOptions, wanted: SelfWritten | None) -> Backends:
+    """Return the requested backends; with an endpoint, only prompts to be written need a target, for its template."""
+    if options.target is None if wanted else (options.target is None) == (options.endpoint is None):
+        more = "; self-written prompts need --target in both cases, for its chat template" if wanted else ""
+        raise UserError(
+            f"give one source of answers: --target to decode in this process, or --endpoint with --model{more}"
+        )
     check_endpoint(options.endpoint, options.model)
     unread = _OF_ENDPOINTS if options.endpoint is None else _OF_THIS_PROCESS
     if changed := [name for name in unread if getattr(options, name) != getattr(RegenerateOptions, name)]:
@@ -150,8 +201,8 @@ def _backend(options: RegenerateOptions) -> tuple[Backend, dict[str, Any]]:
     if (options.temperature, options.top_p) != (None, None):
         top_p = 1.0 if options.top_p is None else options.top_p
         asked = _fitting(SamplingConfig(temperature=options.temperature or 0.0, top_p=top_p), options)
-    if options.target is not None:
-        return _target(options, options.target, asked)
+    if options.endpoint is None:
+        return _target(options, wanted, asked)
     from trainer.servers.connection import Endpoint
     from trainer.servers.endpoint import EndpointBackend
 
@@ -161,12 +212,19 @@ def _backend(options: RegenerateOptions) -> tuple[Backend, dict[str, Any]]:
     config = DecodingConfig(options.max_new_tokens or _MOST_TOKENS, seed=options.seed)
     template = options.chat_template_kwargs
     variables = None if template is None else read_variables(template)
-    backend = EndpointBackend(
-        [Endpoint(address=address, **settings) for address in addresses], config, asked, variables
-    )
+    endpoints = [Endpoint(address=address, **settings) for address in addresses]
+    writing = None
+    if wanted is not None:
+        if wanted.turns > 1:
+            raise UserError(f"{options.prompts}: a server writes first turns only; omit turns, or omit --endpoint")
+        tokenizer = load_tokenizer(str(options.target), options.trust_remote_code)
+        set_variables(tokenizer, template)
+        user = UserTurn(tokenizer)
+        writing = user, EndpointBackend(endpoints, user.config(config, None), WRITING)
+    backend = EndpointBackend(endpoints, config, asked, variables)
     # Addresses are left out: they may change or contain secrets.
-    own = {"model": options.model, **_controls(asked), "max_new_tokens": config.max_new_tokens}
-    return backend, {"chat": True, **own, **({"chat_template_kwargs": template} if template is not None else {})}
+    own = {"chat": True, "model": options.model, **_controls(asked), "max_new_tokens": config.max_new_tokens}
+    return backend, {**own, **({"chat_template_kwargs": template} if template is not None else {})}, writing
 
 
 def _fitting(sampling: SamplingConfig, options: RegenerateOptions) -> SamplingConfig:
@@ -181,14 +239,13 @@ def _controls(sampling: SamplingConfig | None) -> dict[str, float | None]:
     return {name: getattr(sampling, name, None) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
-def _target(
-    options: RegenerateOptions, target_name: str, sampling: SamplingConfig | None
-) -> tuple[Backend, dict[str, Any]]:
-    """Return the backend of a target in this process, and the settings that determine its answers."""
-    target = read_target(target_name, options)
-    name, trusted = target_name, options.trust_remote_code
+def _target(options: RegenerateOptions, wanted: SelfWritten | None, sampling: SamplingConfig | None) -> Backends:
+    """Return the backends of a target in this process."""
+    name, trusted = str(options.target), options.trust_remote_code
     tokenizer = load_tokenizer(name, trusted)
     set_variables(tokenizer, options.chat_template_kwargs)
+    user = None if wanted is None else UserTurn(tokenizer)
+    target = read_target(name, options)
     drafter = None
     if options.drafter is not None:
         drafter = DrafterLoader(target, tokenizer, trusted).load(parse_drafter(options.drafter))
@@ -197,7 +254,11 @@ def _target(
         sampling = _fitting(sampling_from_generation_config(own) if own else SamplingConfig(), options)
     most = options.max_new_tokens or min(_MOST_TOKENS, (target.max_positions or 2 * _MOST_TOKENS) // 2)
     config = DecodingConfig(most, sampling, eos_token_ids=eos_token_ids(target.model, tokenizer), seed=options.seed)
-    backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
+    backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size, user)
+    writing = None
+    if user is not None:
+        drawing = user.config(config, target.max_positions)
+        writing = user, TargetBackend(target, tokenizer, drafter, drawing, options.batch_size)
     more = {} if target.shapes == "off" else {"static": target.shapes}  # other kernels may round differently
     if options.chat_template_kwargs is not None:
         more["chat_template_kwargs"] = options.chat_template_kwargs
@@ -208,4 +269,4 @@ def _target(
         "max_new_tokens": most,
         "target_fingerprint": stored_fingerprint(name, trusted),
     }
-    return backend, {"chat": tokenizer.chat_template is not None, **settings}
+    return backend, {"chat": tokenizer.chat_template is not None, **settings}, writing

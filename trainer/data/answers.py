@@ -6,7 +6,7 @@ conversations that were set aside, each with a reason.
 
 import json
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -33,6 +33,7 @@ from trainer.files.shards import write_text
 from trainer.recipe.common import DataSection
 from trainer.terminal.progress import ProgressBar
 
+_META = ".meta.json"
 Problem = Literal["empty", "truncated", "failed"]
 
 
@@ -99,6 +100,7 @@ class AnswerFile:
     ) -> None:
         """Open or create the file. ``encoder`` is `Backend.encoder`; rows that it rejects are set aside."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
         self.set_aside_path = path.with_name(path.name + SET_ASIDE)
         """The file of conversations without an answer, each with a reason."""
         self._keep_truncated, self._encoder = keep_truncated, encoder
@@ -178,9 +180,21 @@ def _row_of(outcome: Outcome) -> dict[str, Any]:
     return row | {"tokens": outcome.tokens, TRUNCATED: outcome.truncated}
 
 
+def described_prompts(source: Path) -> list[Any]:
+    """Return what regenerated files say about their prompts: a name, or how the target wrote them, with counts.
+
+    ``source`` is a file or a folder of files. The list is empty if its answers are from elsewhere.
+    """
+    found = []
+    for file in sorted(source.glob("*.jsonl")) if source.is_dir() else [source]:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # not a file that `AnswerFile` wrote
+            found.append(json.loads(file.with_name(f"{file.name}{_META}").read_bytes())["about"]["prompts"])
+    return found
+
+
 def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
     """Record the settings of the answers, or check that they equal the settings of an existing file."""
-    meta = path.with_name(path.name + ".meta.json")
+    meta = path.with_name(path.name + _META)
     try:
         written = json.loads(meta.read_bytes())["settings"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -258,14 +272,15 @@ def answer(
     answers: AnswerFile,
     console: Console,
     total: int | None = None,
+    title: str = "answering",
 ) -> Summary:
     """Answer the conversations that the file lacks, and write each outcome as it arrives. Returns the counts.
 
-    Conversations are read only when needed. ``total`` is their number, if known.
+    Conversations are read only when needed. ``total`` is their number, if known. ``title`` stands before the progress.
     """
     summary = Summary()
     tokens, before = 0, min(len(answers.done.keys), total or 0)
-    with ProgressBar(console, "answering", total, before) as bar:
+    with ProgressBar(console, title, total, before) as bar:
 
         def counted() -> Iterator[OpenConversation]:
             for conversation in conversations:

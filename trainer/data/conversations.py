@@ -153,7 +153,8 @@ class OpenConversation:
 
     ``index`` (from 0) counts all conversations of a run and determines the seeds. Without ``chat`` there is one turn of
     one message, whose text is continued. ``tools`` are the functions that the target may call. ``model`` is the model
-    that the row names.
+    that the row names. ``spelled`` are the tokens to continue if the text has others than the tokenizer's own. The
+    target itself writes a turn without messages.
     """
 
     key: AnswerKey
@@ -162,6 +163,7 @@ class OpenConversation:
     chat: bool
     tools: Tools | None = None
     model: str | None = None
+    spelled: tuple[int, ...] | None = None
 
     def with_answers(self, answers: Sequence[Message]) -> list[Message]:
         """Return the first ``len(answers)`` turns, each with its answer."""

@@ -28,6 +28,8 @@ from trainer.recipe.common import DataSection
 
 SET_ASIDE = ".failed.jsonl"
 """Suffix of files with conversations that `headstart regenerate` set aside."""
+DRAWS = ".draws.jsonl"
+"""Suffix of files with prompts that a target wrote itself, next to their answers."""
 _SUFFIXES = (".jsonl", ".parquet")
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([^\s:@]+))?(?::([\w.-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -101,8 +103,8 @@ class RowSource:
 def open_source(name: str, section: DataSection) -> RowSource:
     """Open a file, a folder's files in order of name, or the section's split of a hub data set.
 
-    A folder's hidden files and its files set aside by `headstart regenerate` are ignored. For a streamed data set, this
-    only requests the commit. Raises UserError for a missing or unreadable source.
+    A folder's hidden files and the files that `headstart regenerate` wrote beside its answers are ignored. For a
+    streamed data set, this only requests the commit. Raises UserError for a missing or unreadable source.
     """
     path = Path(name)
     if path.is_dir():
@@ -129,7 +131,7 @@ def stream_prompts(name: str) -> RowSource:
 
 
 def _is_data(name: str) -> bool:
-    return name.endswith(_SUFFIXES) and not name.startswith(".") and not name.endswith(SET_ASIDE)
+    return name.endswith(_SUFFIXES) and not name.startswith(".") and not name.endswith((SET_ASIDE, DRAWS))
 
 
 def _jsonl_rows(file: Path) -> Iterator[Row]:

@@ -21,6 +21,7 @@ from decoding.model.folder import quantisation
 from decoding.model.gguf_file import source_of
 from decoding.model.hub import hub_name, local_folder, revisions
 from decoding.model.stored import check_finite
+from trainer.data.answers import described_prompts
 from trainer.data.dataset import Dataset
 from trainer.files.folders import write_folder
 from trainer.job import Job
@@ -150,7 +151,7 @@ def provenance(
 
 
 def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
-    """Describe a data set: digest, rows and commit; source and licence if known, else null.
+    """Describe a data set: digest, rows, commit and its answers' prompts; source and licence if known, else null.
 
     The source of a hub data set is its id, without revision and configuration.
     """
@@ -160,6 +161,7 @@ def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
         "rows": dataset.account.num_rows,
         "commit": dataset.commit,
         "source": section.source if hub_id is None else hub_id,
+        "prompts": described_prompts(Path(dataset.path)),
         "license": section.license,
     }
 

@@ -184,10 +184,10 @@ class EndpointBackend:
 
     def _request(self, conversation: OpenConversation, answers: Sequence[Message]) -> dict[str, Any]:
         """Return a request. Its seed depends on the conversation and the turn, not on the endpoint."""
-        config = self._config
+        config, spelled = self._config, conversation.spelled
         body = {
             **self._sampling,
-            "messages": conversation.open_after(answers),
+            **({"messages": conversation.open_after(answers)} if spelled is None else {"prompt": [*spelled]}),
             "max_tokens": config.max_new_tokens,
             "seed": (config.seed + conversation.index + _TURNS_APART * len(answers)) % 2**31,
         }
@@ -206,7 +206,8 @@ def _read(completion: Completion) -> _Reply:
     if not all(isinstance(call, dict) and "name" in (call.get("function") or ()) for call in calls):
         raise _NoAnswer("failed", "a tool call does not name its function")
     reasoning = text("reasoning_content", "reasoning")
-    answer = answer_message(text("content"), reasoning_content=reasoning, tool_calls=calls)
+    content = text("content") if completion.message else whole_characters(completion.text, truncated)
+    answer = answer_message(content, reasoning_content=reasoning, tool_calls=calls)
     if is_empty(answer):
         raise _NoAnswer("empty", "the answer is empty")
     try:

@@ -1,6 +1,7 @@
 """Answers by the target in this process, in groups of conversations that every run repeats."""
 
 import logging
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -17,6 +18,7 @@ from decoding.prompts import encode_prompt
 from trainer.data.answers import AnsweredConversation, FailedConversation, Outcome
 from trainer.data.chat import TranscriptEncoder, read_answer
 from trainer.data.conversations import AnswerKey, Message, OpenConversation, answer_message, is_empty
+from trainer.data.self_written import UserTurn
 from trainer.recipe.common import DataSection
 
 GROUP = 4
@@ -45,8 +47,11 @@ class TargetBackend:
         drafter: Drafter | None,
         config: DecodingConfig,
         batch_size: int,
+        user: UserTurn | None = None,
     ) -> None:
+        """``user`` lets the target write turns without messages."""
         self._target, self._tokenizer, self._engine = target, tokenizer, Engine(target, drafter)
+        self._user = user
         self._config, self._batch_size, self._warned = config, batch_size, False
         self.encoder = TranscriptEncoder(DataSection(train="", heldout=""), tokenizer)
 
@@ -63,26 +68,54 @@ class TargetBackend:
         """Answer a group turn by turn, each turn for all open conversations."""
         texts = [_Text(conversation) for conversation in group]
         for turn in range(max(len(conversation.turns) for conversation in group)):
+            seed = self._config.seed + group[0].index + turn * TURN
+            yield self._write([text for text in texts if text.is_open and text.lacks_turn], seed, on_tokens)
             asked = [text for text in texts if text.is_open]
             ready = [(text, prompt) for text in asked if (prompt := self._prompt(text))]
             yield [text.outcome() for text in asked if text.problem is not None]
-            seed = self._config.seed + group[0].index + turn * TURN
-            for text, answer in self._decoded(ready, seed, on_tokens):
-                text.truncated = answer[-1] not in self._config.eos_token_ids
-                written = answer if text.truncated else answer[:-1]
-                text.answers.append(answer_message(read_answer(self._tokenizer, written, text.truncated)))
+            for text, answer in self._decoded(ready, self._config, seed, on_tokens):
+                said, text.truncated = self._said(answer, self._config)
+                text.answers.append(answer_message(said))
                 text.answer_tokens.append(tuple(answer))
                 if not text.is_open:
                     yield [text.outcome()]
 
+    def _write(self, texts: Sequence["_Text"], seed: int, on_tokens: Callable[[int], None]) -> list[Outcome]:
+        """Let the target write the next user's turn of each text; end and return those whose turn cannot be used."""
+        if not texts:
+            return []
+        user = self._user
+        assert user is not None, "turns without messages need a UserTurn"
+        config = user.config(self._config, self._target.max_positions)
+        opened = [(text, user.after(text.conversation.with_answers(text.answers))) for text in texts]
+        room = (self._target.max_positions or math.inf) - config.max_new_tokens
+        ready = [(text, prompt) for text, prompt in opened if len(prompt) <= room]
+        for text, tokens in self._decoded(ready, config, seed + TURN // 2, on_tokens):
+            said, truncated = self._said(tokens, config)
+            if user.fault(said.strip(), tokens, truncated) is None:
+                text.add_turn(said.strip())
+        ended = [text for text in texts if text.lacks_turn]
+        for text in ended:
+            text.ended = True
+        return [text.outcome() for text in ended]
+
+    def _said(self, tokens: list[int], config: DecodingConfig) -> tuple[str, bool]:
+        """Return the text of decoded tokens without their end, and True if they lack one."""
+        truncated = tokens[-1] not in config.eos_token_ids
+        return read_answer(self._tokenizer, tokens if truncated else tokens[:-1], truncated), truncated
+
     def _decoded(
-        self, ready: Sequence[tuple["_Text", tuple[int, ...]]], seed: int, on_tokens: Callable[[int], None]
+        self,
+        ready: Sequence[tuple["_Text", tuple[int, ...]]],
+        config: DecodingConfig,
+        seed: int,
+        on_tokens: Callable[[int], None],
     ) -> Iterator[tuple["_Text", list[int]]]:
         """Yield each text with its answer's tokens when it ends; text i is decoded with the seed ``seed + i``.
 
         Texts that may grow beyond the drafter's context come last, without drafts.
         """
-        drafter, most = self._engine.drafter, self._config.max_new_tokens
+        drafter, most = self._engine.drafter, config.max_new_tokens
         limit = None if drafter is None else drafter.max_positions
         long = [limit is not None and len(prompt) + most > limit for _, prompt in ready]
         if any(long) and not self._warned:
@@ -93,10 +126,10 @@ class TargetBackend:
             places = [place for place, each in enumerate(long) if each == beyond]
             tokens: list[list[int]] = [[] for _ in places]
             prompts, seeds = [ready[place][1] for place in places], [seed + place for place in places]
-            for index, step in engine.steps(prompts, self._config, batch_size=self._batch_size, seeds=seeds):
+            for index, step in engine.steps(prompts, config, batch_size=self._batch_size, seeds=seeds):
                 tokens[index] += step.tokens
                 on_tokens(len(step.tokens))
-                if tokens[index][-1] in self._config.eos_token_ids or len(tokens[index]) == most:
+                if tokens[index][-1] in config.eos_token_ids or len(tokens[index]) == most:
                     yield ready[places[index]][0], tokens[index]
 
     def _prompt(self, text: "_Text") -> tuple[int, ...] | None:
@@ -104,7 +137,7 @@ class TargetBackend:
         conversation = text.conversation
         try:
             messages, tools = conversation.open_after(text.answers), conversation.tools
-            prompt = encode_prompt(messages, self._tokenizer, conversation.chat, tools=tools)
+            prompt = conversation.spelled or encode_prompt(messages, self._tokenizer, conversation.chat, tools=tools)
             check_prompt(self._target, prompt, self._config)
         except (TemplateError, UserError) as error:
             text.problem = str(error)
@@ -118,12 +151,24 @@ class _Text:
         self.answers: list[Message] = []
         self.answer_tokens: list[tuple[int, ...]] = []
         self.truncated = False
+        self.ended = False
         self.problem: str | None = None
+
+    @property
+    def lacks_turn(self) -> bool:
+        """True if the target writes the next turn itself."""
+        return not self.conversation.turns[len(self.answers)]
+
+    def add_turn(self, content: str) -> None:
+        """Set the user's message of the next turn."""
+        turns = list(self.conversation.turns)
+        turns[len(self.answers)] = ({"role": "user", "content": content},)
+        self.conversation = replace(self.conversation, turns=tuple(turns))
 
     @property
     def is_open(self) -> bool:
         """True while turns remain; an empty or cut-off answer ends the conversation."""
-        broken_off = self.problem is not None or self.truncated or any(map(is_empty, self.answers))
+        broken_off = self.ended or self.problem is not None or self.truncated or any(map(is_empty, self.answers))
         return not broken_off and self.conversation.goes_on(self.answers, spelled=True)
 
     def outcome(self) -> Outcome:

@@ -1,0 +1,203 @@
+"""Prompts that the target writes itself: what it says after its chat template has opened a user's turn.
+
+Magpie, 2406.08464, makes data of chat models in this way. Draws without an end, with control tokens or too short, draws
+that only repeat one phrase, and repeated draws are removed and counted.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from decoding.errors import UserError
+from decoding.generate import DecodingConfig
+from decoding.jsonl import read_rows
+from decoding.rules.sampling import SamplingConfig
+from trainer.data.answers import AnsweredConversation, AnswerFile, Backend, FailedConversation, Outcome
+from trainer.data.conversations import AnswerKey, Message, OpenConversation, read_conversations
+
+WRITING = SamplingConfig(temperature=1.0, top_p=0.95)
+LONGEST = 128
+"""Longest prompt in tokens, with its end."""
+_SHORTEST = 4
+_FIRST_DRAWS, _DRAWS_PER_PROMPT = 256, 10
+"""A target that needs more draws than this for a prompt, at least so many in all, is given up."""
+_MARK = "\ue000"  # a private-use character that no template contains
+_NAME = "self:"
+
+
+class SelfWritten(NamedTuple):
+    """A request for ``number`` prompts in conversations of ``turns`` user's turns, without the prompts of a file."""
+
+    number: int
+    turns: int
+    without: str | None
+
+
+def read_request(prompts: str) -> SelfWritten | None:
+    """Read ``self:COUNT[,turns=N][,except=FILE]``; None for other prompts. Raises UserError for malformed options."""
+    if not prompts.startswith(_NAME):
+        return None
+    number, *given = prompts.removeprefix(_NAME).split(",")
+    options = dict(each.partition("=")[::2] for each in given)
+    turns = options.pop("turns", "1")
+    without = options.pop("except", None)
+    if options or without == "" or not all(each.isdecimal() and int(each) for each in (number, turns)):
+        raise UserError(f"{prompts} is malformed: give self:COUNT[,turns=N][,except=FILE], such as self:2000")
+    return SelfWritten(int(number), int(turns), without)
+
+
+class UserTurn:
+    """The tokens that open a user's turn in a tokenizer's chat template, and the one that ends it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raise UserError for a tokenizer without a chat template, or whose template shows neither opening nor end."""
+        if tokenizer.chat_template is None:
+            raise UserError("the target has no chat template, so it cannot write prompts: give a file of texts")
+        self._tokenizer = tokenizer
+        added: Any = tokenizer.added_tokens_decoder
+        specials = {token.content: index for index, token in added.items() if token.special}
+        self._specials = frozenset(specials.values())
+        opening, found, closing = self._around(())
+        end = next((index for text, index in specials.items() if closing.lstrip().startswith(text)), None)
+        if not opening or not found or end is None:
+            what = repr(closing.strip()[:20]) if opening and found else "nothing"
+            raise UserError(
+                "the chat template does not show where a user's turn begins and ends: a special token must follow the "
+                f"message, not {what}",
+                "give a file of prompts",
+            )
+        self.opening, self._end = opening, end
+
+    def after(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens up to the next user's message."""
+        text = self._around(messages)[0].rstrip(" ")  # the space belongs to the first word's token
+        tokens: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tuple(tokens)
+
+    def _around(self, messages: Sequence[Message]) -> tuple[str, str, str]:
+        whole = [*messages, {"role": "user", "content": _MARK}]
+        text: Any = self._tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+        before, found, behind = str(text).partition(_MARK)
+        return before, found, behind
+
+    def config(self, config: DecodingConfig, context: int | None) -> DecodingConfig:
+        """Return the settings that decode a prompt, with other seeds than the answers; ``context`` is the target's.
+
+        The draws of two seeds have nothing in common, although draw i of a run has the run's seed plus i.
+        """
+        drawn = int.from_bytes(sha256(f"self-written {config.seed}".encode()).digest()[:7], "big")
+        most = min(LONGEST, (context or 2 * LONGEST) // 2)
+        ends = tuple(dict.fromkeys((*config.eos_token_ids, self._end)))
+        return replace(config, max_new_tokens=most, sampling=WRITING, eos_token_ids=ends, seed=drawn)
+
+    def fault(self, text: str, tokens: Sequence[int] | None, truncated: bool) -> str | None:
+        """Return why a written turn cannot be used, or None; ``tokens`` are the written ones with the end, if known."""
+        if truncated:
+            return "without an end"
+        spelled: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self._specials & {*(tokens or ())[:-1], *spelled}:
+            return "with control tokens"
+        words = _words(text)
+        if len(spelled) < _SHORTEST or not words:
+            return "too short"
+        if any(words.startswith(words[period:]) for period in range(1, (len(words) + 1) // 2 + 1)):
+            return "repeating one phrase"
+        return None
+
+
+def _words(text: str) -> str:
+    """Return the words of a text without case and punctuation, by which prompts are compared."""
+    return " ".join(re.findall(r"\w+", text.casefold()))
+
+
+class PromptDraws:
+    """The draws of a target, as a `Backend` whose answers are prompts; and the usable prompts among them.
+
+    Conversations are drawn in groups until enough prompts are usable. As the draws of finished groups alone decide
+    that, a run that was killed and started again ends with the same prompts.
+    """
+
+    encoder = None
+
+    def __init__(self, wanted: SelfWritten, turn: UserTurn, backend: Backend, group: int) -> None:
+        """``backend`` decodes with the settings of `UserTurn.config`, ``group`` conversations at once."""
+        self._wanted, self._turn, self._backend, self._group = wanted, turn, backend, group
+        self._texts, self._faults = dict[int, str](), dict[int, str]()
+        """Text or fault by draw (from 1)."""
+        self._first: dict[str, int] = {}
+        """The first draw with the same words."""
+        others = () if wanted.without is None else read_conversations(wanted.without, None, None, 1, chat=True)
+        self._others = frozenset(_words(str(each.turns[0][-1]["content"])) for each in others)
+
+    def resume(self, answers: AnswerFile) -> None:
+        """Read the draws of an earlier run."""
+        for path in (answers.path, answers.set_aside_path):
+            for _, row in read_rows(path) if path.exists() and path.stat().st_size else ():
+                self._note(row["row"], row.get("answer", ""), row.get("reason"))
+
+    def _note(self, draw: int, text: str, fault: str | None) -> None:
+        words = _words(text)
+        if fault is None and words in self._others:
+            fault = f"in {Path(str(self._wanted.without)).name}"
+        if fault is not None:
+            self._faults[draw] = fault
+            return
+        self._texts[draw] = text.strip()
+        self._first[words] = min(draw, self._first.get(words, draw))
+
+    def conversations(self) -> Iterator[OpenConversation]:
+        """Yield draws until enough prompts are usable; UserError if most draws are not."""
+        text, tokens = self._turn.opening, self._turn.after(())
+        opened: Message = {"role": "user", "content": text}
+        for index in count():
+            if index % self._group == 0:
+                usable = sum(draw <= index for draw in self._first.values())
+                if usable >= self._wanted.number:
+                    return
+                if index >= max(_FIRST_DRAWS, _DRAWS_PER_PROMPT * usable):
+                    raise UserError(f"the target hardly writes prompts ({self.told()}): give a file of prompts")
+            yield OpenConversation(AnswerKey(index + 1, 0), index, ((opened,),), chat=False, spelled=tokens)
+
+    def outcomes(
+        self, conversations: Iterable[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
+    ) -> Iterator[list[Outcome]]:
+        """Yield the draws; those that cannot be used have failed."""
+        for outcomes in self._backend.outcomes(conversations, done, on_tokens):
+            yield [self._judged(outcome) for outcome in outcomes]
+
+    def _judged(self, outcome: Outcome) -> Outcome:
+        draw = outcome.conversation.key.row
+        if isinstance(outcome, AnsweredConversation):
+            text, tokens = outcome.answers[0]["content"], (outcome.answer_tokens or (None,))[0]
+            if (fault := self._turn.fault(text.strip(), tokens, outcome.truncated)) is None:
+                self._note(draw, text, None)
+                return outcome
+            outcome = FailedConversation(outcome.conversation, "failed", fault)
+        self._note(draw, "", "not answered" if outcome.again else outcome.reason)
+        return outcome
+
+    @property
+    def prompts(self) -> list[str]:
+        """The usable prompts in the order of their draws."""
+        return [self._texts[draw] for draw in sorted(self._first.values())][: self._wanted.number]
+
+    def counts(self) -> dict[str, Any]:
+        """Return the numbers of draws, of prompts, and of removed draws by reason."""
+        removed = Counter(self._faults.values()) + Counter(repeated=len(self._texts) - len(self._first))
+        spare = len(self._first) - len(self.prompts)
+        draws = len(self._texts) + len(self._faults)
+        return {"draws": draws, "prompts": len(self.prompts), "removed": dict(sorted(removed.items())), "spare": spare}
+
+    def told(self) -> str:
+        """Return the counts in words."""
+        found = self.counts()
+        removed = [f"{number:,} {reason}" for reason, number in found["removed"].items()]
+        parts = [f"{found['draws']:,} draws", f"{found['prompts']:,} prompts", *removed]
+        return ", ".join([*parts, f"{found['spare']:,} to spare"] if found["spare"] else parts)
