@@ -121,7 +121,9 @@ class _Rows:
 
     def each(self, of_places: Tensor, places: slice, rows: slice) -> Tensor:
         """Return what these places have for each of their rows."""
-        return of_places if self._places is None else of_places[self._places.of_rows[rows] - places.start]
+        if self._places is None:
+            return of_places
+        return of_places.index_select(0, self._places.of_rows[rows] - places.start)
 
     def summed(self, of_rows: Float[Tensor, "rows outputs"], places: slice, rows: slice) -> Tensor:
         """Return the sum over each place's rows, by a product: on a GPU, `index_add` adds in a random order."""

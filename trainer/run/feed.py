@@ -113,6 +113,7 @@ class Feed:
         """Prepare a micro batch; its whole step is collated at once, because the loss needs the step's counts."""
         if self._collated is None or self._collated[0] != step:
             examples, size = self._source.examples_at(step, self._positions), self._section.micro_batch_size
+            examples = sorted(examples, key=lambda each: len(each.example.tokens))  # little padding in a micro batch
             shares = [examples[start : start + size] for start in range(0, len(examples), size)]
             batches = [
                 collate([each.example for each in share], [each.example_index for each in share]) for share in shares

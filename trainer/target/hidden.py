@@ -65,10 +65,41 @@ class OnlineTarget:
         Shapes (batch, positions, hidden) and (batch, positions, taps), on the batch's device; the second is empty
         without taps. ``stored`` is the result of `read` on that device.
         """
-        with span("target"), capture_taps(self._model, self._layers, taps) as tapped:
-            hidden = lm_head_input(self._model, batch.model_inputs())
         device = batch.tokens.device  # a target spread over devices may end on another device
-        return hidden.to(device), (tapped[0] if tapped else hidden[..., :0]).to(device)
+        inputs, found = batch.model_inputs(), list[Tensor]()
+        with span("target"):
+            for rows, longest in _of_similar_length(batch):
+                part = {name: value if value is None else value[rows, :longest] for name, value in inputs.items()}
+                with capture_taps(self._model, self._layers, taps) as tapped:
+                    hidden = lm_head_input(self._model, part)
+                states = [each.to(device) for each in (hidden, tapped[0] if tapped else hidden[..., :0])]
+                if isinstance(rows, slice):
+                    return states[0], states[1]
+                found = found or [each.new_zeros(*batch.tokens.shape, each.shape[-1]) for each in states]
+                for whole, each in zip(found, states, strict=True):
+                    whole[rows, :longest] = each
+        return found[0], found[1]
+
+
+_ENOUGH = 512
+"""Tokens of a forward pass beyond which a CPU's products get no faster."""
+
+
+def _of_similar_length(batch: Batch) -> list[tuple[list[int] | slice, int]]:
+    """Return the rows to run together, each time with the length of the longest.
+
+    A GPU runs all of them. A CPU runs few rows of similar length at a time, which need little padding.
+    """
+    everything: list[tuple[list[int] | slice, int]] = [(slice(None), batch.tokens.shape[1])]
+    if batch.tokens.device.type != "cpu":
+        return everything
+    lengths = batch.attention_mask.sum(1).tolist()
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if not groups or lengths[groups[-1][0]] * (len(groups[-1]) + 1) > _ENOUGH:
+            groups.append([])
+        groups[-1].append(row)
+    return everything if len(groups) == 1 else [(rows, lengths[rows[0]]) for rows in groups]
 
 
 # --- from products to logits ----------------------------------------------------------------------------------------
