@@ -1,6 +1,7 @@
 """Trees of a fixed shape, of heads, DSpark drafts and draft models: each choice by hand, all draws enumerated."""
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,6 +43,9 @@ CHAIN = ((0,), (0, 0), (0, 0, 0))
 TEXT = [1, 2, ROOT_TOKEN]
 AT_ONE = SamplingConfig(1.0)
 PENALISED = SamplingConfig(0.8, top_p=0.9, repetition_penalty=1.3)
+PROCESSED = SamplingConfig(
+    0.9, processors=(lambda texts, scores: scores + torch.arange(scores.shape[1]) * (texts[:, -1:] % 3) / 8,)
+)
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1}
 KINDS = ["heads", "shared heads", "Markov heads", "DSpark", "DFlash", "draft model"]
 
@@ -73,7 +77,27 @@ def models(kind: str, vocab: int) -> tuple[CausalLM, object]:
     return target, heads
 
 
-def case_of(kind: str, tree: Sequence[Sequence[int]] = PATHS, vocab: int = 16, sampled: bool = True) -> Case:
+def case_of(
+    kind: str,
+    tree: Sequence[Sequence[int]] = PATHS,
+    vocab: int = 16,
+    sampled: bool = True,
+    candidates: int | None = None,
+) -> Case:
+    """Make a case; with ``candidates``, its reference has no logit for any but the best tokens before the bias."""
+    case = _case_of(kind, tree, vocab, sampled)
+    if candidates is None or not isinstance(case.drafter, MedusaDrafter | DSparkDrafter):
+        return case
+    case.drafter.growth.candidates = candidates
+
+    def among_the_best(path: Sequence[int]) -> Tensor:
+        logits, best = case.logits(path), case.unbiased(path).topk(candidates).indices
+        return torch.full_like(logits, -math.inf).index_copy(0, best, logits[best])
+
+    return case._replace(logits=among_the_best)
+
+
+def _case_of(kind: str, tree: Sequence[Sequence[int]], vocab: int, sampled: bool) -> Case:
     target, weights = models(kind, vocab)
     if isinstance(weights, CausalLM):
         own = lambda path: full_forward(weights.model, [*TEXT, *path])[-1]  # noqa: E731
@@ -102,7 +126,8 @@ def case_of(kind: str, tree: Sequence[Sequence[int]] = PATHS, vocab: int = 16, s
 def q_of(logits: Tensor, sampling: SamplingConfig, text: Sequence[int]) -> Tensor:
     seen = torch.zeros(1, len(logits), dtype=torch.bool)
     seen[0, list(text)] = True
-    return probabilities(logits[None], sampling, HistoryRows(seen=seen))[0]
+    history = HistoryRows(seen, torch.tensor([text]), (len(text),), (len(TEXT),))
+    return probabilities(logits[None], sampling, history)[0]
 
 
 def families(tree: TokenTree) -> list[tuple[int, list[int], list[int]]]:
@@ -117,10 +142,13 @@ def families(tree: TokenTree) -> list[tuple[int, list[int], list[int]]]:
 # --- each choice ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", [AT_ONE, PENALISED])
+@pytest.mark.parametrize("candidates", [None, 5])
+@pytest.mark.parametrize("sampling", [AT_ONE, PENALISED, PROCESSED], ids=["plain", "penalised", "processed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_children_are_drawn_from_the_recorded_q_of_their_path(kind: str, sampling: SamplingConfig) -> None:
-    case, drawn = case_of(kind), set()
+def test_children_are_drawn_from_the_recorded_q_of_their_path(
+    kind: str, sampling: SamplingConfig, candidates: int | None
+) -> None:
+    case, drawn = case_of(kind, candidates=candidates), set()
     for seed in range(4):
         (proposal,) = Follower(case.drafter, case.target, sampling, seed).propose(TEXT)
         drawn.add(tuple(proposal.tree.token_list))
@@ -131,16 +159,18 @@ def test_children_are_drawn_from_the_recorded_q_of_their_path(kind: str, samplin
             wanted = q_of(case.logits(path), sampling, [*TEXT, *path])
             q = proposal.q[proposal.q_rows[node]]
             torch.testing.assert_close(q, wanted, rtol=0, atol=2e-5)
+            assert bool((q[wanted == 0] == 0).all())
             assert len(set(tokens)) == len(tokens) and all(q[token] > 0 for token in tokens)
     assert len(drawn) > 1
 
 
+@pytest.mark.parametrize("candidates", [None, 5])
 @pytest.mark.parametrize(("sampling", "sampled"), [(SamplingConfig(), True), (AT_ONE, False)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_drawn_holds_the_best_tokens_after_each_path(
-    kind: str, sampling: SamplingConfig, sampled: bool
+    kind: str, sampling: SamplingConfig, sampled: bool, candidates: int | None
 ) -> None:
-    case = case_of(kind, sampled=sampled)
+    case = case_of(kind, sampled=sampled, candidates=candidates)
     (proposal,) = Follower(case.drafter, case.target, sampling).propose(TEXT)
     assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
     assert case.drafter.kinds(sampling) == {proposal.kind}
@@ -215,6 +245,7 @@ TREES = {
 }
 
 
+@pytest.mark.parametrize("candidates", [None, 2])
 @pytest.mark.parametrize(
     ("kind", "tree", "sampling"),
     [
@@ -229,9 +260,9 @@ TREES = {
     ],
 )
 def test_drafting_and_verifying_as_a_whole_give_the_targets_distribution(
-    kind: str, tree: str, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
+    kind: str, tree: str, sampling: SamplingConfig, candidates: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft = every_draw(case_of(kind, TREES[tree], vocab=3), sampling, monkeypatch)
+    draft = every_draw(case_of(kind, TREES[tree], vocab=3, candidates=candidates), sampling, monkeypatch)
     for seed in range(2):
         assert distance_from_target(draft, by_default, target_table(seed), 3) < LOSSLESS
 
@@ -246,17 +277,20 @@ def test_every_draw_of_a_long_chain_verified_gives_the_targets_distribution(
 
 @pytest.mark.parametrize("tree", ["uneven", "chain"])
 @pytest.mark.parametrize("kind", ["Markov heads", "DSpark"])
-@pytest.mark.parametrize("misread", ["another parent", "no bias"])
+@pytest.mark.parametrize("misread", ["another parent", "no bias", "every token"])
 def test_the_enumeration_catches_the_q_of_another_node(
     kind: str, tree: str, misread: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = case_of(kind, TREES[tree], vocab=3)
+    case.drafter.growth.candidates = 2 if misread == "every token" else 3  # type: ignore[attr-defined]
     draw = every_draw(case, AT_ONE, monkeypatch)
 
     @cache
     def wrong_q(path: tuple[int, ...]) -> Tensor:
         if misread == "no bias":
             return case.unbiased(path).softmax(-1)
+        if misread == "every token":
+            return case.logits(path).softmax(-1)
         return case.logits([*path[:-1], (path[-1] + 1) % 3] if path else path).softmax(-1)
 
     def draft(source: RandomSource) -> Proposal:

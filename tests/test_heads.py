@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from decoding.drafters import MedusaDrafter
 from decoding.drafters.growth import ConditionalLogits
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.markov import DecodingBias, MarkovBias
+from decoding.model.markov import MarkovBias
 from decoding.model.stored import CONFIG_NAME, WEIGHTS_NAME
 from trainer.recipe.heads import HeadsSection
 
@@ -165,35 +166,20 @@ def test_heads_with_a_bias_are_saved_whole_and_read_back_bit_equal(tmp_path: Pat
     assert all(torch.equal(tensor, stored[name]) for name, tensor in read.state_dict().items())
 
 
-# --- as a table ---
+# --- in decoding ---
 
 
-@BOTH_LAYOUTS
-def test_a_table_of_all_biases_drafts_what_the_product_drafts(
-    tiny_llama: CausalLM, shared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heads = random_markov_heads(shared)
-    tabulated = Follower(MedusaDrafter(heads, PATHS), tiny_llama, rows=2).propose([1, 2], [3, 4])
-    monkeypatch.setattr("decoding.model.markov.LARGEST_TABLE", 16 * 16 * 4 - 1)  # a byte too small
-    multiplied = Follower(MedusaDrafter(heads, PATHS), tiny_llama, rows=2).propose([1, 2], [3, 4])
-    assert [each.tree.token_list for each in tabulated] == [each.tree.token_list for each in multiplied]
-
-
-@pytest.mark.parametrize("largest", [0, 64])
-def test_a_parent_that_only_the_target_knows_is_read_as_the_last_token_known(
-    largest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("decoding.model.markov.LARGEST_TABLE", largest)
-    bias = MarkovBias(tokens=3, outputs=2, rank=1)
+def test_the_bias_is_added_to_the_best_tokens_of_each_slot_alone() -> None:
+    bias = MarkovBias(tokens=3, outputs=3, rank=1)
     with torch.no_grad():
         bias.embedding.weight.copy_(torch.tensor([[0.0], [1.0], [2.0]]))
-        bias.output.weight.copy_(torch.tensor([[1.0], [10.0]]))
-    base = torch.tensor([[[0.0, 0.0], [0.5, 0.5]], [[7.0, 7.0], [8.0, 8.0]]])  # two depths of two rows
-    logits = ConditionalLogits(base, DecodingBias(bias), lambda outputs: torch.nn.functional.pad(outputs, (0, 1)))
-    rows = torch.tensor([0, 1, 1])
-    for depth, tokens, wanted in (
-        (0, [1, 2, 4], [[1, 10, 0], [2.5, 20.5, 0], [2.5, 20.5, 0]]),
-        (1, [0, 1, 2], [[7, 7, 0], [9, 18, 0], [10, 28, 0]]),
-    ):
-        found, index = logits(depth, rows, torch.tensor(tokens))
-        assert found[index].tolist() == wanted
+        bias.output.weight.copy_(torch.tensor([[1.0], [10.0], [100.0]]))
+    base = torch.tensor([[[4.0, 5.0, 1.0], [0.5, 0.0, 2.5]], [[7.0, 6.0, 8.0], [8.0, 9.0, 0.0]]])  # two depths, two rows
+    none, rows = -math.inf, torch.tensor([0, 1, 1])
+    for depth, tokens, of_two, of_all in (
+        (0, [1, 2, 0], [[5, 15, none], [2.5, none, 202.5], [0.5, none, 2.5]], [[5, 15, 101], [2.5, 20, 202.5], [0.5, 0, 2.5]]),
+        (1, [0, 1, 2], [[7, none, 8], [9, 19, none], [10, 29, none]], [[7, 6, 8], [9, 19, 100], [10, 29, 200]]),
+    ):  # fmt: skip
+        for candidates, wanted in ((2, of_two), (3, of_all)):
+            found = ConditionalLogits(base, bias, candidates)(depth, rows, torch.tensor(tokens)).over(3)
+            assert found.logits[found.index].tolist() == wanted

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest
 from decoding.drafters.draft_state import DraftState, StateSession
-from decoding.drafters.growth import Growth, StaticTree
+from decoding.drafters.growth import ChildLogits, Growth, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.proposal import Proposal, ProposalKind
@@ -58,12 +58,12 @@ class DraftModelSession(StateSession):
             return [Proposal.root_only(request.tokens[-1], self._state.draft.device) for request in requests]
         root = self._state.catch_up([request.tokens for request in requests])
 
-        def after(depth: int, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        def after(depth: int, rows: Tensor, tokens: Tensor) -> ChildLogits:
             if depth == 0:
-                return root, rows
+                return ChildLogits(root, rows)
             every = tokens.new_zeros(len(requests))  # ended chains run a dummy token
             every[rows] = tokens
-            return self._state.step(every), rows
+            return ChildLogits(self._state.step(every), rows)
 
         proposals = self._growth.propose(requests, after, self._state.rows)
         trees = [proposal.tree for proposal in proposals]

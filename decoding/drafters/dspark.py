@@ -10,7 +10,6 @@ from decoding.drafters.growth import ConditionalLogits, Growth, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkDraft, TextKeys
-from decoding.model.markov import DecodingBias
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
@@ -50,7 +49,6 @@ class DSparkDrafter(Drafter):
             )
         self.draft = draft
         self.name = "dspark" if config.markov_rank else "dflash"
-        self.bias = None if draft.markov is None else DecodingBias(draft.markov)
         self.growth = Growth(shape, sampled)
         self.budgets = shape.budgets
         self.taps = config.target_layer_ids
@@ -103,5 +101,5 @@ class DSparkSession(RowsSession):
         self._unread.update({slot: [] for slot in range(len(requests))})
         newest = torch.tensor([request.tokens[-1] for request in requests]).to(texts.device, non_blocking=True)
         base = self._draft.logits(self._keys.run(self._draft.embed(newest)))
-        nodes = ConditionalLogits(base.transpose(0, 1), self._drafter.bias)
+        nodes = ConditionalLogits(base.transpose(0, 1), self._draft.draft.markov, growth.candidates)
         return growth.propose(requests, nodes, texts)

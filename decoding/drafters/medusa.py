@@ -10,7 +10,6 @@ from decoding.drafters.growth import ConditionalLogits, Growth, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads, StackedHeads
-from decoding.model.markov import DecodingBias
 from decoding.policies import Budget
 from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
@@ -42,7 +41,6 @@ class MedusaDrafter(Drafter):
         kind = f"{'' if sampled else 'deterministic '}{'chain' if shape.is_chain else 'tree'}"
         self.label_with_size = f"{self.name}, {kind} of {self.max_nodes - 1}"
         self.stacked = StackedHeads(heads)
-        self.bias = None if heads.markov is None else DecodingBias(heads.markov)
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         return frozenset({self.growth.kind(sampling)})
@@ -73,4 +71,4 @@ class MedusaSession(RowsSession):
             return [Proposal.root_only(request.tokens[-1], self._texts.device) for request in requests]
         hidden = torch.stack([request.hidden for request in requests])
         base: Tensor = self._drafter.stacked(hidden, deepest, self._lm_head)
-        return growth.propose(requests, ConditionalLogits(base, self._drafter.bias), self._texts)
+        return growth.propose(requests, ConditionalLogits(base, self._drafter.heads.markov, growth.candidates), self._texts)
