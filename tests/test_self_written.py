@@ -36,7 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target with a chat template, one without, and one that counts: it writes one prompt for ever."""
     folder = tmp_path_factory.mktemp("models")
     made = {
-        "chat": tiny_model(seed=3, eos_token_id=1, initializer_range=0.1),
+        "chat": tiny_model(seed=3, eos_token_id=1, initializer_range=0.1, max_position_embeddings=40),
         "plain": counting_model(),
         "counting": counting_model(),
     }
@@ -118,20 +118,20 @@ def test_another_seed_draws_others_and_the_prompts_of_a_file_are_left_out(
 ) -> None:
     """Seeds of neighbouring runs must not be those of neighbouring draws: one run's prompts were the other's."""
     draws = [row["answer_tokens"] for row in rows(finished / "answers.jsonl.draws.jsonl") if row["tokens"] > 7]
-    regenerate(options(tmp_path, models / "chat", "self:6", seed=1))
+    regenerate(options(tmp_path, models / "chat", "self:4", seed=1))
     others = [row["answer_tokens"] for row in rows(tmp_path / "answers.jsonl.draws.jsonl") if row["tokens"] > 7]
     assert others and sum(each in draws for each in others) < len(others) / 2
     (tmp_path / "apart").mkdir()
-    regenerate(options(tmp_path / "apart", models / "chat", f"self:6,except={finished / 'answers.jsonl'}"))
+    regenerate(options(tmp_path / "apart", models / "chat", f"self:4,except={finished / 'answers.jsonl'}"))
     assert asked(tmp_path / "apart") and not {*asked(tmp_path / "apart")} & {*asked(finished)}
     (told,) = described_prompts(tmp_path / "apart" / "answers.jsonl")
-    assert told["removed"]["in answers.jsonl"] >= len(asked(finished))
+    assert told["removed"]["in answers.jsonl"] > 0
 
 
 def test_later_turns_are_written_after_the_answers_and_a_conversation_ends_where_none_can_be_used(
     models: Path, tmp_path: Path
 ) -> None:
-    summary = regenerate(options(tmp_path, models / "chat", "self:16,turns=2"))
+    summary = regenerate(options(tmp_path, models / "chat", "self:12,turns=2"))
     written = rows(tmp_path / "answers.jsonl")
     assert {len(row["messages"]) for row in written} == {2, 4}
     for row in written:
@@ -140,7 +140,7 @@ def test_later_turns_are_written_after_the_answers_and_a_conversation_ends_where
         assert len(row["messages"][-2]["content"].split()) >= 4
     assert summary.unasked == sum(len(row["messages"]) == 2 for row in written)
     before = (tmp_path / "answers.jsonl").read_bytes()
-    assert regenerate(options(tmp_path, models / "chat", "self:16,turns=2")).answered == 0
+    assert regenerate(options(tmp_path, models / "chat", "self:12,turns=2")).answered == 0
     assert (tmp_path / "answers.jsonl").read_bytes() == before
 
 
@@ -244,6 +244,7 @@ def test_a_target_whose_template_shows_no_users_turn_is_refused(
 )
 def test_the_forms_of_a_request(given: str, found: SelfWritten | None) -> None:
     assert read_request(given) == found
+    assert read_request(given, limit=5) == (found and found._replace(number=5))
 
 
 @pytest.mark.parametrize("given", ["self:", "self:0", "self:many", "self:3,turns=0", "self:3,except=", "self:3,seed=1"])

@@ -198,8 +198,13 @@ def test_every_command_of_the_page_on_data_runs_on_a_table_of_other_names(
     (desk / "questions.csv").write_text(table, encoding="utf-8-sig")  # as Excel writes it
     _run_the_python_block(DATA, desk, warm)
     found = commands(DATA)
-    assert len(found) == 3
-    for command in found:
+    assert len(found) == 6
+    chats = desk / "ORG" / "CHATS"  # nearly uniform, so that some of its prompts end
+    tiny_model(vocab=130, head_dim=32, max_position_embeddings=512, initializer_range=0.05).save_pretrained(chats)
+    byte_tokenizer(
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>{% endfor %}"
+    ).save_pretrained(chats)
+    for command in (*found[:3], *(each.replace("ORG/NAME", "ORG/CHATS") for each in found[3:])):
         run(command, desk, environment, warm)
     answered = [json.loads(line)["prompt"] for line in (desk / "own-answers.jsonl").read_text().splitlines()]
     assert answered == ["What is 3 + 4,\nor 4 + 3?", "What is 5 + 6?"]

@@ -47,7 +47,7 @@ _OF_ENDPOINTS = ("concurrency", "timeout")
 def run_regenerate(options: RegenerateOptions, console: Console | None = None) -> Summary:
     """Answer the prompts that lack an answer; print and return the counts."""
     watched, console = console or standard_error(), console or standard_output()
-    wanted = read_request(options.prompts)
+    wanted = read_request(options.prompts, options.limit)
     backend, made_by, writing = _backend(options, wanted)
     asked = _prompts(options, watched) if wanted is None else _self_written(options, wanted, made_by, writing, watched)
     bad = _BadRows() if asked.is_stream else None

@@ -40,8 +40,11 @@ class SelfWritten(NamedTuple):
     without: str | None
 
 
-def read_request(prompts: str) -> SelfWritten | None:
-    """Read ``self:COUNT[,turns=N][,except=FILE]``; None for other prompts. Raises UserError for malformed options."""
+def read_request(prompts: str, limit: int | None = None) -> SelfWritten | None:
+    """Read ``self:COUNT[,turns=N][,except=FILE]``; None for other prompts. Raises UserError for malformed options.
+
+    ``limit`` is the most prompts to ask for.
+    """
     if not prompts.startswith(_NAME):
         return None
     number, *given = prompts.removeprefix(_NAME).split(",")
@@ -50,7 +53,7 @@ def read_request(prompts: str) -> SelfWritten | None:
     without = options.pop("except", None)
     if options or without == "" or not all(each.isdecimal() and int(each) for each in (number, turns)):
         raise UserError(f"{prompts} is malformed: give self:COUNT[,turns=N][,except=FILE], such as self:2000")
-    return SelfWritten(int(number), int(turns), without)
+    return SelfWritten(min(int(number), limit or int(number)), int(turns), without)
 
 
 class UserTurn:
