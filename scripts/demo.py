@@ -28,7 +28,8 @@ from decoding.model.hub import local_folder
 from trainer.commands.evaluate import run_evaluate
 from trainer.commands.generate import run_generate
 from trainer.commands.guarded import guarded
-from trainer.commands.options import EvaluateOptions, GenerateOptions
+from trainer.commands.options import EvaluateOptions, GenerateOptions, RegenerateOptions
+from trainer.commands.regenerate import run_regenerate
 from trainer.export.exporter import export
 from trainer.recipe.reading import load_recipe
 from trainer.run.train import run_recipe
@@ -51,11 +52,12 @@ def main() -> None:
         seconds[name] = time.perf_counter() - began
 
     stage("1. the target", read_target)
-    stage("2. heads", lambda: launch("medusa1"))
-    stage("3. a DSpark draft", lambda: launch("dspark"))
-    stage("4. decoding and measuring", measure)
-    stage("5. one answer, and who wrote which token", show)
-    stage("6. exporting", export_all)
+    stage("2. prompts that it writes itself, and its answers", write)
+    stage("3. heads", lambda: launch("medusa1"))
+    stage("4. a DSpark draft", lambda: launch("dspark"))
+    stage("5. decoding and measuring", measure)
+    stage("6. one answer, and who wrote which token", show)
+    stage("7. exporting", export_all)
     console.print(timing(seconds))
     console.rule("[bold]next")
     console.print(next_commands(), soft_wrap=True)
@@ -64,6 +66,29 @@ def main() -> None:
 def read_target() -> None:
     folder = local_folder(quickstart.NAME)
     print(f"the target is {quickstart.MODEL}, converted from {quickstart.FILE} into {folder}")
+
+
+def write() -> None:
+    """Let the target write a few rows of training data.
+
+    The recipes train on many such rows, which recipes/quickstart/README.md describes: writing them takes an hour.
+    """
+    rows = OUTPUT / "self-written" / "rows.jsonl"
+    shutil.rmtree(rows.parent, ignore_errors=True)
+    rows.parent.mkdir(parents=True)
+    run_regenerate(
+        RegenerateOptions(
+            target=quickstart.NAME,
+            prompts=f"self:{2 if SHORT else 8}",
+            output=rows,
+            temperature=1.0,
+            max_new_tokens=12 if SHORT else 48,
+        )
+    )
+    for line in rows.read_text(encoding="utf-8").splitlines()[:2]:
+        print(*(f"{message['role']}: {message['content']}" for message in json.loads(line)["messages"]), sep="\n")
+    shipped = (RECIPES / "answers.jsonl").read_text(encoding="utf-8")
+    print(f"{RECIPES / 'answers.jsonl'} has {shipped.count(chr(10))} such rows, on which heads and draft are trained")
 
 
 def discard_stale(recipe: str) -> None:

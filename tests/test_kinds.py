@@ -25,7 +25,7 @@ def test_the_same_recipe_twice_makes_the_same_weights(tmp_path: Path) -> None:
     content = recipe_content(tmp_path, "draft")
     config = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     draft = {"check_costs": False, "init": {"from_config": config}}
-    states = []
+    states: list[bytes] = []
     for name in ("one", "two"):
         torch.rand(len(states) + 1)  # another state of the generator
         recipe = parse_recipe({**content, "draft": draft, "output": str(tmp_path / name)})

@@ -79,11 +79,14 @@ def _trained_target(folder: Path, texts: Sequence[str], steps: int) -> Path:
     """Train a Llama of three layers on batches of 16 texts; returns its folder."""
     torch.manual_seed(0)
     tokenizer = bpe_tokenizer()
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 1}
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, tie_word_embeddings=True, **ends, **sizes)
-    )
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 1,
+    }
+    sizes |= {"max_position_embeddings": 256, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
     tokens = torch.tensor([token for text in texts for token in tokenizer(text + END)["input_ids"]])
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     others = [weight for weight in model.parameters() if all(weight is not each for each in matrices)]
@@ -94,7 +97,7 @@ def _trained_target(folder: Path, texts: Sequence[str], steps: int) -> Path:
         batch = torch.stack([tokens[begin : begin + 64] for begin in torch.randint(len(tokens) - 64, (16,)).tolist()])
         model(batch, labels=batch).loss.backward()
         for optimizer in optimizers:
-            optimizer.step()
+            optimizer.step()  # type: ignore[no-untyped-call]  # torch's Muon
             optimizer.zero_grad()
     model.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
