@@ -199,7 +199,10 @@ def _target(
     most = options.max_new_tokens or min(_MOST_TOKENS, (target.max_positions or 2 * _MOST_TOKENS) // 2)
     config = DecodingConfig(most, sampling, eos_token_ids=eos_token_ids(target.model, tokenizer), seed=options.seed)
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size)
-    more = {} if target.shapes == "off" else {"static": target.shapes}  # other kernels may round differently
+    # Other kernels may round differently.
+    more: dict[str, Any] = {} if target.shapes == "off" else {"static": target.shapes}
+    if options.batch_invariant:
+        more["batch_invariant"] = True
     if options.chat_template_kwargs is not None:
         more["chat_template_kwargs"] = options.chat_template_kwargs
     settings = {
