@@ -43,9 +43,12 @@ class HeadstartModel:
         drafter: Drafter | None,
         policy: Policy | str | None = None,
         static: str = "auto",
+        batch_invariant: bool = False,
     ) -> None:
-        """``static`` is as in `from_pretrained`, and applies to a target that is not yet a `CausalLM`."""
-        self.target = target if isinstance(target, CausalLM) else CausalLM(target, static=static_of(static, target))
+        """``static`` and ``batch_invariant`` are as in `from_pretrained`; a target that is a `CausalLM` has its own."""
+        if not isinstance(target, CausalLM):
+            target = CausalLM(target, static=static_of(static, target), batch_invariant=batch_invariant)
+        self.target = target
         self.drafter = drafter
         self.policy = policy
         self._policies: dict[tuple[str, float], Policy] = {}
@@ -60,6 +63,7 @@ class HeadstartModel:
         trust_remote_code: bool = False,
         policy: Policy | str | None = None,
         static: str = "auto",
+        batch_invariant: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
         local_files_only: bool = False,
         **draft_options: Any,
@@ -84,6 +88,9 @@ class HeadstartModel:
         ``"off"`` keeps shapes dynamic. ``"auto"`` means graphs on a CUDA device if the target allows them, else off;
         if a graph cannot be recorded, it warns and goes on in dynamic shapes. The texts are the same. Graphs and their
         cache occupy memory as long as the model exists.
+
+        ``batch_invariant`` makes texts in bf16 and fp16 the same with and without a drafter, alone and in a batch, for
+        passes that take up to twice as long (`CausalLM`).
         """
         dtype = draft_options.pop("torch_dtype", dtype)
         if drafter is None and draft_options:
@@ -99,7 +106,7 @@ class HeadstartModel:
                 place = None if device is None else parse_device(device)
                 check_static(static, place or default_device())
                 target = load_model(target, dtype, place, trust_remote_code)
-            model = CausalLM(target, static=static_of(static, target))
+            model = CausalLM(target, static=static_of(static, target), batch_invariant=batch_invariant)
             loader = DrafterLoader(model, target_tokenizer, trust_remote_code)
             return HeadstartModel(model, None if spec is None else loader.load(spec), policy)
 
@@ -131,11 +138,11 @@ class HeadstartModel:
         config.
 
         In fp32 greedy texts equal the target's own `generate`. In narrower dtypes a near-tie may fall the other way, as
-        a pass over several tokens rounds differently. Sampled texts have the target's distribution, unless ``rule`` is
-        lossy. Without a ``seed`` one is drawn from torch's global generator: under the policy "fixed",
-        ``torch.manual_seed`` then repeats a text. ``batch_size`` rows (None: all) are decoded at a time. Processors see
-        each text without its padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. Raises
-        UserError for an unsupported option.
+        a pass over several tokens rounds differently, unless the model is ``batch_invariant``. Sampled texts have the
+        target's distribution, unless ``rule`` is lossy. Without a ``seed`` one is drawn from torch's global generator:
+        under the policy "fixed", ``torch.manual_seed`` then repeats a text. ``batch_size`` rows (None: all) are decoded
+        at a time. Processors see each text without its padding. With ``return_dict_in_generate`` the result is a
+        `SpeculativeOutput`. Raises UserError for an unsupported option.
         """
         inputs = options.pop("inputs", None)
         if input_ids is not None and inputs is not None:

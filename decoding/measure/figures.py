@@ -240,7 +240,8 @@ def greedy_sentence(report: Report) -> str:
         return ""
     if not differing:
         return f"All {texts} greedy texts are identical to plain decoding's."
-    sentence = f"{differing} of {texts} greedy texts differ from plain decoding's"
+    share = 100 * (texts - differing) // texts
+    sentence = f"{differing} of {texts} greedy texts differ from plain decoding's ({share}% are equal)"
     early = sum(each.get("ended_early", 0) for each in compared)
     margins = [each["largest_margin"] for each in compared if each["largest_margin"] is not None]
     dtype, largest = str(report.get("dtype")), max(margins, default=None)

@@ -95,14 +95,16 @@ def _row(
 
 
 def _compared_to_plain(records: Records, mine: Sequence[Record]) -> dict[str, Any]:
-    """Count the greedy texts that plain decoding also writes, and find the largest `margin_of` among the others.
+    """Count the greedy texts that plain decoding also writes; ``margins`` lists `margin_of` of the others, sorted.
 
     ``largest_margin`` is null if texts differ only because one ended early.
     """
     margins = [margin for record in mine for margin in records.margins.get(record.key, (None,) * len(record.runs))]
     early = margins.count("ended")
-    largest = max((each for each in margins if isinstance(each, float)), default=None if early else 0.0)
-    return {"identical": margins.count(None), "of": len(margins), "largest_margin": largest, "ended_early": early}
+    gaps = sorted(each for each in margins if isinstance(each, float))
+    largest = gaps[-1] if gaps else None if early else 0.0
+    counts = {"identical": margins.count(None), "of": len(margins), "ended_early": early}
+    return {**counts, "largest_margin": largest, "margins": gaps}
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Any transformers causal LM behind one interface: tokens or trees in, hidden states and logits out."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 
 import torch
@@ -22,6 +23,7 @@ from decoding.model.attention import leave_out_cudnn
 from decoding.model.cache import PreallocatedCache
 from decoding.model.dynamic import DynamicSteps, TreeMasks, last_of
 from decoding.model.forward import ModelOutput, run_model
+from decoding.model.invariant import BatchInvariant
 from decoding.model.rows import RowSteps
 from decoding.model.static import StaticSteps, row_bucket
 from decoding.model.turns import CacheHolder, CacheTurns, lock_of
@@ -35,7 +37,11 @@ class CausalLM:
     """A causal language model, target or draft, ready to decode: rows of different lengths, a cache, tree attention."""
 
     def __init__(
-        self, model: PreTrainedModel, output_tokens: Int[Tensor, " outputs"] | None = None, static: str | None = None
+        self,
+        model: PreTrainedModel,
+        output_tokens: Int[Tensor, " outputs"] | None = None,
+        static: str | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """Wrap a model; a model in training mode is in eval mode only during each pass.
 
@@ -43,6 +49,10 @@ class CausalLM:
 
         ``static`` runs steps with fixed shapes: ``graphs`` as CUDA graphs, ``auto`` as CUDA graphs until one cannot be
         recorded, ``eager`` without graphs, for tests. Such a model decodes one batch at a time.
+
+        ``batch_invariant``: the outputs at a token do not depend on the other tokens of its pass, in any dtype, so
+        greedy texts equal plain decoding's, and one text equals the same text in a batch (`BatchInvariant`). Raises
+        UserError for models that run no trees.
         """
         if reason := why_unfit(model):
             raise UserError(reason)
@@ -61,6 +71,11 @@ class CausalLM:
         self._dynamic = DynamicSteps(model, self._masks, self.max_positions)
         self.no_trees = why_no_trees(model)
         """The reason why the model runs only chains; None if it runs trees."""
+        if batch_invariant and self.no_trees:
+            raise UserError(f"{self.no_trees}, so its passes cannot be batch-invariant: leave batch_invariant out")
+        self.batch_invariant = batch_invariant
+        self._numerics = BatchInvariant if batch_invariant else nullcontext
+        """Context of every pass after a prefill."""
         self._rows = RowSteps(model) if self.no_trees else None
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
@@ -84,7 +99,9 @@ class CausalLM:
 
     def with_static(self, static: str | None) -> "CausalLM":
         """Return the same model with this ``static``, sharing the weights; returns itself if nothing changes."""
-        return self if static == self.static else CausalLM(self.model, self.output_tokens, static)
+        if static == self.static:
+            return self
+        return CausalLM(self.model, self.output_tokens, static, self.batch_invariant)
 
     def at_its_fastest(self) -> "CausalLM":
         """Return the model with ``static`` set by ``auto``; dropping the returned model frees its graphs and cache."""
@@ -162,7 +179,8 @@ class CausalLM:
         if self._rows is not None:
             output = self._rows.run(texts, cache, slots, last=True, taps=taps)
             return output._replace(hidden=output.hidden[:, 0], logits=output.logits[:, 0])
-        rows = max(1, _PREFILL_TOKENS // max(len(text) for text in texts))
+        # A batch-invariant model runs each text alone: the pass then depends on nothing but the text.
+        rows = 1 if self.batch_invariant else max(1, _PREFILL_TOKENS // max(len(text) for text in texts))
         outputs = []
         for begin in range(0, len(texts), rows):
             group = slice(begin, begin + rows)
@@ -202,7 +220,8 @@ class CausalLM:
             own = zip(output.states, blocks, strict=bool(taps))
             output = output._replace(states=tuple(states[: len(block)] for states, block in own))
         else:
-            output = self._dynamic.append(blocks, cache, taps)
+            with self._numerics():
+                output = self._dynamic.append(blocks, cache, taps)
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0], output.states)
 
     @torch.inference_mode()
@@ -214,7 +233,8 @@ class CausalLM:
         if self._rows is not None:
             output = self._rows.run([[token] for token in tokens.tolist()], cache)
         else:
-            output = (self._static or self._dynamic).step(tokens, cache)
+            with self._numerics():
+                output = (self._static or self._dynamic).step(tokens, cache)
         return ModelOutput(output.hidden[:, 0], output.logits[:, 0])
 
     @torch.inference_mode()
@@ -245,12 +265,13 @@ class CausalLM:
         if self._rows is not None:
             assert not any(first or ()) and all(tree.shape.is_chain for tree in trees), self.no_trees
             return self._rows.run([tree.token_list for tree in trees], cache, taps=taps)
-        if self._static is not None and cache.device is not None and self._static.fits(trees):
+        with self._numerics():
+            if self._static is None or cache.device is None or not self._static.fits(trees):
+                return self._dynamic.run(trees, cache, first or [0] * len(trees), select, taps=taps)
             output = self._static.run(trees, cache, first, taps)
-            if select is None:
-                return output
-            return output._replace(hidden=select(output.hidden), logits=select(output.logits))
-        return self._dynamic.run(trees, cache, first or [0] * len(trees), select, taps=taps)
+        if select is None:
+            return output
+        return output._replace(hidden=select(output.hidden), logits=select(output.logits))
 
     def prepare(
         self, cache: PreallocatedCache, rows: int, nodes: Sequence[int], longest: int, taps: Sequence[int] = ()
@@ -261,4 +282,5 @@ class CausalLM:
         layers after which states will be read. Does nothing without graphs.
         """
         if self._static is not None:
-            self._static.prepare(cache, rows, nodes, longest, taps)
+            with self._numerics():
+                self._static.prepare(cache, rows, nodes, longest, taps)

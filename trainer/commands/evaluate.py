@@ -39,7 +39,7 @@ from trainer.terminal.progress import ProgressBar
 _FILLED = 0.9
 """Least share of a context length that prompts must fill; cutting between tokens loses some."""
 _PUBLISHED = (
-    *("dtype", "trust_remote_code", "prompt_field", "limit", "task", "max_new_tokens", "rounds"),
+    *("dtype", "batch_invariant", "trust_remote_code", "prompt_field", "limit", "task", "max_new_tokens", "rounds"),
     "chat_template_kwargs",
 )
 """Options that the report shows unchanged; it shows the others as names, fingerprints or under ``asked``."""

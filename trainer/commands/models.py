@@ -30,7 +30,7 @@ def read_target(name: str, options: LoadingOptions) -> CausalLM:
     """Load the target of this name."""
     dtype, trusted = parse_dtype(options.dtype), options.trust_remote_code
     model = load_model(name, dtype, trust_remote_code=trusted)
-    return CausalLM(model, static=static_of("auto", model))
+    return CausalLM(model, static=static_of("auto", model), batch_invariant=options.batch_invariant)
 
 
 def read_specs(texts: Sequence[str]) -> list[DrafterSpec]:

@@ -259,7 +259,10 @@ def _target(options: RegenerateOptions, wanted: SelfWritten | None, sampling: Sa
     if user is not None:
         drawing = user.config(config, target.max_positions)
         writing = user, TargetBackend(target, tokenizer, drafter, drawing, options.batch_size)
-    more = {} if target.shapes == "off" else {"static": target.shapes}  # other kernels may round differently
+    # Other kernels may round differently.
+    more: dict[str, Any] = {} if target.shapes == "off" else {"static": target.shapes}
+    if options.batch_invariant:
+        more["batch_invariant"] = True
     if options.chat_template_kwargs is not None:
         more["chat_template_kwargs"] = options.chat_template_kwargs
     settings = {

@@ -52,6 +52,10 @@ Target = Annotated[str, Option(metavar="MODEL", help=f"{TARGET_HELP}; 'quickstar
 DTYPE_HELP = "Type of the target's weights: bf16, fp16, fp32, or fast (bf16 if the device supports it, else fp32)."
 Dtype = Annotated[str, Option(metavar="TYPE", help=DTYPE_HELP, hidden=True)]
 Trusted = Annotated[bool, Option(help="Run code that a Hub model brings.", hidden=True)]
+BatchInvariant = Annotated[
+    bool,
+    Option(help="Make texts equal plain decoding's in bf16 and fp16 too, alone or in batches; slower.", hidden=True),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,7 @@ class LoadingOptions:
 
     dtype: Dtype = "fast"
     trust_remote_code: Trusted = False
+    batch_invariant: BatchInvariant = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,11 @@ class Models:
 
     @staticmethod
     def of(target: CausalLM, tokenizer: PreTrainedTokenizerBase, drafters: dict[str, Drafter]) -> "Models":
-        plain = CausalLM(target.model, target.output_tokens, target.static) if target.is_static else target
+        plain = (
+            CausalLM(target.model, target.output_tokens, target.static, target.batch_invariant)
+            if target.is_static
+            else target
+        )
         return Models(target, plain, tokenizer, drafters)
 
     def drafter(self, name: str) -> Drafter:
