@@ -9,9 +9,11 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @contextmanager
-def llama_cpp(target: Path, draft: Path | None = None, tokens: int = 3, places: int = 4) -> Iterator[str]:
+def llama_cpp(
+    target: Path, draft: Path | None = None, tokens: int = 3, places: int = 4, method: str = "simple"
+) -> Iterator[str]:
     """Serve a GGUF file, with another as its draft if given, ``places`` texts at a time; yields the address."""
-    speculation = [] if draft is None else [draft, str(tokens), "simple"]
+    speculation = [] if draft is None else [draft, str(tokens), method]
     python = BENCHMARKS.parent / ".venv-engines" / "bin" / "python"
     command = [python, BENCHMARKS / "llama_cpp_server.py", str(places), target, *speculation]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}

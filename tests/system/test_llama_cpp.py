@@ -4,6 +4,7 @@ Needs the environment that `make engines` makes, of which `make test` takes care
 """
 
 import io
+import json
 import re
 import shlex
 import shutil
@@ -31,6 +32,7 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.measure.compare import compare, read_evaluation
 from decoding.measure.proof.greedy import margin_of
+from decoding.measure.proof.reference import EngineText
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_dspark, load_model, load_tokenizer
 from trainer.cli import app
@@ -40,6 +42,10 @@ from trainer.commands.regenerate import run_regenerate
 from trainer.data.dataset import load_dataset
 from trainer.export.exporter import NO_PROMPTS, export
 from trainer.recipe.common import DataSection
+from trainer.servers.answers import CONTROLS
+from trainer.servers.client import ServedModel
+from trainer.servers.connection import Endpoint
+from trainer.servers.widths import Scorer, rounding_or_rule
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from engines import LLAMA_CPP, ROOT, LlamaCppCase, serve_llama_cpp
@@ -258,6 +264,35 @@ def test_llama_cpp_splits_texts_as_the_tokenizer_does(desk: Desk, found: dict[st
     for text, tokens in zip(TEXTS, found[f"split {name}"]["tokenised"], strict=True):
         assert tokens == tokenizer(text)["input_ids"], text
     assert len({str(found[f"split {other}"]["tokenised"]) for other in TOKENIZERS}) == len(TOKENIZERS), "they differ"
+
+
+def test_a_draft_of_a_gguf_file_serves_with_that_very_file(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the file's dequantised weights the counts are ours; with the file itself only rounding parts the texts."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
+    original = desk.file(desk.pair[0], "original", "q8_0")
+    trained = train_dspark(desk.folder, original, "of-a-file", block_size=DRAFT_TOKENS)
+    exported = export(trained, tmp_path / "draft", "gguf", type="f32", prompts=NO_PROMPTS)
+    assert exported.commands[0].argv[:3] == ("llama-server", "-m", str(original))
+    recorded = json.loads((exported.folder / "provenance.json").read_text())["target"]
+    assert (recorded["file"], recorded["quantisation"]) == ("model.gguf", "Q8_0")
+    target, draft = CausalLM(load_model(str(original), torch.float32)), exported.folder / "model.gguf"
+    own = DSparkDrafter(load_dspark(trained, target), DRAFT_TOKENS)
+    files = {"f32": desk.file(original, "dequantised"), "original": original}
+    cases = [LlamaCppCase(name, file, draft, DRAFT_TOKENS, own, method="dspark") for name, file in files.items()]
+    exact, quantised = serve_llama_cpp(target, cases, desk.prompts, MAX_NEW_TOKENS, desk.ends)
+    assert exact["equal"] == PROMPTS and exact["theirs"] == exact["ours"] and sum(exact["theirs"]["accepted"]) > 0
+    assert sum(quantised["theirs"]["accepted"]) > 0.8 * sum(quantised["ours"]["accepted"])
+    texts = [EngineText(*map(tuple, pair)) for pair in zip(desk.prompts, quantised["texts"], strict=True)]
+    wrong = [replace(text, tokens=(*text.tokens[:9], text.tokens[9] ^ 1, *text.tokens[10:])) for text in texts]
+    server = llama_cpp(original, draft, DRAFT_TOKENS, method="dspark")
+    with server as address, ServedModel(Endpoint(address=address, model="any")) as served:
+        scorer = Scorer(served, CONTROLS, desk.tokenizer("a")["input_ids"][-1])
+        found = [rounding_or_rule(scorer, each, DRAFT_TOKENS + 1, desk.ends) for each in (texts, wrong)]
+    assert [finding.status for finding in found] == ["ok", "problem"], found
+    assert found[0].figures["places"] == sum(len(text.tokens) - 1 for text in texts)
 
 
 # --- measured from outside --------------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ class Completion(NamedTuple):
     ``token_ids`` may or may not end with the end-of-text token: servers differ. ``prompt_ids`` is the prompt as the
     server read it. ``prompt_tokens`` and ``tokens`` are the lengths of prompt and answer. ``message`` is the chat
     message as received. ``model`` is the server's name for the model that answered. ``streamed``: it came in events.
+    ``cached`` counts the prompt's tokens that were not computed again. ``likely`` has the log-probabilities of the best
+    first tokens by id.
     """
 
     text: str
@@ -49,6 +51,8 @@ class Completion(NamedTuple):
     message: Mapping[str, Any] = {}
     model: str | None = None
     streamed: bool = False
+    cached: int | None = None
+    likely: Mapping[int, float] = {}
 
     def with_end(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:
         """Return the answer's tokens, including the end token that ended it even if the server omits it."""
@@ -82,10 +86,12 @@ def completion_of(found: Any, streamed: bool = False) -> Completion:
     text = message.get("content") if message else choice.get("text")
     logprobs = told if isinstance(told := choice.get("logprobs"), dict) else {}
     content = [entry for entry in logprobs.get("content") or () if isinstance(entry, dict)]
+    best = told if content and isinstance(told := content[0].get("top_logprobs"), list) else []
     verbose = told if isinstance(told := found.get("__verbose"), dict) else {}  # llama.cpp
     places = choice.get("token_ids"), choice.get("response_token_ids"), choice.get("tokens"), verbose.get("tokens")
     ids = next(filter(None, map(_integers, (*places, [entry.get("id") for entry in content]))), None)
-    counted = _count(found.get("usage"), "completion_tokens")
+    usage = told if isinstance(told := found.get("usage"), dict) else {}
+    counted = _count(usage, "completion_tokens")
     if streamed and ids is not None and counted not in (None, len(ids)):
         ids = None
     return Completion(
@@ -93,11 +99,13 @@ def completion_of(found: Any, streamed: bool = False) -> Completion:
         token_ids=ids,
         prompt_ids=_integers(choice.get("prompt_token_ids")) or _integers(found.get("prompt_token_ids")),
         finish_reason=choice.get("finish_reason"),
-        prompt_tokens=_count(found.get("usage"), "prompt_tokens"),
+        prompt_tokens=_count(usage, "prompt_tokens"),
         tokens=counted if ids is None else len(ids),
         message=message,
         model=found.get("model"),
         streamed=streamed,
+        cached=_count(usage.get("prompt_tokens_details"), "cached_tokens"),
+        likely={each["id"]: each["logprob"] for each in best if isinstance(each, dict) and type(each.get("id")) is int},
     )
 
 

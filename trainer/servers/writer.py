@@ -6,11 +6,19 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
+from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.reference import EngineText, Reference
 from trainer.servers.answers import CONTROLS, Completion, CompletionRequest
 from trainer.servers.client import ServedModel
+from trainer.servers.counters import find_counts
+from trainer.servers.widths import Scorer, rounding_or_rule
 
 Source = Literal["token ids", "token ids with the log-probabilities", "texts alone, tokenized again here"]
+
+_SCORED_TEXTS = 16
+"""Texts with a fault that a server is asked to score, which takes one request per token."""
+_USUAL_DRAFT = 7
+"""Drafted tokens of a server that does not count them."""
 
 
 class ServedWriter:
@@ -41,6 +49,8 @@ class ServedWriter:
         """Texts that had to be tokenized again, because the server reported no token ids."""
         self.unlike = 0
         """Retold texts that do not decode to the same text."""
+        self.greedy: list[EngineText] = []
+        """The greedy texts that it wrote last."""
         self._logprobs: int | None = None
         if self._answer(prompt, None).token_ids is None:
             self._logprobs = 1
@@ -63,10 +73,21 @@ class ServedWriter:
             for index, prompt in enumerate(prompts)
         ]
         answers = self._served.many(requests, self.on_answer)
-        return [
+        texts = [
             EngineText(self._read(prompt, answer), self._tokens(answer))
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
+        self.greedy = texts if greedy else self.greedy
+        return texts
+
+    def rounding_or_rule(self, faulty: Sequence[int]) -> Finding:
+        """Have the server score its greedy texts with these numbers (from 1), to tell rounding from a wrong rule."""
+        counts = find_counts(self._served.metrics(), self._served.served.model)
+        width = 1 + ((counts.tokens if counts else None) or _USUAL_DRAFT)
+        forced = self._text_tokenizer("a", add_special_tokens=False)["input_ids"][-1]
+        scorer = Scorer(self._served, self._controls, forced)
+        texts = [self.greedy[number - 1] for number in faulty[:_SCORED_TEXTS]]
+        return rounding_or_rule(scorer, texts, width, self._reference.eos_token_ids)
 
     def _answer(self, prompt: tuple[int, ...], logprobs: int | None) -> Completion:
         return self._served.many([CompletionRequest(self._prompt_to_send(prompt), 2, logprobs=logprobs)])[0]

@@ -12,6 +12,8 @@ from decoding.measure.records import Margin
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.tree import common_length
 
+IDENTITY = "greedy identity"
+
 
 def near_tie(dtype: torch.dtype) -> float:
     """Return the largest gap between two logits that rounding can reverse."""
@@ -71,7 +73,7 @@ def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Findin
             "best is {best}, with a logit {margin:.3g} higher"
         ).format(n=len(faults), **faults[0])
     return judged(
-        "greedy identity",
+        IDENTITY,
         not faults,
         found,
         texts=len(texts),
@@ -79,6 +81,7 @@ def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Findin
         identical=identical,
         near_ties=len(ties),
         faults=len(faults),
+        faulty_texts=sorted({fault["text"] for fault in faults}),
         near_tie=near,
         first_divergence=misses[0] if misses else None,
         first_fault=faults[0] if faults else None,

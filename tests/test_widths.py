@@ -1,0 +1,89 @@
+"""A server scores its greedy texts in passes of two widths: what rounding explains passes, a wrong rule does not."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from scripted_endpoint import Reply, Request, serve
+
+from decoding.measure.proof.finding import Finding
+from decoding.measure.proof.reference import EngineText
+from trainer.servers.client import ServedModel
+from trainer.servers.connection import Endpoint
+from trainer.servers.widths import Scorer, rounding_or_rule
+
+PROMPT, FORCED, EOS = (7, 8, 9), 5, (0, 6)
+TEXT = EngineText(PROMPT, (1, 1, 1, 1, 1, 1, 2, 1, 1, 0))
+
+
+@dataclass
+class CachingServer:
+    """Token 1 is ``gap`` better than token 2, by ``shift`` less in passes over four tokens; the text ends with 6."""
+
+    gap: float
+    shift: float = 0.0
+    caches: bool = True
+    tells_ids: bool = True
+    held: list[int] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)
+
+    def __call__(self, request: Request) -> Reply:
+        body = request.body
+        assert body["max_tokens"] == 1 and body["temperature"] == 0, "nothing is drafted"
+        assert body["logit_bias"] == {str(FORCED): 1000} and body["top_k"] == -1
+        prompt = body["prompt"]
+        kept = len(self.held) if self.caches and body["cache_prompt"] and prompt[: len(self.held)] == self.held else 0
+        self.held, width = prompt, len(prompt) - kept
+        self.widths.append(width)
+        scores = {1: -0.5, 2: -0.5 - self.gap + (self.shift if width == 4 else 0.0), 6: -9.0}
+        if len(prompt) == len(PROMPT) + len(TEXT.tokens) - 1:
+            scores |= {6: -0.1}
+        best = [{**({"id": token} if self.tells_ids else {}), "logprob": score} for token, score in scores.items()]
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": kept}}
+        told = {"content": [{"id": FORCED, "logprob": 0.0, "top_logprobs": best}]}
+        choice = {"index": 0, "text": "a", "finish_reason": "length", "logprobs": told}
+        return 200, {"choices": [choice], "usage": usage}
+
+
+def found(server: CachingServer, text: EngineText = TEXT) -> Finding:
+    with serve(server) as endpoint, ServedModel(Endpoint(address=endpoint.address, model="tiny")) as served:
+        return rounding_or_rule(Scorer(served, {"top_k": -1}, FORCED), [text], 4, EOS)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def test_a_gap_that_the_width_of_a_pass_can_change_is_rounding() -> None:
+    server = CachingServer(gap=0.1, shift=0.3)
+    finding = found(server)
+    assert finding.status == "ok" and "writes 8 of these 9 tokens; the others are up to 0.1 below" in finding.found
+    assert "by up to 0.3, and its best token at 2 of 3 places: the texts differ by rounding" in finding.found
+    assert server.widths[:10] == [3, *[1] * 9], "the prompt, and each token alone"
+    assert sorted([server.widths[10:14], server.widths[14:]]) == [[3, 1, 4, 4], [3, 2, 4]], "up to places 9 and 6"
+
+
+def test_a_gap_beyond_what_the_width_changes_is_a_fault() -> None:
+    finding = found(CachingServer(gap=0.5, shift=0.3))
+    assert finding.status == "problem" and finding.found.endswith("the rule, or its cache, is wrong")
+    assert found(CachingServer(gap=0.5)).status == "problem", "widths change nothing here"
+    unknown = EngineText(PROMPT, (*[1] * 6, 4, 0))
+    assert found(CachingServer(gap=0.1, shift=0.3), unknown).figures["widest_gap"] == float("inf")
+
+
+def test_texts_that_the_server_writes_without_a_draft_have_nothing_to_explain() -> None:
+    server = CachingServer(gap=0.1)
+    finding = found(server, EngineText(PROMPT, (*[1] * 9, 0)))  # any of the ends is as good as another
+    assert finding.status == "ok" and "itself writes 9 of these 9 tokens; 4 tokens at a time change" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("server", "reason"),
+    [
+        (CachingServer(0.1, caches=False), "it computed 4 tokens at a time, not 1"),
+        (CachingServer(0.1, tells_ids=False), "it reports no scores by token id"),
+    ],
+)
+def test_a_server_that_cannot_be_asked_leaves_it_open(server: CachingServer, reason: str) -> None:
+    finding = found(server)
+    assert finding.status == "open" and reason in finding.found
