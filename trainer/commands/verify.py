@@ -144,7 +144,7 @@ def _explained(identity: Finding, evidence: Finding, options: VerifyOptions) -> 
     That is what the width of a pass changes there, and for a quantised GGUF file at least a near-tie of bf16, because
     kernels for such files round activations to 8 bits.
     """
-    source = source_of(local_folder(resolve(options.target), weights=False)) or {}
+    source = source_of(local_folder(str(options.target), weights=False)) or {}
     quantised = near_tie(torch.bfloat16) if source.get("quantisation") else 0.0
     rounding = max(evidence.figures.get("largest_change", 0.0), quantised)
     if evidence.status != "ok" or identity.figures["widest_fault"] > rounding:
