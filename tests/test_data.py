@@ -8,8 +8,9 @@ import pytest
 from tiny_tokenizer import byte_level, sentencepiece_like
 from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
 
+from decoding.errors import UserError
 from trainer.data.batch import Example, collate
-from trainer.data.dataset import Dataset, heldout_prompts, load_dataset
+from trainer.data.dataset import Dataset, heldout_prompts, load_dataset, load_heldout_data
 from trainer.recipe.common import DataSection
 
 
@@ -184,6 +185,25 @@ def test_a_heldout_prompt_is_what_stands_before_the_answer_or_the_first_tokens()
     assert heldout_prompts(examples, 3, prompt_tokens=3, longest=2) == [(1, 2), (9,), (11, 12)]
     with pytest.raises(ValueError, match="no held-out prompt has at most 0 tokens: use shorter prompts or fewer new"):
         heldout_prompts(examples, 2, prompt_tokens=8, longest=0)
+
+
+@pytest.mark.parametrize("template", [None, CHAT_TEMPLATE + "{% if add_generation_prompt %}<assistant> {% endif %}"])
+@pytest.mark.parametrize("alone", [{"prompt": "a b"}, {"turns": ["a b", "c"]}, chat("a b")])
+def test_heldout_prompts_need_no_answers(tmp_path: Path, alone: dict[str, Any], template: str | None) -> None:
+    """They are decoded like prompts whose answers are known."""
+    path, tokenizer = write_rows(tmp_path / "rows.jsonl", [alone, {"prompt": "c"}]), tiny_tokenizer(template)
+    found = load_heldout_data(section(heldout=str(path)), tokenizer)
+    answered = load(tmp_path, [{"prompt": "a b", "answer": "d"}, {"prompt": "c", "answer": "d"}], template)
+    texts = [heldout_prompts(firsts, 2, prompt_tokens=3, longest=100) for firsts in (found.firsts, answered)]
+    assert texts[0] == texts[1] and found.describe().startswith("2 rows (2 prompts)")
+
+
+def test_heldout_rows_of_which_some_have_answers_are_refused_as_before(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "c", "answer": "d"}])
+    with pytest.raises(
+        UserError, match=r"data.heldout: .*line 1: the row has the fields \['prompt'\], but training needs"
+    ):
+        load_heldout_data(section(heldout=str(path)), tiny_tokenizer())
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.markov import MarkovBias
 from decoding.model.stored import CONFIG_NAME, WEIGHTS_NAME
+from trainer.heads.medusa import with_sharing
 from trainer.recipe.heads import HeadsSection
 
 CONFIG = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=3, tree=((0,), (1,), (0, 0), (0, 0, 2)))
@@ -109,6 +110,17 @@ def test_two_steps_of_training_change_the_blocks_alone(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "final" / WEIGHTS_NAME)
     assert stored.keys() == trained.keys() and not any("lm_head" in name for name in stored)
     assert MedusaHeads.from_pretrained(tmp_path / "final").config.shared_lm_head
+
+
+@pytest.mark.parametrize(("vocab", "shares"), [(16, False), (1200, True)])
+def test_heads_share_the_lm_head_by_default_if_their_own_would_be_half_the_target(vocab: int, shares: bool) -> None:
+    model = tiny_model("llama", vocab=vocab, tie_word_embeddings=True)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    section, said = with_sharing(HeadsSection(num_heads=1), model)
+    share = 16 * vocab / parameters
+    assert section.shared_lm_head == shares == (share >= 0.5) and f"{share:.0%} of the target's" in said
+    for chosen in (True, False):
+        assert with_sharing(HeadsSection(shared_lm_head=chosen), model)[0].shared_lm_head == chosen
 
 
 # --- heads with a Markov bias: the bias by hand, and the artefact -----------------------------------------------------

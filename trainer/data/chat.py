@@ -14,8 +14,9 @@ from decoding.errors import UserError
 from decoding.fields import REASONING, UNSPOKEN, UNTRAINED, Message, Tools, is_metadata, is_trained
 from decoding.prompts import encode_continuation, encode_prompt, with_variables
 from trainer.data.batch import Example
-from trainer.data.conversations import ANSWER_TOKENS, Transcript
+from trainer.data.conversations import ANSWER_TOKENS, Transcript, opening_of
 from trainer.data.marks import ADVICE, Marked, TokenMarker, has_marks, read_spans, with_spans
+from trainer.data.rows import Row
 from trainer.recipe.common import DataSection
 
 MARKED = "the template's generation marks"
@@ -131,7 +132,7 @@ class TranscriptEncoder:
         for index, tokens in zip(indices, written if isinstance(written, list) else (), strict=False):
             if not self._reads(tokens, messages[index], transcript.cut_off and index == indices[-1]):
                 break
-            prompt = next(rendered, None) or self._prompt(messages[:index], where, template)
+            prompt = next(rendered, None) or self.prompt(messages[:index], where, template)
             if not self._knows(prompt):
                 break
             if tokens and not (transcript.cut_off and index == indices[-1]):
@@ -164,10 +165,17 @@ class TranscriptEncoder:
         text, content = read_answer(self._tokenizer, tokens, truncated).strip(), answer["content"].strip()
         return content in text if UNSPOKEN & answer.keys() else content == text
 
-    def _prompt(self, messages: Messages, where: str, template: "ChatTemplate | None") -> tuple[int, ...]:
+    def prompt(self, messages: Messages, where: str, template: "ChatTemplate | None") -> tuple[int, ...]:
+        """Return the tokens that prompt for an answer to ``messages``; ``where`` names the row in errors."""
         if template is None:
             return encode_prompt(list(messages), self._tokenizer, chat=False)
         return template.prompt(messages, where)
+
+    def encode_opening(self, row: Row, section: DataSection) -> Example:
+        """Return the prompt of a row without answers, of which nothing is trained; raise UserError for other rows."""
+        messages, tools = opening_of(row, section)
+        tokens = self.prompt(messages, row.where, self._template and self._template.with_tools(tools))
+        return Example(tokens, [False] * len(tokens), len(tokens))
 
 
 def read_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], truncated: bool) -> str:

@@ -93,6 +93,15 @@ def transcript_of(row: Row, section: DataSection) -> Transcript:
     return Transcript(where, format, tuple(messages), "", found, *tokens, fields.get(TRUNCATED) is True, tools, unread)
 
 
+def opening_of(row: Row, section: DataSection) -> tuple[tuple[Message, ...], Tools | None]:
+    """Return the first turn of a row without answers, and its tools; raise UserError for any other row."""
+    fields, where = row.fields(), row.where
+    messages = prompt_of(fields, section.prompt_field, where).messages
+    if (section.answer_field or find_answer(fields)) in fields or any(m["role"] == "assistant" for m in messages):
+        raise UserError(f"{where}: the row has an answer: give prompts alone, or an answer to each")
+    return _turns(messages, where)[0], tools_of(fields, where)
+
+
 def _answered(prompt: Prompt, fields: dict[str, Any], reply: str, where: str) -> list[Message]:
     """Return the messages with the answer in the column ``reply``; answers that belong to the prompt are not trained.
 

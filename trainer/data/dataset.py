@@ -6,14 +6,17 @@ defines the examples.
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from trainer.data.batch import Example
+from trainer.data.chat import TranscriptEncoder
 from trainer.data.conversations import report_unread
 from trainer.data.encoding import Account
 from trainer.data.rows import open_source
@@ -117,12 +120,25 @@ def load_splits(
 
 
 def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:
-    """Load only the held-out data, never packed."""
+    """Load only the held-out data, never packed. Prompts alone will do: evaluations decode from the prompts."""
     apart = section.model_copy(update={"split": section.heldout_split, "packing": False})
     try:
         return load_dataset(section.heldout, apart, tokenizer, ends)
     except UserError as error:
-        raise UserError(f"data.heldout: {error}") from error
+        try:
+            return _load_prompts(section.heldout, apart, tokenizer)
+        except UserError:
+            raise UserError(f"data.heldout: {error}") from error
+
+
+def _load_prompts(path: str, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Load a source of prompts alone; raise UserError if any row has an answer or is no prompt."""
+    source, encoder = open_source(path, section), TranscriptEncoder(section, tokenizer)
+    found = [encoder.encode_opening(row, section) for row in islice(source.read(), section.max_rows)]
+    account = Account(Counter({"prompts": len(found)}), sequences=len(found), tokens=sum(len(e.tokens) for e in found))
+    if not found:
+        raise UserError(f"{path} contains no prompts: give a file with one prompt per line")
+    return Dataset(found, found, path, source.sha256, account, section.max_length, False, source.commit)
 
 
 def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:

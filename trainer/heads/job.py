@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from decoding.model.loading import load_config
-from trainer.heads.medusa import MedusaObjective, check_init
+from trainer.heads.medusa import MedusaObjective, check_init, with_sharing
 from trainer.heads.medusa2 import Medusa2Objective
 from trainer.job import Job, shared_identity
 from trainer.processes import Process
@@ -20,6 +20,9 @@ def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process)
     check_init(recipe.heads)
     tokenizer, dataset, heldout = load_data(recipe)
     target = load_target(recipe, device, tokenizer)
+    heads, said = with_sharing(recipe.heads, target.model.model)
+    process.say(said)
+    recipe = recipe.model_copy(update={"heads": heads})
     torch.manual_seed(recipe.training.seed)  # for random initial weights
     kept: StoredTarget = target
     objective: MedusaObjective | Medusa2Objective

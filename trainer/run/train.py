@@ -46,7 +46,7 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
     begun = from_first(lambda: any(folder.glob("step-*")))
     job = agreed(lambda: assemble(recipe, accelerator.device, process, check_costs=not begun))
     _check_one_job(job)
-    made_by = {"recipe": recipe.model_dump(mode="json"), "launch": describe(accelerator)}
+    made_by = {"recipe": job.recipe.model_dump(mode="json"), "launch": describe(accelerator)}
     identity = {**job.identity, "launch": made_by["launch"]}
     checkpoints = Checkpoints(folder, recipe.checkpoint.keep, identity, _settings(recipe, process.world), made_by)
     _announce(process, job)
