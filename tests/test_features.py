@@ -177,6 +177,34 @@ def test_heads_learn_from_features_what_they_learn_from_the_target(tiny_llama: C
     torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_of_similar_length_run_together_as_each_row_alone(
+    tiny_llama: CausalLM, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of up to 30 tokens, with little padding; states come back in the batch's order."""
+    examples = EXAMPLES
+    if packed:
+        pairs = zip(EXAMPLES[::2], EXAMPLES[1::2], strict=True)
+        examples = [
+            Example([*a.tokens, *b.tokens], [*a.trained, *b.trained], 0, (len(a.tokens), len(b.tokens)))
+            for a, b in pairs
+        ]
+    batch, online = collate(examples), OnlineTarget(tiny_llama)
+    monkeypatch.setattr("trainer.target.hidden._ENOUGH", 30)
+    run, shapes = tiny_llama.model.forward, list[tuple[int, int]]()
+    monkeypatch.setattr(
+        tiny_llama.model, "forward", lambda **given: shapes.append(given["input_ids"].shape) or run(**given)
+    )
+    found = online.tapped(batch, (0, 1))
+    assert len(shapes) > 2
+    assert sum(rows * longest for rows, longest in shapes) < batch.tokens.numel()
+    for row, example in enumerate(examples):
+        length = len(example.tokens)
+        alone = online.tapped(collate([example]), (0, 1))
+        for whole, single in zip(found, alone, strict=True):
+            torch.testing.assert_close(whole[row, :length], single[0, :length], rtol=1e-4, atol=1e-4)
+
+
 # Shards
 
 
