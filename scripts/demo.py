@@ -73,14 +73,15 @@ def write() -> None:
 
     The recipes train on many such rows, which recipes/quickstart/README.md describes: writing them takes an hour.
     """
-    rows = OUTPUT / "self-written" / "rows.jsonl"
+    rows, wanted = OUTPUT / "self-written" / "rows.jsonl", 2 if SHORT else 8
     shutil.rmtree(rows.parent, ignore_errors=True)
     rows.parent.mkdir(parents=True)
     run_regenerate(
         RegenerateOptions(
             target=quickstart.NAME,
-            prompts=f"self:{2 if SHORT else 8}",
+            prompts=f"self:{wanted}",
             output=rows,
+            batch_size=wanted,
             temperature=1.0,
             max_new_tokens=12 if SHORT else 48,
         )
