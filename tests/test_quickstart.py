@@ -75,6 +75,7 @@ def test_a_server_gets_the_packages_file_and_a_card_says_where_it_is(installed: 
     assert serving.target_config["vocab_size"] == 264
     (here,) = commands_of(serving)
     assert here.argv[:3] == ("llama-server", "-m", str(installed))
+    assert not any("quickstart" in warning for warning in here.warnings)
     shown = commands_of(Serving(artefact, tmp_path, "DIR", target_of(tmp_path), "quickstart"))
     assert shown[0].argv[:3] == ("llama-server", "-m", quickstart.FILE)
     card = render_card(artefact, stored, None, commands=shown)
