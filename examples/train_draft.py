@@ -14,12 +14,13 @@ import torch
 
 from decoding import HeadstartModel, speculate
 from decoding.model.loading import load_tokenizer
+from decoding.prompts import encode_prompt
 from decoding.speculation import SpeculativeOutput
 from decoding.stream import Tally
 from trainer import load_recipe, run_recipe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart" / "draft.yaml"
-PROMPTS = ["import os\nimport sys\n\n", "class Stack:\n    def __init__(self):\n", "def main():\n    parser = "]
+PROMPTS = ["Why is the sky blue?", "Write a short poem about rain.", "How do I cook rice?"]
 
 # 1. The draft starts as the target's first layer and learns the target's distribution on answers by the target.
 recipe = load_recipe(RECIPE, sys.argv[1:])
@@ -28,7 +29,7 @@ print(f"the draft is in {draft}: a model like any other, which transformers can 
 
 # 2. Each further drafted token costs a pass of the draft, and saves a target pass if it is kept: measure what pays.
 tokenizer = load_tokenizer(recipe.target)
-prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+prompts = [encode_prompt(prompt, tokenizer, chat=True) for prompt in PROMPTS]
 
 # In fp32 plain decoding writes the same greedy texts; in bf16, the faster default, near-ties may differ.
 plain = HeadstartModel.from_pretrained(recipe.target, dtype=torch.float32)

@@ -13,10 +13,11 @@ import torch
 
 from decoding import HeadstartModel, speculate
 from decoding.model.loading import load_tokenizer
+from decoding.prompts import encode_prompt
 from trainer import load_recipe, run_recipe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart" / "medusa1.yaml"
-PROMPTS = ["import os\nimport sys\n\n", "class Stack:\n    def __init__(self):\n", "def main():\n    parser = "]
+PROMPTS = ["Why is the sky blue?", "Write a short poem about rain.", "How do I cook rice?"]
 
 # 1. The recipe: typed settings from YAML, with overrides. A misspelt key raises an error that suggests the right one.
 recipe = load_recipe(RECIPE, sys.argv[1:])
@@ -30,7 +31,7 @@ print(f"the heads are in {heads}")
 #    plain decoding writes the same tokens; in bf16, the faster default, near-ties may differ.
 tokenizer = load_tokenizer(recipe.target)
 model = HeadstartModel.from_pretrained(recipe.target, f"heads:{heads}", dtype=torch.float32)
-prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+prompts = [encode_prompt(prompt, tokenizer, chat=True) for prompt in PROMPTS]
 texts = {"max_new_tokens": 64, "batch_size": 1, "policy": "fixed", "pad_token_id": tokenizer.eos_token_id}
 plain = speculate(model.target, None, prompts, **texts)
 drafted = speculate(model.target, model.drafter, prompts, **texts)

