@@ -1,6 +1,7 @@
 """Batch-invariant passes: in bf16 too, texts are plain decoding's, alone and in batches."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from decoding.engine import Engine
 from decoding.errors import UserError
 from decoding.generate import DecodingConfig
+from decoding.headstart_model import HeadstartModel
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
@@ -15,6 +17,8 @@ from decoding.rules.verify import SAMPLED_VERIFY
 from tests.scripted_drafters import HostileDrafter
 from tests.target_families import family_model
 from tests.tiny_models import FEW_ATTENTIONS, tiny_model
+from trainer.commands.models import read_target
+from trainer.commands.shared_options import LoadingOptions
 
 PROMPTS = [[1 + (7 * number + place * place) % 60 for place in range(3 + 2 * number)] for number in range(7)]
 COUNT = 24
@@ -58,6 +62,13 @@ def test_in_bf16_texts_of_a_batch_are_plain_decodings_of_each_alone(static: str 
     drafted = Engine(target, drafter).decode(PROMPTS, config, batch_size=3)
     assert [text.tokens for text in drafted] == plain
     assert any(step.accepted for text in drafted for step in text.steps)
+
+
+def test_commands_and_from_pretrained_load_batch_invariant_targets(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    assert read_target(str(tmp_path), LoadingOptions(batch_invariant=True)).batch_invariant
+    model = HeadstartModel.from_pretrained(str(tmp_path), batch_invariant=True)
+    assert model.target.with_static("eager").batch_invariant
 
 
 def test_a_model_that_runs_no_trees_cannot_be_batch_invariant() -> None:
