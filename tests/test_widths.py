@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 import pytest
 from scripted_endpoint import Reply, Request, serve
 
-from decoding.measure.proof.finding import Finding
+from decoding.measure.proof.finding import Finding, judged, undecided
 from decoding.measure.proof.reference import EngineText
 from trainer.servers.client import ServedModel
 from trainer.servers.connection import Endpoint
-from trainer.servers.widths import Scorer, rounding_or_rule
+from trainer.servers.widths import CHECK, Scorer, explained, rounding_or_rule
 
 PROMPT, FORCED, EOS = (7, 8, 9), 5, (0, 6)
 TEXT = EngineText(PROMPT, (1, 1, 1, 1, 1, 1, 2, 1, 1, 0))
@@ -87,3 +87,20 @@ def test_texts_that_the_server_writes_without_a_draft_have_nothing_to_explain() 
 def test_a_server_that_cannot_be_asked_leaves_it_open(server: CachingServer, reason: str) -> None:
     finding = found(server)
     assert finding.status == "open" and reason in finding.found
+
+
+@pytest.mark.parametrize(
+    ("evidence", "quantised", "status"),
+    [
+        (judged(CHECK, True, "", largest_change=0.4), False, "note"),
+        (judged(CHECK, True, "", largest_change=0.2), False, "problem"),
+        (judged(CHECK, True, "", largest_change=0.2), True, "note"),
+        (judged(CHECK, False, "", largest_change=0.4), True, "problem"),
+        (undecided(CHECK, ""), True, "problem"),
+    ],
+)
+def test_a_fault_is_a_note_only_if_the_server_proves_that_it_rounds_so(
+    evidence: Finding, quantised: bool, status: str
+) -> None:
+    identity = judged("greedy identity", False, "2 tokens are wrong", widest_fault=0.3)
+    assert explained(identity, evidence, quantised).status == status

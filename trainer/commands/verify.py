@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +13,7 @@ from decoding.engine import Engine
 from decoding.errors import UserError
 from decoding.generate import DecodingConfig, check_prompt
 from decoding.measure.proof.finding import Finding, all_pass
-from decoding.measure.proof.greedy import IDENTITY, near_tie
+from decoding.measure.proof.greedy import IDENTITY
 from decoding.measure.proof.prove import Effort, EngineWriter, prove
 from decoding.measure.proof.reference import Reference
 from decoding.measure.questions import read_prompts
@@ -121,6 +119,7 @@ def _in_process(
 
 def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterator[tuple[str, Finding]]:
     """Yield the findings on a served model."""
+    from trainer.servers.widths import explained
     from trainer.servers.writer import ServedWriter
 
     name = f"{published_name(options.model or '')}, served"  # vLLM names models by their paths
@@ -133,25 +132,10 @@ def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterat
                     yield name, finding
                     continue
                 evidence = writer.rounding_or_rule(finding.figures["faulty_texts"])
-                yield name, _explained(finding, evidence, options)
+                source = source_of(local_folder(resolve(options.target), weights=False)) or {}
+                yield name, explained(finding, evidence, bool(source.get("quantisation")))
                 yield name, evidence
         yield name, _tokens_of(writer)
-
-
-def _explained(identity: Finding, evidence: Finding, options: VerifyOptions) -> Finding:
-    """Return the finding on greedy texts as a note if its faults are within what rounding changes in the server.
-
-    That is what the width of a pass changes there, and for a quantised GGUF file at least a near-tie of bf16, because
-    kernels for such files round activations to 8 bits.
-    """
-    source = source_of(local_folder(str(options.target), weights=False)) or {}
-    quantised = near_tie(torch.bfloat16) if source.get("quantisation") else 0.0
-    rounding = max(evidence.figures.get("largest_change", 0.0), quantised)
-    if evidence.status != "ok" or identity.figures["widest_fault"] > rounding:
-        return identity
-    told = f"{identity.found}; rounding in the server explains gaps of up to {rounding:.3g}"
-    remedy = f"see '{evidence.check}'; serve the weights in f32 to compare without rounding"
-    return replace(identity, status="note", found=told, remedy=remedy)
 
 
 def _tokens_of(writer: "ServedWriter") -> Finding:

@@ -20,7 +20,7 @@ _OTHER_END = (
 _OTHER_DTYPE = "load the target in the server's dtype (--dtype), or serve it in fp32 to compare"
 _OTHER_MODEL = (
     "serve exactly the target that the speculator was trained for: same revision, no other adapter or quantisation, "
-    "no penalties in the server's generation config"
+    "no penalties in the server's generation config; 'headstart verify' tells whether a server only rounds differently"
 )
 
 

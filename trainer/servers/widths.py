@@ -8,10 +8,14 @@ holds all but the last ``width`` tokens of its prompt, so these are computed in 
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
+
+import torch
 
 from decoding.errors import UserError
 from decoding.measure.proof.finding import Finding, judged, undecided
+from decoding.measure.proof.greedy import near_tie
 from decoding.measure.proof.reference import EngineText
 from trainer.servers.answers import CompletionRequest
 from trainer.servers.client import ServedModel
@@ -89,6 +93,20 @@ def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, en
     figures = {"texts": len(texts), "places": places, "differences": len(gaps), "widest_gap": widest, "width": width}
     figures |= {"places_at_width": len(changes), "other_best_at_width": turned, "largest_change": most}
     return judged(CHECK, passed, found, **figures)
+
+
+def explained(identity: Finding, evidence: Finding, quantised: bool) -> Finding:
+    """Return the finding of `greedy_identity` as a note if rounding in the server explains its faults.
+
+    ``evidence`` is the finding of `rounding_or_rule`, with what the width of a pass changes. For ``quantised`` weights
+    a near-tie of bf16 is rounding too, because llama.cpp's kernels for them round activations to 8 bits.
+    """
+    rounding = max(evidence.figures.get("largest_change", 0.0), near_tie(torch.bfloat16) if quantised else 0.0)
+    if evidence.status != "ok" or identity.figures["widest_fault"] > rounding:
+        return identity
+    told = f"{identity.found}; rounding in the server explains gaps of up to {rounding:.3g}"
+    remedy = f"see '{CHECK}'; serve the weights in f32 to compare without rounding"
+    return replace(identity, status="note", found=told, remedy=remedy)
 
 
 def _differs(written: int, best: int, ends: Sequence[int]) -> bool:
