@@ -57,6 +57,8 @@ def identity_of(folder: Path, **sections: Any) -> dict[str, Any]:
 
 
 def test_a_finished_run_says_what_it_was_made_from(run_folder: Path) -> None:
+    prompts = {"written_by": "the target", "draws": 30, "prompts": 24}
+    (run_folder / "train.jsonl.meta.json").write_text(json.dumps({"settings": {}, "about": {"prompts": prompts}}))
     final, _ = run(run_folder, "medusa")
     written = json.loads((final / FILE_NAME).read_text())
     assert {"commit", "versions", "hardware", "recipe", "data", "target", "steps", "tokens"} <= written.keys()
@@ -68,8 +70,10 @@ def test_a_finished_run_says_what_it_was_made_from(run_folder: Path) -> None:
         "rows": 24,
         "commit": None,
         "source": None,
+        "prompts": [prompts],
         "license": None,
     }
+    assert written["data"][str(run_folder / "heldout.jsonl")]["prompts"] == []
     target = run_folder / "target"
     assert written["target"] == {"name": str(target), "fingerprint": stored_fingerprint(target)}
     assert written["num_processes"] == 1
