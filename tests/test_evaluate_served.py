@@ -137,7 +137,7 @@ def measured(folder: Path, fake: Fake, baseline: Fake | None = None, **changes: 
     with serve(fake) as one, serve(baseline or fake) as other:
         second = other.address if baseline else None
         chosen = options(folder, endpoint=one.address, baseline_endpoint=second, **changes)
-        report = run_evaluate_served(chosen, console, console, fake.clock)
+        report = run_evaluate_served(chosen, console, fake.clock)
     return as_json(report), printed.getvalue()
 
 
@@ -247,10 +247,10 @@ def test_requests_are_under_way_together_and_a_finished_cell_is_not_asked_again(
 
     with serve(script) as endpoint:
         chosen = options(tmp_path, endpoint=endpoint.address, concurrency=(2,))
-        report = run_evaluate(chosen, Console(file=io.StringIO()))
-        again = run_evaluate(chosen, Console(file=io.StringIO()))
+        report = run_evaluate_served(chosen, Console(file=io.StringIO()))
+        again = run_evaluate_served(chosen, Console(file=io.StringIO()))
         with pytest.raises(ValueError, match="contains runs with max_new_tokens 96, not 12"):
-            run_evaluate(replace(chosen, max_new_tokens=12), Console(file=io.StringIO()))
+            run_evaluate_served(replace(chosen, max_new_tokens=12), Console(file=io.StringIO()))
     assert len(seen) == PROMPTS + 1 and again and report and again.rows == report.rows
     assert json.loads((tmp_path / "out" / "report.json").read_text())["served"]
 
@@ -313,7 +313,7 @@ def test_a_server_that_cannot_be_measured_is_one_sentence(tmp_path: Path, script
     clock = script.clock if isinstance(script, Fake) else Clock()
     console = Console(file=io.StringIO())
     with serve(script) as endpoint, pytest.raises(ValueError, match=complaint):
-        run_evaluate_served(options(tmp_path, endpoint=endpoint.address), console, console, clock)
+        run_evaluate_served(options(tmp_path, endpoint=endpoint.address), console, clock)
 
 
 @pytest.mark.parametrize(
@@ -330,8 +330,9 @@ def test_a_server_that_cannot_be_measured_is_one_sentence(tmp_path: Path, script
     ids=str,
 )
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
+    chosen = options(tmp_path, **{"endpoint": "http://127.0.0.1:9/v1", **change})
     with pytest.raises(ValueError, match=complaint):
-        run_evaluate(options(tmp_path, **{"endpoint": "http://127.0.0.1:9/v1", **change}))
+        (run_evaluate_served if chosen.endpoint else run_evaluate)(chosen)
 
 
 # --- the arithmetic ---------------------------------------------------------------------------------------------------

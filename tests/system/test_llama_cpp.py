@@ -35,7 +35,7 @@ from decoding.measure.results import as_json
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_dspark, load_model, load_tokenizer
 from trainer.cli import app
-from trainer.commands.evaluate import run_evaluate
+from trainer.commands.evaluate_served import run_evaluate_served
 from trainer.commands.options import EvaluateOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.data.dataset import load_dataset
@@ -275,7 +275,7 @@ def test_a_server_is_measured_from_outside_with_its_draft_and_without(
     with llama_cpp(target, draft) as endpoint, llama_cpp(target) as baseline:
         asked |= {"endpoint": endpoint, "baseline_endpoint": baseline}
         options = EvaluateOptions(prompts=source, output=tmp_path / "out", **asked)
-        report = as_json(run_evaluate(options, Console(file=io.StringIO())))
+        report = as_json(run_evaluate_served(options, Console(file=io.StringIO())))
     every = {(row["method"], row["batch_size"]): row for row in (*report["rows"], *report["grid"])}
     assert every.keys() == {(name, load) for name in ("served", "plain") for load in (1, 4)}
     for (name, load), row in every.items():

@@ -53,10 +53,6 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> Re
     Several processes each decode a share. The first one writes and returns the report; the others return None.
     """
     watched, console = console or standard_error(), console or standard_output()
-    if options.endpoint is not None:
-        from trainer.commands.evaluate_served import run_evaluate_served
-
-        return run_evaluate_served(options, watched, console)
     _check_target(options)
     accelerator = join_processes()
     rank, world = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)

@@ -33,6 +33,7 @@ from trainer.quickstart import resolve
 from trainer.servers.answers import StreamedAnswer
 from trainer.servers.client import ServedModel
 from trainer.servers.counters import find_counts
+from trainer.terminal.console import standard_error, standard_output
 from trainer.terminal.progress import ProgressBar
 
 _PUBLISHED = (
@@ -55,9 +56,10 @@ class Cell(NamedTuple):
 
 
 def run_evaluate_served(
-    options: EvaluateOptions, watched: Console, console: Console, clock: Callable[[], float] = time.perf_counter
+    options: EvaluateOptions, console: Console | None = None, clock: Callable[[], float] = time.perf_counter
 ) -> Report:
     """Measure the endpoints alternately, print the table, write report.json and report.html; return the report."""
+    watched, console = console or standard_error(), console or standard_output()
     config = _checked(options)
     every = read_questions(resolve(options.prompts), options.prompt_field)
     questions = chosen_questions(every, options, Process(0, 1, watched))
