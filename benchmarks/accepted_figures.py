@@ -13,7 +13,7 @@ import torch
 from accepted_arms import ARMS, GREEDY, Arm
 from torch import Tensor
 
-from decoding.measure.figures import told
+from decoding.measure.results import as_json, figure_of
 from decoding.metrics import Estimate, ratio_of_rates, resampled
 
 PLAIN, PEER = "plain", "assisted"
@@ -105,7 +105,8 @@ def speed_of(records: Iterable[Record], key: str, target: str, prompt_set: str, 
 
 def plain_json(estimate: Estimate | None) -> Record | None:
     """Return an estimate as JSON values."""
-    return None if estimate is None else told(estimate)
+    found: Record | None = None if estimate is None else as_json(figure_of(estimate))
+    return found
 
 
 def key_of(arm: str, drafting: str) -> str:

@@ -30,6 +30,7 @@ from decoding.measure.measurement import evaluate
 from decoding.measure.methods import EvaluationConfig, standard_methods
 from decoding.measure.questions import read_prompts
 from decoding.measure.report.tables import markdown_table
+from decoding.measure.results import Report, as_json
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
 from decoding.model.heads import MedusaHeads
@@ -69,9 +70,7 @@ class Trained:
         return {**found, "prompt lookup": named_drafter("lookup")}
 
 
-def measure(
-    target: CausalLM, trained: Trained, prompts: Sequence[Sequence[int]], config: EvaluationConfig
-) -> dict[str, Any]:
+def measure(target: CausalLM, trained: Trained, prompts: Sequence[Sequence[int]], config: EvaluationConfig) -> Report:
     """Measure all drafters on one target, one text at a time."""
     return evaluate(target, standard_methods(target, trained.drafters(), config), prompts, config)
 
@@ -122,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, part in report["targets"].items():
         console.print(f"\n{name}\n\n{markdown_table(part['drafters'])}\n", markup=False, soft_wrap=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    options.output.write_text(json.dumps(as_json(report), indent=1) + "\n")
     console.print(f"written: {options.output}")
 
 

@@ -15,6 +15,7 @@ from matplotlib import pyplot as plt
 from decoding.measure.figures import NONE, caption, estimate, number
 from decoding.measure.markdown import text
 from decoding.measure.report.curves import crossover_figure
+from decoding.measure.results import Figure, report_from_json
 
 ROOT = Path(__file__).resolve().parent.parent
 Report = dict[str, Any]
@@ -44,6 +45,10 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: int) -> s
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, marks, *rows))
 
 
+def _estimate(figure: Mapping[str, Any] | None, unit: str = "") -> str:
+    return estimate(Figure(**figure) if figure else None, unit)
+
+
 def _value(row: Mapping[str, Any], name: str) -> float | None:
     found: float | None = (row.get(name) or {}).get("value")
     return found
@@ -58,10 +63,10 @@ def short_table(report: Report) -> str:
     rows = sorted(report["rows"], key=lambda row: (row["method"] == "plain", row["method"].startswith("transformers")))
     head = ["method", f"tokens per target pass, {setting}", f"speed-up, {setting}"]
     cells = (
-        (text(row["method"]), estimate(row.get("tokens_per_pass")), estimate(row.get("speedup_of_totals"), "×"))
+        (text(row["method"]), _estimate(row.get("tokens_per_pass")), _estimate(row.get("speedup_of_totals"), "×"))
         for row in rows
     )
-    return f"{table(map(text, head), cells, 2)}\n\n{text(caption(report))}."
+    return f"{table(map(text, head), cells, 2)}\n\n{text(caption(report_from_json(report)))}."
 
 
 # --- evaluations ------------------------------------------------------------------------------------------------------
@@ -242,8 +247,8 @@ def headline(report: Report) -> str:
     prompts = " and ".join(dict.fromkeys(str(gain["observations"]) for gain in gains))
     place = machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}"
     return (
-        f"**{estimate(gains[0], '×')} the speed of plain decoding** when greedy ({text(best['drafting'])}), and "
-        f"{estimate(gains[1], '×')} at temperature 1 ({text(drawn['drafting'])}): a {text(best['arm'])} draft on "
+        f"**{_estimate(gains[0], '×')} the speed of plain decoding** when greedy ({text(best['drafting'])}), and "
+        f"{_estimate(gains[1], '×')} at temperature 1 ({text(drawn['drafting'])}): a {text(best['arm'])} draft on "
         f"{prompts} questions of {text(first['set'])}, trained on the target's answers to other questions of that set "
         f"({text(target)}, {place}). Other kinds of text gain less."
     )
@@ -261,7 +266,7 @@ def _fastest(rows: list[Report], target: str) -> Report:
 
 def accepted_table(report: Report) -> str:
     """Return tokens per target pass by arm and drafting, with a column per prompt set and setting."""
-    return _by_place(report, lambda row: estimate(row["tokens_per_pass"]), "tokens_per_pass")
+    return _by_place(report, lambda row: _estimate(row["tokens_per_pass"]), "tokens_per_pass")
 
 
 def gained_table(report: Report) -> str:
@@ -273,7 +278,7 @@ def gained_table(report: Report) -> str:
         return (
             NONE
             if timed is None
-            else f"{estimate(timed['over_plain'], '×')} ({number(_value(timed, 'over_assisted'))}×)"
+            else f"{_estimate(timed['over_plain'], '×')} ({number(_value(timed, 'over_assisted'))}×)"
         )
 
     return f"{_by_place(report, cell, 'speed')}\n\n{text(target)}; {machine_of(report)}"
@@ -343,7 +348,7 @@ def main(source: str, name: str) -> None:
     if name in PICTURES:
         plt.rcParams["svg.hashsalt"] = name  # equal figures give equal files
         picture = ROOT / "docs" / "pictures" / f"{name}.svg"
-        PICTURES[name](report).savefig(picture, bbox_inches="tight", metadata={"Date": None})
+        PICTURES[name](report_from_json(report)).savefig(picture, bbox_inches="tight", metadata={"Date": None})
     print(f"written: {destination.relative_to(ROOT)}")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from decoding.measure.compare import compare, read_evaluation, verdict
+from decoding.measure.compare import Comparison, compare, read_evaluation, verdict
 from decoding.metrics import Estimate
 from trainer.cli import app
 
@@ -47,28 +47,28 @@ def evaluated(
     return folder
 
 
-def row(found: dict[str, Any], method: str = "draft") -> dict[str, Any]:
-    (held,) = [row for row in found["rows"] if row["method"] == method]
-    return dict(held)
+def row(found: Comparison, method: str = "draft") -> Any:
+    (held,) = [row for row in found.rows if row.method == method]
+    return held
 
 
 def test_a_method_that_is_faster_on_every_prompt_is_really_faster(tmp_path: Path) -> None:
     a = read_evaluation(evaluated(tmp_path / "a", [0.5] * 10))
     b = read_evaluation(evaluated(tmp_path / "b", [0.4, 0.45] * 5))
     found = compare(a, b)
-    assert [each["method"] for each in found["rows"]] == ["plain", "draft"] and found["warnings"] == []
-    assert row(found)["pairs"] == 10 and row(found)["speed"]["value"] == pytest.approx(0.5 / 0.425)
-    assert row(found)["speed_verdict"]["kind"] == "real" and row(found)["tokens_per_pass"]["value"] == 1.0
-    assert row(found, "plain")["speed_verdict"]["text"] == "no difference seen: less than 0.1% either way"
+    assert [each.method for each in found.rows] == ["plain", "draft"] and found.warnings == ()
+    assert row(found).pairs == 10 and row(found).speed.value == pytest.approx(0.5 / 0.425)
+    assert row(found).speed_verdict.kind == "real" and row(found).tokens_per_pass.value == 1.0
+    assert row(found, "plain").speed_verdict.text == "no difference seen: less than 0.1% either way"
 
 
 def test_two_methods_of_one_folder_are_paired_by_prompt(tmp_path: Path) -> None:
     a = read_evaluation(evaluated(tmp_path / "a", [0.5] * 10))
-    (held,) = compare(a, a, "plain", "draft")["rows"]
-    assert (held["method"], held["other"]) == ("plain", "draft")
-    assert held["speed"]["value"] == held["tokens_per_pass"]["value"] == 2.0
-    assert held["speed_verdict"]["text"] == "real: B is faster by 100.0% to 100.0%"
-    assert held["tokens_per_pass_verdict"]["text"] == "real: B keeps more by 100.0% to 100.0%"
+    (held,) = compare(a, a, "plain", "draft").rows
+    assert (held.method, held.other) == ("plain", "draft")
+    assert held.speed and held.speed_verdict and held.speed.value == held.tokens_per_pass.value == 2.0
+    assert held.speed_verdict.text == "real: B is faster by 100.0% to 100.0%"
+    assert held.tokens_per_pass_verdict.text == "real: B keeps more by 100.0% to 100.0%"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,8 @@ def test_two_methods_of_one_folder_are_paired_by_prompt(tmp_path: Path) -> None:
     ],
 )
 def test_the_verdict_follows_from_the_interval(estimate: Estimate, kind: str, text: str) -> None:
-    assert verdict(estimate)[:2] == (kind, text)
+    found = verdict(estimate)
+    assert (found.kind, found.text) == (kind, text)
     if kind == "open":
         assert verdict(estimate, prompts=10 * estimate.observations).needed >= 10 * estimate.observations
 
@@ -93,8 +94,8 @@ def test_times_of_other_commits_are_not_compared_and_acceptance_is(tmp_path: Pat
     a = read_evaluation(evaluated(tmp_path / "a", [0.5] * 9))
     b = read_evaluation(evaluated(tmp_path / "b", [0.4] * 9, commit="other"))
     found = compare(a, b)
-    assert found["warnings"] == ["the commits differ: times are not compared, only tokens per target pass"]
-    assert row(found)["speed"] is None and row(found)["tokens_per_pass"]["value"] == 1.0
+    assert found.warnings == ("the commits differ: times are not compared, only tokens per target pass",)
+    assert row(found).speed is None and row(found).tokens_per_pass.value == 1.0
 
 
 def test_later_turns_with_other_prompts_are_left_out(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import io
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from tiny_training import write_rows
 
 from decoding.measure.compare import compare, read_evaluation
 from decoding.measure.figures import answers
-from decoding.measure.served import Timing, counted_acceptance, latency, shares_of_time
+from decoding.measure.results import Row, as_json, report_from_json
+from decoding.measure.served import Timing, latency, shares_of_time, with_counters
 from trainer.commands.evaluate import run_evaluate
 from trainer.commands.evaluate_served import run_evaluate_served
 from trainer.commands.options import EvaluateOptions
@@ -136,8 +137,8 @@ def measured(folder: Path, fake: Fake, baseline: Fake | None = None, **changes: 
     with serve(fake) as one, serve(baseline or fake) as other:
         second = other.address if baseline else None
         chosen = options(folder, endpoint=one.address, baseline_endpoint=second, **changes)
-        report = run_evaluate_served(chosen, console, console, fake.clock)
-    return report, printed.getvalue()
+        report = run_evaluate_served(chosen, console, fake.clock)
+    return as_json(report), printed.getvalue()
 
 
 def row(report: dict[str, Any], method: str = "served") -> dict[str, Any]:
@@ -164,7 +165,7 @@ def test_every_figure_follows_from_the_delays_and_the_counters(tmp_path: Path) -
     assert mine["acceptance_length"] == pytest.approx(1 + 4 / 3) and mine["passes"] == 3 * PROMPTS
     assert mine["accepted_per_drafted"]["value"] == pytest.approx(4 / 9)
     assert mine["identical_to_plain"] == {"identical": 10, "of": 10, "largest_margin": 0.0, "ended_early": 0}
-    assert "passes" not in plain and report["notes"] == []
+    assert plain["passes"] is None and report["notes"] == []
     assert "Fastest: served, 2.00× [2.00, 2.00] plain decoding, greedy, concurrency 1." in printed
     assert "2.33: 0.67 0.33 0.33" in printed and "500.0 / 500.0 / –" in printed
     page = (tmp_path / "out" / "report.html").read_text()
@@ -188,7 +189,7 @@ def test_a_request_that_waits_counts_its_wait_and_the_crossover_is_told_in_words
     assert "10 prompts, up to 96 new tokens, concurrency 1, 2; commit" in printed
     for changed, speed in ((row(report), 0.5), (mine, 1.5)):
         changed["speedup_of_totals"] |= {"value": speed, "low": speed, "high": speed}
-    assert answers(report)[0].endswith(
+    assert answers(report_from_json(report))[0].endswith(
         "0.50× [0.50, 0.50] plain decoding, greedy, concurrency 1; faster at concurrency 2."
     )
 
@@ -226,9 +227,9 @@ def test_acceptance_by_request_has_intervals_over_prompts_and_compares(tmp_path:
     (tmp_path / "b").mkdir()
     measured(tmp_path / "b", Fake(Clock(), gap=0.05, accepted=(3, 3), by_request=True))
     a, b = (read_evaluation(folder / "out") for folder in (tmp_path, tmp_path / "b"))
-    (found,) = compare(a, b)["rows"]
-    assert found["speed"]["value"] == pytest.approx(0.8 / 0.65) and found["pairs"] == PROMPTS
-    assert found["tokens_per_pass"]["value"] == pytest.approx(4 / (7 / 3))
+    (found,) = compare(a, b).rows
+    assert found.speed and found.speed.value == pytest.approx(0.8 / 0.65) and found.pairs == PROMPTS
+    assert found.tokens_per_pass.value == pytest.approx(4 / (7 / 3))
 
 
 def test_requests_are_under_way_together_and_a_finished_cell_is_not_asked_again(tmp_path: Path) -> None:
@@ -246,11 +247,11 @@ def test_requests_are_under_way_together_and_a_finished_cell_is_not_asked_again(
 
     with serve(script) as endpoint:
         chosen = options(tmp_path, endpoint=endpoint.address, concurrency=(2,))
-        report = run_evaluate(chosen, Console(file=io.StringIO()))
-        again = run_evaluate(chosen, Console(file=io.StringIO()))
+        report = run_evaluate_served(chosen, Console(file=io.StringIO()))
+        again = run_evaluate_served(chosen, Console(file=io.StringIO()))
         with pytest.raises(ValueError, match="contains runs with max_new_tokens 96, not 12"):
-            run_evaluate(replace(chosen, max_new_tokens=12), Console(file=io.StringIO()))
-    assert len(seen) == PROMPTS + 1 and again["rows"] == report["rows"]
+            run_evaluate_served(replace(chosen, max_new_tokens=12), Console(file=io.StringIO()))
+    assert len(seen) == PROMPTS + 1 and again and report and again.rows == report.rows
     assert json.loads((tmp_path / "out" / "report.json").read_text())["served"]
 
 
@@ -312,7 +313,7 @@ def test_a_server_that_cannot_be_measured_is_one_sentence(tmp_path: Path, script
     clock = script.clock if isinstance(script, Fake) else Clock()
     console = Console(file=io.StringIO())
     with serve(script) as endpoint, pytest.raises(ValueError, match=complaint):
-        run_evaluate_served(options(tmp_path, endpoint=endpoint.address), console, console, clock)
+        run_evaluate_served(options(tmp_path, endpoint=endpoint.address), console, clock)
 
 
 @pytest.mark.parametrize(
@@ -329,8 +330,9 @@ def test_a_server_that_cannot_be_measured_is_one_sentence(tmp_path: Path, script
     ids=str,
 )
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
+    chosen = options(tmp_path, **{"endpoint": "http://127.0.0.1:9/v1", **change})
     with pytest.raises(ValueError, match=complaint):
-        run_evaluate(options(tmp_path, **{"endpoint": "http://127.0.0.1:9/v1", **change}))
+        (run_evaluate_served if chosen.endpoint else run_evaluate)(chosen)
 
 
 # --- the arithmetic ---------------------------------------------------------------------------------------------------
@@ -344,20 +346,21 @@ def test_answers_share_the_time_in_which_they_are_under_way_together() -> None:
 def test_events_that_all_come_at_the_end_give_no_times() -> None:
     late = [Timing(0.0, 10.0, (9.99, 9.995, 10.0), 8, "") for _ in range(3)]
     found = latency({"a": late}, 30.0)
-    assert not found["streamed"] and found["ttft_ms"]["p50"] is found["itl_ms"]["p50"] is None
-    assert found["tokens_per_second_of_a_request"]["value"] == pytest.approx(0.8)
+    assert not found.streamed and found.ttft_ms.p50 is found.itl_ms.p50 is None
+    assert found.tokens_per_second_of_a_request.value == pytest.approx(0.8)
 
 
 def test_p99_is_known_from_a_hundred_answers_on() -> None:
     timings = [Timing(0.0, 2.0, (index / 100, index / 50), 3, "") for index in range(101)]
     found = latency({"a": timings}, 1.0)
-    for each in (found["ttft_ms"], found["itl_ms"]):
-        assert [each[key] for key in ("p50", "p90", "p99", "observations")] == pytest.approx([500, 900, 990, 101])
-    assert latency({"a": timings[:99]}, 1.0)["itl_ms"]["p99"] is None
+    for each in (found.ttft_ms, found.itl_ms):
+        assert list(astuple(each)) == pytest.approx([500, 900, 990, 101])
+    assert latency({"a": timings[:99]}, 1.0).itl_ms.p99 is None
 
 
 def test_counters_that_contradict_each_other_give_no_acceptance() -> None:
     counts = {"drafts": 10.0, "drafted": 30.0, "accepted": 9.0, "reached": [6.0, 2.0, 0.0], "length": None}
-    assert counted_acceptance([counts]) == {"counters_disagree": True}
-    assert counted_acceptance([{**counts, "accepted": 8.0}])["acceptance_length"] == pytest.approx(1.8)
-    assert counted_acceptance([{**counts, "drafts": None, "length": 2.5}]) == {"acceptance_length": 2.5}
+    none = Row("greedy", "served", "unproved")
+    assert with_counters(none, [counts]) == replace(none, counters_disagree=True)
+    assert with_counters(none, [{**counts, "accepted": 8.0}]).acceptance_length == pytest.approx(1.8)
+    assert with_counters(none, [{**counts, "drafts": None, "length": 2.5}]) == replace(none, acceptance_length=2.5)

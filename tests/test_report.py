@@ -1,6 +1,7 @@
 """A report as sentences, tables, pictures and one page, which say no more than its data."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from decoding.measure import figures
 from decoding.measure.figures import answers, greedy_sentence, methods
 from decoding.measure.report.page import bar_charts, write_html
 from decoding.measure.report.tables import TerminalReport, page_tables, table_rows, terminal_table
+from decoding.measure.results import Figure, Quartiles, Report, report_from_json
 
-REPORT = full_report()
-NOTHING = {"value": None, "low": None, "high": None, "observations": 0}
+REPORT = report_from_json(full_report())
 
 
-def of_rows(*compared: dict[str, Any] | None, **facts: Any) -> dict[str, Any]:
+def of_rows(*compared: dict[str, Any] | None, **facts: Any) -> Report:
     """A report with a greedy row for each of these comparisons, in bf16 on a CPU unless told otherwise."""
     spread = {"median": 1.75, "low_quartile": 1.5, "high_quartile": 2.0, "observations": 12}
     rows = [
@@ -31,21 +32,26 @@ def of_rows(*compared: dict[str, Any] | None, **facts: Any) -> dict[str, Any]:
         }
         for index, each in enumerate(compared)
     ]
-    about = {"hardware": {"processor": "X", "cores": 1, "threads": 1}, "dtype": "bfloat16", "parameters": 1e6}
-    return {**about, "prompts": 1, "max_new_tokens": 4, "commit": "c", "versions": {}, **facts, "rows": rows}
+    about: dict[str, Any] = {
+        "hardware": {"processor": "X", "cores": 1, "threads": 1},
+        "dtype": "bfloat16",
+        "parameters": 1e6,
+    }
+    about |= {"prompts": 1, "max_new_tokens": 4, "commit": "c", "versions": {}, **facts, "rows": rows}
+    return report_from_json(about)
 
 
 def parted(same: int, of: int, margin: float | None, early: int = 0) -> dict[str, Any]:
     return {"identical": same, "of": of, "largest_margin": margin, "ended_early": early}
 
 
-def shown(report: dict[str, Any], width: int = 80) -> str:
+def shown(report: Report, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width, record=True)
     console.print(TerminalReport(report))
     return console.export_text()
 
 
-def page_of(report: dict[str, Any], folder: Path) -> str:
+def page_of(report: Report, folder: Path) -> str:
     write_html(report, folder / "report.html")
     return (folder / "report.html").read_text().replace("\N{NO-BREAK SPACE}", " ").replace("&#39;", "'")
 
@@ -54,13 +60,13 @@ def page_of(report: dict[str, Any], folder: Path) -> str:
 
 
 def test_figures_say_their_interval_and_count_and_are_a_dash_if_not_measured() -> None:
-    share = {"value": 0.887, "low": 0.8, "high": 0.9, "observations": 1312}
-    assert figures.shares([share, NOTHING, share], most=2) == "0.89 (1,312) –"
-    assert figures.estimate(estimate(2.5), "×") == "2.50× [2.25, 2.75]"
-    assert figures.estimate({**estimate(2.5), "low": None}) == "2.50"
-    totals = {"speedup_of_totals": estimate(2.0), "speedup": row("greedy", DRAFT)["speedup"]}
-    assert figures.speedup(totals) == "2.00× [1.80, 2.20]; median 2.75× [2.50, 3.00]", "the totals come first"
-    for dash in (figures.number(None), figures.estimate(NOTHING), figures.shares([]), figures.speedup({})):
+    share, nothing = Figure(0.887, 0.8, 0.9, 1312), Figure(None)
+    assert figures.shares([share, nothing, share], most=2) == "0.89 (1,312) –"
+    assert figures.estimate(Figure(2.5, 2.25, 2.75), "×") == "2.50× [2.25, 2.75]"
+    assert figures.estimate(Figure(2.5, None, 2.75)) == "2.50"
+    both = figures.speedup(Figure(2.0, 1.8, 2.2), Quartiles(2.75, 2.5, 3.0))
+    assert both == "2.00× [1.80, 2.20]; median 2.75× [2.50, 3.00]", "the totals come first"
+    for dash in (figures.number(None), figures.estimate(nothing), figures.shares([]), figures.speedup(None, None)):
         assert dash == "–"
 
 
@@ -72,16 +78,21 @@ def test_the_answer_names_the_fastest_method_and_where_it_no_longer_pays() -> No
         "below 1× from 8,192 tokens of context on.",
         "Fastest: draft model, 4 tokens (lossy), 2.00× [1.80, 2.20] plain decoding, T=1, typical, batch 1.",
     ]
-    without = full_report(rows=[row for row in REPORT["rows"] if row["method"] != DRAFT])
+    without = replace(REPORT, rows=tuple(row for row in REPORT.rows if row.method != DRAFT))
     assert answers(without)[0].endswith("below 1× from batch 16 on; below 1× from 8,192 tokens of context on.")
 
 
 def test_an_answer_promises_no_gain_that_was_not_measured() -> None:
     rows = [row("greedy", "plain"), row("greedy", PEER)]
-    assert answers(full_report(rows=rows, grid=[]))[0].startswith("Nothing is faster than plain decoding: at best ")
+
+    def said() -> list[str]:
+        return answers(report_from_json(full_report(rows=rows, grid=[])))
+
+    assert said()[0].startswith("Nothing is faster than plain decoding: at best ")
     rows[1]["speedup_of_totals"] = estimate(1.05)
-    assert "interval contains 1×, so these prompts do not show a gain" in answers(full_report(rows=rows, grid=[]))[0]
-    assert answers(full_report(rows=rows[:1], grid=[])) == ["Only plain decoding was timed, greedy."]
+    assert "interval contains 1×, so these prompts do not show a gain" in said()[0]
+    del rows[1]
+    assert said() == ["Only plain decoding was timed, greedy."]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +143,7 @@ def test_a_terminal_of_80_columns_shows_every_figure_whole() -> None:
     assert max(map(len, lines)) <= 80
     (best,) = [line for line in lines if "2.50× [2.25, 2.75]" in line and "Fastest" not in line]
     assert best.split()[-6:] == ["2.95", "250", "2.50×", "[2.25,", "2.75]", "2.75×"]
-    assert terminal_table(REPORT).row_count == len(REPORT["rows"]) + 3, "a heading for each setting"
+    assert terminal_table(REPORT).row_count == len(REPORT.rows) + 3, "a heading for each setting"
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -152,7 +163,7 @@ def test_a_bar_is_as_long_as_its_speed_up_and_all_settings_have_one_scale() -> N
 
 
 def test_the_page_stands_alone_holds_every_figure_and_marks_drafted_tokens(tmp_path: Path) -> None:
-    page = page_of({**REPORT, "title": "a <b>title</b>"}, tmp_path)
+    page = page_of(replace(REPORT, title="a <b>title</b>"), tmp_path)
     assert "Zoe<mark> has 3 + 4 =</mark> 7<mark> apples.</mark>\n<mark>The answer is</mark> 7.</div>" in page
     assert "default-src 'none'" in page and "a &lt;b&gt;title" in page
     assert not any(word in page for word in ("src=", "<script", "<link", "@import", "url(http", "None", "nan"))
@@ -161,14 +172,12 @@ def test_the_page_stands_alone_holds_every_figure_and_marks_drafted_tokens(tmp_p
 
 
 def test_what_was_not_measured_is_a_dash_and_parts_without_data_are_left_out(tmp_path: Path) -> None:
-    report = of_rows(parted(0, 1, None, early=1))
-    report["cost_curve_ms"] = {"1": 1.0}
-    figures = ("speedup_of_totals", "tokens_per_second", "tokens_per_pass", "accepted_per_drafted")
-    no_spread = {"median": None, "low_quartile": None, "high_quartile": None, "observations": 0}
-    pairs = dict.fromkeys(("speedup", "speedup_with_prefill", "speedup_over_transformers"), no_spread)
-    lists = {"conditional_acceptance": [NOTHING], "unconditional_acceptance": [NOTHING]}
-    rest = {"time_split": None, "predicted_speedup": None}
-    report["rows"][0] |= {**dict.fromkeys(figures, NOTHING), **pairs, **lists, **rest}
+    nothing, no_pairs = Figure(None), Quartiles(None)
+    (row,) = of_rows(parted(0, 1, None, early=1)).rows
+    row = replace(row, speedup_of_totals=nothing, tokens_per_second=nothing, tokens_per_pass=nothing)
+    row = replace(row, speedup=no_pairs, speedup_with_prefill=no_pairs, speedup_over_transformers=no_pairs)
+    row = replace(row, conditional_acceptance=(nothing,), accepted_per_drafted=nothing)
+    report = replace(of_rows(None), rows=(row,), cost_curve_ms={1: 1.0})
     assert table_rows(report)[0][3:] == ("–",) * 5
     page = page_of(report, tmp_path)
     assert not any(part in page for part in ("None", "By task", "Over batch size", "with accepted drafts marked"))

@@ -177,9 +177,14 @@ def evaluate(options: option_sets.EvaluateOptions) -> None:
 
     On several processes: accelerate launch -m trainer.cli evaluate ...
     """
-    from trainer.commands.evaluate import run_evaluate
+    if options.endpoint is None:
+        from trainer.commands.evaluate import run_evaluate
 
-    run_evaluate(options)
+        run_evaluate(options)
+    else:
+        from trainer.commands.evaluate_served import run_evaluate_served
+
+        run_evaluate_served(options)
 
 
 @command(

@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from decoding.errors import UserError
-from decoding.measure.figures import PLAIN, load_of, told
+from decoding.measure.figures import PLAIN, load_of
 from decoding.measure.records import GridCell, Record, Records, provenance_of, provenances, read_lines, record_files
+from decoding.measure.results import Figure, Report, figure_of
 from decoding.measure.rows import tokens_and_seconds
 from decoding.metrics import FEWEST, Estimate, expanded_quantile, ratio_of_rates
 
@@ -56,12 +57,45 @@ def read_evaluation(folder: Path) -> RecordedEvaluation:
     return RecordedEvaluation(folder, Records(known=lines), provenances(folder))
 
 
-class RatioVerdict(NamedTuple):
+@dataclass(frozen=True)
+class RatioVerdict:
     """A judgement of a ratio. ``needed``: the number of prompts that would settle an open one."""
 
     kind: Literal["real", "none", "open", "unmeasured"]
     text: str
     needed: int | None = None
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """The ratios B/A of a method of A and one of B in a setting and cell, over ``pairs`` of texts.
+
+    ``dropped``: later turns that are left out because their prompts differ. ``speed`` is None if times cannot be
+    compared.
+    """
+
+    setting: str
+    method: str
+    other: str
+    batch_size: int
+    context: int | None
+    pairs: int
+    dropped: int
+    tokens_per_pass: Figure
+    tokens_per_pass_verdict: RatioVerdict
+    speed: Figure | None
+    speed_verdict: RatioVerdict | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Folders of two evaluations, and a row for each common setting, cell and method. For ``load`` see `load_of`."""
+
+    a: str
+    b: str
+    load: str
+    warnings: tuple[str, ...]
+    rows: tuple[ComparedRow, ...]
 
 
 def verdict(ratio: Estimate, faster: str = "faster", prompts: int | None = None) -> RatioVerdict:
@@ -90,14 +124,14 @@ def verdict(ratio: Estimate, faster: str = "faster", prompts: int | None = None)
 
 def compare(
     a: RecordedEvaluation, b: RecordedEvaluation, method: str | None = None, other: str | None = None
-) -> dict[str, Any]:
-    """Return ``load`` (see `load_of`), ``warnings`` and a row for each common setting, cell and method.
+) -> Comparison:
+    """Compare every common setting, cell and method.
 
     ``method`` is a method of A, ``other`` one of B. Raises UserError if the targets or prompts differ, or if a method
     is missing from its evaluation.
     """
     timed, warnings = _check_alike(a, b)
-    load = load_of({"served": "concurrency" in a.identity})
+    load = load_of(Report(served="concurrency" in a.identity))
     chosen = _chosen(a, b, method, other)
     cells = sorted({key.cell for key in a.records.by_key}, key=lambda each: (each.batch_size, each.context or 0))
     rows = [
@@ -111,16 +145,16 @@ def compare(
     for setting in dict.fromkeys(each[0] for each in chosen):
         for cell in cells if timed and a.folder != b.folder else []:
             row = _row(a, b, (setting, PLAIN), (setting, PLAIN), cell, True)
-            if row and row["speed_verdict"] and row["speed_verdict"]["kind"] == "real":
+            if row and row.speed_verdict and row.speed_verdict.kind == "real":
                 context = f", context {cell.context}" if cell.context else ""
                 warnings.append(
                     "plain decoding was not equally fast in both, though methods do not affect it: "
-                    f"{row['speed_verdict']['text'].removeprefix('real: ')} "
+                    f"{row.speed_verdict.text.removeprefix('real: ')} "
                     f"({setting}, {load} {cell.batch_size}{context})"
                 )
-    if dropped := sum(row["dropped"] for row in rows):
+    if dropped := sum(row.dropped for row in rows):
         warnings.append(f"{dropped} later turns are left out: plain decoding answered their earlier turns differently")
-    return {"a": str(a.folder), "b": str(b.folder), "load": load, "warnings": warnings, "rows": rows}
+    return Comparison(str(a.folder), str(b.folder), load, tuple(warnings), tuple(rows))
 
 
 def _check_alike(a: RecordedEvaluation, b: RecordedEvaluation) -> tuple[bool, list[str]]:
@@ -178,7 +212,7 @@ def _row(
     theirs: tuple[str, str],
     cell: GridCell,
     timed: bool,
-) -> dict[str, Any] | None:
+) -> ComparedRow | None:
     pairs, dropped = _pairs(a, b, mine, theirs, cell)
     if not pairs:
         return None
@@ -190,19 +224,15 @@ def _row(
     speed = ratio_of_rates(_by_question(pairs, tokens_and_seconds, by_wave=cell.batch_size > 1)) if timed else None
     if not passes.observations and speed is None:  # a peer reports no passes
         return None
-    return {
-        "setting": mine[0],
-        "method": mine[1],
-        "other": theirs[1],
-        "batch_size": cell.batch_size,
-        "context": cell.context,
-        "pairs": len(pairs),
-        "dropped": dropped,
-        "tokens_per_pass": told(passes),
-        "tokens_per_pass_verdict": verdict(passes, "more")._asdict(),
-        "speed": None if speed is None else told(speed),
-        "speed_verdict": None if speed is None else verdict(speed, prompts=questions)._asdict(),
-    }
+    return ComparedRow(
+        *(mine[0], mine[1], theirs[1], cell.batch_size, cell.context),
+        pairs=len(pairs),
+        dropped=dropped,
+        tokens_per_pass=figure_of(passes),
+        tokens_per_pass_verdict=verdict(passes, "more"),
+        speed=None if speed is None else figure_of(speed),
+        speed_verdict=None if speed is None else verdict(speed, prompts=questions),
+    )
 
 
 def _pairs(

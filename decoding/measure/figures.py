@@ -2,42 +2,23 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Literal
 
 from decoding.errors import UserError
 from decoding.measure.markdown import one_line
-from decoding.metrics import FEWEST, Estimate
+from decoding.measure.results import Figure, Quartiles, Report, Row
 
 PLAIN = "plain"
 """Name of plain decoding in this project's loop, the baseline of every speed-up."""
 TRANSFORMERS = "transformers generate"
 NONE = "–"
+Axis = Literal["batch_size", "context"]
+OTHER: dict[Axis, Axis] = {"batch_size": "context", "context": "batch_size"}
 NEAR = {"bfloat16": 0.5, "float16": 0.1, "float32": 0.01}
 """Largest gap between two logits that rounding can reverse, by dtype, for logits of a few tens."""
 
-Report = dict[str, Any]
-"""A report of `decoding.measure.measurement`, or one of its rows."""
-Figure = dict[str, Any] | None
-"""A `decoding.metrics.Estimate` or `Spread` as JSON; None if it was not measured."""
-
 
 # --- figures ----------------------------------------------------------------------------------------------------------
-
-
-def told(found: Estimate) -> dict[str, Any]:
-    """Return an estimate as JSON, without its interval if it has too few observations to be trusted."""
-    few = {"low": math.nan, "high": math.nan} if found.observations < FEWEST else {}
-    plain: dict[str, Any] = without_nan({**found._asdict(), **few})
-    return plain
-
-
-def without_nan(value: Any) -> Any:
-    """Replace NaN and infinity by null, because JSON has neither."""
-    if isinstance(value, dict):
-        return {key: without_nan(held) for key, held in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(held) for held in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -50,97 +31,91 @@ def times(value: float | None) -> str:
     return NONE if value is None else f"{number(value)}×"
 
 
-def estimate(figure: Figure, unit: str = "") -> str:
+def estimate(figure: Figure | None, unit: str = "") -> str:
     """Format an estimate: ``2.31 [2.20, 2.43]``, or ``2.31`` if the interval is missing."""
-    return _with_range(figure, "value", "low", "high", unit)
+    return NONE if figure is None else _with_range(figure.value, figure.low, figure.high, unit)
 
 
-def spread(figure: Figure, unit: str = "") -> str:
+def value_of(figure: Figure | None) -> float | None:
+    """Return a figure without its interval."""
+    return None if figure is None else figure.value
+
+
+def spread(figure: Quartiles | None, unit: str = "") -> str:
     """Format a median and its quartiles: ``2.52× [2.36, 2.57]``."""
-    return _with_range(figure, "median", "low_quartile", "high_quartile", unit)
+    return NONE if figure is None else _with_range(figure.median, figure.low_quartile, figure.high_quartile, unit)
 
 
-def _with_range(figure: Figure, middle: str, low: str, high: str, unit: str) -> str:
-    text = number(figure.get(middle)) if figure else NONE
-    if text == NONE or figure is None:
-        return NONE
-    ends = [number(figure.get(end)) for end in (low, high)]
-    if NONE not in ends and not 0 <= figure[low] <= figure[middle] <= figure[high]:
-        raise UserError(f"{figure[middle]!r} is not between {figure[low]!r} and {figure[high]!r}")
-    return text + unit + ("" if NONE in ends else f" [{ends[0]}, {ends[1]}]")
+def _with_range(middle: float | None, low: float | None, high: float | None, unit: str) -> str:
+    if middle is None or low is None or high is None:
+        return NONE if middle is None else number(middle) + unit
+    if not 0 <= low <= middle <= high:
+        raise UserError(f"{middle!r} is not between {low!r} and {high!r}")
+    return f"{number(middle)}{unit} [{number(low)}, {number(high)}]"
 
 
-def shares(figures: Sequence[Figure] | None, most: int | None = None) -> str:
+def shares(figures: Sequence[Figure], most: int | None = None) -> str:
     """Format the shares of the first ``most`` positions (None: all), each with its observations: ``0.89 (312)``."""
-    return (
-        " ".join(
-            f"{number(figure['value'])} ({figure['observations']:,})"
-            if figure and number(figure["value"]) != NONE
-            else NONE
-            for figure in (figures or [])[:most]
-        )
-        or NONE
-    )
+    shown = (NONE if each.value is None else f"{number(each.value)} ({each.observations:,})" for each in figures[:most])
+    return " ".join(shown) or NONE
 
 
-def speedup(row: Report, name: str = "speedup") -> str:
-    """Format a row's speed-up: ``2.12× [1.95, 2.30]; median 2.52× [2.36, 2.57]``.
+def speedup(totals: Figure | None, pairs: Quartiles | None) -> str:
+    """Format a speed-up: ``2.12× [1.95, 2.30]; median 2.52× [2.36, 2.57]``.
 
     The first figure is the ratio of total tokens/s, the second the median ratio of paired runs.
     """
-    median = spread(row.get(name), "×")
-    totals = estimate(row.get(f"{name}_of_totals"), "×")
-    parts = [part for part in (totals, f"median {median}" if median != NONE else NONE) if part != NONE]
+    total, median = estimate(totals, "×"), spread(pairs, "×")
+    parts = [part for part in (total, f"median {median}" if median != NONE else NONE) if part != NONE]
     return "; ".join(parts) or NONE
 
 
-def speed_of(row: Report) -> float | None:
+def speed_of(row: Row) -> float | None:
     """Return the ratio of total tokens/s, or the median of paired runs if only that was measured."""
-    totals, pairs = row.get("speedup_of_totals") or {}, row.get("speedup") or {}
-    found: float | None = totals.get("value")
-    return pairs.get("median") if found is None else found
+    totals = value_of(row.speedup_of_totals)
+    return row.speedup.median if totals is None and row.speedup else totals
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def cells(report: Report) -> list[Report]:
-    """Return the rows of every batch size and context length."""
-    return [*report["rows"], *(report.get("grid") or [])]
-
-
 def settings(report: Report) -> list[str]:
     """Return the report's settings in its order."""
-    return list(dict.fromkeys(row["setting"] for row in report["rows"]))
+    return list(dict.fromkeys(row.setting for row in report.rows))
 
 
-def named(rows: Iterable[Report], setting: str) -> list[Report]:
+def named(rows: Iterable[Row], setting: str) -> list[Row]:
     """Return the rows of one setting."""
-    return [row for row in rows if row["setting"] == setting]
+    return [row for row in rows if row.setting == setting]
 
 
 def methods(report: Report) -> list[str]:
     """Return the measured methods except plain decoding; a method's index selects its colour in all pictures."""
-    return list(dict.fromkeys(row["method"] for row in report["rows"] if row["method"] != PLAIN))
+    return list(dict.fromkeys(row.method for row in report.rows if row.method != PLAIN))
 
 
-def is_peer(row: Report) -> bool:
+def is_peer(row: Row) -> bool:
     """Return True for plain decoding and for methods that other software runs."""
-    return bool(row["method"] == PLAIN or str(row["method"]).startswith("transformers"))
+    return row.method == PLAIN or row.method.startswith("transformers")
 
 
-def curve(report: Report, row: Report, axis: str) -> list[tuple[int, float]]:
-    """Return sorted (position, speed-up) pairs of the row's method along ``axis`` ("batch_size" or "context").
+def curve(report: Report, row: Row, axis: Axis) -> list[tuple[int, float]]:
+    """Return sorted (position, speed-up) pairs of the row's method along ``axis``.
 
     On the other axis all points have the row's value. Cells that were not timed are left out.
     """
-    other = "context" if axis == "batch_size" else "batch_size"
+    other = OTHER[axis]
     return sorted(
-        (each[axis], speed)
-        for each in cells(report)
-        if each.get("setting") == row["setting"] and each["method"] == row["method"]
-        if each.get(other) == row.get(other) and each.get(axis) is not None and (speed := speed_of(each)) is not None
+        (position, speed)
+        for each in named(report.cells, row.setting)
+        if each.method == row.method and at(each, other) == at(row, other)
+        if (position := at(each, axis)) is not None and (speed := speed_of(each)) is not None
     )
+
+
+def at(row: Row, axis: Axis) -> int | None:
+    """Return the row's position on an axis."""
+    return row.batch_size if axis == "batch_size" else row.context
 
 
 def below_from(points: Sequence[tuple[int, float]]) -> int | None:
@@ -163,63 +138,63 @@ def answers(report: Report) -> list[str]:
 
 def load_of(report: Report) -> str:
     """Return the word for the batch-size axis; for a server it is the number of concurrent requests."""
-    return "concurrency" if report.get("served") else "batch"
+    return "concurrency" if report.served else "batch"
 
 
 def _answer(report: Report, setting: str) -> str:
-    timed = [row for row in named(report["rows"], setting) if speed_of(row) is not None and row["method"] != PLAIN]
+    timed = [row for row in named(report.rows, setting) if speed_of(row) is not None and row.method != PLAIN]
     if not timed:
-        alone = "The speed-up is unknown" if report.get("served") else "Only plain decoding was timed"
+        alone = "The speed-up is unknown" if report.served else "Only plain decoding was timed"
         return one_line(f"{alone}, {setting}.")
     best = max(timed, key=lambda row: speed_of(row) or 0.0)
-    figure = best.get("speedup_of_totals") or {"value": speed_of(best), "low": None, "high": None}
-    said = f"{estimate(figure, '×')} plain decoding, {setting}, {load_of(report)} {best.get('batch_size') or 1}"
-    falls, falls_with_context = (below_from(curve(report, best, axis)) for axis in ("batch_size", "context"))
-    slower = "slower" if report.get("served") else "below 1×"
+    figure = best.speedup_of_totals or Figure(speed_of(best))
+    said = f"{estimate(figure, '×')} plain decoding, {setting}, {load_of(report)} {best.batch_size or 1}"
+    falls, falls_with_context = (below_from(curve(report, best, axis)) for axis in OTHER)
+    slower = "slower" if report.served else "below 1×"
     crossover = f"; {slower} from {load_of(report)} {falls:,} on" if falls else ""
-    if figure["value"] <= 1:
-        if report.get("served"):
-            faster = [each for each in cells(report) if each["setting"] == setting and _gains(each)]
-            loads = " and ".join(f"{each['batch_size']:,}" for each in faster)
+    if (speed_of(best) or 0.0) <= 1:
+        if report.served:
+            faster = [each for each in report.cells if each.setting == setting and _gains(each)]
+            loads = " and ".join(f"{each.batch_size:,}" for each in faster)
             crossover += f"; faster at concurrency {loads}" if faster else ""
             return one_line(f"The server is not faster than plain decoding: {said}{crossover}.")
-        return one_line(f"Nothing is faster than plain decoding: at best {best['method']}, {said}.")
-    if figure["low"] is not None and figure["low"] <= 1:
+        return one_line(f"Nothing is faster than plain decoding: at best {best.method}, {said}.")
+    if figure.low is not None and figure.low <= 1:
         said += "; the interval contains 1×, so these prompts do not show a gain"
     said += crossover
     said += f"; below 1× from {falls_with_context:,} tokens of context on" if falls_with_context else ""
-    return one_line(f"Fastest: {best['method']}{' (lossy)' * (best['label'] == 'lossy')}, {said}.")
+    return one_line(f"Fastest: {best.method}{' (lossy)' * (best.label == 'lossy')}, {said}.")
 
 
-def _gains(row: Report) -> bool:
+def _gains(row: Row) -> bool:
     """Return True if the whole interval of the row's speed-up is above 1."""
-    return bool(row["method"] != PLAIN and ((row.get("speedup_of_totals") or {}).get("low") or 0.0) > 1)
+    return row.method != PLAIN and row.speedup_of_totals is not None and (row.speedup_of_totals.low or 0.0) > 1
 
 
 def caption(report: Report) -> str:
     """Describe the target, the machine, the prompts and the commit."""
-    machine = report["hardware"]
-    first: Report = next(iter(report["rows"]), {})
-    prompts = f"{report['prompts']} prompts"
-    if first.get("context"):
-        prompts += f" of {first['context']:,} tokens"
-    if left_out := (report.get("prompts_left_out") or 0) + (report.get("later_turns_left_out") or 0):
+    machine = report.hardware
+    first = next(iter(report.rows), Row("", "", ""))
+    prompts = f"{report.prompts} prompts"
+    if first.context:
+        prompts += f" of {first.context:,} tokens"
+    if left_out := report.prompts_left_out + report.later_turns_left_out:
         prompts += f" ({left_out} too long, left out)"
     where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
-    others = [each for each in report.get("processors") or [] if each != machine["processor"]]
+    others = [each for each in report.processors if each != machine["processor"]]
     if others:  # a killed evaluation was resumed elsewhere
         where += f", earlier on {_and(others)}"
-    if (processes := report.get("processes") or 1) > 1:
-        where += f", {processes} processes in parallel"
-    commits = report.get("commits") or [report["commit"]]
+    if report.processes > 1:
+        where += f", {report.processes} processes in parallel"
+    commits = report.commits or (report.commit or "",)
     what = (
         f"Measured by a client on {where}"
-        if report.get("served")
-        else f"{report['parameters'] / 1e6:.1f}M-parameter target in {report['dtype']} on {where}"
+        if report.served
+        else f"{(report.parameters or 0) / 1e6:.1f}M-parameter target in {report.dtype} on {where}"
     )
-    loads = {row["batch_size"]: 0 for row in cells(report)} if report.get("served") else [first.get("batch_size") or 1]
+    loads = dict.fromkeys(row.batch_size for row in report.cells) if report.served else (first.batch_size or 1,)
     return one_line(
-        f"{what}; {prompts}, up to {report['max_new_tokens']} new tokens, {load_of(report)} "
+        f"{what}; {prompts}, up to {report.max_new_tokens} new tokens, {load_of(report)} "
         f"{', '.join(map(str, loads))}; "
         f"commit{'s' * (len(commits) > 1)} {_and(commits)}"
     )
@@ -231,23 +206,21 @@ def _and(words: Sequence[str]) -> str:
 
 def greedy_sentence(report: Report) -> str:
     """Return a sentence that compares the report's greedy texts with plain decoding's, or "" without such texts."""
-    compared = [
-        row["identical_to_plain"] for row in report["rows"] if row.get("identical_to_plain") and row["method"] != PLAIN
-    ]
-    texts = sum(each["of"] for each in compared)
-    differing = texts - sum(each["identical"] for each in compared)
+    compared = [row.identical_to_plain for row in report.rows if row.identical_to_plain and row.method != PLAIN]
+    texts = sum(each.of for each in compared)
+    differing = texts - sum(each.identical for each in compared)
     if not texts:
         return ""
     if not differing:
         return f"All {texts} greedy texts are identical to plain decoding's."
     share = 100 * (texts - differing) // texts
     sentence = f"{differing} of {texts} greedy texts differ from plain decoding's ({share}% are equal)"
-    early = sum(each.get("ended_early", 0) for each in compared)
-    margins = [each["largest_margin"] for each in compared if each["largest_margin"] is not None]
-    dtype, largest = str(report.get("dtype")), max(margins, default=None)
+    early = sum(each.ended_early for each in compared)
+    margins = [each.largest_margin for each in compared if each.largest_margin is not None]
+    dtype, largest = str(report.dtype), max(margins, default=None)
     if differing > early and largest is not None:
         sentence += f"; at the first difference the two tokens' logits are at most {largest:.3g} apart"
-    if dtype == "float32" and not (report.get("hardware") or {}).get("gpu"):
+    if dtype == "float32" and not report.hardware.get("gpu"):
         return f"{sentence}. In fp32 on a CPU all must be equal: please report this fault."
     if differing > early:
         sentence += f", {_near_tie(largest, dtype)}"

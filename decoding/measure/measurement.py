@@ -8,12 +8,11 @@ methods. Records are written at once (`decoding.measure.records`); figures are c
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import product
-from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from decoding.drafters.base import Drafter
 from decoding.engine import Engine
@@ -25,6 +24,7 @@ from decoding.measure.methods import EvaluationConfig, Method, Run
 from decoding.measure.proof.greedy import margin_of
 from decoding.measure.questions import PromptSource, TokenPrompts, Wave, waves_of
 from decoding.measure.records import GridCell, Records, RunKey, line_of
+from decoding.measure.results import Report
 from decoding.measure.rows import figures_of
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
@@ -217,8 +217,8 @@ class Measurement:
 
 def evaluate(
     target: CausalLM, methods: Sequence[Method], prompts: Sequence[Sequence[int]], config: EvaluationConfig
-) -> dict[str, Any]:
-    """Measure every method on every prompt; return the report (see `write_report` and `decoding.measure.report`).
+) -> Report:
+    """Measure every method on every prompt; return the report, which `decoding.measure.report` shows.
 
     Raises UserError before the first run if a prompt is too long.
     """
@@ -231,24 +231,24 @@ def evaluate(
     return report_of(measurement)
 
 
-def report_of(measurement: Measurement) -> dict[str, Any]:
+def report_of(measurement: Measurement) -> Report:
     """Return the report of a finished measurement, with the machine and versions of this process."""
     target, config, records = measurement.target, measurement.config, measurement.records
     tasks = dict(zip(measurement.source.ids, measurement.source.tasks, strict=True))
     cells = cells_of(config)
     figures = figures_of(records, measurement.methods, cells, tasks)
-    assert len(figures["rows"]) == len(measurement.methods_of(cells[0])), "every method has a row"
-    return {
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": commit(),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "parameters": sum(parameter.numel() for parameter in target.model.parameters()),
-        "questions": len(tasks),
-        "rounds": config.rounds,
-        "max_new_tokens": config.max_new_tokens,
-        **figures,
-    }
+    assert len(figures.rows) == len(measurement.methods_of(cells[0])), "every method has a row"
+    return replace(
+        figures,
+        hardware=hardware(),
+        versions=versions(),
+        commit=commit(),
+        dtype=str(target.dtype).removeprefix("torch."),
+        parameters=sum(parameter.numel() for parameter in target.model.parameters()),
+        questions=len(tasks),
+        rounds=config.rounds,
+        max_new_tokens=config.max_new_tokens,
+    )
 
 
 def count_steps(
@@ -271,9 +271,3 @@ def count_steps(
         else:
             texts[index].append(step.counts)
     return texts
-
-
-def write_report(report: dict[str, Any], path: Path) -> None:
-    """Write the report as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")

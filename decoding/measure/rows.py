@@ -2,19 +2,20 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
-from decoding.measure.figures import PLAIN, TRANSFORMERS, told, without_nan
+from decoding.measure.figures import PLAIN, TRANSFORMERS
 from decoding.measure.methods import Method, Run
 from decoding.measure.records import GridCell, Record, Records
+from decoding.measure.results import Figure, Identity, Quartiles, Report, Row, TimeSplit, figure_of, quartiles_of
 from decoding.metrics import StepCount, acceptance, predicted_speedup, ratio_of_rates, ratio_of_sums, spread
 from decoding.model.cost_curve import Costs
 
 
 def figures_of(
     records: Records, methods: Sequence[Method], cells: Sequence[GridCell], tasks: Mapping[str, str | None]
-) -> dict[str, Any]:
-    """Return the report's ``rows``, ``grid``, ``tasks`` and counts, as JSON values.
+) -> Report:
+    """Return the report's rows and counts; the rest of it is not set.
 
     The rows of the first of ``cells`` are ``rows``, all others are ``grid``. ``tasks`` maps question ids to tasks.
     """
@@ -26,26 +27,24 @@ def figures_of(
     too_long: Counter[str] = Counter()
     for (cell, _, _, setting), ids in records.left_out.items():
         too_long[setting] += len(ids) if cell == first else 0
-    figures = {
-        "prompts": len(
+    return Report(
+        prompts=len(
             {(key.turn, id_) for key, each in records.by_key.items() if key.cell == first for id_ in each.prompts}
         ),
-        "later_turns_left_out": max(too_long.values(), default=0),
-        "seconds": sum(run.first_seconds + run.decode_seconds for each in records.by_key.values() for run in each.runs),
-        "cost_curve_ms": {str(size): 1000 * each for size, each in (records.cost_curve or {}).items()},
-        "rows": _rows(records, methods, first, costs),
-        "grid": [row for cell in cells[1:] for row in _rows(records, methods, cell)],
-        "tasks": [
-            {**row, "task": task} for task in names for row in _rows(records, methods, first, costs, by_task[task])
-        ],
-    }
-    plain_values: dict[str, Any] = without_nan(figures)
-    return plain_values
+        later_turns_left_out=max(too_long.values(), default=0),
+        seconds=sum(run.first_seconds + run.decode_seconds for each in records.by_key.values() for run in each.runs),
+        cost_curve_ms={size: 1000 * each for size, each in (records.cost_curve or {}).items()},
+        rows=tuple(_rows(records, methods, first, costs)),
+        grid=tuple(row for cell in cells[1:] for row in _rows(records, methods, cell)),
+        tasks=tuple(
+            replace(row, task=task) for task in names for row in _rows(records, methods, first, costs, by_task[task])
+        ),
+    )
 
 
 def _rows(
     records: Records, methods: Sequence[Method], cell: GridCell, costs: Costs | None = None, ids: set[str] | None = None
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Return a row for each method with records in the cell, from the waves with all questions in ``ids``."""
     by_method: dict[tuple[str, str], list[Record]] = {}
     for record in sorted(records.by_key.values(), key=lambda record: record.key[1:]):
@@ -64,47 +63,45 @@ def _row(
     cell: GridCell,
     by_method: Mapping[tuple[str, str], Sequence[Record]],
     costs: Costs | None,
-) -> dict[str, Any]:
+) -> Row:
     mine, plain, peer = (by_method.get((method.setting, name), ()) for name in (method.name, PLAIN, TRANSFORMERS))
-    row: dict[str, Any] = {
-        "setting": method.setting,
-        "temperature": method.temperature,
-        "batch_size": cell.batch_size,
-        "context": cell.context,
-        "method": method.name,
-        "label": method.label,
-        "drafter": method.drafter,
-        "artefact": method.artefact,
-        "rule": method.rule,
-        "shape": method.shape,
-        "drafts": method.drafts,
-        "policy": method.policy,
-        "prompts": len({(record.key.turn, prompt) for record in mine for prompt in record.prompts}),
-        "tokens_per_second": told(ratio_of_sums(list(_by_wave(mine).values()))),
-        "tokens_per_second_with_prefill": told(ratio_of_sums(list(_by_wave(mine, True).values()))),
-        **_speedups("speedup", mine, plain),
-        **_speedups("speedup_with_prefill", mine, plain, with_prefill=True),
-        **_speedups("speedup_over_transformers", mine, peer),
-    }
-    if method.temperature == 0:
-        row["identical_to_plain"] = _compared_to_plain(records, mine)
-    if any(run.counts for record in mine for run in record.runs):
-        # Greedy rounds repeat the same text: they add observations of time, but not of acceptance.
-        row |= _acceptance([each for each in mine if method.temperature > 0 or each.key.round == 0], costs)
-    return row
+    row = Row(
+        method.setting,
+        method.name,
+        method.label,
+        method.temperature,
+        cell.batch_size,
+        cell.context,
+        drafter=method.drafter,
+        artefact=method.artefact,
+        rule=method.rule,
+        shape=method.shape,
+        drafts=method.drafts,
+        policy=method.policy,
+        prompts=len({(record.key.turn, prompt) for record in mine for prompt in record.prompts}),
+        tokens_per_second=figure_of(ratio_of_sums(list(_by_wave(mine).values()))),
+        tokens_per_second_with_prefill=figure_of(ratio_of_sums(list(_by_wave(mine, True).values()))),
+        speedup_of_totals=_of_totals(mine, plain),
+        speedup=_of_pairs(mine, plain),
+        speedup_with_prefill_of_totals=_of_totals(mine, plain, with_prefill=True),
+        speedup_with_prefill=_of_pairs(mine, plain, with_prefill=True),
+        speedup_over_transformers_of_totals=_of_totals(mine, peer),
+        speedup_over_transformers=_of_pairs(mine, peer),
+        identical_to_plain=_compared_to_plain(records, mine) if method.temperature == 0 else None,
+    )
+    if not any(run.counts for record in mine for run in record.runs):
+        return row
+    # Greedy rounds repeat the same text: they add observations of time, but not of acceptance.
+    return _with_acceptance(row, [each for each in mine if method.temperature > 0 or each.key.round == 0], costs)
 
 
-def _compared_to_plain(records: Records, mine: Sequence[Record]) -> dict[str, Any]:
-    """Count the greedy texts that plain decoding also writes; ``margins`` lists `margin_of` of the others, sorted.
-
-    ``largest_margin`` is null if texts differ only because one ended early.
-    """
+def _compared_to_plain(records: Records, mine: Sequence[Record]) -> Identity:
+    """Compare greedy texts with plain decoding's."""
     margins = [margin for record in mine for margin in records.margins.get(record.key, (None,) * len(record.runs))]
     early = margins.count("ended")
-    gaps = sorted(each for each in margins if isinstance(each, float))
+    gaps = tuple(sorted(each for each in margins if isinstance(each, float)))
     largest = gaps[-1] if gaps else None if early else 0.0
-    counts = {"identical": margins.count(None), "of": len(margins), "ended_early": early}
-    return {**counts, "largest_margin": largest, "margins": gaps}
+    return Identity(margins.count(None), len(margins), largest, early, gaps)
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
@@ -127,16 +124,18 @@ def _by_wave(records: Sequence[Record], with_prefill: bool = False) -> dict[int,
     return found
 
 
-def _speedups(name: str, mine: Sequence[Record], other: Sequence[Record], with_prefill: bool = False) -> dict[str, Any]:
-    """Return two ratios of tokens per second, mine over the other's.
-
-    ``name`` is the spread over paired runs, all with equal weight. ``name``_of_totals is the ratio of totals, in which
-    a prompt weighs as much as its tokens.
-    """
+def _of_totals(mine: Sequence[Record], other: Sequence[Record], with_prefill: bool = False) -> Figure | None:
+    """Return the ratio of total tokens per second, mine over the other's; a prompt weighs as much as its tokens."""
     if not mine or not other:
-        return {f"{name}_of_totals": None, name: None}
+        return None
     ours, theirs = _by_wave(mine, with_prefill), _by_wave(other, with_prefill)
-    both = [(*ours[wave], *theirs[wave]) for wave in ours if wave in theirs]
+    return figure_of(ratio_of_rates([(*ours[wave], *theirs[wave]) for wave in ours if wave in theirs]))
+
+
+def _of_pairs(mine: Sequence[Record], other: Sequence[Record], with_prefill: bool = False) -> Quartiles | None:
+    """Return the ratios of tokens per second of paired runs, mine over the other's, all with equal weight."""
+    if not mine or not other:
+        return None
     pairs = {_repetition(each): tokens_and_seconds(each, with_prefill) for each in other}
     ratios = []
     for record in mine:
@@ -144,7 +143,7 @@ def _speedups(name: str, mine: Sequence[Record], other: Sequence[Record], with_p
         other_tokens, other_seconds = pairs.get(_repetition(record), (0.0, 0.0))
         if min(tokens, seconds, other_tokens, other_seconds) > 0:
             ratios.append(tokens / seconds / (other_tokens / other_seconds))
-    return {f"{name}_of_totals": told(ratio_of_rates(both)), name: spread(ratios)._asdict()}
+    return quartiles_of(spread(ratios))
 
 
 def _repetition(record: Record) -> tuple[int, int, int]:
@@ -155,34 +154,35 @@ def _repetition(record: Record) -> tuple[int, int, int]:
 # --- acceptance -------------------------------------------------------------------------------------------------------
 
 
-def _acceptance(records: Sequence[Record], costs: Costs | None) -> dict[str, Any]:
-    """Return a method's acceptance figures, its time split, and the speed-up predicted from the costs."""
+def _with_acceptance(row: Row, records: Sequence[Record], costs: Costs | None) -> Row:
+    """Add a method's acceptance figures, its time split, and the speed-up predicted from the costs."""
     runs = [run for record in records for run in record.runs]
     by_question: dict[str, list[StepCount]] = {}  # a question's turns and rounds are not independent
     for record in records:
         for prompt, run in zip(record.prompts, record.runs, strict=True):
             by_question.setdefault(prompt, []).extend(run.counts)
-    figures = acceptance(list(by_question.values()))
-    found = {
-        "passes": figures.passes,
-        "tokens_per_pass": told(figures.tokens_per_pass),
-        "acceptance_length": figures.acceptance_length,
-        "reached": [share._asdict() for share in figures.reached],
-        "ended_in_draft": figures.ended_in_draft,
-        "conditional_acceptance": [share._asdict() for share in figures.conditional],
-        "unconditional_acceptance": [share._asdict() for share in figures.unconditional],
-        "accepted_per_drafted": figures.accepted_per_drafted._asdict(),
-        "accepted_length_histogram": {str(length): count for length, count in figures.length_histogram.items()},
-        "time_split": None,
-        "predicted_speedup": None,
-    }
+    found = acceptance(list(by_question.values()))
+    split, predicted = None, None
     if total := sum(run.decode_seconds for run in runs):
         draft, verify = sum(run.draft_seconds for run in runs), sum(run.verify_seconds for run in runs)
         overhead = total - draft - verify
-        found["time_split"] = {"draft": draft / total, "verify": verify / total, "overhead": overhead / total}
+        split = TimeSplit(draft / total, verify / total, overhead / total)
         if costs is not None:
-            found["predicted_speedup"] = _predicted(runs, figures.tokens_per_pass.value, costs, draft, overhead)
-    return found
+            predicted = _predicted(runs, found.tokens_per_pass.value, costs, draft, overhead)
+    return replace(
+        row,
+        passes=found.passes,
+        tokens_per_pass=figure_of(found.tokens_per_pass),
+        acceptance_length=found.acceptance_length,
+        reached=tuple(map(figure_of, found.reached)),
+        ended_in_draft=found.ended_in_draft,
+        conditional_acceptance=tuple(map(figure_of, found.conditional)),
+        unconditional_acceptance=tuple(map(figure_of, found.unconditional)),
+        accepted_per_drafted=figure_of(found.accepted_per_drafted),
+        accepted_length_histogram={str(length): count for length, count in found.length_histogram.items()},
+        time_split=split,
+        predicted_speedup=predicted,
+    )
 
 
 def _predicted(runs: Sequence[Run], tokens: float, costs: Costs, draft: float, overhead: float) -> float:

@@ -1,17 +1,19 @@
 """Samples of decoded texts that mark which tokens came from the draft."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from operator import attrgetter
 
 from transformers import PreTrainedTokenizerBase
 
 from decoding.generate import Step
+from decoding.measure.figures import value_of
 from decoding.measure.measurement import Measurement, cells_of
 from decoding.measure.methods import Run
 from decoding.measure.records import GridCell, RunKey
 from decoding.measure.redact import without_secrets
+from decoding.measure.results import Row, Sample
 from decoding.stream import stream_pieces
 
 _PROMPT_CHARACTERS = 400
@@ -19,26 +21,21 @@ _OF_A_SETTING = 2
 _MOST = 4
 
 
-def samples_of(
-    measurement: Measurement, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase
-) -> list[dict[str, Any]]:
-    """Return up to four texts from the first cell: two per setting, by its fastest drafter, on different tasks.
-
-    Each sample has its setting, method, task, the end of the prompt, and ``pieces``: [text, True if drafted].
-    """
+def samples_of(measurement: Measurement, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """Return up to four texts from the first cell: two per setting, by its fastest drafter, on different tasks."""
     cell = cells_of(measurement.config)[0]
-    found: list[dict[str, Any]] = []
-    for setting in dict.fromkeys(row["setting"] for row in rows):
-        drafted = [row for row in rows if row["setting"] == setting and row["shape"] is not None]
+    found: list[Sample] = []
+    for setting in dict.fromkeys(row.setting for row in rows):
+        drafted = [row for row in rows if row.setting == setting and row.shape is not None]
         if drafted:
-            fastest = max(drafted, key=lambda row: row["tokens_per_second"]["value"] or 0.0)
-            found += islice(_texts(measurement, cell, setting, fastest["method"], tokenizer), _OF_A_SETTING)
+            fastest = max(drafted, key=lambda row: value_of(row.tokens_per_second) or 0.0)
+            found += islice(_texts(measurement, cell, setting, fastest.method, tokenizer), _OF_A_SETTING)
     return found[:_MOST]
 
 
 def _texts(
     measurement: Measurement, cell: GridCell, setting: str, method: str, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Sample]:
     """Yield a method's texts, the first text of each task before all others; skip texts that contain a secret."""
     source = measurement.source
     index_of = {name: index for index, name in enumerate(source.ids)}
@@ -56,24 +53,13 @@ def _texts(
         if without_secrets(written) != written:  # a secret may span several pieces, so drop the whole text
             continue
         prompt = without_secrets(str(tokenizer.decode(list(source.prompt(index, cell.context)))))
-        yield {
-            "setting": setting,
-            "method": method,
-            "task": source.tasks[index],
-            "prompt": prompt[-_PROMPT_CHARACTERS:],
-            "pieces": pieces,
-        }
+        yield Sample(setting, method, source.tasks[index], prompt[-_PROMPT_CHARACTERS:], pieces)
 
 
-def pieces_of(run: Run, tokenizer: PreTrainedTokenizerBase, hidden: Sequence[int] = ()) -> list[list[Any]]:
-    """Return a run's text as [text, True if drafted] pieces, joined by origin and without the ``hidden`` tokens."""
-    pieces: list[list[Any]] = []
-    for piece in stream_pieces(_steps(run), tokenizer, hidden=hidden):
-        if pieces and pieces[-1][1] == piece.drafted:
-            pieces[-1][0] += piece.text
-        else:
-            pieces.append([piece.text, piece.drafted])
-    return pieces
+def pieces_of(run: Run, tokenizer: PreTrainedTokenizerBase, hidden: Sequence[int] = ()) -> tuple[tuple[str, bool], ...]:
+    """Return a run's text as (text, True if drafted) pieces, joined by origin and without the ``hidden`` tokens."""
+    by_origin = groupby(stream_pieces(_steps(run), tokenizer, hidden=hidden), key=attrgetter("drafted"))
+    return tuple(("".join(piece.text for piece in pieces), drafted) for drafted, pieces in by_origin)
 
 
 def _steps(run: Run) -> Iterator[Step]:

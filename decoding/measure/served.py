@@ -6,14 +6,16 @@ cell's batch size is the number of concurrent requests, and a run's seconds are 
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from decoding.measure.figures import PLAIN, Report, cells, told
+from decoding.measure.figures import PLAIN
 from decoding.measure.methods import Method, Run
 from decoding.measure.records import GridCell, Records, RunKey
+from decoding.measure.results import Identity, Latency, Percentiles, Report, Row, figure_of
 from decoding.measure.rows import figures_of
 from decoding.metrics import ratio_of_sums, share
 
@@ -23,8 +25,6 @@ _AT_ONCE = 0.01
 """An answer was not streamed if its events all arrive within this share of its time."""
 _WHOLE_LOAD = 0.9
 """Share of the requested concurrency that the mean concurrency must reach."""
-_OF_ONE_PROCESS = ("with_prefill", "over_transformers")
-"""Parts of the names of figures that cannot be measured on a server."""
 
 
 class Timing(NamedTuple):
@@ -53,12 +53,10 @@ def shares_of_time(spans: Sequence[tuple[float, float]]) -> list[float]:
     return shares
 
 
-def latency(timings: Mapping[str, Sequence[Timing]], seconds: float) -> dict[str, Any]:
-    """Return latency figures of the answers, as JSON values. ``timings`` holds the answers of each prompt.
+def latency(timings: Mapping[str, Sequence[Timing]], seconds: float) -> Latency:
+    """Return latency figures of the answers. ``timings`` holds the answers of each prompt.
 
-    ``seconds`` is the time with any answer in progress. ``ttft_ms``: from the request to the first text. ``tpot_ms``:
-    the time after the first text / the further tokens, per answer. ``itl_ms``: between two events of an answer; one
-    event may contain several tokens.
+    ``seconds`` is the time with any answer in progress.
     """
     every = [timing for each in timings.values() for timing in each]
     written = [each for each in every if each.arrivals]
@@ -71,37 +69,36 @@ def latency(timings: Mapping[str, Sequence[Timing]], seconds: float) -> dict[str
         for mine in timings.values()
     ]
     counted = all(each.tokens is not None for each in every)
-    return {
-        "requests": len(every),
-        "under_way": sum(each.end - each.begin for each in every) / seconds if seconds else None,
-        "streamed": streamed,
-        "counted": counted,
-        "tokens_per_second_of_a_request": told(ratio_of_sums(by_prompt if counted else [])),
-        "ttft_ms": _percentiles(each.arrivals[0] - each.begin for each in shown),
-        "tpot_ms": _percentiles(
+    return Latency(
+        requests=len(every),
+        under_way=sum(each.end - each.begin for each in every) / seconds if seconds else None,
+        streamed=streamed,
+        counted=counted,
+        tokens_per_second_of_a_request=figure_of(ratio_of_sums(by_prompt if counted else [])),
+        ttft_ms=_percentiles(each.arrivals[0] - each.begin for each in shown),
+        tpot_ms=_percentiles(
             (each.end - each.arrivals[0]) / (each.tokens - 1) for each in shown if each.tokens and each.tokens > 1
         ),
-        "itl_ms": _percentiles(after - before for each in shown for before, after in pairwise(each.arrivals)),
-    }
+        itl_ms=_percentiles(after - before for each in shown for before, after in pairwise(each.arrivals)),
+    )
 
 
-def _percentiles(seconds: Iterable[float]) -> dict[str, Any]:
-    """Return percentiles in milliseconds; null if fewer than one value is expected above the percentile."""
+def _percentiles(seconds: Iterable[float]) -> Percentiles:
     values = torch.tensor(list(seconds), dtype=torch.float64) * 1000
-    found = {f"p{q}": float(values.quantile(q / 100)) if len(values) * (100 - q) >= 100 else None for q in (90, 99)}
-    return {"p50": float(values.median()) if len(values) else None, **found, "observations": len(values)}
+    p90, p99 = (float(values.quantile(q / 100)) if len(values) * (100 - q) >= 100 else None for q in (90, 99))
+    return Percentiles(float(values.median()) if len(values) else None, p90, p99, len(values))
 
 
-def counted_acceptance(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the acceptance figures of a cell from a server's counters, summed over rounds.
+def with_counters(row: Row, counters: Sequence[Mapping[str, Any]]) -> Row:
+    """Add the acceptance figures of a cell from a server's counters, summed over rounds.
 
-    They have no intervals: counters do not say which passes belong to one text, and passes of a text are alike.
-    Returns only ``counters_disagree`` if the counts by position do not add up to the accepted tokens.
+    They have no intervals: counters do not say which passes belong to one text, and passes of a text are alike. If the
+    counts by position do not add up to the accepted tokens, only ``counters_disagree`` is set.
     """
     drafts = sum(round(each["drafts"] or 0) for each in counters)
     if not drafts:
         lengths = [each["length"] for each in counters if each["length"] is not None]
-        return {"acceptance_length": sum(lengths) / len(lengths)} if lengths else {}
+        return replace(row, acceptance_length=sum(lengths) / len(lengths)) if lengths else row
     drafted, accepted = (sum(round(each[name]) for each in counters) for name in ("drafted", "accepted"))
     depth = max(len(each["reached"]) for each in counters)
     reached = [
@@ -109,16 +106,17 @@ def counted_acceptance(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for place in range(depth)
     ]
     if sum(reached) != accepted or not all(after <= before for before, after in pairwise([drafts, *reached])):
-        return {"counters_disagree": True}
+        return replace(row, counters_disagree=True)
     shares = [share([(count, drafts)]) for count in reached]
     length = 1 + sum(each.value for each in shares)
     assert math.isclose(length, 1 + accepted / drafts, rel_tol=1e-9), (reached, accepted, drafts)
-    return {
-        "passes": drafts,
-        "acceptance_length": length,
-        "reached": [told(each) for each in shares],
-        "accepted_per_drafted": told(share([(accepted, drafted)])),
-    }
+    return replace(
+        row,
+        passes=drafts,
+        acceptance_length=length,
+        reached=tuple(map(figure_of, shares)),
+        accepted_per_drafted=figure_of(share([(accepted, drafted)])),
+    )
 
 
 def served_figures(
@@ -126,62 +124,76 @@ def served_figures(
     methods: Sequence[Method],
     loads: Sequence[GridCell],
     tasks: Mapping[str, str | None],
-) -> dict[str, Any]:
-    """Return the rows of `figures_of` with ``latency`` and acceptance added, and ``notes`` as sentences."""
+) -> Report:
+    """Return the report of `figures_of` with ``latency`` and acceptance added, and ``notes`` as sentences."""
     by_key = {RunKey(GridCell(*line["cell"]), *(line[name] for name in RunKey._fields[1:])): line for line in lines}
-    report: Report = figures_of(Records(known=by_key.values()), methods, loads, tasks)
-    for row in (*cells(report), *report["tasks"]):
-        for name in [name for name in row if any(part in name for part in _OF_ONE_PROCESS)]:
-            del row[name]
-        row.pop("identical_to_plain", None)
-    for row in cells(report):
-        mine = [line for key, line in by_key.items() if _is_of(key, row)]
-        timings: dict[str, list[Timing]] = {}
-        for line in mine:
-            timings.setdefault(line["prompts"][0], []).append(Timing(*line["timing"]))
-        row["latency"] = latency(timings, sum(Run(*line["runs"][0]).decode_seconds for line in mine))
-        if "reached" not in row:  # else each request was counted
-            row |= counted_acceptance([line["counters"] for line in mine if line.get("counters")])
-        if row["temperature"] == 0 and row["method"] != PLAIN:
-            row |= _identity(by_key, row)
-    for row in (*cells(report), *report["tasks"]):
-        if not all(each["latency"]["counted"] for each in cells(report)):
-            row["tokens_per_second"] = row["speedup_of_totals"] = row["speedup"] = None
-    return {**report, "served": True, "notes": _notes(report)}
+    report = figures_of(Records(known=by_key.values()), methods, loads, tasks)
+    rows, grid = (tuple(_of_server(row, by_key) for row in part) for part in (report.rows, report.grid))
+    counted = all(row.latency.counted for row in (*rows, *grid) if row.latency)
+    of_tasks = tuple(replace(row, identical_to_plain=None) for row in report.tasks)
+    rows, grid, of_tasks = (tuple(_measurable(row, counted) for row in part) for part in (rows, grid, of_tasks))
+    return replace(report, rows=rows, grid=grid, tasks=of_tasks, served=True, notes=_notes((*rows, *grid)))
 
 
-def _is_of(key: RunKey, row: Report) -> bool:
-    return (key.setting, key.method, key.cell.batch_size) == (row["setting"], row["method"], row["batch_size"])
+def _measurable(row: Row, counted: bool) -> Row:
+    """Drop the figures that only one process can measure, and without counted tokens all rates."""
+    row = replace(
+        row,
+        tokens_per_second_with_prefill=None,
+        speedup_with_prefill=None,
+        speedup_with_prefill_of_totals=None,
+        speedup_over_transformers=None,
+        speedup_over_transformers_of_totals=None,
+    )
+    return row if counted else replace(row, tokens_per_second=None, speedup_of_totals=None, speedup=None)
 
 
-def _identity(by_key: Mapping[RunKey, Mapping[str, Any]], row: Report) -> dict[str, Any]:
+def _of_server(row: Row, by_key: Mapping[RunKey, Mapping[str, Any]]) -> Row:
+    """Add what the client and the server's counters measured, and compare greedy texts with the plain endpoint's."""
+    mine = {key: line for key, line in by_key.items() if _is_of(key, row)}
+    timings: dict[str, list[Timing]] = {}
+    for line in mine.values():
+        timings.setdefault(line["prompts"][0], []).append(Timing(*line["timing"]))
+    seconds = sum(Run(*line["runs"][0]).decode_seconds for line in mine.values())
+    row = replace(row, latency=latency(timings, seconds))
+    if row.passes is None:  # else each request was counted
+        row = with_counters(row, [line["counters"] for line in mine.values() if line.get("counters")])
+    if row.temperature == 0 and row.method != PLAIN:
+        return replace(row, identical_to_plain=_identity(mine, by_key))
+    return replace(row, identical_to_plain=None)
+
+
+def _is_of(key: RunKey, row: Row) -> bool:
+    return (key.setting, key.method, key.cell.batch_size) == (row.setting, row.method, row.batch_size)
+
+
+def _identity(mine: Mapping[RunKey, Mapping[str, Any]], by_key: Mapping[RunKey, Mapping[str, Any]]) -> Identity | None:
     """Count the greedy texts that equal the plain endpoint's; servers give no logits, so margins are unknown."""
-    pairs = [(line, by_key.get(key._replace(method=PLAIN))) for key, line in by_key.items() if _is_of(key, row)]
-    same = [mine["timing"][4] == plain["timing"][4] for mine, plain in pairs if plain is not None]
-    if not same:
-        return {}
-    margin = 0.0 if all(same) else None
-    return {"identical_to_plain": {"identical": sum(same), "of": len(same), "largest_margin": margin, "ended_early": 0}}
+    pairs = [(line, by_key.get(key._replace(method=PLAIN))) for key, line in mine.items()]
+    same = [line["timing"][4] == plain["timing"][4] for line, plain in pairs if plain is not None]
+    return Identity(sum(same), len(same), 0.0 if all(same) else None) if same else None
 
 
-def _notes(report: Report) -> list[str]:
-    every, notes = cells(report), []
-    if all(row["method"] != PLAIN for row in every):
+def _notes(rows: Sequence[Row]) -> tuple[str, ...]:
+    notes = []
+    if all(row.method != PLAIN for row in rows):
         notes.append("Only one endpoint was measured, so the speed-up is unknown: give --baseline-endpoint.")
-    if any(row.get("passes") for row in every if row["method"] == PLAIN):
+    if any(row.passes for row in rows if row.method == PLAIN):
         notes.append("The baseline server counted drafts: it speculates too, or it served other clients.")
-    for row in (row for row in every if row["method"] == SERVED):
-        load, figures = f"{row['setting']}, concurrency {row['batch_size']}", row["latency"]
-        if row.get("counters_disagree"):
+    for row in rows:
+        if row.method != SERVED or (figures := row.latency) is None:
+            continue
+        load = f"{row.setting}, concurrency {row.batch_size}"
+        if row.counters_disagree:
             notes.append(f"The server's counters contradict each other ({load}): acceptance is unknown.")
-        elif "acceptance_length" not in row:
+        elif row.acceptance_length is None:
             notes.append(f"The server counted no drafts ({load}): it serves no metrics, or does not speculate.")
-        if not figures["streamed"]:
+        if not figures.streamed:
             notes.append(f"Answers were not streamed ({load}): times between the request and the end are unknown.")
-        if (mean := figures["under_way"]) is None:
+        if figures.under_way is None:
             notes.append(f"Answers were faster than the clock can measure ({load}): times and rates are unknown.")
-        elif mean < _WHOLE_LOAD * row["batch_size"]:
-            notes.append(f"Only {mean:.1f} requests were in progress on average ({load}): raise --limit.")
-    if not all(row["latency"]["counted"] for row in every):
+        elif figures.under_way < _WHOLE_LOAD * (row.batch_size or 1):
+            notes.append(f"Only {figures.under_way:.1f} requests were in progress on average ({load}): raise --limit.")
+    if not all(row.latency.counted for row in rows if row.latency):
         notes.append("A server does not count the tokens of its answers: rates and speed-ups are unknown.")
-    return notes
+    return tuple(notes)

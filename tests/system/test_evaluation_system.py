@@ -81,7 +81,7 @@ def test_two_processes_go_on_where_one_was_killed_with_the_same_texts(tmp_path: 
     rows = [{"question_id": number, "turns": ["a b c"[: 2 * number + 1], "d e"]} for number in range(3)]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     alone, dealt = tmp_path / "alone", tmp_path / "dealt"
-    whole = run_evaluate(
+    run_evaluate(
         EvaluateOptions(
             target=str(workshop / "target"),
             prompts=str(tmp_path / "questions.jsonl"),
@@ -103,9 +103,9 @@ def test_two_processes_go_on_where_one_was_killed_with_the_same_texts(tmp_path: 
     ]
     run([*TWO, *paths], ROOT)
     assert runs(dealt) == runs(alone) and (dealt / "runs-1.jsonl").is_file()
-    report = json.loads((dealt / "report.json").read_text())
+    report, whole = (json.loads((folder / "report.json").read_text()) for folder in (dealt, alone))
     assert report["processes"] == 2 and report["asked"]["turns"] == "all" and report["prompts"] == 6
     same = ("setting", "method", "prompts", "passes", "tokens_per_pass", "reached")
     assert [[row.get(key) for key in same] for row in report["rows"]] == [
-        [row.get(key) for key in same] for row in json.loads(json.dumps(whole["rows"]))
+        [row.get(key) for key in same] for row in whole["rows"]
     ]

@@ -33,10 +33,11 @@ from decoding.generate import DecodingConfig
 from decoding.measure.compare import compare, read_evaluation
 from decoding.measure.proof.greedy import margin_of
 from decoding.measure.proof.reference import EngineText
+from decoding.measure.results import as_json
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids, load_dspark, load_model, load_tokenizer
 from trainer.cli import app
-from trainer.commands.evaluate import run_evaluate
+from trainer.commands.evaluate_served import run_evaluate_served
 from trainer.commands.options import EvaluateOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.data.dataset import load_dataset
@@ -309,20 +310,20 @@ def test_a_server_is_measured_from_outside_with_its_draft_and_without(
     with llama_cpp(target, draft) as endpoint, llama_cpp(target) as baseline:
         asked |= {"endpoint": endpoint, "baseline_endpoint": baseline}
         options = EvaluateOptions(prompts=source, output=tmp_path / "out", **asked)
-        report = run_evaluate(options, Console(file=io.StringIO()))
+        report = as_json(run_evaluate_served(options, Console(file=io.StringIO())))
     every = {(row["method"], row["batch_size"]): row for row in (*report["rows"], *report["grid"])}
     assert every.keys() == {(name, load) for name in ("served", "plain") for load in (1, 4)}
     for (name, load), row in every.items():
         figures = row["latency"]
         assert figures["requests"] == 4 and figures["counted"] and 1 <= figures["under_way"] <= load + 1e-9
         assert figures["tpot_ms"]["p50"] > 0 and 0 < figures["ttft_ms"]["p50"] < 60_000
-        assert row["tokens_per_second"]["value"] > 0 and ("acceptance_length" in row) == (name == "served")
+        assert row["tokens_per_second"]["value"] > 0 and (row["acceptance_length"] is not None) == (name == "served")
     row = every["served", 1]
     reached = [share["value"] for share in row["reached"]]
     assert len(reached) == 3 and 0 < reached[1] <= reached[0] < 1
     assert row["acceptance_length"] == pytest.approx(1 + sum(reached))
     assert row["identical_to_plain"]["identical"] == row["identical_to_plain"]["of"] == 4
-    assert compare(read_evaluation(tmp_path / "out"), read_evaluation(tmp_path / "out"), "plain", "served")["rows"]
+    assert compare(read_evaluation(tmp_path / "out"), read_evaluation(tmp_path / "out"), "plain", "served").rows
 
 
 def test_the_ci_job_of_the_docs_verifies_a_server_that_speculates(

@@ -20,6 +20,7 @@ import pytest
 from full_report import full_report, renamed
 
 from decoding.measure.report.page import write_html
+from decoding.measure.results import report_from_json
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = (360, 768, 1280)
@@ -91,8 +92,10 @@ def looked_at(folder: Path, scheme: str, pages: list[str]) -> tuple[list[dict[st
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the page of a report that has every part, and the same with names that have nowhere to break."""
     folder = tmp_path_factory.mktemp("pages")
-    write_html(full_report(), folder / "report.html")
-    write_html(renamed(full_report(), "a-name-that-nobody-would-give-" + "x" * 60), folder / "long.html")
+    write_html(report_from_json(full_report()), folder / "report.html")
+    write_html(
+        report_from_json(renamed(full_report(), "a-name-that-nobody-would-give-" + "x" * 60)), folder / "long.html"
+    )
     return folder
 
 

@@ -13,9 +13,10 @@ from transformers import GenerationConfig
 from decoding.drafters import DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
-from decoding.measure.measurement import count_steps, evaluate, write_report
+from decoding.measure.measurement import count_steps, evaluate
 from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, standard_methods, transformers_generate
 from decoding.measure.report.page import write_html
+from decoding.measure.results import Identity, as_json, report_from_json, write_report
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -30,7 +31,9 @@ def report(tiny_llama: CausalLM, tiny_draft: CausalLM) -> dict[str, Any]:
     """Every setting, a draft and prompt lookup, on three prompts."""
     drafters = {"draft": DraftModelDrafter(tiny_draft, 2), "prompt lookup": PromptLookupDrafter()}
     config = EvaluationConfig(max_new_tokens=12, settings=SETTINGS)
-    return evaluate(tiny_llama, standard_methods(tiny_llama, drafters, config), PROMPTS, config)
+    methods = standard_methods(tiny_llama, drafters, config)
+    found: dict[str, Any] = as_json(evaluate(tiny_llama, methods, PROMPTS, config))
+    return found
 
 
 def row(report: dict[str, Any], setting: str, method: str) -> dict[str, Any]:
@@ -75,7 +78,7 @@ def test_a_padded_draft_is_measured_without_the_peer_that_cannot_take_it(tiny_ll
     padded = DraftModelDrafter(CausalLM(tiny_model(vocab=20, seed=1)), 2)
     methods = standard_methods(tiny_llama, {"draft": padded}, GREEDY)
     assert [method.name for method in methods] == ["plain", "draft", "transformers generate"]
-    assert evaluate(tiny_llama, methods, PROMPTS, GREEDY)["rows"][1]["identical_to_plain"]["identical"] == 3
+    assert evaluate(tiny_llama, methods, PROMPTS, GREEDY).rows[1].identical_to_plain == Identity(3, 3, 0.0)
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_runs(tiny_llama: CausalLM) -> None:
@@ -126,8 +129,8 @@ def test_the_report_names_the_machine_the_versions_and_the_commit_and_survives_b
 ) -> None:
     assert report["hardware"]["processor"] and report["versions"]["torch"] == torch.__version__ and report["commit"]
     assert set(report["cost_curve_ms"]) == {"1", "2", "4", "8", "16", "32"}
-    write_report(report, tmp_path / "new" / "report.json")
-    assert json.loads((tmp_path / "new" / "report.json").read_text()) == json.loads(json.dumps(report))
+    write_report(report_from_json(report), tmp_path / "new" / "report.json")
+    assert json.loads((tmp_path / "new" / "report.json").read_text()) == report
 
 
 def test_texts_that_differ_are_reported_with_their_margin_and_those_that_ended_early_apart(
@@ -136,11 +139,10 @@ def test_texts_that_differ_are_reported_with_their_margin_and_those_that_ended_e
     plain = Method("greedy", "plain", "lossless", lambda prompt, seed: Run((3, 4, 5), 2, 1.0, 1.0))
     texts = {1: (3, 4), 4: (3, 4, 6), 6: (3, 4, 5)}
     bent = Method("greedy", "bent", "lossless", lambda prompt, seed: Run(texts[prompt[0]], 1, 1.0, 1.0))
-    found = row(evaluate(tiny_llama, [plain, bent], PROMPTS, GREEDY), "greedy", "bent")["identical_to_plain"]
-    assert (found["identical"], found["of"], found["ended_early"]) == (1, 3, 1) and found["margins"] == [
-        found["largest_margin"]
-    ]
-    alone = evaluate(tiny_llama, [plain, bent], PROMPTS[:1], GREEDY)
+    found = row(as_json(evaluate(tiny_llama, [plain, bent], PROMPTS, GREEDY)), "greedy", "bent")["identical_to_plain"]
+    assert (found["identical"], found["of"], found["ended_early"]) == (1, 3, 1)
+    assert found["margins"] == [found["largest_margin"]]
+    alone = as_json(evaluate(tiny_llama, [plain, bent], PROMPTS[:1], GREEDY))
     assert row(alone, "greedy", "bent")["identical_to_plain"]["largest_margin"] is None
     json.dumps(alone, allow_nan=False)
 
@@ -155,7 +157,8 @@ def test_the_speed_up_of_totals_weighs_a_text_by_its_time_and_the_median_does_no
 
         return Method("greedy", name, "lossless", run)
 
-    found = row(evaluate(tiny_llama, [method("plain", 2.0), method("quick", 1.0)], PROMPTS, GREEDY), "greedy", "quick")
+    methods = [method("plain", 2.0), method("quick", 1.0)]
+    found = row(as_json(evaluate(tiny_llama, methods, PROMPTS, GREEDY)), "greedy", "quick")
     assert found["speedup_of_totals"]["value"] == pytest.approx(24 / 22) and found["speedup"]["median"] == 2.0
     assert found["speedup_with_prefill_of_totals"]["value"] == pytest.approx(27 / 25)
     assert found["speedup_of_totals"]["low"] is None, "an interval needs eight observations"
@@ -168,9 +171,9 @@ def test_a_text_that_ends_at_once_leaves_valid_json_and_the_other_texts_figures(
     first = Engine(tiny_llama).decode(PROMPTS[0], DecodingConfig(1)).tokens
     config = EvaluationConfig(max_new_tokens=6, settings=("greedy",), eos_token_ids=first)
     methods = standard_methods(tiny_llama, {}, config)
-    assert evaluate(tiny_llama, methods, PROMPTS, config)["rows"][0]["passes"] > 0
+    assert evaluate(tiny_llama, methods, PROMPTS, config).rows[0].passes
     alone = evaluate(tiny_llama, methods, PROMPTS[:1], config)
-    assert alone["rows"][0]["tokens_per_second"]["value"] is None
+    assert alone.rows[0].tokens_per_second and alone.rows[0].tokens_per_second.value is None
     write_report(alone, tmp_path / "report.json")
     write_html(alone, tmp_path / "report.html")
     assert "NaN" not in (tmp_path / "report.json").read_text()
@@ -181,9 +184,9 @@ def test_greedy_rounds_do_not_count_as_texts_of_their_own(tiny_llama: CausalLM) 
     for rounds in (1, 3):
         config = EvaluationConfig(max_new_tokens=8, settings=("greedy",), rounds=rounds)
         methods = standard_methods(tiny_llama, {"prompt lookup": PromptLookupDrafter()}, config)
-        found = evaluate(tiny_llama, methods, PROMPTS, config)["rows"][1]
-        figures.append((found["tokens_per_pass"], found["passes"], found["tokens_per_second"]["observations"]))
-        assert found["speedup"]["observations"] == rounds * 3
+        found = evaluate(tiny_llama, methods, PROMPTS, config).rows[1]
+        assert found.tokens_per_second and found.speedup and found.speedup.observations == rounds * 3
+        figures.append((found.tokens_per_pass, found.passes, found.tokens_per_second.observations))
     assert figures[0] == figures[1]
 
 

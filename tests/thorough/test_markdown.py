@@ -1,6 +1,7 @@
 """Names of others' making in a card and a report: shown as they are, and never Markdown, HTML or a secret."""
 
 import unicodedata
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from decoding.measure.markdown import code, fenced, one_line, text, visible
 from decoding.measure.redact import published_command, without_local_paths
 from decoding.measure.report.page import write_html
 from decoding.measure.report.tables import markdown_table
+from decoding.measure.results import Report, report_from_json
 
 HOSTILE = [
     "a\n\n# heading",
@@ -84,9 +86,8 @@ def test_a_block_of_code_ends_where_it_should(content: str) -> None:
 
 @pytest.mark.parametrize("hostile", FEW_HOSTILE)
 def test_a_reports_table_has_the_same_parts_whatever_the_names_are(hostile: str) -> None:
-    named = of_rows(None)
-    named["rows"][0] |= {"method": hostile, "setting": hostile}
-    table = kinds(markdown_table(named))
+    (row,) = of_rows(None).rows
+    table = kinds(markdown_table(Report(rows=(replace(row, method=hostile, setting=hostile),))))
     assert table.count("tr_open") == 2 and table.count("td_open") == 8
     assert not {"image", "link_open", "html_inline", "em_open", "s_open"} & set(table)
 
@@ -113,13 +114,13 @@ def test_the_page_has_the_same_elements_whatever_its_texts_are(tmp_path: Path) -
     """Texts of others' making: names of methods, settings, tasks and rules, prompts, answers, what was asked."""
     report = full_report(grid=[row for row in full_report()["grid"] if row["batch_size"] == 4])
     hostile = " ".join([*HOSTILE, "\"'><b onclick=alert(1)>", "</mark></style><script>", "{{ 7 * 7 }}"])
-    write_html(renamed(report, "harmless"), tmp_path / "harmless.html")
-    write_html(renamed(report, hostile), tmp_path / "hostile.html")
+    write_html(report_from_json(renamed(report, "harmless")), tmp_path / "harmless.html")
+    write_html(report_from_json(renamed(report, hostile)), tmp_path / "hostile.html")
     found = elements(tmp_path / "hostile.html")
     assert found == elements(tmp_path / "harmless.html") and len(found) > 1000
     page = (tmp_path / "hostile.html").read_text()
     assert "\x1b" not in page and "\u202e" not in page and "{{ 7 * 7 }}" in page
-    assert "\x1b" not in shown(renamed(report, hostile))
+    assert "\x1b" not in shown(report_from_json(renamed(report, hostile)))
 
 
 # --- secrets --------------------------------------------------------------------------------------------------------

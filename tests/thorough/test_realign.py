@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from decoding.drafters import DraftModelDrafter
 from decoding.generate import DecodingConfig
-from decoding.measure.figures import told
 from decoding.measure.measurement import count_steps
+from decoding.measure.results import as_json, figure_of
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft, load_model, load_tokenizer
@@ -130,8 +130,11 @@ def test_a_stale_draft_fits_its_tuned_target_again(straight: Straight) -> None:
     prompts = [[WORDS.index(word) for word in prompt(index).split()] for index in (38, 39)]
     config = DecodingConfig(12, eos_token_ids=(1,))
     again = acceptance(count_steps(target, DraftModelDrafter(draft, 4), prompts, config))
-    assert after["tokens_per_pass"] == told(again.tokens_per_pass) and after["tokens_per_pass"]["low"] is None
-    assert after["accepted_per_drafted"] == told(again.accepted_per_drafted)
+    assert (
+        after["tokens_per_pass"] == as_json(figure_of(again.tokens_per_pass))
+        and after["tokens_per_pass"]["low"] is None
+    )
+    assert after["accepted_per_drafted"] == as_json(figure_of(again.accepted_per_drafted))
 
 
 def test_a_run_that_broke_off_goes_on_to_the_same_draft(straight: Straight, monkeypatch: pytest.MonkeyPatch) -> None:

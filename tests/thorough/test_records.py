@@ -1,6 +1,5 @@
 """Runs of an evaluation as records: dealt, written as they come, gone on with after a kill, and asked turn by turn."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +10,12 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters import DraftModelDrafter, PromptLookupDrafter
 from decoding.measure import measurement as measurement_module
+from decoding.measure.figures import value_of
 from decoding.measure.measurement import Measurement, cells_of, report_of
 from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, settings_of, standard_methods
 from decoding.measure.questions import Asker, Question, TokenPrompts, waves_of
 from decoding.measure.records import GridCell, Records, check_identity, open_records, read_lines, record_files
+from decoding.measure.results import Report, as_json
 from decoding.measure.rows import figures_of
 from decoding.measure.samples import pieces_of, samples_of
 from decoding.metrics import StepCount
@@ -67,7 +68,8 @@ def report(tiny_llama: CausalLM, methods: list[Method]) -> dict[str, Any]:
     """The report of all methods, peers too."""
     measurement = Measurement(tiny_llama, methods, TokenPrompts(PROMPTS), replace(CONFIG, max_new_tokens=4))
     measurement.run()
-    return report_of(measurement)
+    found: dict[str, Any] = as_json(report_of(measurement))
+    return found
 
 
 # --- waves and cells --------------------------------------------------------------------------------------------------
@@ -100,8 +102,7 @@ def test_every_cell_has_the_same_texts_and_assisted_generation_only_where_one_te
         if row["setting"] == "greedy":
             assert row["identical_to_plain"]["identical"] == 3
         assert row["speedup"]["observations"] > 0
-    assert sum(row["predicted_speedup"] is not None for row in report["rows"] if "passes" in row) == 6
-    json.dumps(report, allow_nan=False)
+    assert sum(row["predicted_speedup"] is not None for row in report["rows"] if row["passes"]) == 6
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ def test_a_row_says_the_rule_the_shape_and_how_its_drafts_are_chosen(report: dic
         ("T=1", "lookup"): ("sampled verify", "chain", "deterministic", 1.0),
     }
     for row in report["rows"]:
-        if "passes" in row:
+        if row["passes"]:
             short = row["ended_in_draft"] / row["passes"]
             assert row["tokens_per_pass"]["value"] == pytest.approx(row["acceptance_length"] - short)
 
@@ -132,9 +133,7 @@ def scripted(name: str, run: Callable[[Sequence[int], int], Run], temperature: f
     return Method(setting, name, "lossless", run, temperature=temperature)
 
 
-def measured(
-    target: CausalLM, methods: list[Method], source: Any, **settings: Any
-) -> tuple[dict[str, Any], Measurement]:
+def measured(target: CausalLM, methods: list[Method], source: Any, **settings: Any) -> tuple[Report, Measurement]:
     """The figures of methods of no model's making, and the finished measurement."""
     measurement = Measurement(target, methods, source, EvaluationConfig(**settings))
     measurement.run()
@@ -157,8 +156,8 @@ def test_the_rows_of_a_task_are_those_of_its_questions_alone(tiny_llama: CausalL
     counts = {0: COUNT, 1: (StepCount(1, 0, 1, 1),)}
     chosen = [scripted("plain", lambda _, seed: Run((3, 3, 3), 2, 1.0, 1.0, counts[seed]))]
     source = asker(question("x", "a", task="qa"), question("y", "a", task="rag"))
-    tasks = measured(tiny_llama, chosen, source, settings=("greedy",))[0]["tasks"]
-    assert [(row["task"], row["prompts"], row["tokens_per_pass"]["value"]) for row in tasks] == [
+    tasks = measured(tiny_llama, chosen, source, settings=("greedy",))[0].tasks
+    assert [(row.task, row.prompts, value_of(row.tokens_per_pass)) for row in tasks] == [
         *(("qa", 1, 2.0), ("rag", 1, 1.0))
     ]
 
@@ -166,9 +165,9 @@ def test_the_rows_of_a_task_are_those_of_its_questions_alone(tiny_llama: CausalL
 def test_turns_and_rounds_of_a_question_are_one_observation_of_acceptance(tiny_llama: CausalLM) -> None:
     """They are not independent, so whole questions are resampled: three here, not six texts."""
     chosen = [scripted("plain", lambda _, seed: Run((3, 3, 3), 2, 1.0, 1.0, COUNT), temperature=1.0)]
-    (row,) = measured(tiny_llama, chosen, TokenPrompts([(1,)] * 3), rounds=2)[0]["rows"]
-    assert row["passes"] == 6 and row["tokens_per_pass"]["observations"] == 3
-    assert row["tokens_per_second"]["observations"] == 3
+    (row,) = measured(tiny_llama, chosen, TokenPrompts([(1,)] * 3), rounds=2)[0].rows
+    assert row.passes == 6 and row.tokens_per_pass and row.tokens_per_pass.observations == 3
+    assert row.tokens_per_second and row.tokens_per_second.observations == 3
 
 
 # --- later turns ------------------------------------------------------------------------------------------------------
@@ -192,7 +191,7 @@ def test_all_methods_are_asked_the_second_turn_behind_plain_decodings_answer(tin
 def test_a_later_turn_that_grew_too_long_is_left_out_and_counted(tiny_llama: CausalLM) -> None:
     source = asker(question("q", "o" * 30, "two"))  # 30 + 60 + ... tokens, and the target holds 96
     figures, measurement = measured(tiny_llama, [recording([], "plain", b"y" * 60)], source, max_new_tokens=10)
-    assert figures["later_turns_left_out"] == 1 and figures["prompts"] == 1
+    assert figures.later_turns_left_out == 1 and figures.prompts == 1
     assert measurement.total() == 0, "nothing is left to do"
 
 
@@ -256,7 +255,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
 def test_the_pieces_of_a_text_tell_the_drafts_tokens_from_the_targets() -> None:
     run = Run((*b"abcdef", 0), 6, 1.0, 1.0, (StepCount(3, 2, 4, 4), StepCount(1, 0, 4, 4), StepCount(2, 2, 2, 2)))
     pieces = pieces_of(run, byte_tokenizer(), hidden=(0,))
-    assert pieces == [["a", False], ["bc", True], ["de", False], ["f", True]]
+    assert pieces == (("a", False), ("bc", True), ("de", False), ("f", True))
 
 
 def test_a_text_with_a_secret_is_no_sample_and_that_of_a_prompt_is_withheld_whole(tiny_llama: CausalLM) -> None:
@@ -269,8 +268,8 @@ def test_a_text_with_a_secret_is_no_sample_and_that_of_a_prompt_is_withheld_whol
     prompts = ("b", secret + " " * 390)  # the last 400 characters begin inside the secret
     chosen = [replace(scripted(name, run, 1.0), shape=shape) for name, shape in (("plain", None), ("draft", "chain"))]
     figures, measurement = measured(tiny_llama, chosen, asker(*(question(name, name) for name in prompts)))
-    (sample,) = samples_of(measurement, figures["rows"], byte_tokenizer())
-    assert sample["pieces"] == [["ok", False]] and sample["prompt"] == "(withheld)" + " " * 390
+    (sample,) = samples_of(measurement, figures.rows, byte_tokenizer())
+    assert sample.pieces == (("ok", False),) and sample.prompt == "(withheld)" + " " * 390
 
 
 @pytest.mark.parametrize(("contexts", "prefix"), [((None,), 3 + 3), ((40, 80), 40 + 3)])

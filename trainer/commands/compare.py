@@ -1,13 +1,11 @@
 """The command `headstart compare`: print the paired differences of two evaluations or methods."""
 
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from decoding.measure.compare import compare, read_evaluation
-from decoding.measure.figures import NONE, estimate, without_nan
+from decoding.measure.compare import ComparedRow, Comparison, RatioVerdict, compare, read_evaluation
+from decoding.measure.figures import NONE, estimate
 from decoding.measure.markdown import one_line
 from trainer.commands.findings import PRINTED, write_findings
 from trainer.commands.options import CompareOptions
@@ -16,22 +14,22 @@ from trainer.terminal.console import say, standard_error, standard_output, title
 _COLOURS = {"real": "green", "none": None, "open": "yellow", "unmeasured": "dim"}
 
 
-def run_compare(options: CompareOptions, console: Console | None = None) -> dict[str, Any]:
+def run_compare(options: CompareOptions, console: Console | None = None) -> Comparison:
     """Print the paired differences, write them to --json, and return them."""
     console = console or standard_output()
     a = read_evaluation(options.a)
     b = a if options.b is None else read_evaluation(options.b)
-    found: dict[str, Any] = without_nan(compare(a, b, options.method, options.other))
+    found = compare(a, b, options.method, options.other)
     if options.json is not None:
         write_findings(options.json, found)
     if options.json == PRINTED:
         return found
-    for warning in found["warnings"]:
+    for warning in found.warnings:
         say(standard_error(), Text.assemble(("warning:", "bold yellow"), f" {warning}"))
-    table = Table(title=title(one_line(f"B ({found['b']}) over A ({found['a']}), paired by prompt, 95% intervals")))
+    table = Table(title=title(one_line(f"B ({found.b}) over A ({found.a}), paired by prompt, 95% intervals")))
     for column in (
         "setting",
-        found["load"],
+        found.load,
         "context",
         "method",
         "pairs",
@@ -41,17 +39,17 @@ def run_compare(options: CompareOptions, console: Console | None = None) -> dict
         "",
     ):
         table.add_column(column, overflow="fold")
-    for row in found["rows"]:
+    for row in found.rows:
         table.add_row(*_cells(row))
     wide(console).print(table)
     return found
 
 
-def _cells(row: dict[str, Any]) -> list[Text | str]:
-    names = row["method"] if row["method"] == row["other"] else f"A: {row['method']}\nB: {row['other']}"
-    context = NONE if row["context"] is None else str(row["context"])
-    cells: list[Text | str] = [row["setting"], str(row["batch_size"]), context, names, str(row["pairs"])]
-    for figure in ("tokens_per_pass", "speed"):
-        judged = row[f"{figure}_verdict"] or {"kind": "unmeasured", "text": "not compared"}
-        cells += [estimate(row[figure], "×"), Text(judged["text"], style=_COLOURS[judged["kind"]] or "")]
+def _cells(row: ComparedRow) -> list[Text | str]:
+    names = row.method if row.method == row.other else f"A: {row.method}\nB: {row.other}"
+    context = NONE if row.context is None else str(row.context)
+    cells: list[Text | str] = [row.setting, str(row.batch_size), context, names, str(row.pairs)]
+    for figure, judged in ((row.tokens_per_pass, row.tokens_per_pass_verdict), (row.speed, row.speed_verdict)):
+        judged = judged or RatioVerdict("unmeasured", "not compared")
+        cells += [estimate(figure, "×"), Text(judged.text, style=_COLOURS[judged.kind] or "")]
     return cells

@@ -16,13 +16,14 @@ from transformers.utils import logging
 
 from decoding.errors import UserError
 from decoding.measure.markdown import one_line
-from decoding.measure.measurement import Measurement, report_of, write_report
+from decoding.measure.measurement import Measurement, report_of
 from decoding.measure.methods import EvaluationConfig, settings_of, standard_methods
 from decoding.measure.questions import Asker, Question, evenly, read_questions, waves_of
 from decoding.measure.records import check_identity, open_records, provenances, record_files
 from decoding.measure.redact import published_command, published_name, without_local_paths
 from decoding.measure.report.page import write_html
 from decoding.measure.report.tables import TerminalReport
+from decoding.measure.results import Report, write_report
 from decoding.measure.samples import samples_of
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.hub import revisions, short_name
@@ -45,16 +46,12 @@ _PUBLISHED = (
 """Options that the report shows unchanged; it shows the others as names, fingerprints or under ``asked``."""
 
 
-def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> dict[str, Any]:
+def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> Report | None:
     """Measure, print the table, write report.json and report.html; return the report.
 
-    Several processes each decode a share. The first one writes and returns the report; the others return {}.
+    Several processes each decode a share. The first one writes and returns the report; the others return None.
     """
     watched, console = console or standard_error(), console or standard_output()
-    if options.endpoint is not None:
-        from trainer.commands.evaluate_served import run_evaluate_served
-
-        return run_evaluate_served(options, watched, console)
     _check_target(options)
     accelerator = join_processes()
     rank, world = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
@@ -66,24 +63,22 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> di
         on_first(lambda: check_records(options, about))
         measurement = _measured(options.output, measurement, about, accelerator, watched)
         if rank:
-            return {}
-        figures, known = report_of(measurement), provenances(options.output)
-        report = {
+            return None
+        found, known = report_of(measurement), provenances(options.output)
+        report = replace(
+            found,
             **about,
-            **figures,
-            **{
-                name: known[-1][name] for name in ("hardware", "versions", "commit")
-            },  # from the runs: this machine may be another
-            "commits": sorted({each["commit"] for each in known}),
-            "processors": sorted({each["hardware"]["processor"] for each in known}),
-            "processes": world,
-            "samples": samples_of(measurement, figures["rows"], tokenizer),
-        }
+            **{name: known[-1][name] for name in ("hardware", "versions", "commit")},  # this machine may be another
+            commits=tuple(sorted({each["commit"] for each in known})),
+            processors=tuple(sorted({each["hardware"]["processor"] for each in known})),
+            processes=world,
+            samples=tuple(samples_of(measurement, found.rows, tokenizer)),
+        )
         publish(report, options.output, console)
     return report
 
 
-def publish(report: dict[str, Any], output: Path, console: Console) -> None:
+def publish(report: Report, output: Path, console: Console) -> None:
     """Write report.json and report.html, and print the table."""
     write_report(report, output / "report.json")
     write_html(report, output / "report.html")

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -19,6 +19,7 @@ from decoding.measure.methods import EvaluationConfig, Method, Run, Setting, set
 from decoding.measure.questions import Question, read_questions
 from decoding.measure.records import GridCell, RunKey, line_of, open_records, read_lines, record_files
 from decoding.measure.redact import published_command, published_name, without_local_paths
+from decoding.measure.results import Report
 from decoding.measure.served import SERVED, Timing, served_figures, shares_of_time
 from decoding.metrics import StepCount
 from decoding.prompts import read_variables
@@ -31,6 +32,7 @@ from trainer.processes import Process
 from trainer.servers.answers import StreamedAnswer
 from trainer.servers.client import ServedModel
 from trainer.servers.counters import find_counts
+from trainer.terminal.console import standard_error, standard_output
 from trainer.terminal.progress import ProgressBar
 
 _PUBLISHED = (
@@ -53,9 +55,10 @@ class Cell(NamedTuple):
 
 
 def run_evaluate_served(
-    options: EvaluateOptions, watched: Console, console: Console, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, Any]:
+    options: EvaluateOptions, console: Console | None = None, clock: Callable[[], float] = time.perf_counter
+) -> Report:
     """Measure the endpoints alternately, print the table, write report.json and report.html; return the report."""
+    watched, console = console or standard_error(), console or standard_output()
     config = _checked(options)
     every = read_questions(options.prompts, options.prompt_field)
     questions = chosen_questions(every, options, Process(0, 1, watched))
@@ -90,14 +93,19 @@ def run_evaluate_served(
                 records.add(line)
         lines = _lines(options)
     tasks = {question.id: question.task for question in questions}
-    report = {**about, **account(), "models": {name: each.model for name, each in sessions.items()}}
-    report |= {"questions": len(questions), "rounds": config.rounds, "max_new_tokens": config.max_new_tokens}
-    report |= served_figures(lines, methods, loads, tasks)
-    answered_as = sorted({model for model in report["models"].values() if model is not None})
+    models = {name: each.model for name, each in sessions.items()}
+    report = replace(
+        served_figures(lines, methods, loads, tasks),
+        **{**about, **account()},
+        models=models,
+        questions=len(questions),
+        rounds=config.rounds,
+        max_new_tokens=config.max_new_tokens,
+    )
+    answered_as = sorted({model for model in models.values() if model is not None})
     if len(answered_as) > 1:
-        report["notes"].append(
-            f"The endpoints answered as {' and '.join(map(repr, answered_as))}: compare servers of one target."
-        )
+        note = f"The endpoints answered as {' and '.join(map(repr, answered_as))}: compare servers of one target."
+        report = replace(report, notes=(*report.notes, note))
     publish(report, options.output, console)
     return report
 

@@ -55,12 +55,12 @@ def report(findings: Mapping[str, Sequence[Finding]], **more: Any) -> dict[str, 
     return {**account(), **content}
 
 
-def write_findings(file: str, content: Mapping[str, Any]) -> None:
-    """Write findings to a file, creating its folder, or print them; NaN becomes null."""
-    from decoding.measure.figures import without_nan  # imports torch, which some commands do not need
+def write_findings(file: str, content: Any) -> None:
+    """Write findings as JSON to a file, creating its folder, or print them; dataclasses become objects."""
+    from decoding.measure.results import as_json  # imports torch, which some commands do not need
     from trainer.files.shards import write_text
 
-    text = json.dumps(without_nan(dict(content)), indent=2) + "\n"
+    text = json.dumps(as_json(content), indent=2) + "\n"
     if file == PRINTED:
         print(text, end="")
         return

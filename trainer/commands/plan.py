@@ -12,7 +12,6 @@ from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, named_drafter
 from decoding.dtypes import parse_dtype
 from decoding.errors import UserError
-from decoding.measure.figures import without_nan
 from decoding.measure.planning.plan_file import plan_fingerprints, read_plan, write_plan
 from decoding.measure.planning.planner import Planner
 from decoding.measure.planning.prospects import DEEPEST, Prospects
@@ -20,6 +19,7 @@ from decoding.measure.planning.step_costs import LEAST_GAIN
 from decoding.measure.planning.survey import PlanConfig
 from decoding.measure.planning.views import NAMES, basis, break_even_table, plan_table, published_table, verdicts
 from decoding.measure.questions import read_prompts
+from decoding.measure.results import as_json
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
 from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
@@ -77,7 +77,7 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
     }
     with ProgressBar(watched, "planning", planner.steps) as bar:
         planner.advance = bar.advance
-        plan: dict[str, Any] = without_nan({**about, **planner.run()})
+        plan: dict[str, Any] = as_json({**about, **planner.run()})
     write_plan(plan, options.output / "plan.json")
     if specs:
         wide(console).print(plan_table(plan))

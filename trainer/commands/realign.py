@@ -19,8 +19,9 @@ from decoding.drafters.registry import named_drafter
 from decoding.errors import UserError
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
-from decoding.measure.figures import estimate, told
+from decoding.measure.figures import estimate
 from decoding.measure.measurement import count_steps
+from decoding.measure.results import Figure, as_json, figure_of
 from decoding.metrics import acceptance
 from decoding.model.dspark_config import read_dspark_config
 from decoding.model.loading import (
@@ -55,8 +56,8 @@ _PROMPT_TOKENS, _SEQUENCE_TOKENS = 64, 1024
 _NAMES = {"tokens_per_pass": "tokens per target pass", "accepted_per_drafted": "accepted/drafted"}
 _TEMPERATURES = {"greedy": 0.0, "T=1": 1.0}
 
-Figures = dict[str, dict[str, Any]]
-"""Setting -> tokens per target pass and accepted/drafted, each in the form that `told` returns."""
+Figures = dict[str, dict[str, Figure]]
+"""Setting -> tokens per target pass and accepted/drafted."""
 
 
 class HeldoutFigures(NamedTuple):
@@ -92,16 +93,18 @@ def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, wat
         run_regenerate(_questions(options, recipe, name), console)
     final = run_recipe(recipe, watched)
     after = _measure(options, recipe, str(final), watched)
-    report = {
-        "target": options.target,
-        "draft": options.draft,
-        "heldout_prompts": after.heldout,
-        "max_new_tokens": options.max_new_tokens,
-        "draft_tokens": recipe.draft.num_draft_tokens,
-        "before": before.figures,
-        "after": after.figures,
-        **account(),
-    }
+    report: dict[str, Any] = as_json(
+        {
+            "target": options.target,
+            "draft": options.draft,
+            "heldout_prompts": after.heldout,
+            "max_new_tokens": options.max_new_tokens,
+            "draft_tokens": recipe.draft.num_draft_tokens,
+            "before": before.figures,
+            "after": after.figures,
+            **account(),
+        }
+    )
     write_text(options.output / REPORT, json.dumps(report, indent=2) + "\n")
     columns = {"stale": before.figures, "realigned": after.figures}
     length = recipe.draft.num_draft_tokens
@@ -232,7 +235,7 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
             found = acceptance(count_steps(target, drafter, prompts, sampled, batch_size, on_text=bar.advance))
         if not found.passes:
             raise UserError(f"every text ended with its first token ({setting}): give prompts with longer answers")
-        figures[setting] = {name: told(getattr(found, name)) for name in _NAMES}
+        figures[setting] = {name: figure_of(getattr(found, name)) for name in _NAMES}
     return HeldoutFigures(figures, len(prompts), positions)
 
 

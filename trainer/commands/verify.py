@@ -132,7 +132,7 @@ def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterat
                     yield name, finding
                     continue
                 evidence = writer.rounding_or_rule(finding.figures["faulty_texts"])
-                source = source_of(local_folder(resolve(options.target), weights=False)) or {}
+                source = source_of(local_folder(str(options.target), weights=False)) or {}
                 yield name, explained(finding, evidence, bool(source.get("quantisation")))
                 yield name, evidence
         yield name, _tokens_of(writer)

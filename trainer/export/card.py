@@ -8,6 +8,7 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,10 +18,11 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined, Template
 
 from decoding.errors import UserError
-from decoding.measure.figures import greedy_sentence
+from decoding.measure.figures import greedy_sentence, is_peer
 from decoding.measure.markdown import code, fenced, text
 from decoding.measure.redact import hub_repository, is_hub_id, without_local_paths
 from decoding.measure.report.tables import markdown_table
+from decoding.measure.results import Figure, Row, report_from_json
 from decoding.model import quickstart
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.gguf_file import is_gguf
@@ -89,48 +91,46 @@ def read_own_report(path: Path, source: Path) -> dict[str, Any]:
     return {**report, "rows": [row for row in report["rows"] if row in own or row.get("artefact") is None]}
 
 
-def card_figures(report: dict[str, Any], chains: bool) -> CardFigures:
+def card_figures(content: dict[str, Any], chains: bool) -> CardFigures:
     """Return the card's figures from a report that `read_own_report` read.
 
     ``chains``: servers draft chains with this format, so any chain ranks above any tree. `UserError` if a row contains
     anything but figures.
     """
-    report = without_local_paths(report)
-    groups: dict[Any, list[dict[str, Any]]] = {}
-    for row in report["rows"]:
-        if row.get("artefact") is not None and not str(row.get("method")).startswith("transformers"):
-            groups.setdefault(row.get("temperature", row.get("setting")), []).append(row)
+    report = report_from_json(without_local_paths(content))
+    groups: dict[float | str, list[Row]] = {}
+    for row in report.rows:
+        if row.artefact is not None and not is_peer(row):
+            groups.setdefault(row.setting if row.temperature is None else row.temperature, []).append(row)
 
-    def merit(row: dict[str, Any]) -> tuple[bool, bool, float]:
-        return row["label"] == "lossless", not (chains and row.get("shape") == "tree"), _speed(row, "value")
+    def merit(row: Row) -> tuple[bool, bool, float]:
+        return row.label == "lossless", not (chains and row.shape == "tree"), _speeds(row)[0]
 
     best = [max(group, key=merit) for group in groups.values()]
     limits = [
-        f"{row.get('setting')}: these prompts show no gain over plain decoding."
-        for row in best
-        if _speed(row, "low") <= 1 or _speed(row, "value") <= 1
+        f"{row.setting}: these prompts show no gain over plain decoding." for row in best if min(_speeds(row)) <= 1
     ]
-    if chains and any(row.get("shape") == "tree" for row in best):
+    if chains and any(row.shape == "tree" for row in best):
         limits.append("These figures are for a tree. Servers draft a single chain and accept fewer tokens.")
-    hardware = report.get("hardware") or {}
+    hardware = report.hardware
     machine = ", ".join(str(hardware[key]) for key in ("gpu", "processor") if hardware.get(key)) or "unknown hardware"
-    held = {key: "–" if report.get(key) is None else report[key] for key in _SETTINGS}
+    held = {key: "–" if content.get(key) is None else getattr(report, key) for key in _SETTINGS}
     about = (
         f"Measured on {held['prompts']} prompts of {held['prompts_from']}, "
-        f"{report['rows'][0].get('batch_size') or 1} at a time, up to {held['max_new_tokens']} new tokens each, "
+        f"{report.rows[0].batch_size or 1} at a time, up to {held['max_new_tokens']} new tokens each, "
         f"on {machine} in {held['dtype']}, with Headstart's own decoding loop at commit {held['commit']}."
     )
     try:
-        short, table = (markdown_table({**report, "rows": rows}) for rows in (best, report["rows"]))
+        short, table = (markdown_table(replace(report, rows=tuple(rows))) for rows in (best, report.rows))
         return CardFigures(short, table, about, greedy_sentence(report), tuple(limits))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"the report has a malformed row ({error!r}): run the evaluation again") from error
 
 
-def _speed(row: dict[str, Any], key: str) -> float:
-    """Return a row's speed-up or one end of its interval (``key``); infinity if it was not measured."""
-    value = (row.get("speedup_of_totals") or {}).get(key)
-    return float(value) if isinstance(value, int | float) else math.inf
+def _speeds(row: Row) -> tuple[float, float]:
+    """Return a row's speed-up and the low end of its interval; infinity if it was not measured."""
+    found = row.speedup_of_totals or Figure(None)
+    return math.inf if found.value is None else found.value, math.inf if found.low is None else found.low
 
 
 # --- the card ---------------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import UNREADABLE
 from decoding.model.quickstart import FILE, embedded_file, is_embedded
 from decoding.model.stored import read_object
+from trainer.export import server_traps as traps
 from trainer.export.companions import UNKNOWN_TARGET, ServingPlan, chain_length
 from trainer.export.task import Artefact
-from trainer.files import server_traps as traps
 
 PROPOSER = "trainer.export.vllm_proposer.HeadsProposer"
 _TRIED = (

@@ -15,7 +15,7 @@ from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import UNREADABLE, check_same_tokenizer, is_heads_folder, load_tokenizer, reason
 from decoding.model.stored import read_object
 from trainer.export.companions import trained_for
-from trainer.files.server_traps import misread, other_size, taken_over, too_few_positions, trimmed
+from trainer.export.server_traps import misread, other_size, taken_over, too_few_positions, trimmed
 
 ROPE = "target, rope and window settings"
 VOCABULARY = "vocabulary sizes"

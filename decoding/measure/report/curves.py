@@ -1,18 +1,22 @@
 """Plots of speed-up over batch size and context, acceptance by position, server load, and v(n)."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from decoding.measure.figures import PLAIN, Report, cells, curve, methods, named, settings, speed_of
+from decoding.measure.figures import OTHER, PLAIN, Axis, at, curve, methods, named, settings, speed_of, value_of
 from decoding.measure.markdown import one_line
 from decoding.measure.report.style import panel, series, shade_below_one, styled, svg, swatch
+from decoding.measure.results import Report, Row
 
-_AXES = {"batch_size": ("batch size", "batch"), "context": ("tokens of context", "context")}
+_AXES: dict[Axis, tuple[str, str]] = {
+    "batch_size": ("batch size", "batch"),
+    "context": ("tokens of context", "context"),
+}
 
 
 class Legend(NamedTuple):
@@ -33,37 +37,37 @@ class Picture(NamedTuple):
 
 
 @styled
-def speedup_curves(report: Report, axis: str) -> list[Picture]:
-    """Draw the speed-up over ``axis`` ("batch_size" or "context"): a picture per setting and value of the other axis.
+def speedup_curves(report: Report, axis: Axis) -> list[Picture]:
+    """Draw the speed-up over ``axis``: a picture per setting and value of the other axis.
 
     A method needs at least two measured points. All pictures have the same scale.
     """
-    other = "context" if axis == "batch_size" else "batch_size"
+    other = OTHER[axis]
     pictures = []
     for setting in settings(report):
-        for fixed in dict.fromkeys(row.get(other) for row in named(cells(report), setting)):
+        for fixed in dict.fromkeys(at(row, other) for row in named(report.cells, setting)):
             figure, axes = panel(3.5, 2.6)
             if drawn := _draw_speedups(axes, report, setting, axis, fixed):
                 axes.set_ylabel("speed-up over plain decoding")
                 shade_below_one(axes)
                 heading = one_line(setting if fixed is None else f"{setting}, {_AXES[other][1]} {fixed:,}")
                 picture = svg(figure, f"Speed-up over {_AXES[axis][0]}, {heading}")
-                main = fixed == report["rows"][0].get(other)
+                main = fixed == at(report.rows[0], other)
                 pictures.append(Picture(heading, picture, _legend(report, drawn), main))
     return pictures
 
 
-def _draw_speedups(axes: Axes, report: Report, setting: str, axis: str, fixed: int | None) -> list[str]:
+def _draw_speedups(axes: Axes, report: Report, setting: str, axis: Axis, fixed: int | None) -> list[str]:
     """Draw a line for each method timed at two or more points of ``axis``; return their names."""
-    other = "context" if axis == "batch_size" else "batch_size"
-    rows = {row["method"]: row for row in named(cells(report), setting) if row.get(other) == fixed}
+    other = OTHER[axis]
+    rows = {row.method: row for row in named(report.cells, setting) if at(row, other) == fixed}
     lines = {name: curve(report, rows[name], axis) for name in methods(report) if name in rows}
     lines = {name: points for name, points in lines.items() if len(points) > 1}
     for name, points in lines.items():
         axes.plot(*zip(*points, strict=True), label=one_line(name), **series(methods(report).index(name)))
-    label = "requests at a time" if report.get("served") and axis == "batch_size" else _AXES[axis][0]
+    label = "requests at a time" if report.served and axis == "batch_size" else _AXES[axis][0]
     over_sizes(axes, sorted({size for points in lines.values() for size, _ in points}), label)
-    top = 1.08 * max((speed_of(row) or 0.0 for row in cells(report) if row["method"] != PLAIN), default=1.0)
+    top = 1.08 * max((speed_of(row) or 0.0 for row in report.cells if row.method != PLAIN), default=1.0)
     axes.set_ylim(0, max(top, 1.3))
     return list(lines)
 
@@ -73,11 +77,16 @@ def load_curves(report: Report) -> list[Picture]:
     """Draw a server's throughput, time to first token and time per token over its load, for each setting."""
     pictures = []
     names = [*methods(report), PLAIN]
-    for setting in settings(report) if report.get("served") else ():
-        for heading, place in _LOADED.items():
-            rows = [(row, value) for row in named(cells(report), setting) if (value := _at(row, place)) is not None]
+    for setting in settings(report) if report.served else ():
+        for heading, figure_of in _LOADED.items():
+            loaded = named(report.cells, setting)
             lines = {
-                name: [(row["batch_size"], value) for row, value in rows if row["method"] == name] for name in names
+                name: [
+                    (row.batch_size or 1, value)
+                    for row in loaded
+                    if row.method == name and (value := figure_of(row)) is not None
+                ]
+                for name in names
             }
             lines = {name: points for name, points in lines.items() if len(points) > 1}
             if not lines:
@@ -85,7 +94,7 @@ def load_curves(report: Report) -> list[Picture]:
             figure, axes = panel(3.5, 2.5)
             for name, points in lines.items():
                 axes.plot(*zip(*sorted(points), strict=True), **series(names.index(name)))
-            over_sizes(axes, sorted({row["batch_size"] for row, _ in rows}), "requests at a time")
+            over_sizes(axes, sorted({size for points in lines.values() for size, _ in points}), "requests at a time")
             axes.set_ylim(bottom=0)
             legend = [Legend(one_line(name), *swatch(names.index(name))) for name in lines]
             title = one_line(f"{heading}, {setting}")
@@ -93,19 +102,11 @@ def load_curves(report: Report) -> list[Picture]:
     return pictures
 
 
-_LOADED = {
-    "Total output tokens/s": ("tokens_per_second", "value"),
-    "Median ms to the first token": ("latency", "ttft_ms", "p50"),
-    "Median ms per further token": ("latency", "tpot_ms", "p50"),
+_LOADED: dict[str, Callable[[Row], float | None]] = {
+    "Total output tokens/s": lambda row: value_of(row.tokens_per_second),
+    "Median ms to the first token": lambda row: row.latency.ttft_ms.p50 if row.latency else None,
+    "Median ms per further token": lambda row: row.latency.tpot_ms.p50 if row.latency else None,
 }
-
-
-def _at(row: Report, place: Sequence[str]) -> float | None:
-    """Return the figure at a path of keys in a row, or None if it was not measured."""
-    found: Any = row
-    for name in place:
-        found = (found or {}).get(name)
-    return None if found is None else float(found)
 
 
 def over_sizes(axes: Axes, sizes: Sequence[int], label: str) -> None:
@@ -125,7 +126,7 @@ def _legend(report: Report, names: Sequence[str]) -> list[Legend]:
 @styled
 def crossover_figure(report: Report) -> Figure:
     """Draw the speed-up over the batch size, with a panel per setting and context, for the docs."""
-    contexts = list(dict.fromkeys(row.get("context") for row in cells(report)))
+    contexts = list(dict.fromkeys(row.context for row in report.cells))
     places = [(setting, context) for setting in settings(report) for context in contexts]
     figure = Figure(figsize=(1.2 + 2.9 * len(places), 3.9), layout="constrained")
     panels = figure.subplots(1, len(places), sharey=True, squeeze=False)[0]
@@ -140,21 +141,20 @@ def crossover_figure(report: Report) -> Figure:
 
 def acceptance_curves(report: Report) -> list[Picture]:
     """Draw per-position acceptance with 95% intervals: a picture per setting, a line per drafter."""
-    rows = [row for row in report["rows"] if row.get("conditional_acceptance")]
+    rows = [row for row in report.rows if row.conditional_acceptance]
     return [
         _acceptance_picture(report, setting, mine) for setting in settings(report) if (mine := named(rows, setting))
     ]
 
 
 @styled
-def _acceptance_picture(report: Report, setting: str, rows: Sequence[Report]) -> Picture:
+def _acceptance_picture(report: Report, setting: str, rows: Sequence[Row]) -> Picture:
     figure, axes = panel(3.5, 2.5)
     every = methods(report)
     for row in rows:
-        figures, style = row["conditional_acceptance"], series(every.index(row["method"]))
-        value, low, high = (
-            [math.nan if figure[key] is None else figure[key] for figure in figures] for key in ("value", "low", "high")
-        )
+        figures, style = row.conditional_acceptance, series(every.index(row.method))
+        ends = [(each.value, each.low, each.high) for each in figures]
+        value, low, high = ([math.nan if end is None else end for end in column] for column in zip(*ends, strict=True))
         positions = range(1, len(figures) + 1)
         axes.plot(positions, value, **style)
         axes.fill_between(positions, low, high, color=style["color"], alpha=0.13, linewidth=0)
@@ -164,13 +164,13 @@ def _acceptance_picture(report: Report, setting: str, rows: Sequence[Report]) ->
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.grid(axis="y")
     picture = svg(figure, f"Per-position acceptance, {one_line(setting)}")
-    return Picture(one_line(setting), picture, _legend(report, [row["method"] for row in rows]))
+    return Picture(one_line(setting), picture, _legend(report, [row.method for row in rows]))
 
 
 @styled
 def cost_curve(report: Report) -> Picture | None:
     """Draw v(n): the cost of a target pass over n tokens, in passes over one token; None if it was not measured."""
-    curve = {int(size): value for size, value in (report.get("cost_curve_ms") or {}).items()}
+    curve = report.cost_curve_ms
     if 1 not in curve:
         return None
     figure, axes = panel()

@@ -2,13 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 
 from decoding.measure.figures import (
     PLAIN,
-    Report,
     answers,
     caption,
     estimate,
@@ -23,6 +22,7 @@ from decoding.measure.markdown import one_line, visible
 from decoding.measure.report.curves import acceptance_curves, cost_curve, load_curves, speedup_curves
 from decoding.measure.report.style import css
 from decoding.measure.report.tables import page_tables
+from decoding.measure.results import Figure, Report, Row
 
 
 def write_html(report: Report, path: Path) -> None:
@@ -39,14 +39,14 @@ def write_html(report: Report, path: Path) -> None:
     environment.filters["whole"] = lambda cell: broken.sub("\N{NO-BREAK SPACE}", cell)
     lead, *others = answers(report)
     page = environment.get_template("report.html.j2").render(
-        title=one_line(report.get("title") or "Headstart report"),
+        title=one_line(report.title or "Headstart report"),
         colours=css(),
         lead=lead,
         others=others,
         caption=caption(report),
-        sentences=[*filter(None, [greedy_sentence(report)]), *(report.get("notes") or [])],
+        sentences=[*filter(None, [greedy_sentence(report)]), *report.notes],
         speedups=bar_charts(report),
-        over=f"Over {'concurrency' if report.get('served') else 'batch size'}",
+        over=f"Over {'concurrency' if report.served else 'batch size'}",
         over_batch=[*speedup_curves(report, "batch_size"), *load_curves(report)],
         over_context=speedup_curves(report, "context"),
         acceptance=acceptance_curves(report),
@@ -81,53 +81,49 @@ class BarChart(NamedTuple):
 
 def bar_charts(report: Report) -> list[BarChart]:
     """Return a chart per setting, all with the same scale."""
-    rows = report["rows"]
-    totals = [row.get("speedup_of_totals") or {} for row in rows]
-    longest = max([1.0, *(each.get(end) or 0.0 for each in totals for end in ("value", "high")), *map(_speed, rows)])
+    rows = report.rows
+    highest = (row.speedup_of_totals.high or 0.0 for row in rows if row.speedup_of_totals)
+    longest = max([1.0, *highest, *(speed_of(row) or 0.0 for row in rows)])
     scale = 100 / longest / 1.02
     return [
-        BarChart(one_line(setting), scale, [_bar(row, scale) for row in named(rows, setting) if row["method"] != PLAIN])
+        BarChart(one_line(setting), scale, [_bar(row, scale) for row in named(rows, setting) if row.method != PLAIN])
         for setting in settings(report)
     ]
 
 
-def _speed(row: Report) -> float:
-    return speed_of(row) or 0.0
-
-
-def _bar(row: Report, scale: float) -> Bar:
-    totals, speed = row.get("speedup_of_totals") or {}, speed_of(row)
-    low, high = totals.get("low"), totals.get("high")
+def _bar(row: Row, scale: float) -> Bar:
+    totals, speed = row.speedup_of_totals or Figure(None), speed_of(row)
+    low, high = totals.low, totals.high
     return Bar(
-        name=one_line(row["method"]),
-        shown=times(speed) if totals.get("value") is None else estimate(totals, "×"),
-        kind=("peer" if is_peer(row) else "ours") + (" lossy" if row["label"] == "lossy" else ""),
+        name=one_line(row.method),
+        shown=times(speed) if totals.value is None else estimate(totals, "×"),
+        kind=("peer" if is_peer(row) else "ours") + (" lossy" if row.label == "lossy" else ""),
         width=None if speed is None else speed * scale,
         interval=None if low is None or high is None else (low * scale, (high - low) * scale),
     )
 
 
-def _samples(report: Report) -> list[Report]:
+def _samples(report: Report) -> list[dict[str, Any]]:
     return [
         {
-            "heading": ", ".join(one_line(sample[key]) for key in ("setting", "method", "task") if sample.get(key)),
-            "prompt": visible(sample.get("prompt") or ""),
-            "pieces": [(visible(piece), drafted) for piece, drafted in sample["pieces"]],
+            "heading": ", ".join(map(one_line, filter(None, (sample.setting, sample.method, sample.task)))),
+            "prompt": visible(sample.prompt),
+            "pieces": [(visible(piece), drafted) for piece, drafted in sample.pieces],
         }
-        for sample in report.get("samples") or []
+        for sample in report.samples
     ]
 
 
 def _about(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return how the report was made: headings, each with (name, value) pairs."""
     parts = [
-        ("Prompts", report.get("asked")),
-        ("Command", {"command": report["command"]} if report.get("command") else None),
-        ("Settings", report.get("settings")),
-        ("Fingerprints", report.get("fingerprints")),
-        ("Revisions on the Hub", report.get("revisions")),
-        ("Machine", report.get("hardware")),
-        ("Versions", report.get("versions")),
+        ("Prompts", report.asked),
+        ("Command", {"command": report.command} if report.command else {}),
+        ("Settings", report.settings),
+        ("Fingerprints", report.fingerprints),
+        ("Revisions on the Hub", report.revisions),
+        ("Machine", report.hardware),
+        ("Versions", report.versions),
     ]
     return [
         (heading, [(one_line(name), one_line(value)) for name, value in values.items() if value is not None])

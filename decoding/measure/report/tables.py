@@ -1,7 +1,7 @@
 """Tables of a report: the main one for Markdown and terminal, and the page's folded ones."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import NamedTuple
 
 from rich import box
@@ -12,11 +12,8 @@ from rich.text import Text
 from decoding.measure.figures import (
     NONE,
     PLAIN,
-    Figure,
-    Report,
     answers,
     caption,
-    cells,
     estimate,
     greedy_sentence,
     named,
@@ -25,8 +22,10 @@ from decoding.measure.figures import (
     shares,
     speedup,
     times,
+    value_of,
 )
 from decoding.measure.markdown import one_line, text
+from decoding.measure.results import Figure, Identity, Report, Row, TimeSplit
 
 COLUMNS = (
     "setting",
@@ -61,32 +60,44 @@ def table_rows(report: Report) -> list[tuple[str, ...]]:
         (
             *_names(row),
             _promise(row),
-            estimate(row.get("tokens_per_pass")),
-            shares(row.get("conditional_acceptance"), most=5),
+            estimate(row.tokens_per_pass),
+            shares(row.conditional_acceptance, most=5),
             _tokens_per_second(row),
-            speedup(row),
-            speedup(row, "speedup_over_transformers"),
+            _speedup(row),
+            speedup(row.speedup_over_transformers_of_totals, row.speedup_over_transformers),
         )
-        for row in report["rows"]
+        for row in report.rows
     ]
 
 
-def _names(row: Report) -> tuple[str, str]:
-    return one_line(row["setting"]), one_line(row["method"])
+def _names(row: Row) -> tuple[str, str]:
+    return one_line(row.setting), one_line(row.method)
 
 
-def _promise(row: Report) -> str:
+def _promise(row: Row) -> str:
     """Return "lossless" or "lossy"; for greedy texts add how many are identical to plain decoding's."""
-    same = row.get("identical_to_plain")
-    return str(row["label"]) if not same or row["method"] == PLAIN else f"{row['label']}, {_same(same)} same"
+    same = row.identical_to_plain
+    return row.label if not same or row.method == PLAIN else f"{row.label}, {_same(same)} same"
 
 
-def _same(compared: Report) -> str:
-    return f"{compared['identical']}/{compared['of']}"
+def _speedup(row: Row) -> str:
+    return speedup(row.speedup_of_totals, row.speedup)
 
 
-def _tokens_per_second(row: Report) -> str:
-    return number((row.get("tokens_per_second") or {}).get("value"), digits=0)
+def _split(row: Row) -> list[str]:
+    return [f"{100 * part:.0f}%" for part in astuple(row.time_split)] if row.time_split else [NONE] * 3
+
+
+def _values(figures: Sequence[Figure]) -> str:
+    return " ".join(number(figure.value) for figure in figures)
+
+
+def _same(compared: Identity) -> str:
+    return f"{compared.identical}/{compared.of}"
+
+
+def _tokens_per_second(row: Row) -> str:
+    return number(value_of(row.tokens_per_second), digits=0)
 
 
 @dataclass(frozen=True)
@@ -97,9 +108,9 @@ class TerminalReport:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         report = self.report
-        yield Text(one_line(report.get("title") or ""), style="bold")
-        yield load_table(report) if report.get("served") else terminal_table(report)
-        notes = report.get("notes") if report.get("served") else [_NOTES]
+        yield Text(one_line(report.title), style="bold")
+        yield load_table(report) if report.served else terminal_table(report)
+        notes = report.notes if report.served else [_NOTES]
         lines = (*answers(report), f"{caption(report)}.", *(notes or ()), greedy_sentence(report))
         yield Text("\n".join(filter(None, lines)), style="table.caption")
 
@@ -113,15 +124,15 @@ def terminal_table(report: Report) -> Table:
     for setting in settings(report):
         table.add_section()
         table.add_row(Text(one_line(setting), style="bold"))
-        for row in named(report["rows"], setting):
-            same, lossy = row.get("identical_to_plain"), row["label"] == "lossy"
+        for row in named(report.rows, setting):
+            same, lossy = row.identical_to_plain, row.label == "lossy"
             shown = (
-                one_line(row["method"]) + " (lossy)" * lossy,
-                _same(same) if same and row["method"] != PLAIN else "",
-                number((row.get("tokens_per_pass") or {}).get("value")),
+                one_line(row.method) + " (lossy)" * lossy,
+                _same(same) if same and row.method != PLAIN else "",
+                number(value_of(row.tokens_per_pass)),
                 _tokens_per_second(row),
-                estimate(row.get("speedup_of_totals"), "×"),
-                times((row.get("speedup") or {}).get("median")),
+                estimate(row.speedup_of_totals, "×"),
+                times(row.speedup.median if row.speedup else None),
             )
             table.add_row(*map(Text, shown), style="yellow" if lossy else None)
     return table
@@ -147,26 +158,22 @@ _LOAD = (
 
 
 def _load_rows(report: Report, setting: str) -> list[tuple[str, ...]]:
-    rows = sorted(named(cells(report), setting), key=lambda row: row["batch_size"])
+    rows = sorted(named(report.cells, setting), key=lambda row: row.batch_size or 0)
     return [
         (
             *_names(row),
-            _count(row["batch_size"]),
+            _count(row.batch_size),
             _tokens_per_second(row),
-            number(row["latency"]["tokens_per_second_of_a_request"]["value"], 1),
-            NONE if row["method"] == PLAIN else estimate(row.get("speedup_of_totals"), "×"),
+            number(latency.tokens_per_second_of_a_request.value, 1),
+            NONE if row.method == PLAIN else estimate(row.speedup_of_totals, "×"),
             *(
-                " / ".join(number(row["latency"][name][each], 1) for each in ("p50", "p90", "p99"))
-                for name in ("ttft_ms", "tpot_ms", "itl_ms")
+                " / ".join(number(value, 1) for value in (of.p50, of.p90, of.p99))
+                for of in (latency.ttft_ms, latency.tpot_ms, latency.itl_ms)
             ),
-            ": ".join(
-                [
-                    number(row.get("acceptance_length")),
-                    *filter(None, [" ".join(number(each["value"]) for each in row.get("reached") or [])]),
-                ]
-            ),
+            ": ".join(filter(None, [number(row.acceptance_length), _values(row.reached)])),
         )
         for row in rows
+        if (latency := row.latency) is not None
     ]
 
 
@@ -184,19 +191,19 @@ class PageTable(NamedTuple):
 
 def page_tables(report: Report) -> list[PageTable]:
     """Return the page's folded tables that have rows."""
-    rows, grid, tasks = report["rows"], report.get("grid") or [], report.get("tasks") or []
-    drafted = [row for row in rows if row.get("conditional_acceptance")]
+    rows, grid, tasks = report.rows, report.grid, report.tasks
+    drafted = [row for row in rows if row.conditional_acceptance]
     acceptance = (
         *("setting", "method", "rule", "drafted as", "drafts", "passes", "tokens per target pass"),
         *("1 + accepted tokens per pass", "texts ended in a draft", "passes that accepted 1, 2, …"),
         "accepted / drafted tokens (of)",
     )
-    parts = ("draft", "verify", "overhead")
+    parts = (field.name for field in fields(TimeSplit))
     speed = ("setting", "method", "speed-up with prefill", "predicted from the cost curve", *parts)
     ends = ("prompts", "tokens per target pass", "tokens/s", "speed-up")
     loads = []
-    if report.get("served"):  # the table of loads has all figures
-        loads, grid = [each for setting in settings(report) for each in _load_rows(report, setting)], []
+    if report.served:  # the table of loads has all figures
+        loads, grid = [each for setting in settings(report) for each in _load_rows(report, setting)], ()
     found = [
         PageTable("Under load", _LOAD, 2, loads),
         PageTable("All figures", COLUMNS, 3, [] if loads else table_rows(report)),
@@ -208,9 +215,9 @@ def page_tables(report: Report) -> list[PageTable]:
             [
                 (
                     *_names(row),
-                    speedup(row, "speedup_with_prefill"),
-                    times(row.get("predicted_speedup")),
-                    *(f"{100 * row['time_split'][part]:.0f}%" if row.get("time_split") else NONE for part in parts),
+                    speedup(row.speedup_with_prefill_of_totals, row.speedup_with_prefill),
+                    times(row.predicted_speedup),
+                    *_split(row),
                 )
                 for row in drafted
             ],
@@ -219,34 +226,34 @@ def page_tables(report: Report) -> list[PageTable]:
             "Other batch sizes and contexts",
             ("setting", "method", "batch", "context", *ends),
             2,
-            [(*_names(row), _count(row.get("batch_size")), _count(row.get("context")), *_ends(row)) for row in grid],
+            [(*_names(row), _count(row.batch_size), _count(row.context), *_ends(row)) for row in grid],
         ),
         PageTable(
             "By task",
             ("task", "setting", "method", *ends),
             3,
-            [(one_line(row["task"]), *_names(row), *_ends(row)) for row in tasks],
+            [(one_line(row.task or ""), *_names(row), *_ends(row)) for row in tasks],
         ),
     ]
     return [table for table in found if table.rows]
 
 
-def _acceptance(row: Report) -> tuple[str, ...]:
-    drafted: Figure = row.get("accepted_per_drafted")
+def _acceptance(row: Row) -> tuple[str, ...]:
+    drafted = row.accepted_per_drafted
     return (
         *_names(row),
-        *(one_line(row.get(key) or NONE) for key in ("rule", "shape", "drafts")),
-        _count(row.get("passes")),
-        estimate(row.get("tokens_per_pass")),
-        number(row.get("acceptance_length")),
-        _count(row.get("ended_in_draft")),
-        " ".join(number(each["value"]) for each in row.get("reached") or []) or NONE,
-        f"{estimate(drafted)} ({drafted['observations']:,})" if drafted else NONE,
+        *(one_line(name or NONE) for name in (row.rule, row.shape, row.drafts)),
+        _count(row.passes),
+        estimate(row.tokens_per_pass),
+        number(row.acceptance_length),
+        _count(row.ended_in_draft),
+        _values(row.reached) or NONE,
+        f"{estimate(drafted)} ({drafted.observations:,})" if drafted else NONE,
     )
 
 
-def _ends(row: Report) -> tuple[str, ...]:
-    return (_count(row.get("prompts")), estimate(row.get("tokens_per_pass")), _tokens_per_second(row), speedup(row))
+def _ends(row: Row) -> tuple[str, ...]:
+    return (_count(row.prompts), estimate(row.tokens_per_pass), _tokens_per_second(row), _speedup(row))
 
 
 def _count(value: int | None) -> str:

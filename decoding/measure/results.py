@@ -1,0 +1,246 @@
+"""The typed figures of an evaluation, and their JSON, which is written and read here alone.
+
+A figure that was not measured is None, which is null in JSON.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from decoding.errors import UserError
+from decoding.metrics import FEWEST, Estimate, Spread
+
+
+@dataclass(frozen=True)
+class Figure:
+    """An estimate with its 95% interval, which is None if too few observations support one."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    observations: int = 0
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    """Median and quartiles of paired runs."""
+
+    median: float | None
+    low_quartile: float | None = None
+    high_quartile: float | None = None
+    observations: int = 0
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Percentiles in milliseconds; None if fewer than one value is expected above the percentile."""
+
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    observations: int
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Latency of a server's answers.
+
+    ``under_way`` is the mean number of concurrent requests. ``ttft_ms``: from the request to the first text.
+    ``tpot_ms``: the time after the first text / the further tokens, per answer. ``itl_ms``: between two events of an
+    answer; one event may contain several tokens.
+    """
+
+    requests: int
+    under_way: float | None
+    streamed: bool
+    counted: bool
+    """True if the server counted the tokens of every answer."""
+    tokens_per_second_of_a_request: Figure
+    ttft_ms: Percentiles
+    tpot_ms: Percentiles
+    itl_ms: Percentiles
+
+
+@dataclass(frozen=True)
+class Identity:
+    """How many greedy texts equal plain decoding's; ``margins`` lists `margin_of` of the others, sorted.
+
+    ``largest_margin`` is None if texts differ only because one ended early, or if no logits are known.
+    """
+
+    identical: int
+    of: int
+    largest_margin: float | None
+    ended_early: int = 0
+    margins: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class TimeSplit:
+    """Shares of the decoding time."""
+
+    draft: float
+    verify: float
+    overhead: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of one method in one setting and cell, or of one task in it."""
+
+    setting: str
+    method: str
+    label: str
+    temperature: float | None = None
+    batch_size: int | None = None
+    context: int | None = None
+    task: str | None = None
+    drafter: str | None = None
+    artefact: str | None = None
+    rule: str | None = None
+    shape: str | None = None
+    drafts: str | None = None
+    policy: str | None = None
+    prompts: int | None = None
+    # Speed. A speed-up "of totals" weighs a prompt by its tokens; the other is over paired runs, with equal weight.
+    tokens_per_second: Figure | None = None
+    tokens_per_second_with_prefill: Figure | None = None
+    speedup_of_totals: Figure | None = None
+    speedup: Quartiles | None = None
+    speedup_with_prefill_of_totals: Figure | None = None
+    speedup_with_prefill: Quartiles | None = None
+    speedup_over_transformers_of_totals: Figure | None = None
+    speedup_over_transformers: Quartiles | None = None
+    identical_to_plain: Identity | None = None
+    # Acceptance, by position from 1 on. ``acceptance_length`` is 1 + the mean number of accepted tokens.
+    passes: int | None = None
+    tokens_per_pass: Figure | None = None
+    acceptance_length: float | None = None
+    reached: tuple[Figure, ...] = ()
+    ended_in_draft: int | None = None
+    conditional_acceptance: tuple[Figure, ...] = ()
+    unconditional_acceptance: tuple[Figure, ...] = ()
+    accepted_per_drafted: Figure | None = None
+    accepted_length_histogram: Mapping[str, int] = field(default_factory=dict)
+    time_split: TimeSplit | None = None
+    predicted_speedup: float | None = None
+    # Servers only.
+    latency: Latency | None = None
+    counters_disagree: bool = False
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A decoded text: the end of its prompt, and ``pieces``, each a text and True if it was drafted."""
+
+    setting: str
+    method: str
+    task: str | None
+    prompt: str
+    pieces: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """An evaluation: ``rows`` of its first cell, ``grid`` of the other cells, ``tasks`` of the first cell by task."""
+
+    rows: tuple[Row, ...] = ()
+    grid: tuple[Row, ...] = ()
+    tasks: tuple[Row, ...] = ()
+    prompts: int = 0
+    prompts_left_out: int = 0
+    later_turns_left_out: int = 0
+    seconds: float = 0.0
+    cost_curve_ms: Mapping[int, float] = field(default_factory=dict)
+    samples: tuple[Sample, ...] = ()
+    # What was measured.
+    title: str = ""
+    command: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    drafters: Mapping[str, str] = field(default_factory=dict)
+    fingerprints: Mapping[str, Any] = field(default_factory=dict)
+    revisions: Mapping[str, Any] = field(default_factory=dict)
+    prompts_from: str | None = None
+    dtype: str | None = None
+    parameters: int | None = None
+    questions: int | None = None
+    rounds: int | None = None
+    max_new_tokens: int | None = None
+    # Where. An evaluation that was resumed has all ``processors`` and ``commits``.
+    hardware: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    commit: str | None = None
+    commits: tuple[str, ...] = ()
+    processors: tuple[str, ...] = ()
+    processes: int = 1
+    # Servers only.
+    served: bool = False
+    models: Mapping[str, str | None] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def cells(self) -> tuple[Row, ...]:
+        """The rows of every batch size and context length."""
+        return *self.rows, *self.grid
+
+
+def figure_of(found: Estimate) -> Figure:
+    """Return an estimate without its interval if it has too few observations to be trusted."""
+    ends = (None, None) if found.observations < FEWEST else (_measured(found.low), _measured(found.high))
+    return Figure(_measured(found.value), *ends, found.observations)
+
+
+def quartiles_of(found: Spread) -> Quartiles:
+    """Return median and quartiles; they are None if there are no observations."""
+    return Quartiles(
+        _measured(found.median), _measured(found.low_quartile), _measured(found.high_quartile), found.observations
+    )
+
+
+def _measured(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def as_json(value: Any) -> Any:
+    """Return a value of JSON: dataclasses as objects; NaN and infinity as null, because JSON has neither."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return as_json(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): as_json(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(held) for held in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def report_from_json(content: Mapping[str, Any]) -> Report:
+    """Read a report of any version, in which parts may be missing or null; UserError for a malformed part."""
+    try:
+        return _REPORT.validate_python(_without_null(content))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(
+            f"the report has a malformed {'.'.join(map(str, first['loc']))} ({first['msg']}): run the evaluation again"
+        ) from error
+
+
+def _without_null(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the nulls of the report and of its rows: what is missing has the default."""
+    kept = {name: value for name, value in content.items() if value is not None}
+    for name in kept.keys() & {"rows", "grid", "tasks"}:
+        kept[name] = [_without_null(row) for row in kept[name]]
+    return kept
+
+
+_REPORT = TypeAdapter(Report)
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write the report as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(as_json(report), indent=2, allow_nan=False) + "\n")
