@@ -62,10 +62,14 @@ class Bench(NamedTuple):
         """Return the drafter that corresponds to a server: a single chain."""
         if name == "draft":
             return DraftModelDrafter(load_draft(folder, self.target, self.tokenizer), tokens)
+        drafter: MedusaDrafter | DSparkDrafter
         if name in METHODS:
-            return DSparkDrafter(load_dspark(folder, self.target), tokens)
-        chain = tuple((0,) * depth for depth in range(1, tokens + 1))
-        return MedusaDrafter(load_heads(self.trained[name], self.target), chain)
+            drafter = DSparkDrafter(load_dspark(folder, self.target), tokens)
+        else:
+            chain = tuple((0,) * depth for depth in range(1, tokens + 1))
+            drafter = MedusaDrafter(load_heads(self.trained[name], self.target), chain)
+        drafter.growth.candidates = self.target.vocab_size  # servers choose among all tokens
+        return drafter
 
 
 def vllm_cases(bench: Bench) -> list[engines.VllmCase]:

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafter_checks import Follower
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from tiny_training import medusa_on, toy_examples, train_toy
 from torch import Tensor
 
-from decoding.drafters import MedusaDrafter
 from decoding.drafters.growth import ConditionalLogits
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -186,12 +184,19 @@ def test_the_bias_is_added_to_the_best_tokens_of_each_slot_alone() -> None:
     with torch.no_grad():
         bias.embedding.weight.copy_(torch.tensor([[0.0], [1.0], [2.0]]))
         bias.output.weight.copy_(torch.tensor([[1.0], [10.0], [100.0]]))
-    base = torch.tensor([[[4.0, 5.0, 1.0], [0.5, 0.0, 2.5]], [[7.0, 6.0, 8.0], [8.0, 9.0, 0.0]]])  # two depths, two rows
+    base = torch.tensor(
+        [[[4.0, 5.0, 1.0], [0.5, 0.0, 2.5]], [[7.0, 6.0, 8.0], [8.0, 9.0, 0.0]]]
+    )  # two depths, two rows
     none, rows = -math.inf, torch.tensor([0, 1, 1])
     for depth, tokens, of_two, of_all in (
-        (0, [1, 2, 0], [[5, 15, none], [2.5, none, 202.5], [0.5, none, 2.5]], [[5, 15, 101], [2.5, 20, 202.5], [0.5, 0, 2.5]]),
+        (
+            0,
+            [1, 2, 0],
+            [[5, 15, none], [2.5, none, 202.5], [0.5, none, 2.5]],
+            [[5, 15, 101], [2.5, 20, 202.5], [0.5, 0, 2.5]],
+        ),
         (1, [0, 1, 2], [[7, none, 8], [9, 19, none], [10, 29, none]], [[7, 6, 8], [9, 19, 100], [10, 29, 200]]),
-    ):  # fmt: skip
+    ):
         for candidates, wanted in ((2, of_two), (3, of_all)):
             found = ConditionalLogits(base, bias, candidates)(depth, rows, torch.tensor(tokens)).over(3)
             assert found.logits[found.index].tolist() == wanted

@@ -94,12 +94,13 @@ class DSparkSession(RowsSession):
             if request.states is not None:
                 self._unread[slot].append(request.states)
         growth, texts = self._drafter.growth, self._texts
-        if not any(growth.tree.cut(request)[0].max_depth for request in requests):
+        deepest = max(growth.tree.cut(request)[0].max_depth for request in requests)
+        if not deepest:
             return [Proposal.root_only(request.tokens[-1], texts.device) for request in requests]
         unread = [self._unread[slot] for slot in range(len(requests))]
         self._keys.append([parts[0] if len(parts) == 1 else torch.cat(parts) for parts in unread])
         self._unread.update({slot: [] for slot in range(len(requests))})
         newest = torch.tensor([request.tokens[-1] for request in requests]).to(texts.device, non_blocking=True)
-        base = self._draft.logits(self._keys.run(self._draft.embed(newest)))
+        base = self._draft.logits(self._keys.run(self._draft.embed(newest)), deepest)
         nodes = ConditionalLogits(base.transpose(0, 1), self._draft.draft.markov, growth.candidates)
         return growth.propose(requests, nodes, texts)

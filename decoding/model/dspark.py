@@ -315,9 +315,17 @@ class DSpark:
         masks = newest.new_full((len(newest), self.config.slots - 1), self.config.mask_token_id)
         return unscaled_embeddings(self.target.model, torch.cat((newest[:, None], masks), 1))
 
-    def logits(self, hidden: Float[Tensor, "rows slots hidden"]) -> Float[Tensor, "rows block vocab"]:
-        """Return the logits of the next K tokens, through the target's lm_head as in servers, without the bias."""
-        return F.linear(hidden[:, -self.config.block_size :].to(self._lm_head), self._lm_head)
+    def logits(
+        self, hidden: Float[Tensor, "rows slots hidden"], count: int | None = None
+    ) -> Float[Tensor, "rows count vocab"]:
+        """Return the logits of the next ``count`` tokens (None: all K), as in servers, without the bias.
+
+        They are the target's lm_head's.
+        """
+        first = self.config.slots - self.config.block_size
+        read = hidden[:, first : first + (count or self.config.block_size)]
+        # Contiguous: torch multiplies a strided slice by a frozen weight in batches over copies of it, far more slowly.
+        return F.linear(read.to(self._lm_head).contiguous(), self._lm_head)
 
     @cached_property
     def _lm_head(self) -> Tensor:

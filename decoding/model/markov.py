@@ -2,11 +2,9 @@
 
 Heads and DSpark drafts predict several tokens from one state, without knowing the tokens in between. During drafting
 the previous token is known: it is the parent in the tree. Adding the bias W2 W1[previous token] to the logits gives
-each child a distribution conditional on its parent, for one small product per distinct parent. All positions share the
-bias.
+each child a distribution conditional on its parent, for one small product per parent. All positions share the bias.
 """
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -43,7 +41,7 @@ class MarkovBias(nn.Module):
         """
         before = before.to(self.embedding.weight.device)
         if outputs is None:
-            bias = self(before)
+            bias: Tensor = self(before)
         else:
             rows = F.embedding(outputs.to(before.device), self.output.weight)
             bias = (rows @ self.embedding(before)[..., None])[..., 0]

@@ -75,11 +75,15 @@ class Speculator(NamedTuple):
 
     def chain(self, tokens: int, sampled: bool = True) -> Drafter:
         """Make a drafter of chains. Above temperature 0 it samples from q, or takes the argmax unless ``sampled``."""
+        if isinstance(self.weights, CausalLM):
+            return DraftModelDrafter(self.weights, tokens, sampled)
+        drafter: MedusaDrafter | DSparkDrafter
         if isinstance(self.weights, MedusaHeads):
-            return MedusaDrafter(self.weights, [(0,) * depth for depth in range(1, tokens + 1)], sampled=sampled)
-        if isinstance(self.weights, DSparkDraft):
-            return DSparkDrafter(self.weights, tokens, sampled=sampled)
-        return DraftModelDrafter(self.weights, tokens, sampled)
+            drafter = MedusaDrafter(self.weights, [(0,) * depth for depth in range(1, tokens + 1)], sampled=sampled)
+        else:
+            drafter = DSparkDrafter(self.weights, tokens, sampled=sampled)
+        drafter.growth.candidates = self.weights.config.vocab_size  # servers choose among all tokens
+        return drafter
 
 
 def named_speculator(text: str) -> SpeculatorName:
