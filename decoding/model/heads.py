@@ -145,7 +145,7 @@ class MedusaHeads(nn.Module):
         self.config = config
         self.heads = nn.ModuleList(MedusaHead(config) for _ in range(config.num_heads))
         size, rank = config.vocab_size, config.markov_rank
-        self.markov = MarkovBias(size, size, rank) if rank else None
+        self.markov = MarkovBias(size, size, rank, spread=3.0) if rank else None
 
     @staticmethod
     def for_target(target: nn.Module, config: MedusaConfig) -> "MedusaHeads":

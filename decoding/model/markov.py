@@ -11,17 +11,19 @@ from torch.nn import functional as F
 
 from decoding.model.lm_head import OutputLayer
 
-_SPREAD = 0.02  # standard deviation of the embedding's initial weights, as in most language models
-
 
 class MarkovBias(nn.Module):
-    """Bias of rank ``rank`` on ``outputs`` logits after one of ``tokens`` tokens; zero at the start."""
+    """Bias of rank ``rank`` on ``outputs`` logits after one of ``tokens`` tokens; zero at the start.
 
-    def __init__(self, tokens: int, outputs: int, rank: int) -> None:
+    ``spread`` is the standard deviation of the embedding's initial weights. An optimizer whose steps do not depend on
+    the gradients' size, such as AdamW, learns the bias in proportion to it.
+    """
+
+    def __init__(self, tokens: int, outputs: int, rank: int, spread: float = 0.02) -> None:
         super().__init__()
         self.embedding = nn.Embedding(tokens, rank)
         self.output = OutputLayer(rank, outputs, bias=False)
-        nn.init.normal_(self.embedding.weight, std=_SPREAD)
+        nn.init.normal_(self.embedding.weight, std=spread)
         nn.init.zeros_(self.output.weight)
 
     def forward(self, before: Int[Tensor, "*nodes"]) -> Float[Tensor, "*nodes outputs"]:
