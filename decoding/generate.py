@@ -1,4 +1,7 @@
-"""THE decoding loop: propose, verify, commit. Plain decoding and every drafter, rule and batch use it."""
+"""THE decoding loop: propose, verify, commit. Plain decoding and every drafter, rule and batch use it.
+
+`decoding.reference` has the same steps, with the same numbers, for one text and without caches.
+"""
 
 import math
 import time
@@ -131,6 +134,7 @@ class DecodingBatch:
         """Decode ``rows`` texts at a time. The other arguments and the UserErrors are as in `Engine.steps`."""
         for prompt in prompts:
             check_prompt(target, prompt, config)
+        # The drafter's sizes of a draft on this target; the policy chooses among them.
         self.budgets: tuple[Budget, ...] = ()
         if drafter:
             target.check_drafts(drafter.name, bool(drafter.chains))
@@ -139,13 +143,20 @@ class DecodingBatch:
             config.rule.check(drafter.kinds(config.sampling), self.budgets == drafter.chains)
         self.target, self.drafter, self.policy, self.stop, self.config = target, drafter, policy, stop, config
         seeds = range(config.seed, config.seed + len(prompts)) if seeds is None else seeds
+        # (index, prompt, seed) of the prompts that wait for a row.
         self.waiting = deque(zip(range(len(prompts)), prompts, seeds, strict=True))
+        # The texts in progress, without gaps: row i of the cache, of the session and of each pass is texts[i]'s.
         self.texts: list[Text] = []
-        self.rows = rows
+        self.rows = rows  # most texts at a time
+        # Layers whose states at every cached token the drafter reads.
         self.taps = () if drafter is None else drafter.taps
+        # Tokens of the longest text that any prompt may become.
         self.longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
+        # When the last step ended: a stream that is not read loses its turn by it. Infinite during a step.
         self.last_step = time.monotonic()
+        # True if the cache was given and later calls reuse its text, so its tokens and states must be kept.
         self.serves_calls = cache is not None
+        # Nodes of the largest tree, including its root.
         self._nodes = drafter.max_nodes if drafter else 1
         try:
             self._open(cache)
@@ -161,6 +172,7 @@ class DecodingBatch:
         if target.is_static:
             target.turns.take(self)
         with target.lock:
+            # The drafter's work on these rows; None for plain decoding.
             self.session: DraftSession | None = None
             if self.drafter is not None:
                 self.session = self.drafter.open(target, self.config.sampling, self.rows, self.longest)
@@ -197,12 +209,15 @@ class DecodingBatch:
     def _step(self) -> list[Step]:
         """Propose, verify, commit: one target pass for all rows."""
         clock = PhaseClock(self.target.device)
+        # 1. Propose.
         budget = self._budget()
         proposals = self._propose(budget)
         clock.mark()
+        # 2. Verify.
         starts = self.cache.lengths[: len(self.texts)]
         output = self.target.verify([proposal.tree for proposal in proposals], self.cache, taps=self.taps)
         clock.mark()
+        # 3. Commit: decide which drafted tokens are kept, then update drafter, texts, cache and policy.
         verdicts = self._decide(self.texts, proposals, output.logits)
         if self.session and budget != PLAIN:
             self.session.observe(
@@ -315,7 +330,7 @@ class DecodingBatch:
 
     @torch.inference_mode()
     def _prefill(self, rows: Sequence[int]) -> list[tuple[int, Step]]:
-        """Run the prompts of these rows and emit their first tokens."""
+        """Run the prompts of these rows and emit their first tokens: step 0."""
         clock = PhaseClock(self.target.device)
         prompts = [self.texts[row].tokens for row in rows]
         reused = self.cache.rewind(prompts[0], self.taps) if self.serves_calls else 0

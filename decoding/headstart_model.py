@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from decoding.controls import Processor, sampling_from_generation_config
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.dtypes import default_device, parse_device
@@ -22,7 +23,6 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.hub import only_cached
 from decoding.model.loading import load_model
 from decoding.policies import Policy, default_policy, named_policy
-from decoding.rules.controls import Processor, sampling_from_generation_config
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import Rule
 from decoding.speculation import Prompts, SpeculativeOutput, decode_prompts, named_rule, padding_token

@@ -13,8 +13,8 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from decoding.rules import controls
-from decoding.rules.controls import sampling_from_generation_config
+from decoding import controls
+from decoding.controls import sampling_from_generation_config
 from decoding.rules.sampling import History, SamplingConfig, adjusted_logits, probabilities
 from decoding.rules.tree import TokenTree
 

@@ -15,7 +15,7 @@ from tiny_training import write_rows
 
 from decoding.measure.compare import compare, read_evaluation
 from decoding.measure.figures import answers
-from decoding.measure.results import Row, as_json, report_from_json
+from decoding.measure.results import ReportRow, as_json, report_from_json
 from decoding.measure.served import Timing, latency, shares_of_time, with_counters
 from trainer.commands.evaluate import run_evaluate
 from trainer.commands.evaluate_served import run_evaluate_served
@@ -360,7 +360,7 @@ def test_p99_is_known_from_a_hundred_answers_on() -> None:
 
 def test_counters_that_contradict_each_other_give_no_acceptance() -> None:
     counts = {"drafts": 10.0, "drafted": 30.0, "accepted": 9.0, "reached": [6.0, 2.0, 0.0], "length": None}
-    none = Row("greedy", "served", "unproved")
+    none = ReportRow("greedy", "served", "unproved")
     assert with_counters(none, [counts]) == replace(none, counters_disagree=True)
     assert with_counters(none, [{**counts, "accepted": 8.0}]).acceptance_length == pytest.approx(1.8)
     assert with_counters(none, [{**counts, "drafts": None, "length": 2.5}]) == replace(none, acceptance_length=2.5)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from decoding.errors import UserError
 from decoding.measure.markdown import one_line
-from decoding.measure.results import Figure, Quartiles, Report, Row
+from decoding.measure.results import Figure, Quartiles, Report, ReportRow
 
 PLAIN = "plain"
 """Name of plain decoding in this project's loop, the baseline of every speed-up."""
@@ -70,7 +70,7 @@ def speedup(totals: Figure | None, pairs: Quartiles | None) -> str:
     return "; ".join(parts) or NONE
 
 
-def speed_of(row: Row) -> float | None:
+def speed_of(row: ReportRow) -> float | None:
     """Return the ratio of total tokens/s, or the median of paired runs if only that was measured."""
     totals = value_of(row.speedup_of_totals)
     return row.speedup.median if totals is None and row.speedup else totals
@@ -84,7 +84,7 @@ def settings(report: Report) -> list[str]:
     return list(dict.fromkeys(row.setting for row in report.rows))
 
 
-def named(rows: Iterable[Row], setting: str) -> list[Row]:
+def named(rows: Iterable[ReportRow], setting: str) -> list[ReportRow]:
     """Return the rows of one setting."""
     return [row for row in rows if row.setting == setting]
 
@@ -94,12 +94,12 @@ def methods(report: Report) -> list[str]:
     return list(dict.fromkeys(row.method for row in report.rows if row.method != PLAIN))
 
 
-def is_peer(row: Row) -> bool:
+def is_peer(row: ReportRow) -> bool:
     """Return True for plain decoding and for methods that other software runs."""
     return row.method == PLAIN or row.method.startswith("transformers")
 
 
-def curve(report: Report, row: Row, axis: Axis) -> list[tuple[int, float]]:
+def curve(report: Report, row: ReportRow, axis: Axis) -> list[tuple[int, float]]:
     """Return sorted (position, speed-up) pairs of the row's method along ``axis``.
 
     On the other axis all points have the row's value. Cells that were not timed are left out.
@@ -113,7 +113,7 @@ def curve(report: Report, row: Row, axis: Axis) -> list[tuple[int, float]]:
     )
 
 
-def at(row: Row, axis: Axis) -> int | None:
+def at(row: ReportRow, axis: Axis) -> int | None:
     """Return the row's position on an axis."""
     return row.batch_size if axis == "batch_size" else row.context
 
@@ -166,7 +166,7 @@ def _answer(report: Report, setting: str) -> str:
     return one_line(f"Fastest: {best.method}{' (lossy)' * (best.label == 'lossy')}, {said}.")
 
 
-def _gains(row: Row) -> bool:
+def _gains(row: ReportRow) -> bool:
     """Return True if the whole interval of the row's speed-up is above 1."""
     return row.method != PLAIN and row.speedup_of_totals is not None and (row.speedup_of_totals.low or 0.0) > 1
 
@@ -174,7 +174,7 @@ def _gains(row: Row) -> bool:
 def caption(report: Report) -> str:
     """Describe the target, the machine, the prompts and the commit."""
     machine = report.hardware
-    first = next(iter(report.rows), Row("", "", ""))
+    first = next(iter(report.rows), ReportRow("", "", ""))
     prompts = f"{report.prompts} prompts"
     if first.context:
         prompts += f" of {first.context:,} tokens"

@@ -67,7 +67,7 @@ class Latency:
 
 
 @dataclass(frozen=True)
-class Identity:
+class SameTexts:
     """How many greedy texts equal plain decoding's; ``margins`` lists `margin_of` of the others, sorted.
 
     ``largest_margin`` is None if texts differ only because one ended early, or if no logits are known.
@@ -90,7 +90,7 @@ class TimeSplit:
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """The figures of one method in one setting and cell, or of one task in it."""
 
     setting: str
@@ -116,7 +116,7 @@ class Row:
     speedup_with_prefill: Quartiles | None = None
     speedup_over_transformers_of_totals: Figure | None = None
     speedup_over_transformers: Quartiles | None = None
-    identical_to_plain: Identity | None = None
+    identical_to_plain: SameTexts | None = None
     # Acceptance, by position from 1 on. ``acceptance_length`` is 1 + the mean number of accepted tokens.
     passes: int | None = None
     tokens_per_pass: Figure | None = None
@@ -149,9 +149,9 @@ class Sample:
 class Report:
     """An evaluation: ``rows`` of its first cell, ``grid`` of the other cells, ``tasks`` of the first cell by task."""
 
-    rows: tuple[Row, ...] = ()
-    grid: tuple[Row, ...] = ()
-    tasks: tuple[Row, ...] = ()
+    rows: tuple[ReportRow, ...] = ()
+    grid: tuple[ReportRow, ...] = ()
+    tasks: tuple[ReportRow, ...] = ()
     prompts: int = 0
     prompts_left_out: int = 0
     later_turns_left_out: int = 0
@@ -185,7 +185,7 @@ class Report:
     notes: tuple[str, ...] = ()
 
     @property
-    def cells(self) -> tuple[Row, ...]:
+    def cells(self) -> tuple[ReportRow, ...]:
         """The rows of every batch size and context length."""
         return *self.rows, *self.grid
 

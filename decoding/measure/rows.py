@@ -7,7 +7,7 @@ from dataclasses import replace
 from decoding.measure.figures import PLAIN, TRANSFORMERS
 from decoding.measure.methods import Method, Run
 from decoding.measure.records import GridCell, Record, Records
-from decoding.measure.results import Figure, Identity, Quartiles, Report, Row, TimeSplit, figure_of, quartiles_of
+from decoding.measure.results import Figure, Quartiles, Report, ReportRow, SameTexts, TimeSplit, figure_of, quartiles_of
 from decoding.metrics import StepCount, acceptance, predicted_speedup, ratio_of_rates, ratio_of_sums, spread
 from decoding.model.cost_curve import Costs
 
@@ -44,7 +44,7 @@ def figures_of(
 
 def _rows(
     records: Records, methods: Sequence[Method], cell: GridCell, costs: Costs | None = None, ids: set[str] | None = None
-) -> list[Row]:
+) -> list[ReportRow]:
     """Return a row for each method with records in the cell, from the waves with all questions in ``ids``."""
     by_method: dict[tuple[str, str], list[Record]] = {}
     for record in sorted(records.by_key.values(), key=lambda record: record.key[1:]):
@@ -63,9 +63,9 @@ def _row(
     cell: GridCell,
     by_method: Mapping[tuple[str, str], Sequence[Record]],
     costs: Costs | None,
-) -> Row:
+) -> ReportRow:
     mine, plain, peer = (by_method.get((method.setting, name), ()) for name in (method.name, PLAIN, TRANSFORMERS))
-    row = Row(
+    row = ReportRow(
         method.setting,
         method.name,
         method.label,
@@ -95,13 +95,13 @@ def _row(
     return _with_acceptance(row, [each for each in mine if method.temperature > 0 or each.key.round == 0], costs)
 
 
-def _compared_to_plain(records: Records, mine: Sequence[Record]) -> Identity:
+def _compared_to_plain(records: Records, mine: Sequence[Record]) -> SameTexts:
     """Compare greedy texts with plain decoding's."""
     margins = [margin for record in mine for margin in records.margins.get(record.key, (None,) * len(record.runs))]
     early = margins.count("ended")
     gaps = tuple(sorted(each for each in margins if isinstance(each, float)))
     largest = gaps[-1] if gaps else None if early else 0.0
-    return Identity(margins.count(None), len(margins), largest, early, gaps)
+    return SameTexts(margins.count(None), len(margins), largest, early, gaps)
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def _repetition(record: Record) -> tuple[int, int, int]:
 # --- acceptance -------------------------------------------------------------------------------------------------------
 
 
-def _with_acceptance(row: Row, records: Sequence[Record], costs: Costs | None) -> Row:
+def _with_acceptance(row: ReportRow, records: Sequence[Record], costs: Costs | None) -> ReportRow:
     """Add a method's acceptance figures, its time split, and the speed-up predicted from the costs."""
     runs = [run for record in records for run in record.runs]
     by_question: dict[str, list[StepCount]] = {}  # a question's turns and rounds are not independent

@@ -13,7 +13,7 @@ from decoding.measure.measurement import Measurement, cells_of
 from decoding.measure.methods import Run
 from decoding.measure.records import GridCell, RunKey
 from decoding.measure.redact import without_secrets
-from decoding.measure.results import Row, Sample
+from decoding.measure.results import ReportRow, Sample
 from decoding.stream import stream_pieces
 
 _PROMPT_CHARACTERS = 400
@@ -21,7 +21,7 @@ _OF_A_SETTING = 2
 _MOST = 4
 
 
-def samples_of(measurement: Measurement, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+def samples_of(measurement: Measurement, rows: Sequence[ReportRow], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Return up to four texts from the first cell: two per setting, by its fastest drafter, on different tasks."""
     cell = cells_of(measurement.config)[0]
     found: list[Sample] = []

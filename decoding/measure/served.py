@@ -15,7 +15,7 @@ import torch
 from decoding.measure.figures import PLAIN
 from decoding.measure.methods import Method, Run
 from decoding.measure.records import GridCell, Records, RunKey
-from decoding.measure.results import Identity, Latency, Percentiles, Report, Row, figure_of
+from decoding.measure.results import Latency, Percentiles, Report, ReportRow, SameTexts, figure_of
 from decoding.measure.rows import figures_of
 from decoding.metrics import ratio_of_sums, share
 
@@ -89,7 +89,7 @@ def _percentiles(seconds: Iterable[float]) -> Percentiles:
     return Percentiles(float(values.median()) if len(values) else None, p90, p99, len(values))
 
 
-def with_counters(row: Row, counters: Sequence[Mapping[str, Any]]) -> Row:
+def with_counters(row: ReportRow, counters: Sequence[Mapping[str, Any]]) -> ReportRow:
     """Add the acceptance figures of a cell from a server's counters, summed over rounds.
 
     They have no intervals: counters do not say which passes belong to one text, and passes of a text are alike. If the
@@ -135,7 +135,7 @@ def served_figures(
     return replace(report, rows=rows, grid=grid, tasks=of_tasks, served=True, notes=_notes((*rows, *grid)))
 
 
-def _measurable(row: Row, counted: bool) -> Row:
+def _measurable(row: ReportRow, counted: bool) -> ReportRow:
     """Drop the figures that only one process can measure, and without counted tokens all rates."""
     row = replace(
         row,
@@ -148,7 +148,7 @@ def _measurable(row: Row, counted: bool) -> Row:
     return row if counted else replace(row, tokens_per_second=None, speedup_of_totals=None, speedup=None)
 
 
-def _of_server(row: Row, by_key: Mapping[RunKey, Mapping[str, Any]]) -> Row:
+def _of_server(row: ReportRow, by_key: Mapping[RunKey, Mapping[str, Any]]) -> ReportRow:
     """Add what the client and the server's counters measured, and compare greedy texts with the plain endpoint's."""
     mine = {key: line for key, line in by_key.items() if _is_of(key, row)}
     timings: dict[str, list[Timing]] = {}
@@ -163,18 +163,18 @@ def _of_server(row: Row, by_key: Mapping[RunKey, Mapping[str, Any]]) -> Row:
     return replace(row, identical_to_plain=None)
 
 
-def _is_of(key: RunKey, row: Row) -> bool:
+def _is_of(key: RunKey, row: ReportRow) -> bool:
     return (key.setting, key.method, key.cell.batch_size) == (row.setting, row.method, row.batch_size)
 
 
-def _identity(mine: Mapping[RunKey, Mapping[str, Any]], by_key: Mapping[RunKey, Mapping[str, Any]]) -> Identity | None:
+def _identity(mine: Mapping[RunKey, Mapping[str, Any]], by_key: Mapping[RunKey, Mapping[str, Any]]) -> SameTexts | None:
     """Count the greedy texts that equal the plain endpoint's; servers give no logits, so margins are unknown."""
     pairs = [(line, by_key.get(key._replace(method=PLAIN))) for key, line in mine.items()]
     same = [line["timing"][4] == plain["timing"][4] for line, plain in pairs if plain is not None]
-    return Identity(sum(same), len(same), 0.0 if all(same) else None) if same else None
+    return SameTexts(sum(same), len(same), 0.0 if all(same) else None) if same else None
 
 
-def _notes(rows: Sequence[Row]) -> tuple[str, ...]:
+def _notes(rows: Sequence[ReportRow]) -> tuple[str, ...]:
     notes = []
     if all(row.method != PLAIN for row in rows):
         notes.append("Only one endpoint was measured, so the speed-up is unknown: give --baseline-endpoint.")

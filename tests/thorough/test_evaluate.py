@@ -16,7 +16,7 @@ from decoding.generate import DecodingConfig
 from decoding.measure.measurement import count_steps, evaluate
 from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, standard_methods, transformers_generate
 from decoding.measure.report.page import write_html
-from decoding.measure.results import Identity, as_json, report_from_json, write_report
+from decoding.measure.results import SameTexts, as_json, report_from_json, write_report
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -78,7 +78,7 @@ def test_a_padded_draft_is_measured_without_the_peer_that_cannot_take_it(tiny_ll
     padded = DraftModelDrafter(CausalLM(tiny_model(vocab=20, seed=1)), 2)
     methods = standard_methods(tiny_llama, {"draft": padded}, GREEDY)
     assert [method.name for method in methods] == ["plain", "draft", "transformers generate"]
-    assert evaluate(tiny_llama, methods, PROMPTS, GREEDY).rows[1].identical_to_plain == Identity(3, 3, 0.0)
+    assert evaluate(tiny_llama, methods, PROMPTS, GREEDY).rows[1].identical_to_plain == SameTexts(3, 3, 0.0)
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_runs(tiny_llama: CausalLM) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from decoding.controls import sampling_from_generation_config
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.errors import UserError
 from decoding.generate import DecodingConfig
@@ -23,7 +24,6 @@ from decoding.measure.machine import commit, versions
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import read_variables, set_variables
-from decoding.rules.controls import sampling_from_generation_config
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import check_endpoint, read_target
 from trainer.commands.options import RegenerateOptions

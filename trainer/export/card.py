@@ -22,7 +22,7 @@ from decoding.measure.figures import greedy_sentence, is_peer
 from decoding.measure.markdown import code, fenced, text
 from decoding.measure.redact import hub_repository, is_hub_id, without_local_paths
 from decoding.measure.report.tables import markdown_table
-from decoding.measure.results import Figure, Row, report_from_json
+from decoding.measure.results import Figure, ReportRow, report_from_json
 from decoding.model import quickstart
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.gguf_file import is_gguf
@@ -98,12 +98,12 @@ def card_figures(content: dict[str, Any], chains: bool) -> CardFigures:
     anything but figures.
     """
     report = report_from_json(without_local_paths(content))
-    groups: dict[float | str, list[Row]] = {}
+    groups: dict[float | str, list[ReportRow]] = {}
     for row in report.rows:
         if row.artefact is not None and not is_peer(row):
             groups.setdefault(row.setting if row.temperature is None else row.temperature, []).append(row)
 
-    def merit(row: Row) -> tuple[bool, bool, float]:
+    def merit(row: ReportRow) -> tuple[bool, bool, float]:
         return row.label == "lossless", not (chains and row.shape == "tree"), _speeds(row)[0]
 
     best = [max(group, key=merit) for group in groups.values()]
@@ -127,7 +127,7 @@ def card_figures(content: dict[str, Any], chains: bool) -> CardFigures:
         raise UserError(f"the report has a malformed row ({error!r}): run the evaluation again") from error
 
 
-def _speeds(row: Row) -> tuple[float, float]:
+def _speeds(row: ReportRow) -> tuple[float, float]:
     """Return a row's speed-up and the low end of its interval; infinity if it was not measured."""
     found = row.speedup_of_totals or Figure(None)
     return math.inf if found.value is None else found.value, math.inf if found.low is None else found.low

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from decoding.measure.figures import OTHER, PLAIN, Axis, at, curve, methods, named, settings, speed_of, value_of
 from decoding.measure.markdown import one_line
 from decoding.measure.report.style import panel, series, shade_below_one, styled, svg, swatch
-from decoding.measure.results import Report, Row
+from decoding.measure.results import Report, ReportRow
 
 _AXES: dict[Axis, tuple[str, str]] = {
     "batch_size": ("batch size", "batch"),
@@ -102,7 +102,7 @@ def load_curves(report: Report) -> list[Picture]:
     return pictures
 
 
-_LOADED: dict[str, Callable[[Row], float | None]] = {
+_LOADED: dict[str, Callable[[ReportRow], float | None]] = {
     "Total output tokens/s": lambda row: value_of(row.tokens_per_second),
     "Median ms to the first token": lambda row: row.latency.ttft_ms.p50 if row.latency else None,
     "Median ms per further token": lambda row: row.latency.tpot_ms.p50 if row.latency else None,
@@ -148,7 +148,7 @@ def acceptance_curves(report: Report) -> list[Picture]:
 
 
 @styled
-def _acceptance_picture(report: Report, setting: str, rows: Sequence[Row]) -> Picture:
+def _acceptance_picture(report: Report, setting: str, rows: Sequence[ReportRow]) -> Picture:
     figure, axes = panel(3.5, 2.5)
     every = methods(report)
     for row in rows:

@@ -22,7 +22,7 @@ from decoding.measure.markdown import one_line, visible
 from decoding.measure.report.curves import acceptance_curves, cost_curve, load_curves, speedup_curves
 from decoding.measure.report.style import css
 from decoding.measure.report.tables import page_tables
-from decoding.measure.results import Figure, Report, Row
+from decoding.measure.results import Figure, Report, ReportRow
 
 
 def write_html(report: Report, path: Path) -> None:
@@ -91,7 +91,7 @@ def bar_charts(report: Report) -> list[BarChart]:
     ]
 
 
-def _bar(row: Row, scale: float) -> Bar:
+def _bar(row: ReportRow, scale: float) -> Bar:
     totals, speed = row.speedup_of_totals or Figure(None), speed_of(row)
     low, high = totals.low, totals.high
     return Bar(

@@ -25,7 +25,7 @@ from decoding.measure.figures import (
     value_of,
 )
 from decoding.measure.markdown import one_line, text
-from decoding.measure.results import Figure, Identity, Report, Row, TimeSplit
+from decoding.measure.results import Figure, Report, ReportRow, SameTexts, TimeSplit
 
 COLUMNS = (
     "setting",
@@ -70,21 +70,21 @@ def table_rows(report: Report) -> list[tuple[str, ...]]:
     ]
 
 
-def _names(row: Row) -> tuple[str, str]:
+def _names(row: ReportRow) -> tuple[str, str]:
     return one_line(row.setting), one_line(row.method)
 
 
-def _promise(row: Row) -> str:
+def _promise(row: ReportRow) -> str:
     """Return "lossless" or "lossy"; for greedy texts add how many are identical to plain decoding's."""
     same = row.identical_to_plain
     return row.label if not same or row.method == PLAIN else f"{row.label}, {_same(same)} same"
 
 
-def _speedup(row: Row) -> str:
+def _speedup(row: ReportRow) -> str:
     return speedup(row.speedup_of_totals, row.speedup)
 
 
-def _split(row: Row) -> list[str]:
+def _split(row: ReportRow) -> list[str]:
     return [f"{100 * part:.0f}%" for part in astuple(row.time_split)] if row.time_split else [NONE] * 3
 
 
@@ -92,11 +92,11 @@ def _values(figures: Sequence[Figure]) -> str:
     return " ".join(number(figure.value) for figure in figures)
 
 
-def _same(compared: Identity) -> str:
+def _same(compared: SameTexts) -> str:
     return f"{compared.identical}/{compared.of}"
 
 
-def _tokens_per_second(row: Row) -> str:
+def _tokens_per_second(row: ReportRow) -> str:
     return number(value_of(row.tokens_per_second), digits=0)
 
 
@@ -238,7 +238,7 @@ def page_tables(report: Report) -> list[PageTable]:
     return [table for table in found if table.rows]
 
 
-def _acceptance(row: Row) -> tuple[str, ...]:
+def _acceptance(row: ReportRow) -> tuple[str, ...]:
     drafted = row.accepted_per_drafted
     return (
         *_names(row),
@@ -252,7 +252,7 @@ def _acceptance(row: Row) -> tuple[str, ...]:
     )
 
 
-def _ends(row: Row) -> tuple[str, ...]:
+def _ends(row: ReportRow) -> tuple[str, ...]:
     return (_count(row.prompts), estimate(row.tokens_per_pass), _tokens_per_second(row), _speedup(row))
 
 
