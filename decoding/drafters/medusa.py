@@ -72,5 +72,7 @@ class MedusaSession(RowsSession):
         hidden = torch.stack([request.hidden for request in requests])
         base: Tensor = self._drafter.stacked(hidden, deepest, self._lm_head)
         return growth.propose(
-            requests, ConditionalLogits(base, self._drafter.heads.markov, growth.candidates), self._texts
+            requests,
+            ConditionalLogits(base, self._drafter.heads.markov, growth.candidates_for(self._texts.sampling)),
+            self._texts,
         )
