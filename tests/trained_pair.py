@@ -79,14 +79,9 @@ def _trained_target(folder: Path, texts: Sequence[str], steps: int) -> Path:
     """Train a Llama of three layers on batches of 16 texts; returns its folder."""
     torch.manual_seed(0)
     tokenizer = bpe_tokenizer()
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 1,
-    }
-    sizes |= {"max_position_embeddings": 256, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 1, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, **sizes))
     tokens = torch.tensor([token for text in texts for token in tokenizer(text + END)["input_ids"]])
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     others = [weight for weight in model.parameters() if all(weight is not each for each in matrices)]

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import scripted_endpoint
 import torch
-from embedded_target import install_embedded
 from fake_hub import REPOSITORY, TOKEN, FakeHub, folder_on, serve
 from speculating_server import SpeculatingServer
+from test_quickstart import install_embedded
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 from warm_program import WarmProgram, warm_program

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from embedded_target import install_embedded
+from test_quickstart import install_embedded
 from warm_program import WarmProgram, warm_program
 from whole_runs import environment
 
