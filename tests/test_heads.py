@@ -187,4 +187,4 @@ def test_the_bias_is_added_to_the_best_tokens_of_each_slot_alone() -> None:
     ):
         for candidates, wanted in ((2, of_two), (3, of_all)):
             found = ConditionalLogits(base, bias, candidates)(depth, rows, torch.tensor(tokens)).over(3)
-            assert found.logits[found.index].tolist() == wanted
+            assert found.logits[found.row_of].tolist() == wanted

@@ -36,25 +36,26 @@ class ChildLogits(NamedTuple):
     """Logits of the children of some nodes, which may share them."""
 
     logits: Float[Tensor, "some outputs"]
-    index: Int[Tensor, " nodes"]
+    row_of: Int[Tensor, " nodes"]
     """Each node's row in ``logits``."""
     tokens: Int[Tensor, "some outputs"] | None = None
     """The token of each output, in increasing order; None if the outputs are the target's vocabulary."""
 
     def to(self, device: torch.device) -> "ChildLogits":
-        return ChildLogits(*(None if part is None else part.to(device) for part in self))
+        own = None if self.tokens is None else self.tokens.to(device)
+        return ChildLogits(self.logits.to(device), self.row_of.to(device), own)
 
     def of_nodes(self) -> "ChildLogits":
         """Return the same with a row for each node."""
-        own = None if self.tokens is None else self.tokens[self.index]
-        return ChildLogits(self.logits[self.index], torch.arange(len(self.index), device=self.index.device), own)
+        own = None if self.tokens is None else self.tokens[self.row_of]
+        return ChildLogits(self.logits[self.row_of], torch.arange(len(self.row_of), device=self.row_of.device), own)
 
     def over(self, vocab_size: int) -> "ChildLogits":
         """Return the same over the whole vocabulary, -inf at tokens without a logit."""
         if self.tokens is None:
             return self
         whole = self.logits.new_full((len(self.logits), vocab_size), -torch.inf)
-        return ChildLogits(whole.scatter_(1, self.tokens, self.logits), self.index)
+        return ChildLogits(whole.scatter_(1, self.tokens, self.logits), self.row_of)
 
 
 NodeLogits = Callable[[int, Int[Tensor, " nodes"], Int[Tensor, " nodes"]], ChildLogits]
@@ -252,9 +253,9 @@ class Growth:
                 found = (found.over(texts.vocab_size) if sampling.processors else found).of_nodes()
                 if history.seen is not None and found.tokens is not None:
                     history = history._replace(seen=history.seen.gather(1, found.tokens))
-            own = None if found.tokens is None else found.tokens[found.index]
+            own = None if found.tokens is None else found.tokens[found.row_of]
             if drawn:
-                weights = probabilities(found.logits, sampling, history)[found.index]
+                weights = probabilities(found.logits, sampling, history)[found.row_of]
                 chosen = draw_rows_without_replacement(weights, uniforms[level.slots])
                 q = q if len(q) else weights.new_zeros(sum(inner), texts.vocab_size)
                 if own is None:
@@ -265,7 +266,7 @@ class Growth:
             else:
                 adjusted, width = adjusted_logits(found.logits, sampling, history), level.slots.shape[1]
                 best = best_tokens(adjusted)[:, None] if width == 1 else adjusted.topk(width).indices
-                chosen = best[found.index]
+                chosen = best[found.row_of]
             chosen = chosen if own is None else own.gather(1, chosen)
             tokens[level.children] = chosen[level.choice]
         by_row = tokens.split(sizes)
