@@ -82,20 +82,22 @@ def _trained_target(folder: Path, texts: Sequence[str], steps: int) -> Path:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
     sizes |= {"num_attention_heads": 1, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, **sizes))
-    tokens = torch.tensor([token for text in texts for token in tokenizer(text + END)["input_ids"]])
+    tokenizer.pad_token = END
+    rows = tokenizer([text + END for text in texts], padding=True, return_tensors="pt")
+    labels = rows["input_ids"].where(rows["attention_mask"] == 1, -100)
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     others = [weight for weight in model.parameters() if all(weight is not each for each in matrices)]
     optimizers = (torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.0), torch.optim.AdamW(others, lr=1e-2))
     for step in range(steps):
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] *= 1 - 1 / (steps - step + 1)
-        batch = torch.stack([tokens[begin : begin + 64] for begin in torch.randint(len(tokens) - 64, (16,)).tolist()])
-        model(batch, labels=batch).loss.backward()
+        drawn = torch.randint(len(texts), (16,))
+        model(rows["input_ids"][drawn], labels=labels[drawn]).loss.backward()
         for optimizer in optimizers:
             optimizer.step()  # type: ignore[no-untyped-call]  # torch's Muon
             optimizer.zero_grad()
     model.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    bpe_tokenizer().save_pretrained(folder / "target")
     return folder / "target"
 
 

@@ -232,7 +232,7 @@ def test_a_dspark_draft_writes_our_text_in_as_many_passes_as_here(found: dict[st
     assert row["equal"] == row["prompts"] == PROMPTS
     assert row["theirs"] == row["ours"]
     accepted, passes = row["theirs"]["accepted"], row["theirs"]["passes"]
-    assert len(accepted) == DRAFT_TOKENS and 0 < accepted[1] < accepted[0] < passes, "neither none nor all"
+    assert len(accepted) == DRAFT_TOKENS and 0 < accepted[1] < accepted[0] <= passes, "neither none nor all"
     assert row["theirs"]["drafted"] == DRAFT_TOKENS * passes
 
 
