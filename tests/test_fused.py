@@ -23,6 +23,7 @@ from loss_references import (
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainer.learning import fused
 from trainer.learning.fused import Bias, Places, fused_loss
@@ -49,6 +50,11 @@ def test_a_fused_loss_is_the_plain_formula_and_so_are_its_gradients(
     torch.testing.assert_close(accepted, torch.minimum(p, q).sum(-1), rtol=0, atol=1e-10, check_dtype=False)
     assert not accepted.requires_grad
     assert_same(loss, expected, hidden, weight)
+
+
+def test_however_many_places_there_are_a_step_moves_two_objects() -> None:
+    """`trainer.run.feed` walks every object of a micro batch three times; a tuple of numbers is one for each."""
+    assert len(tree_leaves(Places.of(torch.arange(TOKENS)))) == 2 + 2, "order and positions, then the places"
 
 
 @pytest.mark.parametrize("weights", MIXES, ids="+".join)

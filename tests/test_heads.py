@@ -119,6 +119,10 @@ def test_heads_share_the_lm_head_by_default_if_their_own_would_be_half_the_targe
     assert section.shared_lm_head == shares == (share >= 0.5) and f"{share:.0%} of the target's" in said
     for chosen in (True, False):
         assert with_sharing(HeadsSection(shared_lm_head=chosen), model)[0].shared_lm_head == chosen
+    packed = torch.nn.Module()  # as of GPTQ, whose weights are buffers
+    packed.register_buffer("qweight", torch.zeros(4 * parameters, dtype=torch.int32))
+    model.add_module("packed", packed)
+    assert not with_sharing(HeadsSection(num_heads=1), model)[0].shared_lm_head, "next to it the lm_head is small"
 
 
 # --- heads with a Markov bias: the bias by hand, and the artefact -----------------------------------------------------

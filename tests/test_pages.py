@@ -64,7 +64,7 @@ def test_the_readme_names_every_machine_that_figures_come_from_and_says_which_ar
 def test_every_file_and_name_that_a_page_points_to_exists(page: Path) -> None:
     text = page.read_text()
     assert [found for found in pointed_to(page) if not found.exists()] == []
-    dotted = re.findall(r"`((?:decoding|trainer)(?:\.\w+)+)`", text)
+    dotted = re.findall(r"(?:`|^::: )((?:decoding|trainer)(?:\.\w+)+)(?:`|$)", text, re.M)
     assert [name for name in dotted if not _exists(name)] == []
 
 

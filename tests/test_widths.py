@@ -1,5 +1,6 @@
 """A server scores its greedy texts in passes of two widths: what rounding explains passes, a wrong rule does not."""
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -37,6 +38,8 @@ class CachingServer:
         scores = {1: -0.5, 2: -0.5 - self.gap + (self.shift if width == 4 else 0.0), 6: -9.0}
         if len(prompt) == len(PROMPT) + len(TEXT.tokens) - 1:
             scores |= {6: -0.1}
+        if width == 4 and self.shift == math.inf:
+            scores = {3: -0.5, 4: -0.6}  # no token is as good in both passes
         best = [{**({"id": token} if self.tells_ids else {}), "logprob": score} for token, score in scores.items()]
         usage = {"prompt_tokens": len(prompt), "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": kept}}
         told = {"content": [{"id": FORCED, "logprob": 0.0, "top_logprobs": best}]}
@@ -67,6 +70,9 @@ def test_a_gap_beyond_what_the_width_changes_is_a_fault() -> None:
     finding = found(CachingServer(gap=0.5, shift=0.3))
     assert finding.status == "problem" and finding.found.endswith("the rule, or its cache, is wrong")
     assert found(CachingServer(gap=0.5)).status == "problem", "widths change nothing here"
+    for shift in (9.0, math.inf):
+        broken = found(CachingServer(gap=5.0, shift=shift))
+        assert broken.status == "problem" and broken.found.endswith("is wrong"), "passes over four tokens are broken"
     unknown = EngineText(PROMPT, (*[1] * 6, 4, 0))
     assert found(CachingServer(gap=0.1, shift=0.3), unknown).figures["widest_gap"] == float("inf")
 

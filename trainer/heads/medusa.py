@@ -159,10 +159,10 @@ def head_weights(section: HeadsSection, step: int, steps: int) -> tuple[float, .
 
 
 _LARGE = 0.5
-"""Parameters of the heads' own lm_heads over the target's from which heads share the target's by default.
+"""Bytes of the heads' own lm_heads over the target's from which heads share the target's lm_head by default.
 
 Every draft reads these lm_heads, and training keeps them in fp32 with two moments. With 49,152 tokens and a target of
-135M parameters, four of them have 0.84 of its parameters; with 4,096 tokens and 11M parameters, 0.47.
+135M parameters, four of them have 0.84 of its size; with 4,096 tokens and 11M parameters, 0.47.
 """
 
 
@@ -172,11 +172,12 @@ def with_sharing(section: HeadsSection, model: PreTrainedModel) -> tuple[HeadsSe
     Heads to start from keep what they have.
     """
     weight: Tensor = model.get_output_embeddings().weight
-    share = section.num_heads * weight.numel() / sum(parameter.numel() for parameter in model.parameters())
+    # Bytes, because quantised weights are packed, and some are no parameters.
+    share = section.num_heads * weight.nbytes / model.get_memory_footprint()
     shared = section.shared_lm_head
     if shared is None:
         shared = share >= _LARGE if section.init is None else read_config(local_folder(section.init)).shared_lm_head
-    size = f"lm_heads of their own {'would ' * shared}have {share:.0%} of the target's parameters"
+    size = f"lm_heads of their own {'would ' * shared}have {share:.0%} of the target's size"
     said = f"the heads {'share' if shared else 'do not share'} the target's lm_head: {size} (heads.shared_lm_head)"
     return section.model_copy(update={"shared_lm_head": shared}), said
 

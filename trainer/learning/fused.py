@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -26,8 +27,8 @@ class Bias(NamedTuple):
 class Places(NamedTuple):
     """Positions in texts whose next tokens are predicted, each by some consecutive rows of hidden states."""
 
-    repeats: tuple[int, ...]
-    """The number of rows of each place, on the host: sizes of chunks must not wait for a GPU."""
+    ends: Int[np.ndarray, " places"]
+    """The number of rows up to each place's last one, on the host: sizes of chunks must not wait for a GPU."""
     of_rows: Int[Tensor, " rows"]
     """Each row's place, increasing."""
 
@@ -36,7 +37,7 @@ class Places(NamedTuple):
         """Return the order that brings rows of equal position together, the distinct positions, and their rows."""
         order = positions.argsort(stable=True)
         distinct, of_rows, repeats = positions[order].unique_consecutive(return_inverse=True, return_counts=True)
-        return order, distinct, Places(tuple(repeats.tolist()), of_rows)
+        return order, distinct, Places(repeats.cumsum(0).numpy(force=True), of_rows)
 
 
 class FusedLoss(NamedTuple):
@@ -87,9 +88,8 @@ def fused_loss(
     """
     if teacher is None and mix.soft:
         raise UserError(f"the loss has {', '.join(mix.weights)} but no teacher to compare with: give a teacher")
-    repeats = None if places is None else places.repeats
-    assert len(hidden) == (len(labels) if repeats is None else sum(repeats)), "every row of hidden states has a place"
     rows = _Rows(labels, places, row_weights)
+    assert rows.ends[-1:].sum() == len(hidden), "every row of hidden states has a place"
     layer = _Outputs(len(weight), tokens, soft_cap)
     if not torch.is_grad_enabled():  # always False inside `apply`
         hidden, weight = hidden.detach(), weight.detach()
@@ -105,19 +105,16 @@ class _Rows:
         self, labels: Int[Tensor, " places"], places: Places | None, weights: Float[Tensor, " rows"] | None
     ) -> None:
         self.labels, self.weights, self._places = labels, weights, places
-        self._repeats = [1] * len(labels) if places is None else places.repeats
+        self.ends = np.arange(1, len(labels) + 1) if places is None else places.ends
 
     def spans(self, most: int, places: slice | None = None) -> Iterator[tuple[slice, slice]]:
         """Yield consecutive places and their rows: at most ``most`` rows, or those of one place."""
-        first, stop = (0, len(self._repeats)) if places is None else (places.start, places.stop)
-        row = sum(self._repeats[:first])
+        first, stop = (0, len(self.ends)) if places is None else (places.start, places.stop)
+        row = int(self.ends[first - 1]) if first else 0
         while first < stop:
-            last, end = first + 1, row + self._repeats[first]
-            while last < stop and end + self._repeats[last] <= row + most:
-                end += self._repeats[last]
-                last += 1
-            yield slice(first, last), slice(row, end)
-            first, row = last, end
+            last = min(stop, max(first + 1, int(self.ends.searchsorted(row + most, "right"))))
+            yield slice(first, last), slice(row, int(self.ends[last - 1]))
+            first, row = last, int(self.ends[last - 1])
 
     def each(self, of_places: Tensor, places: slice, rows: slice) -> Tensor:
         """Return what these places have for each of their rows."""

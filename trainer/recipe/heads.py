@@ -18,7 +18,7 @@ class HeadsSection(Section):
     """Rank of a bias on each head's logits given the previous token, such as 256; 0: none."""
     shared_lm_head: bool | None = None
     """Heads consist of residual blocks and share the target's lm_head: far smaller. None: they do if lm_heads of their
-    own would have at least half as many parameters as the target."""
+    own would have at least half of the target's size."""
     init: str | None = None
     """Folder or hub id of heads to start from, such as a Medusa-1 run's final/."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8

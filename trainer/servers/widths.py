@@ -23,6 +23,8 @@ from trainer.servers.client import ServedModel
 CHECK = "rounding or rule"
 _BEST, _MOST_WALKS = 20, 16
 """Tokens whose scores are compared at a place, and differences of a text that are also scored at the other width."""
+_MOST_ROUNDING = 4 * near_tie(torch.bfloat16)
+"""A larger change of a gap by the width of a pass is a fault: rounding to 8 bits, as in bf16, cannot cause it."""
 Scores = Mapping[int, float]
 """Log-probabilities of the best tokens by id."""
 
@@ -64,8 +66,8 @@ def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, en
     """Score greedy texts one token at a time and ``width`` tokens at a time, and judge where they leave the first.
 
     A difference is a token that is not the best of its place in passes over one token. Rounding explains it if its gap
-    to the best is not above the largest change of a gap between two tokens by the width of a pass. ``ends`` are the ids
-    that end a text. The finding is open if the server cannot be asked.
+    to the best is not above the largest change of a gap between two tokens by the width of a pass, and that change is
+    small enough for rounding. ``ends`` are the ids that end a text. The finding is open if the server cannot be asked.
     """
     gaps, changes, turned, places = list[float](), list[float](), 0, 0
     try:
@@ -78,12 +80,12 @@ def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, en
             for end in {last, *differences[:_MOST_WALKS]}:
                 for at, scores in scorer.scores(text, end, width).items():
                     moved = [scores[token] - single[at][token] for token in scores.keys() & single[at].keys()]
-                    changes.append(max(moved) - min(moved))
+                    changes.append(max(moved) - min(moved) if moved else math.inf)
                     turned += _best(scores) != _best(single[at])
     except UserError as error:
         return undecided(CHECK, f"the server does not score its texts without a draft, so this stays open: {error}")
     widest, most = max(gaps, default=0.0), max(changes, default=0.0)
-    passed, equal = widest <= most, places - len(gaps)
+    passed, equal = widest <= most <= _MOST_ROUNDING, places - len(gaps)
     found = f"without a draft, a token at a time, the server itself writes {equal:,} of these {places:,} tokens"
     if gaps:
         found += f"; the others are up to {widest:.3g} below its best"
