@@ -84,11 +84,12 @@ def case_of(
     sampled: bool = True,
     candidates: int | None = None,
 ) -> Case:
-    """Make a case; with ``candidates``, its reference has no logit for any but the best tokens before the bias."""
+    """Make a case; with ``candidates``, drafts with a bias have no logit for any but the best tokens before it."""
     case = _case_of(kind, tree, vocab, sampled)
-    if candidates is None or not isinstance(case.drafter, MedusaDrafter | DSparkDrafter):
+    if isinstance(case.drafter, MedusaDrafter | DSparkDrafter):
+        case.drafter.growth.candidates = candidates
+    if candidates is None or kind not in ("Markov heads", "DSpark"):
         return case
-    case.drafter.growth.candidates = candidates
 
     def among_the_best(path: Sequence[int]) -> Tensor:
         logits, best = case.logits(path), case.unbiased(path).topk(candidates).indices

@@ -23,7 +23,7 @@ Cut = tuple[TreeShape, tuple[int, ...]]
 """A shape, and the rank of every drafted node among its parent's best tokens (from 0)."""
 
 CANDIDATES = 256
-"""Tokens of each slot among which heads and DSpark drafts choose: the best before the bias.
+"""Tokens of each slot among which drafts with a Markov bias choose: the best before the bias.
 
 DFlash 2 does so with 16. A draft trained with a bias needs more: on storyteller-11m (4,096 tokens) a greedy tree of 16
 writes 0.999 [0.991, 1.007] times the tokens per pass of all tokens with 256, 0.970 with 64 and 0.884 with 16.
@@ -122,13 +122,13 @@ class StaticTree:
 class ConditionalLogits:
     """Logits computed for all depths at once, with a bias by the previous token: a `NodeLogits`.
 
-    ``base[d]`` predicts the children of the nodes at depth d of every row. Only the best ``candidates`` tokens of each
-    are read: the others get no logit. With ``bias`` None the logits do not depend on drafted tokens.
+    ``base[d]`` predicts the children of the nodes at depth d of every row. With ``bias`` None the logits do not depend
+    on drafted tokens. Else only the best ``candidates`` tokens of each slot get a logit, so that few biases are read.
     """
 
     def __init__(self, base: Float[Tensor, "depths rows vocab"], bias: MarkovBias | None, candidates: int) -> None:
         self._base, self._bias, self._tokens = base, bias, list[Tensor | None]([None] * len(base))
-        if candidates < base.shape[-1]:
+        if bias is not None and candidates < base.shape[-1]:
             # In increasing order, so that the lowest of equally good tokens is chosen, as in the target.
             best = base.topk(candidates, sorted=False).indices.sort().values
             self._base, self._tokens = base.gather(-1, best), list(best)
