@@ -199,8 +199,9 @@ def test_the_bias_is_added_to_the_best_tokens_of_each_slot_alone() -> None:
         (1, [0, 1, 2], [[7, none, 8], [9, 19, none], [10, 29, none]], [[7, 6, 8], [9, 19, 100], [10, 29, 200]]),
     ):
         for candidates, wanted in ((2, of_two), (3, of_all)):
-            found = ConditionalLogits(base, bias, candidates)(depth, rows, torch.tensor(tokens)).over(3)
-            assert found.logits[found.row].tolist() == wanted
+            found = ConditionalLogits(base, bias, candidates)(depth, rows, torch.tensor(tokens))
+            own = torch.arange(3).expand(3, 3) if found.tokens is None else found.tokens
+            assert torch.full((3, 3), none).scatter(1, own, found.logits).tolist() == wanted
 
 
 @pytest.mark.parametrize("nodes", [1, 100])

@@ -50,13 +50,6 @@ class ChildLogits(NamedTuple):
         own = None if self.tokens is None else self.tokens[self.row]
         return ChildLogits(self.logits[self.row], torch.arange(len(self.row), device=self.row.device), own)
 
-    def over(self, vocab_size: int) -> "ChildLogits":
-        """Return the same over the whole vocabulary, -inf at tokens without a logit."""
-        if self.tokens is None:
-            return self
-        whole = self.logits.new_full((len(self.logits), vocab_size), -torch.inf)
-        return ChildLogits(whole.scatter_(1, self.tokens, self.logits), self.row)
-
 
 NodeLogits = Callable[[int, Int[Tensor, " nodes"], Int[Tensor, " nodes"]], ChildLogits]
 """Function from nodes of one depth (0: the root), given as rows of the batch and tokens, to their children's logits."""
@@ -216,11 +209,12 @@ class Growth:
         # The single children of a chain are the same with and without replacement.
         return ProposalKind.SAMPLED if self.tree.is_chain else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 
-    def candidates_for(self, sampling: SamplingConfig) -> int:
-        """Return the number of candidates for `ConditionalLogits`."""
-        if self.candidates is not None:
-            return self.candidates
-        return max(DRAWN_CANDIDATES if self.kind(sampling).has_q else CANDIDATES, self.tree.ranks)
+    def candidates_for(self, texts: TextRows) -> int:
+        """Return the number of candidates for `ConditionalLogits`: all tokens for processors, which may forbid most."""
+        if texts.sampling.processors:
+            return texts.vocab_size
+        default = DRAWN_CANDIDATES if self.kind(texts.sampling).has_q else CANDIDATES
+        return self.candidates or max(default, self.tree.ranks)
 
     def propose(self, requests: Sequence[DraftRequest], nodes: NodeLogits, texts: TextRows) -> list[Proposal]:
         """Draft with one call of ``nodes`` per depth, for the parents of all trees.
@@ -250,7 +244,7 @@ class Growth:
             history = None
             if sampling.needs_history:
                 history = _history(requests, shapes, level, known, texts)
-                found = (found.over(texts.vocab_size) if sampling.processors else found).of_nodes()
+                found = found.of_nodes()
                 if history.seen is not None and found.tokens is not None:
                     history = history._replace(seen=history.seen.gather(1, found.tokens))
             own = None if found.tokens is None else found.tokens[found.row]
