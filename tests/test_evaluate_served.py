@@ -164,7 +164,13 @@ def test_every_figure_follows_from_the_delays_and_the_counters(tmp_path: Path) -
     assert [share["value"] for share in mine["reached"]] == pytest.approx([2 / 3, 1 / 3, 1 / 3])
     assert mine["acceptance_length"] == pytest.approx(1 + 4 / 3) and mine["passes"] == 3 * PROMPTS
     assert mine["accepted_per_drafted"]["value"] == pytest.approx(4 / 9)
-    assert mine["identical_to_plain"] == {"identical": 10, "of": 10, "largest_margin": 0.0, "ended_early": 0}
+    assert mine["identical_to_plain"] == {
+        "identical": 10,
+        "of": 10,
+        "largest_margin": 0.0,
+        "ended_early": 0,
+        "margins": [],
+    }
     assert plain["passes"] is None and report["notes"] == []
     assert "Fastest: served, 2.00× [2.00, 2.00] plain decoding, greedy, concurrency 1." in printed
     assert "2.33: 0.67 0.33 0.33" in printed and "500.0 / 500.0 / –" in printed

@@ -84,11 +84,12 @@ def case_of(
     sampled: bool = True,
     candidates: int | None = None,
 ) -> Case:
-    """Make a case; with ``candidates``, its reference has no logit for any but the best tokens before the bias."""
+    """Make a case; with ``candidates``, drafts with a bias have no logit for any but the best tokens before it."""
     case = _case_of(kind, tree, vocab, sampled)
-    if candidates is None or not isinstance(case.drafter, MedusaDrafter | DSparkDrafter):
+    if isinstance(case.drafter, MedusaDrafter | DSparkDrafter):
+        case.drafter.growth.candidates = candidates
+    if candidates is None or kind not in ("Markov heads", "DSpark"):
         return case
-    case.drafter.growth.candidates = candidates
 
     def among_the_best(path: Sequence[int]) -> Tensor:
         logits, best = case.logits(path), case.unbiased(path).topk(candidates).indices
@@ -149,6 +150,7 @@ def test_children_are_drawn_from_the_recorded_q_of_their_path(
     kind: str, sampling: SamplingConfig, candidates: int | None
 ) -> None:
     case, drawn = case_of(kind, candidates=candidates), set()
+    logits = case_of(kind).logits if sampling.processors else case.logits  # processors need the logits of all tokens
     for seed in range(4):
         (proposal,) = Follower(case.drafter, case.target, sampling, seed).propose(TEXT)
         drawn.add(tuple(proposal.tree.token_list))
@@ -156,7 +158,7 @@ def test_children_are_drawn_from_the_recorded_q_of_their_path(
         assert proposal.kind is (ProposalKind.SAMPLED if is_chain else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT)
         assert case.drafter.kinds(sampling) == {proposal.kind} and proposal.q is not None
         for node, path, tokens in families(proposal.tree):
-            wanted = q_of(case.logits(path), sampling, [*TEXT, *path])
+            wanted = q_of(logits(path), sampling, [*TEXT, *path])
             q = proposal.q[proposal.q_rows[node]]
             torch.testing.assert_close(q, wanted, rtol=0, atol=2e-5)
             assert bool((q[wanted == 0] == 0).all())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_fused import LargestTensor
 from tiny_models import tiny_model
 from tiny_training import medusa_on, toy_examples, train_toy
 from torch import Tensor
@@ -202,5 +203,19 @@ def test_the_bias_is_added_to_the_best_tokens_of_each_slot_alone() -> None:
         (1, [0, 1, 2], [[7, none, 8], [9, 19, none], [10, 29, none]], [[7, 6, 8], [9, 19, 100], [10, 29, 200]]),
     ):
         for candidates, wanted in ((2, of_two), (3, of_all)):
-            found = ConditionalLogits(base, bias, candidates)(depth, rows, torch.tensor(tokens)).over(3)
-            assert found.logits[found.row].tolist() == wanted
+            found = ConditionalLogits(base, bias, candidates)(depth, rows, torch.tensor(tokens))
+            own = torch.arange(3).expand(3, 3) if found.tokens is None else found.tokens
+            assert torch.full((3, 3), none).scatter(1, own, found.logits).tolist() == wanted
+
+
+@pytest.mark.parametrize("nodes", [1, 100])
+def test_a_bias_reads_no_more_than_its_weight_for_many_nodes_and_less_for_few(nodes: int) -> None:
+    heads, generator = random_markov_heads(False), torch.Generator().manual_seed(1)
+    assert heads.markov is not None
+    outputs = torch.stack([torch.randperm(16, generator=generator)[:8] for _ in range(nodes)])
+    before, logits = torch.randint(16, (nodes,), generator=generator), torch.randn(nodes, 8, generator=generator)
+    wanted = logits + heads.markov(before).gather(1, outputs)
+    with LargestTensor() as largest:
+        found = heads.markov.added_to(logits, before, outputs)
+    torch.testing.assert_close(found, wanted)
+    assert largest.numbers == (8 * 4 if nodes == 1 else nodes * 16)

@@ -102,7 +102,5 @@ class DSparkSession(RowsSession):
         self._unread.update({slot: [] for slot in range(len(requests))})
         newest = torch.tensor([request.tokens[-1] for request in requests]).to(texts.device, non_blocking=True)
         base = self._draft.logits(self._keys.run(self._draft.embed(newest)), deepest)
-        nodes = ConditionalLogits(
-            base.transpose(0, 1), self._draft.draft.markov, growth.candidates_for(self._texts.sampling)
-        )
+        nodes = ConditionalLogits(base.transpose(0, 1), self._draft.draft.markov, growth.candidates_for(texts))
         return growth.propose(requests, nodes, texts)

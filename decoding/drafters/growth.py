@@ -23,7 +23,7 @@ Cut = tuple[TreeShape, tuple[int, ...]]
 """A shape, and the rank of every drafted node among its parent's best tokens (from 0)."""
 
 CANDIDATES = 256
-"""Tokens of each slot among which heads and DSpark drafts choose: the best before the bias.
+"""Tokens of each slot among which drafts with a Markov bias choose: the best before the bias.
 
 DFlash 2 does so with 16. A draft trained with a bias needs more: on storyteller-11m (4,096 tokens) a greedy tree of 16
 writes 0.999 [0.991, 1.007] times the tokens per pass of all tokens with 256, 0.970 with 64 and 0.884 with 16.
@@ -49,13 +49,6 @@ class ChildLogits(NamedTuple):
         """Return the same with a row for each node."""
         own = None if self.tokens is None else self.tokens[self.row]
         return ChildLogits(self.logits[self.row], torch.arange(len(self.row), device=self.row.device), own)
-
-    def over(self, vocab_size: int) -> "ChildLogits":
-        """Return the same over the whole vocabulary, -inf at tokens without a logit."""
-        if self.tokens is None:
-            return self
-        whole = self.logits.new_full((len(self.logits), vocab_size), -torch.inf)
-        return ChildLogits(whole.scatter_(1, self.tokens, self.logits), self.row)
 
 
 NodeLogits = Callable[[int, Int[Tensor, " nodes"], Int[Tensor, " nodes"]], ChildLogits]
@@ -122,13 +115,13 @@ class StaticTree:
 class ConditionalLogits:
     """Logits computed for all depths at once, with a bias by the previous token: a `NodeLogits`.
 
-    ``base[d]`` predicts the children of the nodes at depth d of every row. Only the best ``candidates`` tokens of each
-    are read: the others get no logit. With ``bias`` None the logits do not depend on drafted tokens.
+    ``base[d]`` predicts the children of the nodes at depth d of every row. With ``bias`` None the logits do not depend
+    on drafted tokens. Else only the best ``candidates`` tokens of each slot get a logit, so that few biases are read.
     """
 
     def __init__(self, base: Float[Tensor, "depths rows vocab"], bias: MarkovBias | None, candidates: int) -> None:
         self._base, self._bias, self._tokens = base, bias, list[Tensor | None]([None] * len(base))
-        if candidates < base.shape[-1]:
+        if bias is not None and candidates < base.shape[-1]:
             # In increasing order, so that the lowest of equally good tokens is chosen, as in the target.
             best = base.topk(candidates, sorted=False).indices.sort().values
             self._base, self._tokens = base.gather(-1, best), list(best)
@@ -216,11 +209,12 @@ class Growth:
         # The single children of a chain are the same with and without replacement.
         return ProposalKind.SAMPLED if self.tree.is_chain else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 
-    def candidates_for(self, sampling: SamplingConfig) -> int:
-        """Return the number of candidates for `ConditionalLogits`."""
-        if self.candidates is not None:
-            return self.candidates
-        return max(DRAWN_CANDIDATES if self.kind(sampling).has_q else CANDIDATES, self.tree.ranks)
+    def candidates_for(self, texts: TextRows) -> int:
+        """Return the number of candidates for `ConditionalLogits`: all tokens for processors, which may forbid most."""
+        if texts.sampling.processors:
+            return texts.vocab_size
+        default = DRAWN_CANDIDATES if self.kind(texts.sampling).has_q else CANDIDATES
+        return self.candidates or max(default, self.tree.ranks)
 
     def propose(self, requests: Sequence[DraftRequest], nodes: NodeLogits, texts: TextRows) -> list[Proposal]:
         """Draft with one call of ``nodes`` per depth, for the parents of all trees.
@@ -250,7 +244,7 @@ class Growth:
             history = None
             if sampling.needs_history:
                 history = _history(requests, shapes, level, known, texts)
-                found = (found.over(texts.vocab_size) if sampling.processors else found).of_nodes()
+                found = found.of_nodes()
                 if history.seen is not None and found.tokens is not None:
                     history = history._replace(seen=history.seen.gather(1, found.tokens))
             own = None if found.tokens is None else found.tokens[found.row]

@@ -71,8 +71,5 @@ class MedusaSession(RowsSession):
             return [Proposal.root_only(request.tokens[-1], self._texts.device) for request in requests]
         hidden = torch.stack([request.hidden for request in requests])
         base: Tensor = self._drafter.stacked(hidden, deepest, self._lm_head)
-        return growth.propose(
-            requests,
-            ConditionalLogits(base, self._drafter.heads.markov, growth.candidates_for(self._texts.sampling)),
-            self._texts,
-        )
+        nodes = ConditionalLogits(base, self._drafter.heads.markov, growth.candidates_for(self._texts))
+        return growth.propose(requests, nodes, self._texts)

@@ -42,9 +42,10 @@ class MarkovBias(nn.Module):
         ``outputs``: the output of each logit; None if the logits are of all outputs.
         """
         before = before.to(self.embedding.weight.device)
-        if outputs is None:
-            bias: Tensor = self(before)
-        else:
+        if outputs is not None and outputs.numel() < self.output.out_features:
             rows = F.embedding(outputs.to(before.device), self.output.weight)
-            bias = (rows @ self.embedding(before)[..., None])[..., 0]
+            bias: Tensor = (rows @ self.embedding(before)[..., None])[..., 0]
+        else:  # the nodes' own rows of the weight would be larger than the weight
+            bias = self(before)
+            bias = bias if outputs is None else bias.gather(-1, outputs.to(bias.device))
         return logits + bias.to(logits)
