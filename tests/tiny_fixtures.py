@@ -1,5 +1,7 @@
 """Fixtures of every test: shapes enforced in the pure modules, a fixed seed, one thread, and tiny random models."""
 
+import sys
+
 import pytest
 import torch
 from shape_checks import enforce_shapes
@@ -16,6 +18,13 @@ torch.set_num_threads(1)
 def fixed_seed() -> None:
     """Start every test from the same random state, whichever test ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_accelerator() -> None:
+    """Let accelerate forget the precision of another file's training in this process."""
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(True)
 
 
 @pytest.fixture(scope="session")

@@ -239,8 +239,8 @@ class RegenerateOptions(shared.LoadingOptions):
         str,
         Option(
             metavar="FILE",
-            help=f"{shared.PROMPTS_HELP} or conversation; or ORG/NAME on the Hub; or the name of a known set "
-            "(docs/how-to/data.md); or self:2000 for so many that a target with a chat template writes itself.",
+            help=f"{shared.PROMPTS_HELP} or conversation; or ORG/NAME on the Hub; or a known set "
+            "(docs/how-to/data.md); or self:2000 for its own.",
         ),
     ]
     output: Annotated[Path, Option(metavar="FILE", help=".jsonl file for the answers; existing answers are kept.")]
