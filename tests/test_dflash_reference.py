@@ -68,7 +68,7 @@ def test_every_draft_of_transformers_generator_is_ours(form: str, monkeypatch: p
     )
     assert tuple(written[0, len(prompt) :].tolist()) == naive_greedy(target.model, prompt, new)
     seen, logits = list[Tensor](), DSpark.logits
-    monkeypatch.setattr(DSpark, "logits", lambda self, hidden: seen.append(logits(self, hidden)) or seen[-1])
+    monkeypatch.setattr(DSpark, "logits", lambda *given: seen.append(logits(*given)) or seen[-1])
     follower = Follower(DSparkDrafter(draft), target, rows=1)
     for text, drafted, wanted in calls:
         (proposal,) = follower.propose(text)
