@@ -98,6 +98,17 @@ def test_times_of_other_commits_are_not_compared_and_acceptance_is(tmp_path: Pat
     assert row(found).speed is None and row(found).tokens_per_pass.value == 1.0
 
 
+def test_a_setting_that_differs_is_named_and_records_without_an_option_had_it_off(tmp_path: Path) -> None:
+    a, b, c = (
+        read_evaluation(evaluated(tmp_path / str(number), [0.5] * 9, **identity))
+        for number, identity in enumerate(({}, {"batch_invariant": False}, {"batch_invariant": True}))
+    )
+    assert compare(a, b).warnings == ()
+    assert compare(b, c).warnings == (
+        "A and B differ in batch_invariant (False and True): every ratio includes this difference",
+    )
+
+
 def test_later_turns_with_other_prompts_are_left_out(tmp_path: Path) -> None:
     a = read_evaluation(evaluated(tmp_path / "a", [0.5] * 9, turn=1))
     b = read_evaluation(evaluated(tmp_path / "b", [0.4] * 9, digest="e", turn=1))

@@ -26,9 +26,9 @@ def deep() -> CausalLM:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The logits of each step's drafted slots, (rows, at most K, vocab), as the drafter computes them."""
+    """The logits of each step's blocks, (rows, deepest tree, vocab), as the drafter computes them."""
     found, logits = list[Tensor](), DSpark.logits
-    monkeypatch.setattr(DSpark, "logits", lambda self, *given: found.append(logits(self, *given)) or found[-1])
+    monkeypatch.setattr(DSpark, "logits", lambda *given: found.append(logits(*given)) or found[-1])
     return found
 
 
@@ -57,8 +57,7 @@ def test_every_slot_of_every_step_is_that_of_a_plain_forward_of_the_whole_text(
         depths = [chance.randint(0, 5) for _ in texts]
         seen.clear()
         proposals = follower.propose(*texts, depths=depths)
-        assert len(seen) == any(depths)
-        assert all(logits.shape[1] == min(max(depths), draft.config.block_size) for logits in seen)
+        assert [each.shape[1] for each in seen] == [min(max(depths), draft.config.block_size)] * any(depths)
         for row, text in enumerate(texts if seen else ()):
             found = seen[0][row]
             wanted = block_logits(draft, deep, text)[: len(found)]

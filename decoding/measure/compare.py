@@ -19,7 +19,7 @@ _WORTH = 0.02
 """Smallest difference for which we suggest more prompts."""
 _POWER80 = 1.959964 + 0.841621
 """Standard errors that a difference must have to be found with 80% power."""
-_SETTINGS = ("dtype", "max_new_tokens")
+_SETTINGS = ("dtype", "max_new_tokens", "batch_invariant")
 """Settings in which two evaluations may differ; every ratio then includes the effect of the difference."""
 _TIMES = {"machines": "hardware", "commits": "commit", "numbers of processes": "processes"}
 """Facts on which times depend, each with its key in a provenance. If one differs, times are not compared."""
@@ -172,11 +172,9 @@ def _check_alike(a: RecordedEvaluation, b: RecordedEvaluation) -> tuple[bool, li
     ]
     if changed:
         warnings.append(f"the {' and '.join(changed)} differ: times are not compared, only tokens per target pass")
-    differing = [
-        f"{name} ({a.identity.get(name)} and {b.identity.get(name)})"
-        for name in _SETTINGS
-        if a.identity.get(name) != b.identity.get(name)
-    ]
+    # Older records lack options that are off.
+    settings = [(name, *(each.identity.get(name) or False for each in (a, b))) for name in _SETTINGS]
+    differing = [f"{name} ({mine} and {theirs})" for name, mine, theirs in settings if mine != theirs]
     if differing:
         warnings.append(f"A and B differ in {', '.join(differing)}: every ratio includes this difference")
     return not changed, warnings

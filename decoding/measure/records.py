@@ -150,7 +150,7 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
             continue
         found = provenance_of(lines, file).get("identity", {})
         for name in {**wanted, **found}:
-            if found.get(name) != wanted.get(name):
+            if (found.get(name) or None) != (wanted.get(name) or None):  # older records lack options that are off
                 raise UserError(
                     f"{file} contains runs with {name} {json.dumps(found.get(name)):.60}, not "
                     f"{json.dumps(wanted.get(name)):.60}: give another --output, or --restart to delete them"
