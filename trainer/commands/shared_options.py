@@ -116,7 +116,6 @@ Rounds = Annotated[int, Option(min=1, help="Number of times each method decodes 
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 Temperature = Annotated[float, Option(help="Sampling temperature; 0 is greedy.")]
-TopP = Annotated[float, Option(help="Nucleus sampling; 1 switches it off.", hidden=True)]
 Stop = Annotated[list[str] | None, Option(help="Stop string; repeatable.", hidden=True)]
 Seed = Annotated[int, Option(help="Sampling seed; the same seed gives the same text.", hidden=True)]
 

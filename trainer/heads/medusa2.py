@@ -64,8 +64,8 @@ class JointTraining(nn.Module):
     ) -> TermSums:
         """Return losses and hits, (heads + 1,) each, and the total. Without ``joint`` the target is not trained.
 
-        With ``remembers`` the target's loss is its KL from
-        the target without adapters; else the cross entropy on the data.
+        With ``remembers`` the target's loss is its KL from the target without adapters; otherwise it is the cross
+        entropy on the data.
         """
         teacher = self._as_it_was(batch) if remembers else None
         with nullcontext() if joint else span("target"), torch.set_grad_enabled(joint):

@@ -110,11 +110,11 @@ class _Rows:
     def spans(self, most: int, places: slice | None = None) -> Iterator[tuple[slice, slice]]:
         """Yield consecutive places and their rows: at most ``most`` rows, or those of one place."""
         first, stop = (0, len(self.ends)) if places is None else (places.start, places.stop)
-        row = int(self.ends[first - 1]) if first else 0
         while first < stop:
+            row = int(self.ends[first - 1]) if first else 0
             last = min(stop, max(first + 1, int(self.ends.searchsorted(row + most, "right"))))
             yield slice(first, last), slice(row, int(self.ends[last - 1]))
-            first, row = last, int(self.ends[last - 1])
+            first = last
 
     def each(self, of_places: Tensor, places: slice, rows: slice) -> Tensor:
         """Return what these places have for each of their rows."""

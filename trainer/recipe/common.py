@@ -66,7 +66,7 @@ class TrainingSection(Section):
     micro_batch_size: Annotated[int, Field(ge=1)] = 16
     """Sequences per forward pass of a process; gradients accumulate until the batch is complete."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """``muon``: Muon for inner matrices, AdamW for the rest. Much faster for models trained from scratch."""
+    """``muon``: Muon for inner matrices, AdamW for the rest. Much faster for drafts trained from scratch."""
     adam_beta2: Annotated[float, Field(gt=0, lt=1)] = 0.95
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
