@@ -298,6 +298,7 @@ def _by_place(report: Report, cell: Callable[[Report], str], needed: str) -> str
 Blocks = tuple[tuple[str, Callable[[Report], str]], ...]
 RESULTS = "docs/results.md"
 PLACES: dict[str, dict[str, Blocks]] = {
+    "quickstart": {"README.md": (("table", short_table),)},
     "spec_bench": {RESULTS: (("spec_bench", tasks_table),)},
     "spec_bench_sampled": {RESULTS: (("spec_bench_sampled", tasks_table),)},
     "crossover": {RESULTS: (("crossover", conditions),)},
