@@ -21,6 +21,8 @@ from decoding.threads import spin_briefly
 
 spin_briefly()  # before torch is imported
 
+import torch
+
 from decoding.errors import UserError
 from decoding.model import quickstart
 from decoding.model.fingerprint import stored_fingerprint
@@ -115,8 +117,10 @@ def launch(recipe: str) -> None:
     if SHORT and recipe != "medusa1":  # a second launch would only repeat all imports
         run_recipe(load_recipe(RECIPES / f"{recipe}.yaml", [*changes, "draft.check_costs=false"]))
         return
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file"]
-    command += ["recipes/accelerate/cpu.yaml", "scripts/train.py", str(RECIPES / f"{recipe}.yaml"), *changes]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
+    command += ["--config_file", "recipes/accelerate/cpu.yaml"]
+    command += ["--num_cpu_threads_per_process", str(torch.get_num_threads())]  # accelerate's default is one
+    command += ["scripts/train.py", str(RECIPES / f"{recipe}.yaml"), *changes]
     finished = subprocess.run(command, cwd=ROOT, check=False)
     if finished.returncode:
         raise UserError(f"training {recipe} failed with exit code {finished.returncode}; its message is above")
