@@ -26,8 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.learning import fused
-from trainer.learning.fused import Bias, Places, fused_loss
+from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.losses import HiddenTeacher, LossMix, SampledTailTeacher
+from trainer.learning.places import Places
 from trainer.recipe.common import Divergence, Term
 
 CROSS_ENTROPY = one("cross_entropy")

@@ -1,23 +1,20 @@
 """Prompts that a target writes itself: what it continues, what is removed and counted, and what a kill leaves."""
 
-import io
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from scripted_endpoint import Reply, Request, chat, serve
+from test_regenerate import regenerate, rows
 from tiny_models import counting_model, tiny_model
 from tiny_tokenizer import byte_tokenizer
 from tiny_training import tiny_tokenizer, write_rows
 
 from decoding.generate import DecodingConfig
 from trainer.commands.options import RegenerateOptions
-from trainer.commands.regenerate import run_regenerate
-from trainer.data.answers import AnswerFile, Outcome, Summary, described_prompts
+from trainer.data.answers import AnswerFile, Outcome, described_prompts
 from trainer.data.rows import open_source
 from trainer.data.self_written import SelfWritten, UserTurn, read_request
 from trainer.recipe.common import DataSection
@@ -55,14 +52,6 @@ def options(folder: Path, target: Path, prompts: str, **changes: Any) -> Regener
     return RegenerateOptions(
         target=str(target), prompts=prompts, output=folder / "answers.jsonl", **{**defaults, **changes}
     )
-
-
-def regenerate(chosen: RegenerateOptions) -> Summary:
-    return run_regenerate(chosen, Console(file=io.StringIO()))
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def asked(folder: Path) -> list[str]:

@@ -9,6 +9,7 @@ removes. Kernels with fixed tiles need no fp64, but must be written for each dev
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def _by_expert(states: Tensor, weights: Tensor, offs: Tensor, bias: Tensor | Non
     starts = [0, *offs.tolist()]
     parts = [
         _in_blocks(partial(torch.matmul, other=weight), states[start:end])
-        for weight, start, end in zip(weights, starts, starts[1:], strict=False)
+        for weight, (start, end) in zip(weights, pairwise(starts), strict=True)
         if end > start
     ]
     return torch.cat(parts)

@@ -179,7 +179,6 @@ def render_card(
     elif provenance is not None and is_adapted(provenance):
         means = "the adapted target's folder, `final/target` of the training run"
     drafter = "heads" if artefact.heads else "dspark" if artefact.at_once else "draft"
-    headstart = f"headstart generate --target {argument} --drafter {drafter}:{FOLDER_NAME} --prompt TEXT"
     return _template().render(
         front_matter=metadata.to_yaml(),
         artefact=artefact,
@@ -191,7 +190,7 @@ def render_card(
         adapted=provenance is not None and is_adapted(provenance),
         figures=figures,
         commands=commands,
-        headstart=headstart,
+        headstart=f"headstart generate --target {argument} --drafter {drafter}:{FOLDER_NAME} --prompt TEXT",
         compared=compared,
         license=license,
         provenance=published,

@@ -4,17 +4,17 @@ Losses are sums. The loop divides them by counts over all processes and micro ba
 parallelism exact.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from decoding.errors import UserError
 from trainer.learning.losses import KnownLogits, LossMix, Softmax, Teacher, TokenDivergences
+from trainer.learning.places import PlacedRows, Places
 
 
 class Bias(NamedTuple):
@@ -22,22 +22,6 @@ class Bias(NamedTuple):
 
     hidden: Float[Tensor, "tokens rank"]
     weight: Float[Tensor, "outputs rank"]
-
-
-class Places(NamedTuple):
-    """Positions in texts whose next tokens are predicted, each by some consecutive rows of hidden states."""
-
-    ends: Int[np.ndarray, " places"]
-    """The number of rows up to each place's last one, on the host: sizes of chunks must not wait for a GPU."""
-    of_rows: Int[Tensor, " rows"]
-    """Each row's place, increasing."""
-
-    @staticmethod
-    def of(positions: Int[Tensor, " rows"]) -> "tuple[Int[Tensor, ' rows'], Int[Tensor, ' places'], Places]":
-        """Return the order that brings rows of equal position together, the distinct positions, and their rows."""
-        order = positions.argsort(stable=True)
-        distinct, of_rows, repeats = positions[order].unique_consecutive(return_inverse=True, return_counts=True)
-        return order, distinct, Places(repeats.cumsum(0).numpy(force=True), of_rows)
 
 
 class FusedLoss(NamedTuple):
@@ -88,7 +72,7 @@ def fused_loss(
     """
     if teacher is None and mix.soft:
         raise UserError(f"the loss has {', '.join(mix.weights)} but no teacher to compare with: give a teacher")
-    rows = _Rows(labels, places, row_weights)
+    rows = PlacedRows(labels, places, row_weights)
     assert rows.ends[-1:].sum() == len(hidden), "every row of hidden states has a place"
     layer = _Outputs(len(weight), tokens, soft_cap)
     if not torch.is_grad_enabled():  # always False inside `apply`
@@ -96,38 +80,6 @@ def fused_loss(
         bias = None if bias is None else Bias(bias.hidden.detach(), bias.weight.detach())
     pairs = (hidden, weight, *(bias or (None, None)))
     return FusedLoss(*_FusedLoss.apply(*pairs, rows, mix, teacher, layer, chunk))  # type: ignore[no-untyped-call]  # torch's
-
-
-class _Rows:
-    """The rows of a loss: each one's place and weight, and every place's label."""
-
-    def __init__(
-        self, labels: Int[Tensor, " places"], places: Places | None, weights: Float[Tensor, " rows"] | None
-    ) -> None:
-        self.labels, self.weights, self._places = labels, weights, places
-        self.ends = np.arange(1, len(labels) + 1) if places is None else places.ends
-
-    def spans(self, most: int, places: slice | None = None) -> Iterator[tuple[slice, slice]]:
-        """Yield consecutive places and their rows: at most ``most`` rows, or those of one place."""
-        first, stop = (0, len(self.ends)) if places is None else (places.start, places.stop)
-        while first < stop:
-            row = int(self.ends[first - 1]) if first else 0
-            last = min(stop, max(first + 1, int(self.ends.searchsorted(row + most, "right"))))
-            yield slice(first, last), slice(row, int(self.ends[last - 1]))
-            first = last
-
-    def each(self, of_places: Tensor, places: slice, rows: slice) -> Tensor:
-        """Return what these places have for each of their rows."""
-        if self._places is None:
-            return of_places
-        return of_places.index_select(0, self._places.of_rows[rows] - places.start)
-
-    def summed(self, of_rows: Float[Tensor, "rows outputs"], places: slice, rows: slice) -> Tensor:
-        """Return the sum over each place's rows, by a product: on a GPU, `index_add` adds in a random order."""
-        if self._places is None:
-            return of_rows
-        place = torch.arange(places.start, places.stop, device=of_rows.device)
-        return (place[:, None] == self._places.of_rows[rows]).to(of_rows) @ of_rows
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -138,7 +90,7 @@ class _FusedLoss(torch.autograd.Function):
         weight: Tensor,
         bias_hidden: Tensor | None,
         bias_weight: Tensor | None,
-        rows: _Rows,
+        rows: PlacedRows,
         mix: LossMix,
         teacher: Teacher | None,
         layer: "_Outputs",
@@ -177,7 +129,7 @@ class _FusedLoss(torch.autograd.Function):
 def _turn_into_gradient(
     logits: Float[Tensor, "rows outputs"],
     added: Float[Tensor, "places outputs"] | None,
-    rows: _Rows,
+    rows: PlacedRows,
     places: slice,
     mix: LossMix,
     target: KnownLogits | None,
