@@ -34,6 +34,8 @@ from decoding.rules.verify import SAMPLED_VERIFY
 PROMPTS = ([1, 2, 3, 1, 2], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8], [4, 4])
 ROOM = 96
 TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0))
+FEW = (0, 2, 3, 5, 7)
+"""Tokens of a reduced vocabulary."""
 
 
 def nudged_heads(target: CausalLM, markov_rank: int = 0, count: int = 2) -> MedusaHeads:
@@ -55,6 +57,8 @@ DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
     "likeliest heads": lambda target, draft: MedusaDrafter(nudged_heads(target), TREE, sampled=False),
     "Markov heads": lambda target, draft: MedusaDrafter(nudged_heads(target, 3), TREE),
     "DSpark chain": lambda target, draft: DSparkDrafter(tiny_dspark(target, 3)),
+    "DSpark tree of few tokens": lambda target, draft: DSparkDrafter(tiny_dspark(target, 3, writes=FEW), tree=TREE),
+    "DFlash of few tokens": lambda target, draft: DSparkDrafter(tiny_dflash(target, 3, writes=FEW)),
     "DSpark tree": lambda target, draft: DSparkDrafter(tiny_dspark(target, 3, num_hidden_layers=2), tree=TREE),
     "likeliest DFlash": lambda target, draft: DSparkDrafter(tiny_dflash(target, 3), sampled=False),
     "lookup": lambda target, draft: PromptLookupDrafter(4, branches=2),

@@ -27,7 +27,12 @@ MASK = "l"
 """Token 15, which no text here holds."""
 
 
-def section_of(loss: dict[str, float] | None = None, init: dict[str, Any] | None = None, **dspark: Any) -> DraftSection:
+def section_of(
+    loss: dict[str, float] | None = None,
+    init: dict[str, Any] | None = None,
+    vocabulary: int | None = None,
+    **dspark: Any,
+) -> DraftSection:
     settings = {
         "layers": 1,
         "block_size": 4,
@@ -37,7 +42,9 @@ def section_of(loss: dict[str, float] | None = None, init: dict[str, Any] | None
         "tree_nodes": 5,
         **dspark,
     }
-    return DraftSection.model_validate({"loss": loss or {"forward_kl": 1.0}, "init": init or {}, "dspark": settings})
+    return DraftSection.model_validate(
+        {"loss": loss or {"forward_kl": 1.0}, "init": init or {}, "vocabulary": vocabulary, "dspark": settings}
+    )
 
 
 def objective_for(model: PreTrainedModel, states: OnlineTarget | None = None, **section: Any) -> DSparkObjective:

@@ -40,6 +40,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "no grouped keys, two taps": {"num_key_value_heads": 2, "target_layer_ids": (0, 2)},
     "another rope and epsilon": {"rope_theta": 300.0, "rms_norm_eps": 1e-2, "head_dim": 64},
     "one token": {"tokens": 1},
+    "an lm_head of its own": {"writes": (0, 2, 3, 5, 7, 11)},
 }
 
 
@@ -192,10 +193,11 @@ def test_a_target_whose_embeddings_are_narrower_than_its_layers_is_refused(tiny_
         ({"tokens": 5}, "tokens is 5: this draft allows 1 to 4"),
         ({"tokens": 2, "tree": [[0]]}, "tree and tokens are both given"),
         ({"tree": [[0] * depth for depth in range(1, 6)]}, "the tree is 5 deep, but the draft has 4 tokens"),
+        ({"tree": [[0], [5]]}, "the tree has 6 ranks, but the draft writes 4 tokens: give fewer"),
     ],
 )
 def test_drafts_that_a_block_has_no_tokens_for_are_refused(
     tiny_llama: CausalLM, settings: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ValueError, match=problem):
-        DSparkDrafter(tiny_dspark(tiny_llama), **settings)
+        DSparkDrafter(tiny_dspark(tiny_llama, writes=(0, 2, 3, 7)), **settings)

@@ -103,6 +103,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "DSpark": {"tree": ((0,), (1,), (0, 0))},
     "fill-in, with confidence": {"sample_from_anchor": False, "enable_confidence_head": True},
     "DFlash": {"rank": 0, "sample_from_anchor": False},
+    "few tokens": {"writes": (0, 2, 3, 5, 15), "tree": ((0,), (4,), (0, 0))},
     "other sizes": {"rope_theta": 500.0, "rms_norm_eps": 1e-5, "target_layer_ids": (2,), "num_key_value_heads": 2},
 }
 
@@ -156,6 +157,18 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"sample_from_anchor": True, "markov_rank": 3, "block_size": 4, "enable_confidence_head": True}
         | {"confidence_head_with_markov": False},
+    ),
+    "speculators, few tokens": (
+        {
+            "speculators_model_type": "dspark",
+            "transformer_layer_config": LAYERS,
+            "aux_hidden_state_layer_ids": [1, 3],
+            "sample_from_anchor": True,
+            "draft_vocab_size": 6,
+            **BLOCK,
+            **BIAS,
+        },
+        {"sample_from_anchor": True, "markov_rank": 3, "block_size": 4, "writes": (0, 2, 3, 5, 7, 11)},
     ),
     "speculators, DFlash": (
         {
@@ -226,7 +239,11 @@ def test_the_folders_of_other_trainers_draft_as_the_same_weights_do_here(
     draft.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(content))
     ends = {name: weight.detach().clone() for name, weight in ends_of(target).items()}
-    maps = {"t2d": torch.ones(16, dtype=torch.bool), "d2t": torch.zeros(16, dtype=torch.int64)}
+    maps = {"t2d": torch.ones(16, dtype=torch.bool)}
+    if draft.lm_head is None:
+        maps["d2t"] = torch.zeros(16, dtype=torch.int64)
+    else:
+        del ends["lm_head.weight"]
     _tensors(lambda tensors: tensors.update(**ends, **maps))(tmp_path)
     read = DrafterLoader(target).load(parse_drafter(f"dspark:{tmp_path}"))
     assert isinstance(read, DSparkDrafter) and read.draft.config == draft.config
@@ -234,9 +251,12 @@ def test_the_folders_of_other_trainers_draft_as_the_same_weights_do_here(
         found, same_weights = (Follower(each, target, sampling) for each in (read, DSparkDrafter(draft)))
         for text in ([3], [3, 1, 4, 1, 5], [3, 1, 4, 1, 5, 9, 2, 6]):
             assert_same(found.propose(text)[0], same_weights.propose(text)[0])
-    maps["d2t"][3] = 2
-    _tensors(lambda tensors: tensors.update(maps))(tmp_path)
-    with pytest.raises(ValueError, match="contains d2t, so its ids differ from its target's: give a DSpark"):
+    wrong = torch.tensor([0] * 3 + [2] + [0] * (draft.config.outputs - 4))
+    _tensors(lambda tensors: tensors.update(d2t=wrong))(tmp_path)
+    problem = "contains d2t, but its config has no draft_vocab_size: give a DSpark"
+    if draft.lm_head is not None:
+        problem = "d2t in .* does not give increasing tokens of the target: give a DSpark"
+    with pytest.raises(ValueError, match=problem):
         load_dspark(tmp_path, target)
 
 
@@ -349,7 +369,8 @@ BROKEN |= {
 BROKEN["a window"] = _config(layer_types=["sliding_attention"]), "some of its layers attend to a window"
 BROKEN["nested"] = _config(dspark_config={"markov_head_type": "rnn"}), "markov_head_type is rnn"
 BROKEN["DFlash with a bias"] = _config(architectures=["DFlashDraftModel"]), "markov_rank is 3 in a DFlash draft"
-BROKEN["fewer tokens"] = _config(draft_vocab_size=8), "it writes 8 of 16 tokens"
+BROKEN["fewer tokens"] = _config(draft_vocab_size=8), "size mismatch, markov_head.markov_w2.weight is"
+BROKEN["as many tokens"] = _config(draft_vocab_size=17), "draft_vocab_size is 17: give less than the target's 16 tokens"
 
 
 @pytest.mark.parametrize("name", BROKEN)

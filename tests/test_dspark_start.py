@@ -154,7 +154,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"markov_rank": 0, "sample_from_anchor": False, "confidence": True}, "set draft.dspark.confidence=false"
     ),
     "single tokens": ({"policy": {"loop": 1}}, "set draft.policy.loop_trains=all"),
-    "fewer tokens": ({"vocabulary": 8}, "draft.vocabulary does not apply to a DSpark draft"),
     "a teacher": ({"teacher": {"folder": "x"}}, "draft.teacher does not apply to a DSpark draft"),
     "a config": ({"init": {"from_config": {"hidden_size": 8}}}, "draft.init.from_config does not apply"),
     "layers": ({"init": {"from_target": {"layers": [1]}}}, "draft.init.from_target does not apply to a DSpark draft"),

@@ -25,6 +25,8 @@ def gradients(objective: DSparkObjective) -> dict[str, Tensor]:
         ("llama", "forward_kl", {}),
         ("llama", "total_variation", {"sample_from_anchor": False, "layers": 2}),
         ("llama", "acceptance", {"markov_rank": 0, "sample_from_anchor": False}),
+        ("llama", "total_variation", {"vocabulary": 7}),
+        ("llama", "acceptance", {"vocabulary": 7, "markov_rank": 0, "sample_from_anchor": False}),
         ("gpt2", "forward_kl", {"taps": (0,)}),
         ("gemma3", "total_variation", {}),
         ("granite", "forward_kl", {}),
@@ -47,7 +49,12 @@ def test_losses_and_gradients_are_those_of_one_plain_forward_for_each_anchor(
     assert objective.terms == ("token_1", "token_2", "token_3", "token_4")
     assert sums.losses.tolist() == pytest.approx([term.item() for term in wanted], rel=1e-5)
     theirs = gradients(objective)
-    assert ours.keys() == theirs.keys() == dict(objective.module.draft.named_parameters()).keys()
+    assert (
+        ours.keys()
+        == theirs.keys()
+        == {name for name, p in objective.module.draft.named_parameters() if p.requires_grad}
+    )
+    assert objective.module.draft.config.outputs == form.get("vocabulary", 16)
     for name, gradient in theirs.items():
         assert gradient.abs().max() > 0
         assert (ours[name] - gradient).abs().max() <= 2e-5 * gradient.abs().max(), name

@@ -12,9 +12,18 @@ from decoding.model.dspark_config import DSparkConfig
 
 
 def tiny_dspark(
-    target: CausalLM, tokens: int = 4, rank: int = 3, spread: float = 0.3, seed: int = 1, **changes: Any
+    target: CausalLM,
+    tokens: int = 4,
+    rank: int = 3,
+    spread: float = 0.3,
+    seed: int = 1,
+    writes: Sequence[int] | None = None,
+    **changes: Any,
 ) -> DSparkDraft:
-    """Make a draft of one layer over all taps, with grouped keys; its weights are ``spread`` wide, its bias is too."""
+    """Make a draft of one layer over all taps, with grouped keys; its weights are ``spread`` wide, its bias is too.
+
+    ``writes``: the tokens of an lm_head of its own; None: the target's lm_head.
+    """
     sizes: dict[str, Any] = {
         "hidden_size": target.hidden_size,
         "intermediate_size": 24,
@@ -28,11 +37,14 @@ def tiny_dspark(
         "target_layer_ids": tuple(range(target.num_layers - 1)),
         "num_target_layers": target.num_layers,
         "markov_rank": rank,
+        "draft_vocab_size": None if writes is None else len(writes),
     }
     draft = DSparkDraft(DSparkConfig(**sizes | changes)).requires_grad_(False).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in draft.named_parameters():
         nn.init.normal_(parameter, float("norm" in name), spread, generator=generator)
+    if writes is not None:
+        draft.d2t.copy_(torch.tensor([token - index for index, token in enumerate(writes)]))
     return draft
 
 
@@ -49,7 +61,7 @@ def states_at(target: CausalLM, text: Sequence[int], taps: Sequence[int]) -> Ten
 
 
 def block_logits(draft: DSparkDraft, target: CausalLM, text: Sequence[int]) -> Tensor:
-    """Return the logits of the K tokens behind a text, (K, vocab), without bias: all recomputed from the weights."""
+    """Return the logits of the K tokens behind a text, (K, outputs), without bias: all recomputed from the weights."""
     config, weights = draft.config, dict(draft.named_parameters())
     context, slots = len(text) - 1, config.block_size + (not config.sample_from_anchor)
 
@@ -82,14 +94,20 @@ def block_logits(draft: DSparkDraft, target: CausalLM, text: Sequence[int]) -> T
         own, mine = norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp"
         gate, up = (own @ weights[f"{mine}.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (nn.functional.silu(gate) * up) @ weights[f"{mine}.down_proj.weight"].T
-    logits: Tensor = norm(x, "norm")[-config.block_size :] @ target.model.get_output_embeddings().weight.detach().T
+    own_lm_head = weights.get("lm_head.weight", target.model.get_output_embeddings().weight.detach())
+    logits: Tensor = norm(x, "norm")[-config.block_size :] @ own_lm_head.T
     return logits
 
 
 def logits_after(draft: DSparkDraft, target: CausalLM, text: Sequence[int], path: Sequence[int]) -> Tensor:
     """Return the draft's logits behind a text and a drafted path, (vocab,), its bias by the last token included."""
     logits = block_logits(draft, target, text)[len(path)]
-    if draft.markov is None:
+    if draft.markov is not None:
+        before = [*text, *path][-1]
+        logits = logits + draft.markov.output.weight @ draft.markov.embedding.weight[before]
+    if draft.lm_head is None:
         return logits
-    before = [*text, *path][-1]
-    return logits + draft.markov.output.weight @ draft.markov.embedding.weight[before]
+    whole = [logits.new_tensor(-torch.inf)] * draft.config.vocab_size
+    for index, shift in enumerate(draft.d2t.tolist()):
+        whole[index + shift] = logits[index]
+    return torch.stack(whole)

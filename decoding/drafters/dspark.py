@@ -47,6 +47,10 @@ class DSparkDrafter(Drafter):
             raise UserError(
                 f"the tree is {shape.max_depth} deep, but the draft has {config.block_size} tokens: shorten its paths"
             )
+        if shape.ranks > config.outputs:
+            raise UserError(
+                f"the tree has {shape.ranks} ranks, but the draft writes {config.outputs} tokens: give fewer"
+            )
         self.draft = draft
         self.name = "dspark" if config.markov_rank else "dflash"
         self.growth = Growth(shape, sampled)
@@ -102,5 +106,8 @@ class DSparkSession(RowsSession):
         self._unread.update({slot: [] for slot in range(len(requests))})
         newest = torch.tensor([request.tokens[-1] for request in requests]).to(texts.device, non_blocking=True)
         base = self._draft.logits(self._keys.run(self._draft.embed(newest)), deepest)
-        nodes = ConditionalLogits(base.transpose(0, 1), self._draft.draft.markov, growth.candidates_for(texts))
+        draft = self._draft.draft
+        nodes = ConditionalLogits(
+            base.transpose(0, 1), draft.markov, growth.candidates_for(texts), self._draft.output_tokens
+        )
         return growth.propose(requests, nodes, texts)

@@ -50,6 +50,13 @@ class ChildLogits(NamedTuple):
         own = None if self.tokens is None else self.tokens[self.row]
         return ChildLogits(self.logits[self.row], torch.arange(len(self.row), device=self.row.device), own)
 
+    def over_vocabulary(self, vocab_size: int) -> "ChildLogits":
+        """Return the logits of all the target's tokens; -inf for those without an output."""
+        if self.tokens is None:
+            return self
+        whole = self.logits.new_full((len(self.logits), vocab_size), -torch.inf)
+        return ChildLogits(whole.scatter_(1, self.tokens, self.logits), self.row)
+
 
 NodeLogits = Callable[[int, Int[Tensor, " nodes"], Int[Tensor, " nodes"]], ChildLogits]
 """Function from nodes of one depth (0: the root), given as rows of the batch and tokens, to their children's logits."""
@@ -117,21 +124,33 @@ class ConditionalLogits:
 
     ``base[d]`` predicts the children of the nodes at depth d of every row. With ``bias`` None the logits do not depend
     on drafted tokens. Else only the best ``candidates`` tokens of each slot get a logit, so that few biases are read.
+    ``output_tokens``: the target's token of each output, in increasing order; None if output i is token i.
     """
 
-    def __init__(self, base: Float[Tensor, "depths rows vocab"], bias: MarkovBias | None, candidates: int) -> None:
-        self._base, self._bias, self._tokens = base, bias, list[Tensor | None]([None] * len(base))
+    def __init__(
+        self,
+        base: Float[Tensor, "depths rows outputs"],
+        bias: MarkovBias | None,
+        candidates: int,
+        output_tokens: Int[Tensor, " outputs"] | None = None,
+    ) -> None:
+        self._base, self._bias, self._output_tokens = base, bias, output_tokens
+        self._outputs = list[Tensor | None]([None] * len(base))
         if bias is not None and candidates < base.shape[-1]:
             # In increasing order, so that the lowest of equally good tokens is chosen, as in the target.
             best = base.topk(candidates, sorted=False).indices.sort().values
-            self._base, self._tokens = base.gather(-1, best), list(best)
+            self._base, self._outputs = base.gather(-1, best), list(best)
 
     def __call__(self, depth: int, rows: Tensor, tokens: Tensor) -> ChildLogits:
-        shared = ChildLogits(self._base[depth], rows.to(self._base.device), self._tokens[depth])
-        if self._bias is None:
-            return shared
-        own = shared.of_nodes()
-        return own._replace(logits=self._bias.added_to(own.logits, tokens, own.tokens))
+        found = ChildLogits(self._base[depth], rows.to(self._base.device), self._outputs[depth])
+        if self._bias is not None:
+            found = found.of_nodes()
+            found = found._replace(logits=self._bias.added_to(found.logits, tokens, found.tokens))
+        if self._output_tokens is None:
+            return found
+        if found.tokens is None:
+            return found._replace(tokens=self._output_tokens.expand_as(found.logits))
+        return found._replace(tokens=self._output_tokens[found.tokens])
 
 
 class _Level(NamedTuple):
@@ -241,6 +260,8 @@ class Growth:
         for depth, level in enumerate(self._levels(cuts, device)):
             known = tokens.clamp(max=texts.vocab_size - 1)  # a valid id for nodes without a draw; never read
             found = nodes(depth, level.rows, known[level.parents]).to(device)
+            if sampling.processors:  # they read the logits of all tokens
+                found = found.over_vocabulary(texts.vocab_size)
             history = None
             if sampling.needs_history:
                 history = _history(requests, shapes, level, known, texts)

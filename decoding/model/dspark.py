@@ -3,8 +3,9 @@
 The draft reads the text only as keys and values, computed from the target's states at its tokens
 (`decoding.model.taps`). The newest token and K - 1 masks run as one block, attend to these keys and to one another, and
 predict the next K tokens. A `MarkovBias` makes each distribution conditional on the previous token. The draft uses the
-target's embedding and lm_head. Without a bias it is DFlash (2602.06036). Folders have DeepSpec's flat form. vLLM and
-SGLang load this form; llama.cpp loads a GGUF made from it.
+target's embedding and lm_head. Without a bias it is DFlash (2602.06036). A draft may write frequent tokens only: its
+lm_head then has their rows, and ``d2t`` the difference from each row's number to its token (as in speculators). Folders
+have DeepSpec's flat form. vLLM and SGLang load this form; llama.cpp loads a GGUF made from it.
 """
 
 import json
@@ -23,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rot
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import REMEDY, DSparkConfig, read_dspark_config
-from decoding.model.lm_head import unscaled_embeddings
+from decoding.model.lm_head import OutputLayer, unscaled_embeddings
 from decoding.model.markov import MarkovBias
 from decoding.model.stored import (
     CONFIG_NAME,
@@ -47,7 +48,9 @@ _OF_FILES = {
 """Our tensor names -> the names in files, if different."""
 _MASK = "give a draft whose mask is one of the target's tokens"
 _TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
-"""Tensors that some trainers store but that are not loaded: copies of target weights, and maps to target ids."""
+"""Tensors that some trainers store: copies of target weights, and maps to target ids. Most are not loaded."""
+_OF_REDUCED = ("lm_head.weight", "d2t")
+"""Those that are loaded if the draft writes only some of the target's tokens."""
 
 
 class _Attention(nn.Module):
@@ -100,7 +103,9 @@ Held = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class DSparkDraft(nn.Module):
-    """The weights of a draft; callers provide the target's embedding and lm_head."""
+    """The weights of a draft; callers provide the target's embedding, and its lm_head unless the draft has its own."""
+
+    d2t: Tensor
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -110,13 +115,32 @@ class DSparkDraft(nn.Module):
         self.hidden_norm = Qwen3RMSNorm(width, config.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(width, config.rms_norm_eps)
-        size, rank = config.vocab_size, config.markov_rank
-        self.markov = MarkovBias(size, size, rank) if rank else None
+        rank = config.markov_rank
+        self.markov = MarkovBias(config.vocab_size, config.outputs, rank) if rank else None
         read = width + rank * config.confidence_head_with_markov
         self.confidence = nn.Linear(read, 1) if config.enable_confidence_head else None
         for module in self.modules():
             if isinstance(module, nn.Linear) and (self.markov is None or module is not self.markov.output):
                 nn.init.normal_(module.weight, std=_SPREAD)
+        self.lm_head = None
+        if config.draft_vocab_size is not None:
+            self.lm_head = OutputLayer(width, config.draft_vocab_size, bias=False).requires_grad_(False)
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+
+    @property
+    def output_tokens(self) -> Int[Tensor, " outputs"] | None:
+        """The token that each row of the draft's own lm_head writes, in increasing order; None without an lm_head."""
+        if self.lm_head is None:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    @torch.no_grad()
+    def write_only(self, tokens: Sequence[int], lm_head: Float[Tensor, "vocab hidden"]) -> None:
+        """Set the draft's ``draft_vocab_size`` tokens, in increasing order, with their rows of the target's lm_head."""
+        assert self.lm_head is not None, "the config has a draft_vocab_size"
+        ids = torch.tensor(tokens, device=self.d2t.device)
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.lm_head.weight.copy_(lm_head[ids.to(lm_head.device)])
 
     def rotary(self, positions: Int[Tensor, "batch positions"]) -> tuple[Tensor, Tensor]:
         """Return the cosine and sine of each position's angles, each (batch, positions, dim), in the draft's dtype."""
@@ -178,6 +202,10 @@ class DSparkDraft(nn.Module):
         draft.load_state_dict(
             {ours.get(name, name): tensor for name, tensor in read_weights(folder, REMEDY).items() if name in header}
         )
+        if (ids := draft.output_tokens) is not None:
+            increase = bool((ids.diff() > 0).all())
+            if not increase or ids[0] < 0 or ids[-1] >= config.vocab_size:
+                raise UserError(f"d2t in {folder} does not give increasing tokens of the target: {REMEDY}")
         draft.to(dtype)
         check_finite(draft.state_dict(), f"{folder} in {dtype}", "give an earlier checkpoint, or train the draft again")
         return draft.to(device).requires_grad_(False).eval()
@@ -188,16 +216,26 @@ def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]
     config = read_dspark_config(folder)
     if (folder / "mask_embedding.pt").is_file():
         raise UserError(f"{folder} contains mask_embedding.pt, and separate masks are not supported: {_MASK}")
-    header = {name: part for name, part in weights_header(folder, REMEDY).items() if name not in _TARGETS_OWN}
+    loaded = _OF_REDUCED if config.draft_vocab_size is not None else ()
+    stored = weights_header(folder, REMEDY)
+    header = {name: part for name, part in stored.items() if name in loaded or name not in _TARGETS_OWN}
+    ids = header.pop("d2t", None)
     check_tensors(folder, header, _stored_shapes(config), REMEDY)
+    if config.draft_vocab_size is not None:
+        if ids != StoredTensor("I64", (config.draft_vocab_size,)):
+            raise UserError(
+                f"{folder} does not fit its config: d2t is {ids}, not {config.draft_vocab_size} int64; {REMEDY}"
+            )
+        header["d2t"] = ids
     return config, header
 
 
 def check_ends(folder: Path, target: CausalLM) -> None:
     """Raise UserError if a folder's embedding, lm_head or ids differ from the target's by more than rounding.
 
-    ``d2t`` contains, for each draft id, the difference to the target's id.
+    The lm_head of a draft that writes only some of the target's tokens is its own.
     """
+    reduced = read_dspark_config(folder).draft_vocab_size is not None
     ends: dict[str, Any] = {
         "embed_tokens.weight": target.model.get_input_embeddings(),
         "lm_head.weight": target.model.get_output_embeddings(),
@@ -206,9 +244,9 @@ def check_ends(folder: Path, target: CausalLM) -> None:
     if header.keys().isdisjoint(_TARGETS_OWN):
         return
     for name, tensor in stored_weights(folder, REMEDY):
-        if name == "d2t" and tensor.any():
-            raise UserError(f"{folder} contains d2t, so its ids differ from its target's: {REMEDY}")
-        if name not in ends:
+        if name == "d2t" and tensor.any() and not reduced:
+            raise UserError(f"{folder} contains d2t, but its config has no draft_vocab_size: {REMEDY}")
+        if name not in ends or (reduced and name in _OF_REDUCED):
             continue
         own = ends[name].weight.detach()
         if tensor.shape != own.shape or not torch.allclose(tensor.to(own), own, rtol=2**-7, atol=1e-6):
@@ -218,9 +256,9 @@ def check_ends(folder: Path, target: CausalLM) -> None:
 
 
 def _stored_shapes(config: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield every tensor of a draft: its name in files, and its shape."""
+    """Yield every tensor of a draft but ``d2t``: its name in files, and its shape."""
     with torch.device("meta"):
-        tensors = DSparkDraft(config).state_dict()
+        tensors = dict(DSparkDraft(config).named_parameters())
     for name, tensor in tensors.items():
         yield _OF_FILES.get(name, name), tuple(tensor.shape)
 
@@ -317,17 +355,19 @@ class DSpark:
 
     def logits(
         self, hidden: Float[Tensor, "rows slots hidden"], count: int | None = None
-    ) -> Float[Tensor, "rows count vocab"]:
-        """Return the logits of the next ``count`` tokens (None: all K), as in servers, without the bias.
-
-        They are the target's lm_head's.
-        """
+    ) -> Float[Tensor, "rows count outputs"]:
+        """Return the logits of the next ``count`` tokens (None: all K), as in servers, without the bias."""
         first = self.config.slots - self.config.block_size
         read = hidden[:, first : first + (count or self.config.block_size)]
         # Contiguous: torch multiplies a strided slice by a frozen weight in batches over copies of it, far more slowly.
         return F.linear(read.to(self._lm_head).contiguous(), self._lm_head)
 
     @cached_property
+    def output_tokens(self) -> Int[Tensor, " outputs"] | None:
+        """`DSparkDraft.output_tokens`, computed once."""
+        return self.draft.output_tokens
+
+    @cached_property
     def _lm_head(self) -> Tensor:
-        weight: Tensor = self.target.model.get_output_embeddings().weight
+        weight: Tensor = (self.draft.lm_head or self.target.model.get_output_embeddings()).weight
         return weight

@@ -48,7 +48,8 @@ class DSparkConfig:
     in its place, and the block has one more token. Files of DFlash and speculators count that token in ``block_size``.
 
     ``markov_rank`` 0 means no bias (DFlash), and excludes the anchor and the confidence head. ``tree``: the paths of
-    ranks drafted by default, empty for a chain.
+    ranks drafted by default, empty for a chain. ``draft_vocab_size``: the number of tokens that the draft writes, by
+    an lm_head of its own; None: all tokens, by the target's lm_head.
     """
 
     hidden_act: ClassVar[str] = "silu"
@@ -70,6 +71,7 @@ class DSparkConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     max_position_embeddings: int = 2048
+    draft_vocab_size: int | None = None
     tree: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -100,7 +102,13 @@ class DSparkConfig:
             raise UserError(f"{name} is true with a markov_rank of 0: no server supports this in a DFlash draft")
         if self.block_size >= MOST_NODES:
             raise UserError(f"block_size is {self.block_size}: give at most {MOST_NODES - 1}")
-        paths = checked_paths(self.tree, self.vocab_size)
+        if self.draft_vocab_size is not None:
+            check_whole("draft_vocab_size", self.draft_vocab_size)
+            if self.draft_vocab_size >= self.vocab_size:
+                raise UserError(
+                    f"draft_vocab_size is {self.draft_vocab_size}: give less than the target's {self.vocab_size} tokens"
+                )
+        paths = checked_paths(self.tree, self.outputs)
         deepest = max((len(path) for path in paths), default=0)
         if deepest > self.block_size:
             raise UserError(
@@ -113,6 +121,11 @@ class DSparkConfig:
     def slots(self) -> int:
         """Tokens of a block: the newest token and the masks."""
         return self.block_size + (not self.sample_from_anchor)
+
+    @property
+    def outputs(self) -> int:
+        """The number of tokens that the draft writes."""
+        return self.draft_vocab_size or self.vocab_size
 
     def check_fits(self, target: CausalLM) -> None:
         """Raise UserError if the target's sizes are not those in this config."""
@@ -134,6 +147,8 @@ class DSparkConfig:
         own = asdict(self)
         tree = own.pop("tree")
         theta = own.pop("rope_theta")
+        if self.draft_vocab_size is None:
+            del own["draft_vocab_size"]
         if not self.markov_rank:
             own["block_size"] = self.slots
             own["dflash_config"] = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layer_ids}
@@ -191,8 +206,8 @@ def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
             raise UserError(f"{key} is {flat[key]}")
     if set(flat.get("layer_types") or ()) - {"full_attention"}:
         raise UserError("some of its layers attend to a window")
-    if (written := flat.get("draft_vocab_size")) not in (None, vocab := flat.get("vocab_size")):
-        raise UserError(f"it writes {written} of {vocab} tokens")
+    if flat.get("draft_vocab_size") == flat.get("vocab_size"):
+        flat["draft_vocab_size"] = None
     anchored = flat.get("sample_from_anchor", is_dspark and not of_speculators)
     config = DSparkConfig(
         **{

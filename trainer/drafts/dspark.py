@@ -25,9 +25,11 @@ from decoding.model.dspark import DSpark, DSparkDraft
 from decoding.model.dspark_config import HEAD_DIMS, DSparkConfig
 from decoding.model.lm_head import unscaled_embeddings
 from decoding.model.loading import eos_token_ids, load_dspark
+from decoding.model.vocabulary import over_vocabulary
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, Example, collate, flat_rows
 from trainer.drafts.blocks import BlockInputs, Blocks, Labels, block_inputs, blocks_at, labels_of, sample_blocks
+from trainer.drafts.start import most_frequent_trained
 from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.losses import HiddenTeacher, LossMix
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
@@ -52,9 +54,15 @@ def initial_dspark(
     if section.init.from_model is None:
         config = dspark_config(target, tokenizer, section.dspark, {*ends, *written})
         config.check_fits(target)
+        chosen: Sequence[int] | None = None
+        if section.vocabulary is not None and section.vocabulary < target.vocab_size:
+            chosen = most_frequent_trained(section.vocabulary, target.vocab_size, target, tokenizer, examples)
+            config = replace(config, draft_vocab_size=len(chosen))
         draft = DSparkDraft(config).to(target.device)
+        if chosen is not None:
+            draft.write_only(chosen, target.model.get_output_embeddings().weight)
     else:
-        draft = _stored_draft(target, tokenizer, section.init.from_model, section.dspark)
+        draft = _stored_draft(target, tokenizer, section.init.from_model, section)
         config = draft.config
     if config.mask_token_id in {*ends, *written}:
         why = "ends a text" if config.mask_token_id in ends else "occurs in the training data"
@@ -66,10 +74,14 @@ def initial_dspark(
 
 
 def _stored_draft(
-    target: CausalLM, tokenizer: PreTrainedTokenizerBase, name: str, section: DSparkSection
+    target: CausalLM, tokenizer: PreTrainedTokenizerBase, name: str, of_draft: DraftSection
 ) -> DSparkDraft:
     """Load a draft to train further; raise UserError if its sizes differ from the section's (None fits any)."""
+    section = of_draft.dspark
+    assert section is not None, "the recipe asks for a DSpark draft"
     draft = load_dspark(name, target).float().requires_grad_(True).train()
+    if draft.lm_head is not None:
+        draft.lm_head.requires_grad_(False)
     config = draft.config = replace(draft.config, tree=())  # the tree will be fitted again
     mask = None if section.mask_token is None else mask_token(tokenizer, target.vocab_size, section.mask_token)
     for key, wanted, found in (
@@ -89,6 +101,11 @@ def _stored_draft(
                 f"draft.init.from_model, {name}, has {key} {found} and not {wanted}: change draft.dspark.{key}, or "
                 "give another draft"
             )
+    if of_draft.vocabulary not in (None, config.outputs):
+        raise UserError(
+            f"draft.init.from_model, {name}, writes {config.outputs} tokens and not {of_draft.vocabulary}: leave "
+            "draft.vocabulary out to keep them, or give another draft"
+        )
     return draft
 
 
@@ -180,6 +197,7 @@ class DSparkInputs(NamedTuple):
     tokens: Int[Tensor, "batch positions"]
     teacher: HiddenTeacher
     lm_head: Float[Tensor, "vocab hidden"]
+    """The target's; a draft that writes only some tokens has its own."""
 
 
 def run_blocks(
@@ -213,7 +231,16 @@ class DSparkTraining(nn.Module):
         argmaxes.
         """
         hidden = flat_rows(run_blocks(self.draft, inputs.states, inputs.embedded, inputs.blocks), inputs.labels.slots)
-        compared = partial(self._compared, inputs, scale, hidden)
+        if self.draft.lm_head is None:
+            return self._biased(inputs, scale, hidden, inputs.lm_head)
+        sums: TermSums = self.draft.lm_head(hidden, partial(self._biased, inputs, scale))
+        return sums
+
+    def _biased(
+        self, inputs: DSparkInputs, scale: Tensor | None, hidden: Float[Tensor, "rows hidden"], lm_head: Tensor
+    ) -> TermSums:
+        """Return the sums with the bias, if the draft has one."""
+        compared = partial(self._compared, inputs, scale, hidden, lm_head)
         if self.draft.markov is None:
             return compared(None, None)
         sums: TermSums = self.draft.markov.output(self.draft.markov.embedding(self._before(inputs)), compared)
@@ -228,6 +255,7 @@ class DSparkTraining(nn.Module):
         inputs: DSparkInputs,
         scale: Tensor | None,
         hidden: Float[Tensor, "rows hidden"],
+        lm_head: Float[Tensor, "outputs hidden"],
         embedded: Tensor | None,
         output: Tensor | None,
     ) -> TermSums:
@@ -235,13 +263,14 @@ class DSparkTraining(nn.Module):
         labels, depths = inputs.labels, self.draft.config.block_size
         found = fused_loss(
             hidden,
-            inputs.lm_head,
+            lm_head,
             inputs.tokens.flatten()[labels.text + 1],
             self._mix,
             inputs.teacher,
             places=labels.places,
             row_weights=None if scale is None else scale[labels.depths],
             bias=None if embedded is None or output is None else Bias(embedded, output),
+            tokens=self.draft.output_tokens,
         )
         sums = TermSums.of_rows(found, labels.depths, depths, self._mix.soft)
         if self.draft.confidence is None:
@@ -384,7 +413,8 @@ def block_logits(
         for depth in range(config.block_size):
             chosen = labels.depths == depth
             before, slots = labels.text[labels.places.of_rows[chosen]].to(device), labels.slots[chosen].to(device)
-            logits = F.linear(flat_rows(hidden, slots).to(online.lm_head), online.lm_head)
+            lm_head = online.lm_head if draft.lm_head is None else draft.lm_head.weight
+            logits = F.linear(flat_rows(hidden, slots).to(lm_head), lm_head)
             if draft.markov is not None:
                 logits = draft.markov.added_to(logits, batch.tokens[0, before])
-            yield depth, batch.tokens[0, before + 1], logits
+            yield depth, batch.tokens[0, before + 1], over_vocabulary(logits, dspark.output_tokens, config.vocab_size)

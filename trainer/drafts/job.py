@@ -2,10 +2,13 @@
 
 import copy
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.metrics import break_even
@@ -15,6 +18,7 @@ from decoding.model.dspark import DSpark, DSparkDraft
 from decoding.model.dspark_config import GPU_HEAD_DIMS, DSparkConfig
 from decoding.model.fingerprint import fingerprint
 from decoding.model.hub import local_folder
+from trainer.data.batch import Example
 from trainer.data.dataset import Dataset
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
 from trainer.drafts.dspark import DSparkObjective, initial_dspark, rotary_of
@@ -46,6 +50,7 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
     objective: DistillObjective | DSparkObjective
     if section.dspark is not None:
         initial = initial_dspark(target.model, target.tokenizer, section, examples)
+        _say_coverage(process, examples, initial.output_tokens)
         layers = ", ".join(map(str, initial.config.target_layer_ids))
         mask = initial.config.mask_token_id
         name = target.tokenizer.convert_ids_to_tokens(mask) or f"token {mask}, which has no text"
@@ -71,9 +76,7 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
             states = StoredTaps(target.model, ensure_features(target, examples, recipe.features, process, taps))
         objective = DSparkObjective(target.model, target.tokenizer, initial, section, seed, states)
     else:
-        if initial.output_tokens is not None and process.is_first:
-            share = coverage(examples, initial.output_tokens)
-            process.say(f"the draft can write {len(initial.output_tokens):,} tokens: {share:.1%} of trained tokens")
+        _say_coverage(process, examples, initial.output_tokens)
         teacher = _teacher(recipe, target, dataset, process)
         objective = DistillObjective(target.model, teacher, target.tokenizer, initial, section)
     source = None
@@ -81,6 +84,12 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
         draft = objective.writing_draft
         source = partial(policy_source, recipe, examples, target.model, target.tokenizer, draft)
     return Job(recipe, target.tokenizer, dataset, heldout, target, objective, identity, source)
+
+
+def _say_coverage(process: Process, examples: Sequence[Example], tokens: Int[Tensor, " outputs"] | None) -> None:
+    if tokens is not None and process.is_first:
+        share = coverage(examples, tokens)
+        process.say(f"the draft can write {len(tokens):,} tokens: {share:.1%} of trained tokens")
 
 
 def _teacher(recipe: DraftRecipe, target: Target, dataset: Dataset, process: Process) -> TeacherSource:

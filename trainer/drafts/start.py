@@ -81,7 +81,7 @@ def initial_draft(
                 f"draft.vocabulary is {section.vocabulary} but draft.init.from_model, {init.from_model}, is already "
                 f"trimmed to {len(written)} tokens: leave draft.vocabulary out to keep them"
             )
-        written = _most_frequent(section.vocabulary, known, target, tokenizer, examples)
+        written = most_frequent_trained(section.vocabulary, known, target, tokenizer, examples)
     if written is not None:
         draft = trimmed_vocabulary(model, [token for token in written if token < known])
     draft.model.requires_grad_(True)
@@ -280,7 +280,7 @@ def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[
             )
 
 
-def _most_frequent(
+def most_frequent_trained(
     count: int, known: int, target: CausalLM, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
 ) -> tuple[int, ...]:
     """Return the most frequent trained tokens below ``known``, and all tokens that end a text."""

@@ -143,7 +143,8 @@ class DraftSection(Section):
     init: InitSection = InitSection()
     vocabulary: Annotated[int, Field(ge=2)] | None = None
     """Number of tokens that the draft can write: the most frequent in training answers. None: all. It reads all tokens
-    in any case."""
+    in any case. Fewer tokens make drafting and training cheaper where the target has many; SGLang loads no such DSpark
+    draft."""
     loss: Annotated[LossSection, default_term("forward_kl")] = LossSection(forward_kl=1.0)
     policy: PolicySection = PolicySection()
     teacher: TeacherSection | None = None
@@ -187,7 +188,7 @@ class DraftSection(Section):
                 "draft.policy.loop_trains=rejected trains single tokens, but a DSpark draft needs runs of trained "
                 "tokens: set draft.policy.loop_trains=all"
             )
-        others: dict[str, Any] = {"teacher": self.teacher, "vocabulary": self.vocabulary}
+        others: dict[str, Any] = {"teacher": self.teacher}
         others["init.from_config"] = self.init.from_config
         if self.init.from_target != FromTargetSection():
             others["init.from_target"] = self.init.from_target
