@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, quants
 from gguf.constants import GGML_QUANT_SIZES, GGUFValueType
+from gguf.gguf_reader import ReaderTensor
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -114,11 +115,12 @@ def _write_dspark(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
         ) from error
     draft.config.check_fits(target)
     vocabulary, told = vocabulary_of(tokenizer, target.vocab_size, eos_token_ids(target.model, tokenizer))
-    metadata, names, state = {**dspark_metadata(draft.config), **vocabulary}, dspark_names(draft), draft.state_dict()
+    metadata, names = {**dspark_metadata(draft.config), **vocabulary}, dspark_names(draft)
+    tensors = {names[name]: weight.detach() for name, weight in draft.named_parameters()}
+    if draft.output_tokens is not None:
+        tensors["d2t"] = draft.output_tokens  # llama.cpp stores the tokens, transformers folders their distances
     type = task.type or _TYPE_OF.get(draft.fc.weight.dtype, "f32")
-    compared, rounded = _written(
-        task.folder / FILE_NAME, metadata, lambda: ((names[name], tensor) for name, tensor in state.items()), type
-    )
+    compared, rounded = _written(task.folder / FILE_NAME, metadata, lambda: iter(tensors.items()), type)
     return replace(describe_dspark(draft, task.format, type), rounded=rounded > 0), (compared, *told)
 
 
@@ -176,8 +178,10 @@ def _read_dspark(path: Path, config: DSparkConfig) -> DSparkDraft:
     draft = DSparkDraft(config)
     stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     for name, theirs in dspark_names(draft).items():
-        found, values = stored[theirs], draft.state_dict()[name]
-        values.copy_(torch.from_numpy(quants.dequantize(found.data, found.tensor_type).copy()).reshape(values.shape))
+        values = draft.get_parameter(name).data
+        values.copy_(_values(stored[theirs]).reshape(values.shape))
+    if draft.lm_head is not None:
+        draft.d2t.copy_(_values(stored["d2t"]) - torch.arange(len(draft.d2t)))
     return draft.requires_grad_(False).eval()
 
 
@@ -185,7 +189,7 @@ def _read_dspark(path: Path, config: DSparkConfig) -> DSparkDraft:
 
 
 def write_file(path: Path, metadata: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], type: str) -> None:
-    """Write a file. Vectors are stored in f32, as llama.cpp requires, and matrices in ``type``.
+    """Write a file. Vectors are stored in f32, as llama.cpp requires, integers in i64, and matrices in ``type``.
 
     Matrices with rows that do not divide into q8_0 blocks are stored in f16.
     """
@@ -201,6 +205,7 @@ def write_file(path: Path, metadata: Mapping[str, Any], tensors: Iterable[tuple[
     chosen = []
     for name, tensor in tensors:
         kind = GGMLQuantizationType.F32 if tensor.ndim == 1 else TYPES[type][0]
+        kind = kind if tensor.is_floating_point() else GGMLQuantizationType.I64
         if tensor.shape[-1] % GGML_QUANT_SIZES[kind][0]:
             kind = GGMLQuantizationType.F16
         block, size = GGML_QUANT_SIZES[kind]
@@ -238,18 +243,27 @@ def compare_file(
         values, found = tensor.float(), stored.get(name)
         if found is None:
             raise UserError(f"the tensor {name} is missing from {path.name}: {_AGAIN}")
-        read = torch.from_numpy(quants.dequantize(found.data, found.tensor_type).copy()).reshape(values.shape)
+        read = _values(found).reshape(values.shape)
         if not _is_rounded(read, values, found.tensor_type):
             raise UserError(f"the tensor {name} in {path.name} differs from what was written: {_AGAIN}")
-        rounded += not torch.equal(read, values)
+        rounded += not torch.equal(read.float(), values)
         largest = max(largest, float((read - values).abs().max()))
     if more := sorted(stored.keys() - written):
         raise UserError(f"{path.name} has a tensor {more[0]} that was not written: {_AGAIN}")
     return len(written), rounded, largest
 
 
+def _values(tensor: ReaderTensor) -> Tensor:
+    """Return a stored tensor's values, flat or by rows: int64 as stored, all others in fp32."""
+    if tensor.tensor_type == GGMLQuantizationType.I64:
+        return torch.from_numpy(tensor.data.copy())
+    return torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type).copy())
+
+
 def _is_rounded(read: Tensor, values: Tensor, kind: GGMLQuantizationType) -> bool:
     """Return True if ``read`` equals ``values`` rounded to the file's type."""
+    if kind == GGMLQuantizationType.I64:
+        return torch.equal(read.float(), values)
     if kind != GGMLQuantizationType.Q8_0:
         return torch.equal(read, values.to(_TORCH[kind]).float())
     peaks = values.reshape(-1, 32).abs().amax(1, keepdim=True)
@@ -266,6 +280,8 @@ def _same(read: Any, written: Any) -> bool:
 
 def _packed(tensor: Tensor, kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
     """Return a tensor's bytes in the file's type."""
+    if kind == GGMLQuantizationType.I64:
+        return tensor.contiguous().numpy().view(np.uint8)
     if kind == GGMLQuantizationType.Q8_0:
         return quants.quantize(tensor.float().contiguous().numpy(), kind)
     rounded = tensor.to(_TORCH[kind])

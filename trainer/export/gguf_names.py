@@ -27,6 +27,7 @@ _OF_DSPARK = {
     "markov.embedding": "markov_w1",
     "markov.output": "markov_w2",
     "confidence": "conf_proj",
+    "lm_head": "output",
 }
 """Our name of a DSpark draft's tensor -> llama.cpp's. The other tensors have the names of a Qwen3."""
 _YARN_UNWRITTEN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
@@ -113,9 +114,9 @@ def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def dspark_names(draft: DSparkDraft) -> dict[str, str]:
-    """Map a draft's state names to llama.cpp's. Unlike for Llama, the rows of q and k keep transformers' order."""
+    """Map the names of a draft's weights to llama.cpp's. Unlike for Llama, rows of q and k keep transformers' order."""
     names = get_tensor_name_map(MODEL_ARCH.QWEN3, draft.config.num_hidden_layers)
-    stems = [(name, *name.rpartition(".")[::2]) for name in draft.state_dict()]
+    stems = [(name, *name.rpartition(".")[::2]) for name, _ in draft.named_parameters()]
     return {name: f"{_OF_DSPARK.get(stem) or names.get_name(f'model.{stem}')}.{suffix}" for name, stem, suffix in stems}
 
 

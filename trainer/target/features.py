@@ -19,11 +19,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.lm_head import capture_lm_head_input, hooked, last_position
+from decoding.model.lm_head import capture_lm_head_input, hooked, last_position, lm_head_input
 from decoding.model.taps import begun_behind, capture_taps, layers_of
 from trainer.data.batch import Batch, Example, collate
 from trainer.files.shards import digest_of_each
 from trainer.learning.losses import HiddenTeacher
+from trainer.learning.spans import span
 from trainer.processes import Process, on_first
 from trainer.recipe.heads import FeaturesSection, StatesDtype
 from trainer.target.hidden import OnlineTarget, logit_transform
@@ -205,8 +206,9 @@ class LastLayer(OnlineTarget):
     @torch.no_grad()
     def behind(self, batch: Batch, state: Tensor) -> Float[Tensor, "batch positions hidden"]:
         """Return the lm_head's input, from a state of the last layer but one."""
-        with begun_behind(self._model, self._layers, self._last, state, self._in_tuple):
-            return super().tapped(batch, ())[0]
+        # All rows at once, unlike `OnlineTarget.tapped`: ``state`` has all of them.
+        with span("target"), begun_behind(self._model, self._layers, self._last, state, self._in_tuple):
+            return lm_head_input(self._model, batch.model_inputs()).to(batch.tokens.device)
 
 
 class StoredTaps(LastLayer):
