@@ -82,11 +82,15 @@ def test_formats_of_other_artefacts_do_not_take_it(tmp_path: Path, target: tuple
 # --- llama.cpp's file -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("flash", "sure"), [(False, True), (False, False), (True, False)])
+@pytest.mark.parametrize(
+    ("flash", "sure", "writes"),
+    [(False, True, None), (False, False, None), (True, False, None), (False, True, (1, 4, 5, 9, 263))],
+)
 def test_a_gguf_file_has_llama_cpps_keys_and_names_and_the_targets_tokenizer(
-    tmp_path: Path, target: tuple[Path, CausalLM], flash: bool, sure: bool
+    tmp_path: Path, target: tuple[Path, CausalLM], flash: bool, sure: bool, writes: tuple[int, ...] | None
 ) -> None:
-    source = trained(tmp_path / "run", target, flash, num_hidden_layers=2, confidence_head_with_markov=sure)
+    sizes = {"num_hidden_layers": 2, "confidence_head_with_markov": sure, "writes": writes}
+    source = trained(tmp_path / "run", target, flash, **sizes)
     summary = export(source, tmp_path / "out", "gguf")
     reader, weights = GGUFReader(tmp_path / "out" / "model.gguf"), load_file(source / "model.safetensors")
     keys = {name: field.contents() for name, field in reader.fields.items()}
@@ -96,7 +100,12 @@ def test_a_gguf_file_has_llama_cpps_keys_and_names_and_the_targets_tokenizer(
     assert keys["dflash.has_confidence_head"] is sure, "llama.cpp loads no such head that reads no bias"
     assert keys["tokenizer.ggml.mask_token_id"] == MASK
     assert len(keys["tokenizer.ggml.tokens"]) == 264 and keys["tokenizer.ggml.merges"] == ["h e", "l l", "he ll"]
-    stored = {t.name: dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in reader.tensors}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if writes is not None:
+        ids = tensors.pop("d2t")
+        assert ids.tensor_type.name == "I64" and ids.data.tolist() == list(writes), "llama.cpp has no distances"
+        assert weights.pop("d2t").tolist() == [1, 3, 3, 6, 259]
+    stored = {name: dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for name, t in tensors.items()}
     names = {
         "fc.weight": "fc.weight",
         "enc.output_norm.weight": "hidden_norm.weight",
@@ -105,6 +114,7 @@ def test_a_gguf_file_has_llama_cpps_keys_and_names_and_the_targets_tokenizer(
         "blk.1.attn_k_norm.weight": "layers.1.self_attn.k_norm.weight",
         "blk.0.ffn_norm.weight": "layers.0.post_attention_layernorm.weight",
         **({"conf_proj.bias": "confidence_head.proj.bias"} if sure else {}),
+        **({} if writes is None else {"output.weight": "lm_head.weight"}),
         **({} if flash else {"markov_w1.weight": "markov_head.markov_w1.weight"}),
         **({} if flash else {"markov_w2.weight": "markov_head.markov_w2.weight"}),
     }
@@ -115,8 +125,11 @@ def test_a_gguf_file_has_llama_cpps_keys_and_names_and_the_targets_tokenizer(
     assert summary.commands[0].argv[-5:] == (f"draft-{kind}", "--spec-draft-n-max", "4", "--spec-draft-p-min", "0")
 
 
-def test_the_file_drafts_what_the_trained_draft_does(tmp_path: Path, target: tuple[Path, CausalLM]) -> None:
-    source = trained(tmp_path / "run", target)
+@pytest.mark.parametrize("writes", [None, (1, 4, 5, 9, 263)])
+def test_the_file_drafts_what_the_trained_draft_does(
+    tmp_path: Path, target: tuple[Path, CausalLM], writes: tuple[int, ...] | None
+) -> None:
+    source = trained(tmp_path / "run", target, writes=writes)
     export(source, tmp_path / "out", "gguf")
     ((ours, theirs),) = readers(ExportTask(source, tmp_path / "out", "gguf"), target[1])
     trained_draft, read = ours(), theirs()

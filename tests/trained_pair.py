@@ -60,7 +60,9 @@ def train_pair(folder: Path, steps: int = 70, draft_steps: int = 6) -> tuple[Pat
     return target, _trained(folder, "draft", draft_steps, target=str(target), dtype="fp32", draft=draft)
 
 
-def train_dspark(folder: Path, target: Path, name: str, steps: int = 40, **section: Any) -> Path:
+def train_dspark(
+    folder: Path, target: Path, name: str, steps: int = 40, vocabulary: int | None = None, **section: Any
+) -> Path:
     """Train a DSpark draft of the target of `train_pair` in ``folder``, with these settings; returns its folder."""
     section = {
         "layers": 1,
@@ -71,7 +73,7 @@ def train_dspark(folder: Path, target: Path, name: str, steps: int = 40, **secti
         "anchors": 12,
         **section,
     }
-    draft = {"check_costs": False, "dspark": section}
+    draft = {"check_costs": False, "vocabulary": vocabulary, "dspark": section}
     return _trained(folder, "draft", steps, target=str(target), dtype="fp32", draft=draft, output=str(folder / name))
 
 

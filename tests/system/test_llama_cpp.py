@@ -79,6 +79,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 DSPARK: dict[str, dict[str, Any]] = {
     "dspark": {},
     "dspark, two layers that fill in": {"layers": 2, "sample_from_anchor": False, "confidence": False},
+    "dspark, few tokens": {"vocabulary": 60},
     "dflash": {"markov_rank": 0, "sample_from_anchor": False},
 }
 Row = dict[str, Any]
