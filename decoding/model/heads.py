@@ -44,7 +44,7 @@ class MedusaConfig:
 
     ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix must be
     listed. ``shared_lm_head``: the heads use the target's lm_head instead of output layers. ``markov_rank``: rank of
-    the `MarkovBias` that all heads share, 0 for none.
+    the `MarkovBias` that all heads share, 0 for none. ``linear``: each head first maps the state linearly.
     """
 
     hidden_size: int
@@ -54,13 +54,15 @@ class MedusaConfig:
     tree: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
     shared_lm_head: bool = False
     markov_rank: int = 0
+    linear: bool = False
 
     def __post_init__(self) -> None:
         least = {"hidden_size": 1, "vocab_size": 1, "num_heads": 1, "num_layers": 0, "markov_rank": 0}
         for name, smallest in least.items():
             check_whole(name, getattr(self, name), smallest)
-        if type(self.shared_lm_head) is not bool:
-            raise UserError(f"shared_lm_head is {self.shared_lm_head!r}: give true or false")
+        for name in ("shared_lm_head", "linear"):
+            if type(value := getattr(self, name)) is not bool:
+                raise UserError(f"{name} is {value!r}: give true or false")
         paths = checked_paths(self.tree, self.vocab_size)
         deepest = max((len(path) for path in paths), default=0)
         if deepest > self.num_heads:
@@ -70,6 +72,9 @@ class MedusaConfig:
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name and shape of every tensor of the heads, head by head."""
         for head in range(self.num_heads):
+            if self.linear:
+                yield f"heads.{head}.linear.weight", (self.hidden_size, self.hidden_size)
+                yield f"heads.{head}.linear.bias", (self.hidden_size,)
             for layer in range(self.num_layers):
                 block = f"heads.{head}.blocks.{layer}"
                 yield f"{block}.linear.weight", (self.hidden_size, self.hidden_size)
@@ -107,15 +112,22 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHead(nn.Module):
-    """A head: its blocks, then an `OutputLayer` unless the head shares the target's lm_head."""
+    """A head: a linear map if the config has one, its blocks, and an `OutputLayer` unless it shares the target's."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
+        self.linear = None
+        if config.linear:
+            self.linear = nn.Linear(config.hidden_size, config.hidden_size)
+            nn.init.eye_(self.linear.weight)
+            nn.init.zeros_(self.linear.bias)
         self.blocks = nn.ModuleList(ResidualBlock(config.hidden_size) for _ in range(config.num_layers))
         self.lm_head = None if config.shared_lm_head else OutputLayer(config.hidden_size, config.vocab_size, bias=False)
 
     def features(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
         """Return the input of the output layer."""
+        if self.linear is not None:
+            hidden = self.linear(hidden)
         for block in self.blocks:
             hidden = block(hidden)
         return hidden
@@ -236,12 +248,10 @@ class StackedHeads:
     def __init__(self, heads: MedusaHeads) -> None:
         self._heads: list[MedusaHead] = list(heads.heads)  # type: ignore[arg-type]  # ModuleList's items
         self._like = next(heads.parameters())
-        self._layers: list[tuple[Tensor, Tensor]] = []
-        for layer in range(heads.config.num_layers):
-            linears: list[nn.Linear] = [head.blocks[layer].linear for head in self._heads]  # type: ignore[misc]
-            weight = _side_by_side([linear.weight for linear in linears])
-            bias = _side_by_side([linear.bias for linear in linears])
-            self._layers.append((weight, bias[:, None]))
+        blocks = [[head.blocks[layer].linear for head in self._heads] for layer in range(heads.config.num_layers)]
+        self._layers = [_stacked(linears) for linears in blocks]  # type: ignore[arg-type]  # ModuleList's items
+        maps = [head.linear for head in self._heads if head.linear is not None]
+        self._linear = _stacked(maps) if maps else None
 
     def __call__(
         self, hidden: Float[Tensor, "rows hidden"], count: int, lm_head: nn.Module | None = None
@@ -251,11 +261,20 @@ class StackedHeads:
         ``lm_head``: the target's lm_head, for heads that share it.
         """
         x = hidden.to(self._like).expand(count, -1, -1)
+        if self._linear is not None:
+            weight, bias = self._linear
+            x = torch.baddbmm(bias[:count], x, weight[:count].mT)
         for weight, bias in self._layers:
             x = x + F.silu(torch.baddbmm(bias[:count], x, weight[:count].mT))
         if self._heads[0].lm_head is None:
             return self._heads[0].written(x, lm_head)
         return torch.stack([head.written(x[k], None) for k, head in enumerate(self._heads[:count])])
+
+
+def _stacked(linears: Sequence[nn.Linear]) -> tuple[Float[Tensor, "heads out in"], Float[Tensor, "heads 1 out"]]:
+    """Return the weights and biases of one layer of all heads, each as one tensor."""
+    bias = _side_by_side([linear.bias for linear in linears])
+    return _side_by_side([linear.weight for linear in linears]), bias[:, None]
 
 
 def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:

@@ -31,6 +31,7 @@ from trainer.data.batch import Batch, Example, collate, flat_rows
 from trainer.drafts.blocks import BlockInputs, Blocks, Labels, block_inputs, blocks_at, labels_of, sample_blocks
 from trainer.drafts.start import most_frequent_trained
 from trainer.learning.fused import Bias, fused_loss
+from trainer.learning.least_squares import fit_states, start_bias
 from trainer.learning.losses import HiddenTeacher, LossMix
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
 from trainer.recipe.draft import DraftSection, DSparkSection
@@ -185,6 +186,19 @@ def mask_token(
         "the target's tokenizer has no spare token for the mask: set draft.dspark.mask_token to one that your data "
         "never contains"
     )
+
+
+_QUIET = 0.3
+"""First weights of the last norm of a draft whose bias is fitted: the untrained layers must not drown it."""
+
+
+@torch.no_grad()
+def start_dspark(draft: DSparkDraft, states: OnlineTarget, examples: Sequence[Example], most: int) -> None:
+    """Start a new draft's bias as `fit_states` fits it on ``most`` tokens of the examples."""
+    assert draft.markov is not None, "only a bias is fitted"
+    lm_head = states.lm_head if draft.lm_head is None else draft.lm_head.weight
+    start_bias(draft.markov, fit_states(states, examples, 0, most, lm_head.device), lm_head)
+    draft.norm.weight.fill_(_QUIET)
 
 
 class DSparkInputs(NamedTuple):

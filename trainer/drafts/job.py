@@ -21,7 +21,7 @@ from decoding.model.hub import local_folder
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
-from trainer.drafts.dspark import DSparkObjective, initial_dspark, rotary_of
+from trainer.drafts.dspark import DSparkObjective, initial_dspark, rotary_of, start_dspark
 from trainer.drafts.on_policy import policy_source
 from trainer.drafts.start import InitialDraft, coverage, initial_draft
 from trainer.job import Job, shared_identity
@@ -51,6 +51,12 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
     if section.dspark is not None:
         initial = initial_dspark(target.model, target.tokenizer, section, examples)
         _say_coverage(process, examples, initial.output_tokens)
+        if section.init.from_model is None and initial.markov is not None and section.dspark.fit_tokens:
+            online = OnlineTarget(target.model)
+            if online.transform is None:  # a regression of states would be off by a scale
+                most = min(section.dspark.fit_tokens, sum(len(example.tokens) for example in examples))
+                process.say(f"the draft's bias starts as a regression on {most:,} tokens (draft.dspark.fit_tokens)")
+                start_dspark(initial, online, examples, most)
         layers = ", ".join(map(str, initial.config.target_layer_ids))
         mask = initial.config.mask_token_id
         name = target.tokenizer.convert_ids_to_tokens(mask) or f"token {mask}, which has no text"

@@ -59,7 +59,13 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     trained = draft.state_dict()
     check_bit_equal(trained, stored_draft(task.folder).state_dict().items(), task.folder)
     artefact = describe_dspark(draft, task.format, str(draft.fc.weight.dtype).removeprefix("torch."))
-    return artefact, (f"{len(trained)} tensors and the config read back bit-equal",)
+    remarks = [f"{len(trained)} tensors and the config read back bit-equal"]
+    if (count := draft.config.draft_vocab_size) is not None:
+        remarks.append(
+            f"the draft writes {count:,} of {draft.config.vocab_size:,} tokens; vLLM and llama.cpp load such drafts, "
+            "SGLang does not"
+        )
+    return artefact, tuple(remarks)
 
 
 def readers(task: ExportTask, target: CausalLM) -> Readers:

@@ -118,7 +118,10 @@ class Serving:
 
 def commands_of(serving: Serving) -> tuple[ServerCommand, ...]:
     """Return the commands of all servers that accept an exported folder; empty if none does."""
-    return tuple(write(serving) for write in _SERVERS_OF.get(serving.artefact.format, ()))
+    found = list(_SERVERS_OF.get(serving.artefact.format, ()))
+    if _sglang in found and serving.config.get("draft_vocab_size") is not None:
+        found.remove(_sglang)  # it does not read d2t, so it would write other tokens
+    return tuple(write(serving) for write in found)
 
 
 def _vllm(serving: Serving) -> ServerCommand:

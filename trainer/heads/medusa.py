@@ -27,6 +27,7 @@ from decoding.model.lm_head import lm_head_input
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, flat_rows
 from trainer.learning.fused import Bias, FusedLoss, fused_loss
+from trainer.learning.least_squares import Fit, start_bias
 from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
 from trainer.learning.places import Places
@@ -212,11 +213,22 @@ def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection)
         tree=tuple((0,) * depth for depth in range(1, section.num_heads + 1)),
         shared_lm_head=bool(section.shared_lm_head),
         markov_rank=section.markov_rank,
+        linear=section.markov_rank > 0 and section.fit_tokens > 0,
     )
     if section.init is None:
         return MedusaHeads.for_lm_head(lm_head, config).float().to(lm_head.device)
     check_init(section, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
     return MedusaHeads.from_pretrained(local_folder(section.init), torch.float32, lm_head.device).train()
+
+
+@torch.no_grad()
+def start_heads(heads: MedusaHeads, fit: Fit, lm_head: Float[Tensor, "vocab hidden"]) -> None:
+    """Set the linear maps of new heads, and their bias, to a regression's coefficients."""
+    assert heads.markov is not None, "heads with a linear map have a bias"
+    start_bias(heads.markov, fit, lm_head)
+    for head, weight, bias in zip(heads.heads, fit.maps, fit.shifts, strict=True):
+        head.linear.weight.copy_(weight)  # type: ignore[union-attr,operator]  # ModuleList's items
+        head.linear.bias.copy_(bias)  # type: ignore[union-attr,operator]
 
 
 class MedusaObjective:

@@ -19,6 +19,9 @@ class HeadsSection(Section):
     shared_lm_head: bool | None = None
     """Heads consist of residual blocks and share the target's lm_head: far smaller. None: they do if lm_heads of their
     own would have at least half of the target's size."""
+    fit_tokens: Annotated[int, Field(ge=0)] = 32_768
+    """New heads with a Markov bias start as a regression of the target's states, on this many tokens of the data
+    (`trainer.learning.least_squares`), instead of near the target's own prediction. 0: they do not."""
     init: str | None = None
     """Folder or hub id of heads to start from, such as a Medusa-1 run's final/."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
