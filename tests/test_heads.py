@@ -25,6 +25,7 @@ from trainer.recipe.heads import HeadsSection
 
 CONFIG = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=3, tree=((0,), (1,), (0, 0), (0, 0, 2)))
 SHARED = replace(CONFIG, shared_lm_head=True)
+LINEAR = replace(CONFIG, shared_lm_head=True, markov_rank=3, linear=True)
 
 
 def random_heads(config: MedusaConfig = CONFIG) -> MedusaHeads:
@@ -47,7 +48,7 @@ def test_heads_start_as_the_targets_lm_head(tiny_llama: CausalLM, config: Medusa
         torch.testing.assert_close(head, output.logits, rtol=0, atol=1e-6)  # sums in another order
 
 
-@pytest.mark.parametrize("config", [CONFIG, SHARED], ids=["own", "shared"])
+@pytest.mark.parametrize("config", [CONFIG, SHARED, LINEAR], ids=["own", "shared", "linear"])
 def test_saved_and_loaded_heads_are_bit_equal_and_no_pickle(tmp_path: Path, config: MedusaConfig) -> None:
     heads = random_heads(config).bfloat16()
     heads.save_pretrained(tmp_path / "new" / "folder")

@@ -16,8 +16,10 @@ PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0))
 BOTH_LAYOUTS = pytest.mark.parametrize("shared", [False, True], ids=["own lm_heads", "shared lm_head"])
 
 
-def random_heads(shared: bool, layers: int = 2, vocab: int = 16, width: int = 16, count: int = 3) -> MedusaHeads:
-    heads = MedusaHeads(MedusaConfig(width, vocab, count, layers, tree=((0,),), shared_lm_head=shared))
+def random_heads(
+    shared: bool, layers: int = 2, vocab: int = 16, width: int = 16, count: int = 3, linear: bool = False
+) -> MedusaHeads:
+    heads = MedusaHeads(MedusaConfig(width, vocab, count, layers, tree=((0,),), shared_lm_head=shared, linear=linear))
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -39,9 +41,10 @@ def drafted(drafter: MedusaDrafter, target: CausalLM) -> set[tuple[int, ...]]:
 
 
 @BOTH_LAYOUTS
+@pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
-def test_stacked_heads_are_the_heads_one_by_one(tiny_llama: CausalLM, shared: bool, count: int) -> None:
-    heads, hidden = random_heads(shared), torch.randn(5, 16)
+def test_stacked_heads_are_the_heads_one_by_one(tiny_llama: CausalLM, shared: bool, count: int, linear: bool) -> None:
+    heads, hidden = random_heads(shared, linear=linear), torch.randn(5, 16)
     expected = reference_logits(heads, tiny_llama, hidden)
     with torch.inference_mode():
         stacked = StackedHeads(heads)(hidden, count, tiny_llama.model.get_output_embeddings())

@@ -13,6 +13,7 @@ all heads; of rank r, it is a `decoding.model.markov.MarkovBias` once the lm_hea
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -49,11 +50,13 @@ def fit_states(states: HiddenStates, examples: Sequence[Example], heads: int, mo
     sums only.
     """
     size = sum(len(example.tokens) for example in examples)
-    chosen = examples[:: max(1, size // most)]
-    tokens = torch.cat([torch.from_numpy(example.tokens) for example in chosen]).unique().long().to(device)
+    chosen = range(0, len(examples), max(1, size // most))
+    written = np.unique(np.concatenate([examples[index].tokens for index in chosen]))
+    tokens = torch.from_numpy(written).long().to(device)
     sums: list[_Sums] = []
     for first in range(0, len(chosen), _ROWS):
-        on_host = collate(chosen[first : first + _ROWS])
+        rows = chosen[first : first + _ROWS]
+        on_host = collate([examples[index] for index in rows], rows)
         batch = on_host.to(device)
         stored = states.read(on_host)
         hidden = (states.hidden(batch) if stored is None else stored.to(device)).float()
