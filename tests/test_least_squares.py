@@ -4,14 +4,22 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from tiny_dspark import tiny_dspark
+from tiny_models import tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 
+from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.markov import MarkovBias
 from trainer.data.batch import Batch, Example
-from trainer.heads.medusa import start_heads
+from trainer.drafts.dspark import start_dspark
+from trainer.heads.medusa import MedusaObjective, start_heads
 from trainer.learning.least_squares import Fit, fit_states, start_bias
+from trainer.recipe.common import TrainingSection
+from trainer.recipe.heads import HeadsSection
+from trainer.run.distributed import build_optimizers, set_learning_rates
+from trainer.target.hidden import OnlineTarget
 
 VOCAB, HIDDEN = 5, 4
 
@@ -119,3 +127,29 @@ def test_heads_start_with_what_the_regression_predicts(shared: bool) -> None:
         wanted = F.linear(x, fit.maps[head], fit.shifts[head]) + fit.means[place]
         found = heads.head_logits(head, x, lm_head if shared else None, before)
         torch.testing.assert_close(found, wanted @ lm_head.weight.T, rtol=0, atol=1e-4)
+
+
+def test_fitted_maps_learn_more_slowly_than_the_rest() -> None:
+    section = HeadsSection(num_heads=2, markov_rank=3, shared_lm_head=True)
+    fitted = MedusaObjective(Recurrent(), section, 1, torch.float32)
+    rates = fitted.rates(0)
+    (optimizer,) = build_optimizers(fitted.module, TrainingSection(steps=1, batch_size=1, learning_rate=1e-3), rates)
+    set_learning_rates([optimizer], 1e-3, rates)
+    found = {id(weight): group["lr"] for group in optimizer.param_groups for weight in group["params"]}
+    slow = {name for name, weight in fitted.module.named_parameters() if found[id(weight)] < 1e-3}
+    assert slow == {f"heads.heads.{k}.linear.{part}" for k in range(2) for part in ("weight", "bias")}
+    unfitted = MedusaObjective(Recurrent(), section.model_copy(update={"fit_tokens": 0}), 1, torch.float32)
+    assert not unfitted.module.heads.config.linear and set(unfitted.rates(0).values()) == {1.0}
+
+
+@pytest.mark.parametrize("writes", [None, (0, 2, 3, 5)])
+def test_a_dspark_drafts_bias_starts_as_the_targets_mean_states(writes: tuple[int, ...] | None) -> None:
+    target = CausalLM(tiny_model(num_hidden_layers=4))
+    draft, states = tiny_dspark(target, rank=17, writes=writes), OnlineTarget(target)
+    texts = [Example(tuple(torch.randint(0, 16, (20,)).tolist()), (True,) * 20, 0) for _ in range(12)]
+    start_dspark(draft, states, texts, 10**6)
+    fit = fit_states(states, texts, 0, 10**6, torch.device("cpu"))
+    lm_head = states.lm_head if draft.lm_head is None else draft.lm_head.weight
+    assert draft.markov is not None
+    torch.testing.assert_close(draft.markov(fit.tokens), fit.means @ lm_head.T, rtol=0, atol=1e-3)
+    assert draft.norm.weight.unique().tolist() == pytest.approx([0.3])

@@ -231,6 +231,11 @@ def start_heads(heads: MedusaHeads, fit: Fit, lm_head: Float[Tensor, "vocab hidd
         head.linear.bias.copy_(bias)  # type: ignore[union-attr,operator]
 
 
+_OF_FITTED = 0.05
+"""Learning rate of fitted linear maps, relative to that of other weights. A few numbers of a target's states are very
+large, so equal steps on all weights of such a map would destroy what it predicts."""
+
+
 class MedusaObjective:
     """Heads on the hidden states of a frozen target, with the loss Σ weight_k * loss_k over the heads."""
 
@@ -249,7 +254,9 @@ class MedusaObjective:
         return head_weights(self._section, step, self._steps)
 
     def rates(self, step: int) -> Mapping[str, float]:
-        return EVERYWHERE_THE_SAME
+        if not self.module.heads.config.linear:
+            return EVERYWHERE_THE_SAME
+        return {"": 1.0, **{f"heads.heads.{k}.linear": _OF_FITTED for k in range(self._section.num_heads)}}
 
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         return head_counts(batch, len(self.terms))
