@@ -20,8 +20,8 @@ from rich.table import Table
 from trainer.cli import app
 
 BOUNDS = {
-    "product": 25_500,
-    "tests": 26_000,
+    "product": 25_800,
+    "tests": 26_200,
     "benchmarks and scripts": 4_000,
     "words of README and docs": 26_000,
     "commands": 15,
