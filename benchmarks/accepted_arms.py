@@ -72,7 +72,7 @@ _MARKOV, _KL = "markov_rank=256", "loss.forward_kl=1"
 ARMS: dict[str, Arm] = {
     MEDUSA: _medusa()._replace(baseline=None),
     "Medusa-1, KL": _medusa(_KL),
-    "Markov, KL": _medusa(_MARKOV, _KL),
+    "Markov, KL": _medusa(_MARKOV, "fit_tokens=0", _KL),
     DRAFT: _draft()._replace(baseline=None),
     "DSpark": _dspark(),
     "DSpark, 1 layer": _dspark("dspark.layers=1"),

@@ -89,7 +89,9 @@ class Request:
         self.left, self.unread, self.draft = random.randint(1, 30), random.randint(0, 2), list[int]()
 
 
-@pytest.mark.parametrize("changes", [{}, {"markov_rank": 3}, {"shared_lm_head": True, "markov_rank": 3}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"markov_rank": 3}, {"shared_lm_head": True, "markov_rank": 3, "linear": True}]
+)
 def test_two_hundred_requests_that_come_go_and_are_preempted_never_read_another_state(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:

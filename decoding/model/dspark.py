@@ -224,7 +224,7 @@ def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]
     if config.draft_vocab_size is not None:
         if ids != StoredTensor("I64", (config.draft_vocab_size,)):
             raise UserError(
-                f"{folder} does not fit its config: d2t is {ids}, not {config.draft_vocab_size} int64; {REMEDY}"
+                f"{folder} does not fit its config: d2t does not have {config.draft_vocab_size} whole numbers; {REMEDY}"
             )
         header["d2t"] = ids
     return config, header

@@ -112,7 +112,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHead(nn.Module):
-    """A head: a linear map if the config has one, its blocks, and an `OutputLayer` unless it shares the target's."""
+    """A head: a linear map if configured, its blocks, and an `OutputLayer` unless it shares the target's lm_head."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()

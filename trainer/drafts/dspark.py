@@ -34,6 +34,7 @@ from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.least_squares import fit_states, start_bias
 from trainer.learning.losses import HiddenTeacher, LossMix
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
+from trainer.processes import from_first
 from trainer.recipe.draft import DraftSection, DSparkSection
 from trainer.target.hidden import OnlineTarget
 
@@ -102,10 +103,10 @@ def _stored_draft(
                 f"draft.init.from_model, {name}, has {key} {found} and not {wanted}: change draft.dspark.{key}, or "
                 "give another draft"
             )
-    if of_draft.vocabulary not in (None, config.outputs):
+    if of_draft.vocabulary is not None and config.outputs > min(of_draft.vocabulary, config.vocab_size):
         raise UserError(
-            f"draft.init.from_model, {name}, writes {config.outputs} tokens and not {of_draft.vocabulary}: leave "
-            "draft.vocabulary out to keep them, or give another draft"
+            f"draft.init.from_model, {name}, writes {config.outputs} tokens, more than {of_draft.vocabulary}: "
+            "leave draft.vocabulary out to keep them, or give another draft"
         )
     return draft
 
@@ -189,15 +190,16 @@ def mask_token(
 
 
 _QUIET = 0.3
-"""First weights of the last norm of a draft whose bias is fitted: the untrained layers must not drown it."""
+"""First weights of the last norm of a draft whose bias is fitted: logits of untrained layers would drown the bias."""
 
 
 @torch.no_grad()
 def start_dspark(draft: DSparkDraft, states: OnlineTarget, examples: Sequence[Example], most: int) -> None:
-    """Start a new draft's bias as `fit_states` fits it on ``most`` tokens of the examples."""
+    """Start a new draft's bias as `fit_states` fits it on ``most`` tokens of the examples. Every process calls this."""
     assert draft.markov is not None, "only a bias is fitted"
     lm_head = states.lm_head if draft.lm_head is None else draft.lm_head.weight
-    start_bias(draft.markov, fit_states(states, examples, 0, most, lm_head.device), lm_head)
+    rank = draft.config.markov_rank
+    start_bias(draft.markov, from_first(lambda: fit_states(states, examples, 0, most).start(rank)), lm_head)
     draft.norm.weight.fill_(_QUIET)
 
 

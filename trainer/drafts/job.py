@@ -33,11 +33,11 @@ from trainer.target.loading import Target, load_data, load_target
 from trainer.target.teacher_cache import ensure_teacher_cache
 
 
-def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, check_costs: bool = False) -> Job:
+def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, begins: bool = False) -> Job:
     """Load and check everything that the recipe names, and write missing features or teacher logits.
 
-    Every process calls this. With ``check_costs``, raises UserError for a draft too slow here to ever pay, unless the
-    recipe switches that check off.
+    Every process calls this. ``begins``: see `trainer.run.assemble`. A run that resumes is not checked, because a busy
+    machine must not stop it.
     """
     if (start := recipe.draft.init.from_model) is not None:
         local_folder(start, weights=False)  # a misspelt name ends the run before the target is loaded
@@ -51,12 +51,13 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
     if section.dspark is not None:
         initial = initial_dspark(target.model, target.tokenizer, section, examples)
         _say_coverage(process, examples, initial.output_tokens)
-        if section.init.from_model is None and initial.markov is not None and section.dspark.fit_tokens:
-            online = OnlineTarget(target.model)
-            if online.transform is None:  # a regression of states would be off by a scale
-                most = min(section.dspark.fit_tokens, sum(len(example.tokens) for example in examples))
-                process.say(f"the draft's bias starts as a regression on {most:,} tokens (draft.dspark.fit_tokens)")
-                start_dspark(initial, online, examples, most)
+        fits = begins and section.dspark.fit_tokens and section.init.from_model is None and initial.markov is not None
+        if fits and (online := OnlineTarget(target.model)).transform is None:  # else a regression is off by a scale
+            process.say(
+                f"the draft's bias starts as a regression on up to {section.dspark.fit_tokens:,} tokens "
+                "(draft.dspark.fit_tokens)"
+            )
+            start_dspark(initial, online, examples, section.dspark.fit_tokens)
         layers = ", ".join(map(str, initial.config.target_layer_ids))
         mask = initial.config.mask_token_id
         name = target.tokenizer.convert_ids_to_tokens(mask) or f"token {mask}, which has no text"
@@ -73,7 +74,7 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
     else:
         initial = initial_draft(target.model, target.tokenizer, section, examples, trusted, longest)
     identity = _identity(recipe, target, dataset, heldout, initial)
-    if check_costs and section.check_costs:
+    if begins and section.check_costs:
         _check_costs(target, initial, process)
     if isinstance(initial, DSparkDraft):
         taps, seed = initial.config.target_layer_ids, recipe.training.seed

@@ -130,11 +130,12 @@ class HeadsProposer:
         stored = _read_weights(self.folder, config)
         held = {name: tensor.to(device=like.device, dtype=like.dtype) for name, tensor in stored.items()}
         names = [f"heads.{head}" for head in range(self.depth)]
-        linear = [f"blocks.{layer}.linear" for layer in range(config["num_layers"])]
-        self._layers = [
-            tuple(torch.stack([held[f"{name}.{part}.{kind}"] for name in names]) for kind in ("weight", "bias"))
-            for part in linear
-        ]
+
+        def stacked(part: str) -> tuple[Tensor, ...]:
+            return tuple(torch.stack([held[f"{name}.{part}.{kind}"] for name in names]) for kind in ("weight", "bias"))
+
+        self._first = stacked("linear") if config["linear"] else None
+        self._layers = [stacked(f"blocks.{layer}.linear") for layer in range(config["num_layers"])]
         shared = config["shared_lm_head"]
         self._outputs = [None if shared else held[f"{name}.lm_head.weight"] for name in names]
         self._bias = (
@@ -177,6 +178,9 @@ class HeadsProposer:
         Head k (from 0) drafts the token k + 1 positions after the newest.
         """
         x = states.expand(self.depth, -1, -1)
+        if self._first is not None:
+            weight, bias = self._first
+            x = torch.baddbmm(bias[:, None], x, weight.mT)
         for weight, bias in self._layers:
             x = x + F.silu(torch.baddbmm(bias[:, None], x, weight.mT))
         chain, before = [], newest
@@ -221,8 +225,8 @@ def _read_weights(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
     for head in range(config["num_heads"]):
         if not config["shared_lm_head"]:
             shapes[f"heads.{head}.lm_head.weight"] = (vocab, size)
-        for layer in range(config["num_layers"]):
-            linear = f"heads.{head}.blocks.{layer}.linear"
+        linears = [f"heads.{head}.blocks.{layer}.linear" for layer in range(config["num_layers"])]
+        for linear in (*linears, *([f"heads.{head}.linear"] if config["linear"] else [])):
             shapes |= {f"{linear}.weight": (size, size), f"{linear}.bias": (size,)}
     stored: dict[str, Tensor] = {}
     try:

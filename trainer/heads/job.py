@@ -1,5 +1,6 @@
 """The job of heads: from a recipe to an objective on the target or its stored features."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,22 +10,25 @@ from trainer.heads.medusa import MedusaObjective, check_init, start_heads, with_
 from trainer.heads.medusa2 import Medusa2Objective
 from trainer.job import Job, shared_identity
 from trainer.learning.least_squares import fit_states
-from trainer.processes import Process
+from trainer.processes import Process, from_first
 from trainer.recipe.heads import MedusaRecipe
 from trainer.target.features import StoredFeatures, ensure_features
-from trainer.target.hidden import HiddenStates, OnlineTarget
+from trainer.target.hidden import HiddenStates, OnlineTarget, logit_transform
 from trainer.target.loading import StoredTarget, load_data, load_target
 
 
-def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process) -> Job:
-    """Load and check everything that the recipe names, and write missing features. Every process calls this."""
+def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process, begins: bool = False) -> Job:
+    """Load and check everything that the recipe names, and write missing features.
+
+    Every process calls this. ``begins``: see `trainer.run.assemble`.
+    """
     check_init(recipe.heads)
     tokenizer, dataset, heldout = load_data(recipe)
     target = load_target(recipe, device, tokenizer)
     heads, said = with_sharing(recipe.heads, target.model.model)
     process.say(said)
-    states: HiddenStates = OnlineTarget(target.model)
-    if recipe.adapters is not None or states.transform is not None:  # a regression of states would be off by a scale
+    transform = logit_transform(target.model.model.config.get_text_config(decoder=True))
+    if recipe.adapters is not None or transform is not None:  # a regression of states would be off by a scale
         heads = heads.model_copy(update={"fit_tokens": 0})
     recipe = recipe.model_copy(update={"heads": heads})
     torch.manual_seed(recipe.training.seed)  # for random initial weights
@@ -34,18 +38,24 @@ def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process)
     if features is not None:
         store = ensure_features(target, dataset.examples, features, process)
         config = load_config(target.name, recipe.trust_remote_code)
-        states = StoredFeatures(store, config, device)
-        objective = MedusaObjective(states, recipe.heads, steps, target.dtype)
+        stored = StoredFeatures(store, config, device)
+        states: HiddenStates | None = stored
+        objective = MedusaObjective(stored, recipe.heads, steps, target.dtype)
         kept = target if features.keep_target else target.let_go()
     elif recipe.adapters is not None:
+        states = None
         objective = Medusa2Objective(target.model, target.tokenizer, recipe.heads, recipe.adapters, steps)
     else:
+        states = OnlineTarget(target.model)
         objective = MedusaObjective(states, recipe.heads, steps, target.dtype)
-    if isinstance(objective, MedusaObjective) and objective.module.heads.config.linear and heads.init is None:
-        most = min(heads.fit_tokens, sum(len(example.tokens) for example in dataset.examples))
-        process.say(f"the heads start as a regression of the target's states on {most:,} tokens (heads.fit_tokens)")
-        fit = fit_states(states, dataset.examples, heads.num_heads, most, device)
-        start_heads(objective.module.heads, fit, states.lm_head)
+    if begins and heads.init is None and heads.markov_rank and heads.fit_tokens:
+        assert isinstance(objective, MedusaObjective) and states is not None, "heads of Medusa-2 are not fitted"
+        process.say(
+            f"the heads start as a regression of the target's states on up to {heads.fit_tokens:,} tokens "
+            "(heads.fit_tokens)"
+        )
+        fit = partial(fit_states, states, dataset.examples, heads.num_heads, heads.fit_tokens)
+        start_heads(objective.module.heads, from_first(lambda: fit().start(heads.markov_rank)), states.lm_head)
     identity: dict[str, Any] = shared_identity(recipe, target, dataset, heldout)
     identity["features"] = {
         "states": features.states if features else "target"

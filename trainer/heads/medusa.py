@@ -27,7 +27,7 @@ from decoding.model.lm_head import lm_head_input
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, flat_rows
 from trainer.learning.fused import Bias, FusedLoss, fused_loss
-from trainer.learning.least_squares import Fit, start_bias
+from trainer.learning.least_squares import Start, start_bias
 from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
 from trainer.learning.places import Places
@@ -222,16 +222,16 @@ def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection)
 
 
 @torch.no_grad()
-def start_heads(heads: MedusaHeads, fit: Fit, lm_head: Float[Tensor, "vocab hidden"]) -> None:
+def start_heads(heads: MedusaHeads, start: Start, lm_head: Float[Tensor, "vocab hidden"]) -> None:
     """Set the linear maps of new heads, and their bias, to a regression's coefficients."""
     assert heads.markov is not None, "heads with a linear map have a bias"
-    start_bias(heads.markov, fit, lm_head)
-    for head, weight, bias in zip(heads.heads, fit.maps, fit.shifts, strict=True):
+    start_bias(heads.markov, start, lm_head)
+    for head, weight, bias in zip(heads.heads, start.maps, start.shifts, strict=True):
         head.linear.weight.copy_(weight)  # type: ignore[union-attr,operator]  # ModuleList's items
         head.linear.bias.copy_(bias)  # type: ignore[union-attr,operator]
 
 
-_OF_FITTED = 0.05
+OF_FITTED = 0.05
 """Learning rate of fitted linear maps, relative to that of other weights. A few numbers of a target's states are very
 large, so equal steps on all weights of such a map would destroy what it predicts."""
 
@@ -256,7 +256,7 @@ class MedusaObjective:
     def rates(self, step: int) -> Mapping[str, float]:
         if not self.module.heads.config.linear:
             return EVERYWHERE_THE_SAME
-        return {"": 1.0, **{f"heads.heads.{k}.linear": _OF_FITTED for k in range(self._section.num_heads)}}
+        return {"": 1.0, **{f"heads.heads.{k}.linear": OF_FITTED for k in range(self._section.num_heads)}}
 
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         return head_counts(batch, len(self.terms))

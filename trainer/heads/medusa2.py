@@ -21,6 +21,7 @@ from decoding.model.lm_head import lm_head_input, run_in_lm_head
 from trainer.data.batch import Batch, flat_rows
 from trainer.files.transformers4 import write_model
 from trainer.heads.medusa import (
+    OF_FITTED,
     HeadInputs,
     HeadLabels,
     MedusaTraining,
@@ -152,7 +153,11 @@ class Medusa2Objective:
         return (*(self._adapters.heads_weight * weight for weight in weights), self._adapters.base_weight)
 
     def rates(self, step: int) -> Mapping[str, float]:
-        return {"heads.": self._adapters.heads_rate, "": 1.0 if self._is_joint(step) else 0.0}
+        rates = {"heads.": self._adapters.heads_rate, "": 1.0 if self._is_joint(step) else 0.0}
+        if self.module.heads.heads.config.linear:  # heads.init may name fitted heads
+            maps = (f"heads.heads.heads.{k}.linear" for k in range(self._section.num_heads))
+            rates |= dict.fromkeys(maps, self._adapters.heads_rate * OF_FITTED)
+        return rates
 
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         heads = head_counts(batch, self._section.num_heads)

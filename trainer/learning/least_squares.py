@@ -1,7 +1,7 @@
 """First weights of heads and of Markov biases, by least squares on the target's own states instead of at random.
 
-An lm_head writes well from features near the state from which the target itself predicts. So a regression of that
-state, y, on the state that a head reads, x, and on the previous token b,
+An lm_head predicts well from inputs that resemble the target's own last states. So a regression of the state y, from
+which the target predicts a token, on the state x that a head reads, and on the token b before the predicted one,
 
     y = A_k x + a_k + T[b]    for head k,
 
@@ -22,43 +22,67 @@ from decoding.model.markov import MarkovBias
 from trainer.data.batch import Example, collate, flat_rows
 from trainer.target.hidden import HiddenStates
 
-_ROWS = 8
+_TOGETHER = 4096
+"""Tokens from which rows are run: enough for a GPU."""
 _RIDGE = 0.1
 """Penalty on A, relative to the mean variance of x: few tokens must fit a square matrix."""
 _SPREAD = 3.0
 """Root mean square of a fitted bias's embedding, as of a random one (`MedusaHeads`)."""
 
 
-class Fit(NamedTuple):
-    """The regression's coefficients, in fp32 on the CPU."""
+class Start(NamedTuple):
+    """First weights, on the CPU: of the heads' maps, and T as a product of two matrices."""
 
     maps: Float[Tensor, "heads hidden hidden"]
     """A_k, from x (columns) to y (rows)."""
     shifts: Float[Tensor, "heads hidden"]
     tokens: Int[Tensor, " known"]
     """The previous tokens b that occur, in increasing order."""
+    coefficients: Float[Tensor, "known rank"]
+    """Their rows; the first column is the same for all tokens."""
+    directions: Float[Tensor, "hidden rank"]
+
+
+class Fit(NamedTuple):
+    """The regression's coefficients, in fp32."""
+
+    maps: Float[Tensor, "heads hidden hidden"]
+    shifts: Float[Tensor, "heads hidden"]
+    tokens: Int[Tensor, " known"]
     counts: Float[Tensor, " known"]
     means: Float[Tensor, "known hidden"]
     """T[b]."""
 
+    def start(self, rank: int) -> Start:
+        """Approximate T in this rank: one direction is its mean, the others are its principal components."""
+        share = (self.counts / self.counts.sum().clamp(min=1))[:, None]
+        mean = (share * self.means).sum(0)
+        apart = self.means - mean
+        components = torch.linalg.eigh((share * apart).T @ apart).eigenvectors.flip(1)[:, : rank - 1]
+        length = mean.norm().clamp(min=1e-6)
+        coefficients = torch.cat((length.expand(len(apart), 1), apart @ components), 1)
+        factor = _SPREAD / coefficients.square().mul(share).sum(0).mean().sqrt().clamp(min=1e-6)
+        directions = torch.cat((mean[:, None] / length, components), 1) / factor
+        return Start(*(each.cpu() for each in (self.maps, self.shifts, self.tokens, coefficients * factor, directions)))
+
 
 @torch.no_grad()
-def fit_states(states: HiddenStates, examples: Sequence[Example], heads: int, most: int, device: torch.device) -> Fit:
-    """Fit ``heads`` heads on evenly spaced examples with about ``most`` tokens; 0 heads: T alone.
+def fit_states(states: HiddenStates, examples: Sequence[Example], heads: int, most: int) -> Fit:
+    """Fit ``heads`` heads on evenly spaced examples with at most about ``most`` tokens; 0 heads: T alone.
 
     T[b] is shrunk towards the mean over all tokens, as if that had been seen once more. Reads each state once and keeps
-    sums only.
+    sums only: (hidden, hidden) twice and (known tokens, hidden) for each head.
     """
-    size = sum(len(example.tokens) for example in examples)
-    chosen = range(0, len(examples), max(1, size // most))
+    size, device = sum(len(example.tokens) for example in examples), states.lm_head.device
+    chosen = range(0, len(examples), max(1, -(-size // most)))
     written = np.unique(np.concatenate([examples[index].tokens for index in chosen]))
-    tokens = torch.from_numpy(written).long().to(device)
-    sums: list[_Sums] = []
-    for first in range(0, len(chosen), _ROWS):
-        rows = chosen[first : first + _ROWS]
-        on_host = collate([examples[index] for index in rows], rows)
-        batch = on_host.to(device)
-        stored = states.read(on_host)
+    tokens, sums, rows = torch.from_numpy(written).long().to(device), list[_Sums](), list[int]()
+    for index in chosen:
+        rows.append(index)
+        if sum(len(examples[row].tokens) for row in rows) < _TOGETHER and index != chosen[-1]:
+            continue
+        on_host = collate([examples[row] for row in rows], rows)
+        rows, batch, stored = [], on_host.to(device), states.read(on_host)
         hidden = (states.hidden(batch) if stored is None else stored.to(device)).float()
         sums = sums or [_Sums(len(tokens), hidden.shape[-1], device) for _ in range(max(heads, 1))]
         for head, of_head in enumerate(sums):
@@ -70,7 +94,7 @@ def fit_states(states: HiddenStates, examples: Sequence[Example], heads: int, mo
     maps, shifts = within.new_zeros(heads, *within.shape), within.new_zeros(heads, len(within))
     for head, of_head in enumerate(sums[:heads]):
         maps[head], shifts[head] = of_head.map_given(means)
-    return Fit(*(each.cpu() for each in (maps, shifts, tokens, sums[0].counts, means)))
+    return Fit(maps, shifts, tokens, sums[0].counts, means)
 
 
 class _Sums:
@@ -115,23 +139,9 @@ def _ridge(xx: Float[Tensor, "hidden hidden"], xy: Float[Tensor, "hidden hidden"
 
 
 @torch.no_grad()
-def start_bias(bias: MarkovBias, fit: Fit, lm_head: Float[Tensor, "outputs hidden"]) -> None:
-    """Set a bias to the best approximation of T in its rank, as ``lm_head`` writes it.
-
-    One column is the mean, which tokens that never occurred get too; the others are T's principal components.
-    """
-    share = (fit.counts / fit.counts.sum())[:, None]
-    mean = (share * fit.means).sum(0)
-    apart = fit.means - mean
-    components = torch.linalg.eigh((share * apart).T @ apart).eigenvectors.flip(1)[
-        :, : bias.embedding.embedding_dim - 1
-    ]
-    length = mean.norm().clamp(min=1e-6)
-    embedding = torch.zeros(bias.embedding.num_embeddings, components.shape[1] + 1)
-    embedding[:, 0] = length
-    embedding[fit.tokens, 1:] = apart @ components
-    factor = _SPREAD / embedding[fit.tokens].square().mul(share).sum(0).mean().sqrt().clamp(min=1e-6)
-    directions = torch.cat((mean[:, None] / length, components), 1).to(lm_head.device)
-    written = (lm_head.float() @ directions).cpu() / factor
-    bias.embedding.weight[:, : embedding.shape[1]] = (embedding * factor).to(bias.embedding.weight)
-    bias.output.weight[:, : embedding.shape[1]] = written.to(bias.output.weight)
+def start_bias(bias: MarkovBias, start: Start, lm_head: Float[Tensor, "outputs hidden"]) -> None:
+    """Set a bias to T as ``lm_head`` writes it; tokens that never occurred get the mean over all tokens."""
+    columns, weight = start.coefficients.shape[1], bias.embedding.weight
+    bias.output.weight[:, :columns] = (lm_head.float() @ start.directions.to(lm_head.device)).to(bias.output.weight)
+    weight[:, 0], weight[:, 1:columns] = float(start.coefficients[0, 0]), 0.0
+    weight[start.tokens.to(weight.device), :columns] = start.coefficients.to(weight)

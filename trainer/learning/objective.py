@@ -24,7 +24,8 @@ def rank_shares(
     """Return the share of labels at depth d that the logits rank r-th, at ``[d][r]`` (both from 0)."""
     counts, totals = torch.zeros(depths, FITTED_RANKS), torch.zeros(depths, 1)
     for depth, labels, logits in found:
-        best = logits.topk(min(FITTED_RANKS, logits.shape[-1])).indices
+        values, best = logits.topk(min(FITTED_RANKS, logits.shape[-1]))
+        best = best.where(values > -torch.inf, -1)  # tokens that the draft cannot write have no rank
         counts[depth, : best.shape[1]] += (best == labels[:, None].to(best.device)).sum(0).cpu()
         totals[depth] += len(labels)
     shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()

@@ -13,15 +13,15 @@ from trainer.recipe.heads import MedusaRecipe
 from trainer.recipe.reading import AnyRecipe
 
 
-def assemble(recipe: AnyRecipe, device: torch.device, process: Process, check_costs: bool = False) -> Job:
+def assemble(recipe: AnyRecipe, device: torch.device, process: Process, begins: bool = False) -> Job:
     """Load and check everything that the recipe names, and write the missing part of its `store`.
 
-    Every process calls this. With ``check_costs``, raises UserError for a draft too slow here to ever pay, unless the
-    recipe switches that check off.
+    Every process calls this. ``begins``: no weights of an earlier start will be loaded. Then first weights are fitted
+    to the target, and UserError is raised for a draft too slow here to ever pay, unless the recipe switches that off.
     """
     if isinstance(recipe, MedusaRecipe):
-        return assemble_heads(recipe, device, process)
-    return assemble_draft(recipe, device, process, check_costs)
+        return assemble_heads(recipe, device, process, begins)
+    return assemble_draft(recipe, device, process, begins)
 
 
 def check_folders(recipe: AnyRecipe) -> None:

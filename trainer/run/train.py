@@ -42,9 +42,8 @@ def run_recipe(recipe: AnyRecipe, console: Console | None = None) -> Path:
 
 def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
     folder = Path(recipe.output) / CHECKPOINTS
-    # Measure costs only for a new run: a busy machine must not stop one that resumes.
     begun = from_first(lambda: any(folder.glob("step-*")))
-    job = agreed(lambda: assemble(recipe, accelerator.device, process, check_costs=not begun))
+    job = agreed(lambda: assemble(recipe, accelerator.device, process, begins=not begun))
     _check_one_job(job)
     made_by = {"recipe": job.recipe.model_dump(mode="json"), "launch": describe(accelerator)}
     identity = {**job.identity, "launch": made_by["launch"]}
