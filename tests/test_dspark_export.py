@@ -70,7 +70,7 @@ def test_the_folder_is_what_training_wrote_and_its_card_says_what_it_reads(
     assert "reads the hidden states of this target" in card and "A bias of rank 3 that depends on the" in card
     assert "contains a tree of 3 nodes for the drafts; servers draft a chain" in card
     few = export(trained(tmp_path / "few", target, writes=(1, 4, 5, 9, 263)), tmp_path / "few-out", "dspark")
-    assert few.compared[1].startswith("the draft writes 5 of 264 tokens; vLLM and llama.cpp load such drafts")
+    assert few.compared[1].startswith("the draft writes 5 of 264 tokens; llama.cpp loads such drafts")
     assert [command.server for command in few.commands] == ["vllm"], "SGLang does not read d2t"
     flash = export(trained(tmp_path / "flash", target, flash=True), tmp_path / "flash-out", "dspark")
     assert "# DFlash draft for target\n" in (flash.folder / "README.md").read_text()

@@ -31,12 +31,12 @@ from trainer.data.batch import Batch, Example, collate, flat_rows
 from trainer.drafts.blocks import BlockInputs, Blocks, Labels, block_inputs, blocks_at, labels_of, sample_blocks
 from trainer.drafts.start import most_frequent_trained
 from trainer.learning.fused import Bias, fused_loss
-from trainer.learning.least_squares import fit_states, start_bias
 from trainer.learning.losses import HiddenTeacher, LossMix
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
 from trainer.processes import from_first
 from trainer.recipe.draft import DraftSection, DSparkSection
 from trainer.target.hidden import OnlineTarget
+from trainer.target.least_squares import fit_states, start_bias
 
 CONFIDENCE = "confidence"
 _TOGETHER = 128

@@ -62,8 +62,8 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     remarks = [f"{len(trained)} tensors and the config read back bit-equal"]
     if (count := draft.config.draft_vocab_size) is not None:
         remarks.append(
-            f"the draft writes {count:,} of {draft.config.vocab_size:,} tokens; vLLM and llama.cpp load such drafts, "
-            "SGLang does not"
+            f"the draft writes {count:,} of {draft.config.vocab_size:,} tokens; llama.cpp loads such drafts, vLLM "
+            "should (not tried), SGLang does not"
         )
     return artefact, tuple(remarks)
 

@@ -9,11 +9,11 @@ from decoding.model.loading import load_config
 from trainer.heads.medusa import MedusaObjective, check_init, start_heads, with_sharing
 from trainer.heads.medusa2 import Medusa2Objective
 from trainer.job import Job, shared_identity
-from trainer.learning.least_squares import fit_states
 from trainer.processes import Process, from_first
 from trainer.recipe.heads import MedusaRecipe
 from trainer.target.features import StoredFeatures, ensure_features
 from trainer.target.hidden import HiddenStates, OnlineTarget, logit_transform
+from trainer.target.least_squares import fit_states
 from trainer.target.loading import StoredTarget, load_data, load_target
 
 

@@ -127,7 +127,7 @@ class DSparkSection(Section):
     """
     fit_tokens: Annotated[int, Field(ge=0)] = 32_768
     """The bias of a new draft starts as the target's mean state after each token, on this many tokens of the data
-    (`trainer.learning.least_squares`). 0: at zero."""
+    (`trainer.target.least_squares`). 0: at zero."""
     mask_token: str | None = None
     """A token that never occurs in texts. None: the padding, or another that no row has. YAML reads ~ as null: quote
     it, as in mask_token='"~"' on a command line."""

@@ -21,7 +21,7 @@ class HeadsSection(Section):
     own would have at least half of the target's size."""
     fit_tokens: Annotated[int, Field(ge=0)] = 32_768
     """New heads with a Markov bias start as a regression of the target's states, on this many tokens of the data
-    (`trainer.learning.least_squares`), instead of near the target's own prediction.
+    (`trainer.target.least_squares`), instead of near the target's own prediction.
     0: they start near it, as do heads with ``init``, of Medusa-2, or on targets that scale their logits."""
     init: str | None = None
     """Folder or hub id of heads to start from, such as a Medusa-1 run's final/."""
