@@ -68,7 +68,6 @@ class Bench(NamedTuple):
         else:
             chain = tuple((0,) * depth for depth in range(1, tokens + 1))
             drafter = MedusaDrafter(load_heads(self.trained[name], self.target), chain)
-        drafter.growth.candidates = self.target.vocab_size  # servers choose among all tokens
         return drafter
 
 

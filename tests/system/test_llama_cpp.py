@@ -159,7 +159,6 @@ class Desk:
         for name, section in DSPARK.items():
             trained = train_dspark(self.folder, self.pair[0], name, block_size=DRAFT_TOKENS, **section)
             own = DSparkDrafter(load_dspark(trained, self.target), DRAFT_TOKENS)
-            own.growth.candidates = self.target.vocab_size
             for type in TYPES if name == "dspark" else ("f32",):
                 file, method = self.file(trained, f"{name}-{type}", type), name.partition(",")[0]
                 found.append(LlamaCppCase(f"{name} {type}", targets[type], file, DRAFT_TOKENS, own, method=method))

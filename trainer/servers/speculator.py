@@ -82,7 +82,6 @@ class Speculator(NamedTuple):
             drafter = MedusaDrafter(self.weights, [(0,) * depth for depth in range(1, tokens + 1)], sampled=sampled)
         else:
             drafter = DSparkDrafter(self.weights, tokens, sampled=sampled)
-        drafter.growth.candidates = self.weights.config.vocab_size  # servers choose among all tokens
         return drafter
 
 
