@@ -126,10 +126,11 @@ def test_what_cannot_be_had_here_is_refused_by_name(name: str) -> None:
         sampling_from_generation_config(with_setting(name, 2, do_sample=True))
 
 
-def test_nothing_is_refused_at_the_value_that_switches_it_off() -> None:
+def test_a_setting_at_the_value_that_switches_it_off_changes_nothing() -> None:
+    without = sampling_from_generation_config(GenerationConfig(do_sample=True))
     for name in NAMES:
         neutral = 1 if name in controls._OFF_AT_ONE else None
-        sampling_from_generation_config(with_setting(name, neutral, do_sample=True))
+        assert sampling_from_generation_config(with_setting(name, neutral, do_sample=True)) == without, name
 
 
 def test_a_setting_of_a_later_transformers_is_refused_and_a_stranger_passed_over(

@@ -13,7 +13,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.markov import MarkovBias
 from trainer.data.batch import Batch, Example
-from trainer.drafts.dspark import start_dspark
+from trainer.drafts.dspark_start import start_dspark
 from trainer.heads.medusa import MedusaObjective, start_heads
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection

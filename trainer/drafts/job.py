@@ -21,7 +21,8 @@ from decoding.model.hub import local_folder
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
-from trainer.drafts.dspark import DSparkObjective, initial_dspark, rotary_of, start_dspark
+from trainer.drafts.dspark import DSparkObjective
+from trainer.drafts.dspark_start import initial_dspark, rotary_of, start_dspark
 from trainer.drafts.on_policy import policy_source
 from trainer.drafts.start import InitialDraft, coverage, initial_draft
 from trainer.job import Job, shared_identity
