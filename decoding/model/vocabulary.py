@@ -6,7 +6,7 @@ Such a draft has q = 0 for every other token. Lossless rules allow this, so the 
 import copy
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from decoding.errors import UserError, check_once
 from decoding.model.causal_lm import CausalLM
 from decoding.model.hub import local_folder
+from decoding.model.stored import StoredTensor
 
 OUTPUT_TOKENS_KEY = "headstart_output_tokens"
 """Key in a draft's config.json; its value names the file next to it that lists the tokens of the trimmed lm_head."""
@@ -77,6 +78,38 @@ def with_filled_vocabulary(draft: CausalLM) -> PreTrainedModel:
 
     weight, bias = filled(lm_head.weight.detach()), None if lm_head.bias is None else filled(lm_head.bias.detach())
     return _with_lm_head(model, weight, bias)
+
+
+def tokens_of(d2t: Int[Tensor, " outputs"]) -> Int[Tensor, " outputs"]:
+    """Return the target's token of each output, in increasing order.
+
+    ``d2t``: the difference from each output's number to its token, as in folders of speculators.
+    """
+    return torch.arange(len(d2t), device=d2t.device) + d2t
+
+
+def d2t_of(tokens: Sequence[int]) -> Int[Tensor, " outputs"]:
+    """Return the differences whose `tokens_of` are these tokens, on the CPU."""
+    return torch.tensor(tokens) - torch.arange(len(tokens))
+
+
+def without_d2t(
+    header: Mapping[str, StoredTensor], outputs: int | None, folder: Path, remedy: str
+) -> dict[str, StoredTensor]:
+    """Return a header without ``d2t``; raise UserError unless that has ``outputs`` whole numbers (None: is missing)."""
+    rest = dict(header)
+    found, wanted = rest.pop("d2t", None), None if outputs is None else StoredTensor("I64", (outputs,))
+    if found != wanted:
+        size = "unknown" if outputs is None else f"not a list of {outputs} whole numbers"
+        raise UserError(f"{folder} does not fit its config: d2t is {size}; {remedy}")
+    return rest
+
+
+def check_d2t(d2t: Int[Tensor, " outputs"], vocab_size: int, folder: Path, remedy: str) -> None:
+    """Raise UserError unless ``d2t`` gives increasing tokens below ``vocab_size``."""
+    tokens = tokens_of(d2t)
+    if not bool((tokens.diff() > 0).all()) or tokens[0] < 0 or tokens[-1] >= vocab_size:
+        raise UserError(f"d2t in {folder} does not give increasing tokens of the target: {remedy}")
 
 
 def over_vocabulary(
