@@ -6,7 +6,7 @@ Such a draft has q = 0 for every other token. Lossless rules allow this, so the 
 import copy
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +25,20 @@ OUTPUT_TOKENS_KEY = "headstart_output_tokens"
 OUTPUT_TOKENS_NAME = "output_tokens.json"
 
 
-def most_frequent_tokens(texts: Iterable[Sequence[int]], count: int, always: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the ``count`` most frequent tokens of texts of token ids, including ``always``, in increasing order.
+def most_frequent_tokens(
+    texts: Iterable[Sequence[int]], count: int, vocab_size: int, always: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Return the ``count`` most frequent of ``vocab_size`` tokens in texts of token ids, in increasing order.
 
-    Returns fewer if the texts contain fewer. The lower id wins ties. ``always`` should contain the EOS tokens, and all
-    others that must not be missing.
+    Of equally frequent tokens the lowest ids come first. If the texts contain fewer tokens, these fill the rest: the
+    usual tokenizers number tokens by how frequent they were in their own data. ``always`` are chosen before all others,
+    and should contain the EOS tokens.
     """
     if count < max(1, len(set(always))):
         raise UserError(f"count is {count}: give at least 1, and at least the {len(set(always))} tokens in always")
-    seen = Counter(token for text in texts for token in text)
-    chosen = dict.fromkeys(always)
-    for token in sorted(seen, key=lambda token: (-seen[token], token)):
-        if len(chosen) == count:
-            break
-        chosen.setdefault(token)
-    if not chosen:
-        raise UserError("the texts are empty: give texts with tokens")
-    return tuple(sorted(chosen))
+    seen, first = Counter(token for text in texts for token in text), set(always)
+    ranked = sorted(range(vocab_size), key=lambda token: (token not in first, -seen[token], token))
+    return tuple(sorted(ranked[:count]))
 
 
 def trimmed_vocabulary(model: PreTrainedModel, token_ids: Iterable[int]) -> CausalLM:

@@ -48,7 +48,7 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
     objective: DistillObjective | DSparkObjective
     if section.dspark is not None:
         initial = initial_dspark(target.model, target.tokenizer, section, examples)
-        say_coverage(process, examples, initial.output_tokens)
+        say_coverage(process, "the draft", examples, initial.output_tokens)
         fits = begins and section.dspark.fit_tokens and section.init.from_model is None and initial.markov is not None
         if fits and (online := OnlineTarget(target.model)).transform is None:  # else a regression is off by a scale
             process.say(
@@ -81,7 +81,7 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
             states = StoredTaps(target.model, ensure_features(target, examples, recipe.features, process, taps))
         objective = DSparkObjective(target.model, target.tokenizer, initial, section, seed, states)
     else:
-        say_coverage(process, examples, initial.output_tokens)
+        say_coverage(process, "the draft", examples, initial.output_tokens)
         teacher = _teacher(recipe, target, dataset, process)
         objective = DistillObjective(target.model, teacher, target.tokenizer, initial, section)
     source = None

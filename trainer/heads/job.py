@@ -56,7 +56,7 @@ def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process,
     else:
         states = OnlineTarget(target.model)
         objective = MedusaObjective(states, recipe.heads, steps, target.dtype, written)
-    say_coverage(process, dataset.examples, objective.heads.output_tokens)
+    say_coverage(process, "the heads", dataset.examples, objective.heads.output_tokens)
     if begins and heads.init is None and heads.markov_rank and heads.fit_tokens:
         assert states is not None, "heads of Medusa-2 are not fitted"
         process.say(

@@ -37,7 +37,7 @@ def most_frequent_trained(
     if count < len(always):
         raise UserError(f"{setting} is {count} but {len(always)} tokens end texts: raise it above that")
     texts = (predicted[predicted < known].tolist() for predicted in map(Example.predicted, examples))
-    return most_frequent_tokens(texts, count, always)
+    return most_frequent_tokens(texts, count, known, always)
 
 
 def coverage(examples: Sequence[Example], tokens: Sequence[int] | Int[Tensor, " outputs"]) -> float:
@@ -48,8 +48,10 @@ def coverage(examples: Sequence[Example], tokens: Sequence[int] | Int[Tensor, " 
     return sum(int(each.sum()) for each in found) / count if count else 1.0
 
 
-def say_coverage(process: Process, examples: Sequence[Example], tokens: Int[Tensor, " outputs"] | None) -> None:
+def say_coverage(
+    process: Process, drafter: str, examples: Sequence[Example], tokens: Int[Tensor, " outputs"] | None
+) -> None:
     """Say which share of the trained tokens a drafter can write, if its vocabulary is reduced."""
     if tokens is not None and process.is_first:
         share = coverage(examples, tokens)
-        process.say(f"it can write {len(tokens):,} tokens: {share:.1%} of trained tokens")
+        process.say(f"{drafter} can write {len(tokens):,} tokens: {share:.1%} of trained tokens")
