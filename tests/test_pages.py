@@ -43,6 +43,14 @@ def test_the_figures_of_the_pages_are_those_of_one_committed_report(name: str, c
     )
 
 
+def test_every_test_that_the_page_of_methods_names_exists() -> None:
+    page = (ROOT / "docs" / "explanation" / "methods.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page)
+    assert len(named) > 20
+    for file, test in named:
+        assert f"def {test}" in (ROOT / file).read_text(), (file, test)
+
+
 def test_figures_of_other_trainers_have_their_source_and_a_date() -> None:
     publisher = _publisher()
     report = json.loads((ROOT / "benchmarks" / "results" / "computed" / "one_gpu.json").read_text())
