@@ -58,16 +58,22 @@ def _value(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def short_table(report: Report) -> str:
-    """Return a row for each method, drafters in the order measured, then the others; two columns for each setting."""
+    """Return a row for each method, drafters in the order measured, then the others; two columns for each setting.
+
+    The last column counts the greedy texts that plain decoding writes too.
+    """
     found = {(row["method"], row["setting"]): row for row in report["rows"]}
     methods, settings = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
     methods.sort(key=lambda method: (method == "plain", method.startswith("transformers")))
     columns = (("tokens per target pass", "tokens_per_pass", ""), ("speed-up", "speedup_of_totals", "×"))
+    same = {row["method"]: row["identical_to_plain"] for row in report["rows"] if row["setting"] == "greedy"}
     head = ["method", *(f"{name}, {setting}" for setting in settings for name, _, _ in columns)]
+    head += ["same text, greedy"] * bool(same)
     cells = (
         [
             text(method),
             *(_estimate(found[method, setting].get(key), unit) for setting in settings for _, key, unit in columns),
+            *([f"{same[method]['identical']} of {same[method]['of']}"] if same else []),
         ]
         for method in methods
     )
