@@ -1,5 +1,6 @@
 """Every drafter of the project on tiny models, and checks of the promises that all of them keep."""
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,12 +11,14 @@ from tiny_models import naive_greedy
 from torch import Tensor
 
 from decoding.drafters import (
+    CascadeDrafter,
     Drafter,
     DraftModelDrafter,
     DraftSession,
     DraftTreeDrafter,
     DSparkDrafter,
     HybridDrafter,
+    LookaheadDrafter,
     MedusaDrafter,
     PromptLookupDrafter,
 )
@@ -49,6 +52,15 @@ def nudged_heads(target: CausalLM, markov_rank: int = 0, count: int = 2) -> Medu
     return heads
 
 
+def nearly(draft: CausalLM) -> CausalLM:
+    """A smaller draft for a draft: a copy whose lm_head is mixed with noise, which is often right and often wrong."""
+    model = copy.deepcopy(draft.model)
+    weight = model.get_output_embeddings().weight
+    with torch.no_grad():
+        weight += 0.25 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight)
+    return CausalLM(model, draft.output_tokens, draft.static)
+
+
 DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
     "chain": lambda target, draft: DraftModelDrafter(draft, 3),
     "likeliest chain": lambda target, draft: DraftModelDrafter(draft, 3, sampled=False),
@@ -62,6 +74,9 @@ DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
     "DSpark tree": lambda target, draft: DSparkDrafter(tiny_dspark(target, 3, num_hidden_layers=2), tree=TREE),
     "likeliest DFlash": lambda target, draft: DSparkDrafter(tiny_dflash(target, 3), sampled=False),
     "lookup": lambda target, draft: PromptLookupDrafter(4, branches=2),
+    "lookahead": lambda target, draft: LookaheadDrafter(3, 3, 3),
+    "cascade": lambda target, draft: CascadeDrafter(draft, nearly(draft), 4, 2),
+    "likeliest cascade": lambda target, draft: CascadeDrafter(draft, nearly(draft), 4, 2, sampled=False),
     "hybrid": lambda target, draft: HybridDrafter(DraftTreeDrafter(draft, 2, 2, 6), PromptLookupDrafter(3), 0.0),
     "drawn hybrid": lambda target, draft: HybridDrafter(
         MedusaDrafter(nudged_heads(target, 3), TREE), PromptLookupDrafter(2, branches=2)
@@ -71,7 +86,7 @@ DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
     ),
 }
 """A drafter of each kind, by target and draft."""
-OF_A_DRAFT = ["chain", "likeliest chain", "draft tree"]
+OF_A_DRAFT = ["chain", "likeliest chain", "draft tree", "cascade", "likeliest cascade"]
 
 
 def hidden_before(target: CausalLM, text: Sequence[int]) -> Tensor:

@@ -5,12 +5,16 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple, get_args
 
 from decoding.errors import UserError
+from decoding.model.causal_lm import CausalLM
+
+WEIGHTS = "a folder or Hub id of a draft"
+"""Wanted value of an option that is a second model of the drafter: a path until the weights are loaded."""
 
 
 class Option(NamedTuple):
@@ -23,8 +27,13 @@ class Option(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Default value as written in a spec; empty if it is None."""
-        return "" if self.default is None else _written(self.default)
+        """Default value as written in a spec; empty if there is none."""
+        return "" if self.default is None or self.required else _written(self.default)
+
+    @property
+    def required(self) -> bool:
+        """True if a spec must give the option."""
+        return self.default is Parameter.empty
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,7 @@ def read_options(given: Mapping[str, Any], known: Mapping[str, Option], of: str)
             choice = f"choose among {', '.join(known)}" if known else "it has none"
             raise UserError(f"{of} does not take {name!r}: {choice}")
         try:
-            values[name] = known[name].read(_written(value))
+            values[name] = value if isinstance(value, CausalLM) else known[name].read(_written(value))
         except ValueError:
             raise UserError(f"{of} is given {name}={_written(value)}: give {known[name].wanted}") from None
     return values
@@ -129,7 +138,14 @@ def _number(text: str) -> float:
     return number
 
 
+def _path(text: str) -> str:
+    if not text:
+        raise ValueError
+    return text
+
+
 _READERS: Mapping[Any, tuple[str, Callable[[str], Any]]] = {
+    CausalLM: (WEIGHTS, _path),
     int: ("a whole number of at least 1", _whole),
     float: ("a finite number", _number),
     bool: ("true or false", lambda text: bool(("false", "true").index(text))),
