@@ -184,12 +184,26 @@ def check_bounds(drafter: Drafter, target: CausalLM, sampling: SamplingConfig, s
         text += accept_some(proposal, chance)
 
 
+class Digits:
+    """A decoder that writes each of sixteen tokens as one hexadecimal digit."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(f"{token:x}" for token in token_ids)
+
+
 def check_greedy(target: CausalLM, drafter: Drafter, count: int = 12) -> None:
     """Check that the output is plain greedy decoding's, alone, in batches, penalised, and if texts end in a block."""
     plain = [naive_greedy(target.model, prompt, count) for prompt in PROMPTS]
-    for batch_size in (1, 3):
-        texts = Engine(target, drafter).decode(PROMPTS, DecodingConfig(count), batch_size=batch_size)
-        assert [text.tokens for text in texts] == plain
+    for batch_size, length in ((1, count), (3, count), (3, 1), (2, 2)):
+        texts = Engine(target, drafter).decode(PROMPTS, DecodingConfig(length), batch_size=batch_size)
+        assert [text.tokens for text in texts] == [text[:length] for text in plain]
+    config = DecodingConfig(count, stop_strings=(Digits().decode(plain[0][5:7]),))
+    texts = Engine(target, drafter, tokenizer=Digits()).decode(PROMPTS, config, batch_size=3)
+    for prompt, text, whole in zip(PROMPTS, texts, plain, strict=True):
+        ends = (
+            end for end in range(1, count) if Digits().decode([*prompt, *whole[:end]]).endswith(*config.stop_strings)
+        )
+        assert text.tokens == whole[: next(ends, count)]
     eos = tuple({text[6] for text in plain})
     ended = [text[: next(at for at, token in enumerate(text) if token in eos) + 1] for text in plain]
     texts = Engine(target, drafter).decode(PROMPTS, DecodingConfig(count, eos_token_ids=eos), batch_size=3)
