@@ -201,7 +201,7 @@ def check_greedy(target: CausalLM, drafter: Drafter, count: int = 12) -> None:
     texts = Engine(target, drafter, tokenizer=Digits()).decode(PROMPTS, config, batch_size=3)
     for prompt, text, whole in zip(PROMPTS, texts, plain, strict=True):
         ends = (
-            end for end in range(1, count) if Digits().decode([*prompt, *whole[:end]]).endswith(*config.stop_strings)
+            end for end in range(1, count) if Digits().decode([*prompt, *whole[:end]]).endswith(config.stop_strings)
         )
         assert text.tokens == whole[: next(ends, count)]
     eos = tuple({text[6] for text in plain})

@@ -22,7 +22,6 @@ from decoding.drafters import (
     PromptLookupDrafter,
 )
 from decoding.drafters.registry import REGISTRY, DrafterLoader, named_drafter, parse_drafter
-from decoding.drafters.spec import DrafterSpec
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 
@@ -145,13 +144,13 @@ def test_a_drafter_by_text_needs_the_targets_tokenizer(models: Path, target: Cau
 
 def test_weights_are_read_once_however_many_drafters_share_them(models: Path, target: CausalLM) -> None:
     loader = DrafterLoader(target, byte_tokenizer())
-    options = {"draft": {}, "draft-tree": {}, "cascade": {"small": str(models / "smaller")}}
-    specs = [DrafterSpec(name, str(models / "draft"), of_name) for name, of_name in options.items()]
-    chain, tree, cascade = (cast(Any, loader.load(spec)) for spec in specs)
-    assert chain.draft is tree.draft is cascade.draft
-    assert cascade.small is cast(Any, loader.load(DrafterSpec("draft", str(models / "smaller"), {}))).draft
+    specs = [f"draft:{models}/draft", f"draft-tree:{models}/draft", f"cascade:{models}/draft,small={models}/smaller"]
+    chain, tree, cascade, small = (
+        cast(Any, loader.load(parse_drafter(text))) for text in (*specs, f"draft:{models}/smaller")
+    )
+    assert chain.draft is tree.draft is cascade.draft and cascade.small is small.draft
     with pytest.raises(ValueError, match="both drafts of the cascade are the same model: give a smaller one as small"):
-        loader.load(DrafterSpec("cascade", str(models / "draft"), {"small": str(models / "draft")}))
+        loader.load(parse_drafter(f"cascade:{models}/draft,small={models}/draft"))
 
 
 def test_weights_in_memory_make_the_same_drafters(target: CausalLM) -> None:

@@ -21,7 +21,7 @@ from decoding.drafters.experimental.other_tokenizer import OtherTokenizerDrafter
 from decoding.drafters.hybrid import HybridDrafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
-from decoding.drafters.spec import WEIGHTS, DrafterSpec, Option, one_of, options_of, read_options, split_spec
+from decoding.drafters.spec import DrafterSpec, DraftPath, Option, one_of, options_of, read_options, split_spec
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
@@ -177,8 +177,9 @@ class DrafterLoader:
         if entry.weights is None:
             return entry.make(None, spec.options)
         assert spec.path is not None
-        paths = [name for name in spec.options if entry.options[name].wanted == WEIGHTS]
-        others = {name: self._weights("draft", spec.options[name]) for name in paths}
+        others = {
+            name: self._weights("draft", value) for name, value in spec.options.items() if isinstance(value, DraftPath)
+        }
         return entry.make(self._weights(entry.weights, spec.path), {**spec.options, **others})
 
     def _weights(self, weights: Weights, path: str) -> LoadedWeights:

@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from pathlib import Path
 from types import UnionType
@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, get_args
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 
-WEIGHTS = "a folder or Hub id of a draft"
-"""Wanted value of an option that is a second model of the drafter: a path until the weights are loaded."""
+
+class DraftPath(str):
+    """Value of an option that is a second draft of the drafter: its folder or Hub id until its weights are loaded."""
 
 
 class Option(NamedTuple):
@@ -52,6 +53,22 @@ class DrafterSpec:
         options = [f"{name}={_written(value)}" for name, value in self.options.items()]
         items = [*([path] if path is not None else []), *options]
         return self.name + (":" if items else "") + ",".join(items)
+
+    def renamed(self, name_of: Callable[[str], str]) -> str:
+        """Write the spec with every path replaced by its name."""
+        named = {name: name_of(v) if isinstance(v, DraftPath) else v for name, v in self.options.items()}
+        return replace(self, options=named).with_path(None if self.path is None else name_of(self.path))
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The paths of the weights: an empty key for `path`, and each option that is a further draft."""
+        drafts: dict[str, str] = {name: value for name, value in self.options.items() if isinstance(value, DraftPath)}
+        return drafts if self.path is None else {"": self.path, **drafts}
+
+
+def all_paths(specs: Mapping[str, DrafterSpec]) -> dict[str, str]:
+    """Return the paths of all weights under the names of their specs; a further draft's option follows the name."""
+    return {f"{name} {option}".strip(): path for name, spec in specs.items() for option, path in spec.paths.items()}
 
 
 def split_spec(text: str, names: Sequence[str]) -> tuple[str | None, str | None, dict[str, str]]:
@@ -138,14 +155,14 @@ def _number(text: str) -> float:
     return number
 
 
-def _path(text: str) -> str:
+def _path(text: str) -> DraftPath:
     if not text:
         raise ValueError
-    return text
+    return DraftPath(text)
 
 
 _READERS: Mapping[Any, tuple[str, Callable[[str], Any]]] = {
-    CausalLM: (WEIGHTS, _path),
+    CausalLM: ("a folder or Hub id of a draft", _path),
     int: ("a whole number of at least 1", _whole),
     float: ("a finite number", _number),
     bool: ("true or false", lambda text: bool(("false", "true").index(text))),
