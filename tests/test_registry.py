@@ -22,8 +22,10 @@ from decoding.drafters import (
     PromptLookupDrafter,
 )
 from decoding.drafters.registry import REGISTRY, DrafterLoader, named_drafter, parse_drafter
+from decoding.drafters.spec import all_paths
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from trainer.commands.models import published_specs
 
 SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
     "heads:PATH/heads": (MedusaDrafter, {"max_nodes": 10}, "medusa, tree of 9"),
@@ -151,6 +153,12 @@ def test_weights_are_read_once_however_many_drafters_share_them(models: Path, ta
     assert chain.draft is tree.draft is cascade.draft and cascade.small is small.draft
     with pytest.raises(ValueError, match="both drafts of the cascade are the same model: give a smaller one as small"):
         loader.load(parse_drafter(f"cascade:{models}/draft,small={models}/draft"))
+
+
+def test_the_path_of_a_further_draft_is_one_of_the_specs_and_no_report_publishes_its_folder() -> None:
+    spec = parse_drafter("cascade:ORG/large,small=/home/me/small,tokens=5")
+    assert all_paths({"a": spec}) == {"a": "ORG/large", "a small": "/home/me/small"}
+    assert published_specs([spec]) == ["cascade:ORG/large,small=small,tokens=5"]
 
 
 def test_weights_in_memory_make_the_same_drafters(target: CausalLM) -> None:
