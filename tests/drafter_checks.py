@@ -1,5 +1,6 @@
 """Every drafter of the project on tiny models, and checks of the promises that all of them keep."""
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,12 +11,14 @@ from tiny_models import naive_greedy
 from torch import Tensor
 
 from decoding.drafters import (
+    CascadeDrafter,
     Drafter,
     DraftModelDrafter,
     DraftSession,
     DraftTreeDrafter,
     DSparkDrafter,
     HybridDrafter,
+    LookaheadDrafter,
     MedusaDrafter,
     PromptLookupDrafter,
 )
@@ -54,6 +57,15 @@ def nudged_heads(
     return heads
 
 
+def nearly(draft: CausalLM) -> CausalLM:
+    """A smaller draft for a draft: a copy whose lm_head is mixed with noise, which is often right and often wrong."""
+    model = copy.deepcopy(draft.model)
+    weight = model.get_output_embeddings().weight
+    with torch.no_grad():
+        weight += 0.25 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight)
+    return CausalLM(model, draft.output_tokens, draft.static)
+
+
 DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
     "chain": lambda target, draft: DraftModelDrafter(draft, 3),
     "likeliest chain": lambda target, draft: DraftModelDrafter(draft, 3, sampled=False),
@@ -68,6 +80,9 @@ DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
     "DSpark tree": lambda target, draft: DSparkDrafter(tiny_dspark(target, 3, num_hidden_layers=2), tree=TREE),
     "likeliest DFlash": lambda target, draft: DSparkDrafter(tiny_dflash(target, 3), sampled=False),
     "lookup": lambda target, draft: PromptLookupDrafter(4, branches=2),
+    "lookahead": lambda target, draft: LookaheadDrafter(3, 3, 3),
+    "cascade": lambda target, draft: CascadeDrafter(draft, nearly(draft), 4, 2),
+    "likeliest cascade": lambda target, draft: CascadeDrafter(draft, nearly(draft), 4, 2, sampled=False),
     "hybrid": lambda target, draft: HybridDrafter(DraftTreeDrafter(draft, 2, 2, 6), PromptLookupDrafter(3), 0.0),
     "drawn hybrid": lambda target, draft: HybridDrafter(
         MedusaDrafter(nudged_heads(target, 3), TREE), PromptLookupDrafter(2, branches=2)
@@ -77,7 +92,7 @@ DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
     ),
 }
 """A drafter of each kind, by target and draft."""
-OF_A_DRAFT = ["chain", "likeliest chain", "draft tree"]
+OF_A_DRAFT = ["chain", "likeliest chain", "draft tree", "cascade", "likeliest cascade"]
 
 
 def hidden_before(target: CausalLM, text: Sequence[int]) -> Tensor:
@@ -175,12 +190,26 @@ def check_bounds(drafter: Drafter, target: CausalLM, sampling: SamplingConfig, s
         text += accept_some(proposal, chance)
 
 
+class Digits:
+    """A decoder that writes each of sixteen tokens as one hexadecimal digit."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(f"{token:x}" for token in token_ids)
+
+
 def check_greedy(target: CausalLM, drafter: Drafter, count: int = 12) -> None:
     """Check that the output is plain greedy decoding's, alone, in batches, penalised, and if texts end in a block."""
     plain = [naive_greedy(target.model, prompt, count) for prompt in PROMPTS]
-    for batch_size in (1, 3):
-        texts = Engine(target, drafter).decode(PROMPTS, DecodingConfig(count), batch_size=batch_size)
-        assert [text.tokens for text in texts] == plain
+    for batch_size, length in ((1, count), (3, count), (3, 1), (2, 2)):
+        texts = Engine(target, drafter).decode(PROMPTS, DecodingConfig(length), batch_size=batch_size)
+        assert [text.tokens for text in texts] == [text[:length] for text in plain]
+    config = DecodingConfig(count, stop_strings=(Digits().decode(plain[0][5:7]),))
+    texts = Engine(target, drafter, tokenizer=Digits()).decode(PROMPTS, config, batch_size=3)
+    for prompt, text, whole in zip(PROMPTS, texts, plain, strict=True):
+        ends = (
+            end for end in range(1, count) if Digits().decode([*prompt, *whole[:end]]).endswith(config.stop_strings)
+        )
+        assert text.tokens == whole[: next(ends, count)]
     eos = tuple({text[6] for text in plain})
     ended = [text[: next(at for at, token in enumerate(text) if token in eos) + 1] for text in plain]
     texts = Engine(target, drafter).decode(PROMPTS, DecodingConfig(count, eos_token_ids=eos), batch_size=3)

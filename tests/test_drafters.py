@@ -36,7 +36,7 @@ from decoding.rules.sampling import SamplingConfig
 SAMPLED = SamplingConfig(1.0, top_p=0.9)
 PENALISED = SamplingConfig(0.9, repetition_penalty=1.4)
 ALL = pytest.mark.parametrize("name", DRAFTERS)
-FEW = ["chain", "draft tree", "Markov heads", "DSpark tree", "lookup", "drawn hybrid"]
+FEW = ["chain", "draft tree", "Markov heads", "DSpark tree", "lookup", "lookahead", "cascade", "drawn hybrid"]
 """They stand for all in `make check`."""
 
 
@@ -82,7 +82,9 @@ def test_each_row_is_drafted_for_as_if_it_were_alone(tiny_llama: CausalLM, tiny_
 
 
 @examples(20)
-@given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(["chain", "draft tree", "DSpark tree", "lookup"]))
+@given(
+    seed=st.integers(0, 2**32 - 1), name=st.sampled_from(["chain", "draft tree", "DSpark tree", "lookup", "cascade"])
+)
 def test_a_session_after_any_acceptances_is_a_fresh_session(
     tiny_draft: CausalLM, tiny_llama: CausalLM, seed: int, name: str
 ) -> None:
@@ -128,7 +130,7 @@ class OnlyLateTokens:
         return scores.index_fill(1, torch.arange(12), -torch.inf)
 
 
-@pytest.mark.parametrize("name", ["chain", "draft tree"])
+@pytest.mark.parametrize("name", ["chain", "draft tree", "cascade"])
 def test_a_draft_ends_at_the_node_after_which_it_knows_no_token_allowed(tiny_llama: CausalLM, name: str) -> None:
     drafter = DRAFTERS[name](tiny_llama, CausalLM(tiny_model("llama", vocab=12, seed=2)))
     nothing = SamplingConfig(1.0, processors=(OnlyLateTokens(range(5)),))

@@ -1,7 +1,7 @@
 """The registry of drafters: what a spec may say, what it makes, and that every name of it decodes as plain decoding."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tiny_dspark import tiny_dflash, tiny_dspark
@@ -10,19 +10,22 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding import DecodingConfig, Engine
 from decoding.drafters import (
+    CascadeDrafter,
     Drafter,
     DraftModelDrafter,
     DraftTreeDrafter,
     DSparkDrafter,
     HybridDrafter,
+    LookaheadDrafter,
     MedusaDrafter,
     OtherTokenizerDrafter,
     PromptLookupDrafter,
 )
 from decoding.drafters.registry import REGISTRY, DrafterLoader, named_drafter, parse_drafter
-from decoding.drafters.spec import DrafterSpec
+from decoding.drafters.spec import all_paths
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from trainer.commands.models import published_specs
 
 SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
     "heads:PATH/heads": (MedusaDrafter, {"max_nodes": 10}, "medusa, tree of 9"),
@@ -41,6 +44,16 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
         PromptLookupDrafter,
         {"tokens": 3, "ngram": 2, "branches": 2},
         "prompt lookup",
+    ),
+    "lookahead:window=3,ngram=3,guesses=2": (
+        LookaheadDrafter,
+        {"window": 3, "ngram": 3, "guesses": 2, "max_nodes": 10},
+        "lookahead, W=3 N=3 G=2",
+    ),
+    "cascade:PATH/draft,small=PATH/smaller,tokens=5": (
+        CascadeDrafter,
+        {"tokens": 5, "max_depth": 5},
+        "cascade, 5 tokens",
     ),
     "hybrid:PATH/heads,lookup_tokens=3": (HybridDrafter, {"max_depth": 4}, "medusa, tree of 9, with prompt lookup"),
     "hybrid:PATH/draft,of=draft-tree,depth=2,nodes=5": (
@@ -66,10 +79,10 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads, a draft, one with another tokenizer, a DSpark and a DFlash one, on disk."""
+    """Heads, a draft, a draft for it, one with another tokenizer, a DSpark and a DFlash one, on disk."""
     folder = tmp_path_factory.mktemp("models")
-    for name, shift in (("draft", 0), ("stranger", 1)):
-        tiny_model(vocab=130, seed=1).save_pretrained(folder / name)
+    for name, shift, seed in (("draft", 0, 1), ("smaller", 0, 2), ("stranger", 1, 1)):
+        tiny_model(vocab=130, seed=seed).save_pretrained(folder / name)
         byte_tokenizer(shift=shift).save_pretrained(folder / name)
     for name, make in (("dspark", tiny_dspark), ("dflash", tiny_dflash)):
         make(CausalLM(tiny_model(vocab=130))).save_pretrained(folder / name)
@@ -95,7 +108,7 @@ def test_a_spec_makes_its_drafter_which_decodes_as_plain_decoding(models: Path, 
 
 
 def test_every_name_of_the_registry_is_tried_above() -> None:
-    assert {text.partition(":")[0] for text in SPECS} >= REGISTRY.keys() and len(REGISTRY) == 7
+    assert {text.partition(":")[0] for text in SPECS} >= REGISTRY.keys() and len(REGISTRY) == 9
 
 
 def test_a_path_may_hold_commas(tmp_path: Path) -> None:
@@ -111,6 +124,10 @@ MISTAKES = {
     "lookup:ngrams=3": "the drafter lookup does not take 'ngrams': choose among tokens, ngram, min_ngram, branches",
     "lookup:ngram=0": "the drafter lookup is given ngram=0: give a whole number of at least 1",
     "heads": "'heads' lacks the path of the weights: give heads:PATH, a folder or Hub id of heads",
+    "lookahead:window=0": "the drafter lookahead is given window=0: give a whole number of at least 1",
+    "lookahead:x,window=2": "'lookahead:x,window=2' gives a path, x, but lookahead reads no weights: remove the path",
+    "cascade:x": "'cascade:x' lacks small: give cascade:PATH,small=PATH, a folder or Hub id of a draft",
+    "cascade:x,small=": "the drafter cascade is given small=: give a folder or Hub id of a draft",
     "hybrid:x,of=lookup": "the drafter hybrid is given of=lookup: give one of heads, draft, draft-tree",
 }
 
@@ -129,9 +146,19 @@ def test_a_drafter_by_text_needs_the_targets_tokenizer(models: Path, target: Cau
 
 def test_weights_are_read_once_however_many_drafters_share_them(models: Path, target: CausalLM) -> None:
     loader = DrafterLoader(target, byte_tokenizer())
-    names = ("draft", "draft-tree")
-    drafters: list[Any] = [loader.load(DrafterSpec(name, str(models / "draft"), {})) for name in names]
-    assert drafters[0].draft is drafters[1].draft
+    specs = [f"draft:{models}/draft", f"draft-tree:{models}/draft", f"cascade:{models}/draft,small={models}/smaller"]
+    chain, tree, cascade, small = (
+        cast(Any, loader.load(parse_drafter(text))) for text in (*specs, f"draft:{models}/smaller")
+    )
+    assert chain.draft is tree.draft is cascade.draft and cascade.small is small.draft
+    with pytest.raises(ValueError, match="both drafts of the cascade are the same model: give a smaller one as small"):
+        loader.load(parse_drafter(f"cascade:{models}/draft,small={models}/draft"))
+
+
+def test_the_path_of_a_further_draft_is_one_of_the_specs_and_no_report_publishes_its_folder() -> None:
+    spec = parse_drafter("cascade:ORG/large,small=/home/me/small,tokens=5")
+    assert all_paths({"a": spec}) == {"a": "ORG/large", "a small": "/home/me/small"}
+    assert published_specs([spec]) == ["cascade:ORG/large,small=small,tokens=5"]
 
 
 def test_weights_in_memory_make_the_same_drafters(target: CausalLM) -> None:
@@ -141,6 +168,11 @@ def test_weights_in_memory_make_the_same_drafters(target: CausalLM) -> None:
     hybrid = named_drafter("hybrid", draft, of="draft-tree", depth=2, lookup_tokens=3, least_gain=0.5)
     assert isinstance(hybrid, HybridDrafter) and hybrid.first.max_depth == 2 and hybrid.lookup.max_depth == 3
     assert hybrid.least_gain == 0.5
+    smaller = CausalLM(tiny_model(vocab=130, seed=2))
+    cascade = named_drafter("cascade", draft, small=smaller, small_tokens=2)
+    assert isinstance(cascade, CascadeDrafter) and (cascade.draft, cascade.small) == (draft, smaller)
+    with pytest.raises(ValueError, match="ngram is 1: give at least 2"):
+        named_drafter("lookahead", ngram=1)
     with pytest.raises(ValueError, match="no drafter is called 'drafts'"):
         named_drafter("drafts", draft)
     with pytest.raises(ValueError, match="give of=NAME, one of heads, draft, draft-tree"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -10,7 +11,10 @@ from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.vocabulary import over_vocabulary
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree
+from decoding.rules.tree import TokenTree, TreeShape
+
+_FEW = 8
+"""Most new tokens of a text that run in the same pass as a chain after it."""
 
 
 def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
@@ -72,14 +76,44 @@ class DraftState:
 
     def catch_up(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, "rows vocab"]:
         """Run the new tokens of each text; return the logits after its last one, over the target's vocabulary."""
+        return self.over_target_vocabulary(self.draft.append(self._lacking(texts), self.cache).logits)
+
+    def verify(self, texts: Sequence[Sequence[int]], chains: Sequence[TokenTree]) -> list[Float[Tensor, "nodes vocab"]]:
+        """Run the new tokens of each text and the chain drafted after it, in one pass; return the logits at its nodes.
+
+        Texts that grew much without a call take a pass more, because logits of all nodes are computed here.
+        """
+        blocks = self._lacking(texts)
+        if max(map(len, blocks)) > _FEW:
+            self.draft.append(blocks, self.cache)
+            for slot, text in enumerate(texts):
+                self.cache.truncate(slot, len(text) - 1)
+            blocks = [block[-1:] for block in blocks]
+        trees = []
+        for block, chain in zip(blocks, chains, strict=True):
+            begin = torch.tensor(block).to(self.draft.device, non_blocking=True)
+            drafted = chain.tokens[1:].to(self.draft.device, non_blocking=True).clamp(max=self.draft.vocab_size - 1)
+            trees.append(TokenTree(torch.cat([begin, drafted]), TreeShape.chain(len(block) + len(drafted) - 1)))
+        logits = self.over_target_vocabulary(self.draft.verify(trees, self.cache).logits)
+        self.remember(chains, [len(chain) - 1 for chain in chains])
+        return [logits[row, len(block) - 1 : len(trees[row])] for row, block in enumerate(blocks)]
+
+    def rewind(self, slot: int, length: int) -> None:
+        """Forget the tokens of a row's text from ``length`` on."""
+        if length < self._committed[slot]:
+            self._run_trees.pop(slot, None)
+            self.cache.truncate(slot, length)
+            self._committed[slot] = length
+
+    def _lacking(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the tokens of each text that the cache lacks, which the caller runs; fresh prompts run here."""
         self.cache.check(self._lease)
         for slot, text in enumerate(texts):
             self._keep_accepted(slot, text)
         self._prefill_fresh(texts)
         blocks = [self._known(text[self._committed[slot] :]) for slot, text in enumerate(texts)]
         self._committed[: len(texts)] = [len(text) for text in texts]
-        logits = self.draft.append(blocks, self.cache).logits
-        return self.over_target_vocabulary(logits)
+        return blocks
 
     def _prefill_fresh(self, texts: Sequence[Sequence[int]]) -> None:
         """Run the prompts of new rows up to their last tokens, separately: old rows would be padded to their length."""

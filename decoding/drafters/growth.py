@@ -1,7 +1,7 @@
 """Growth of trees of a fixed shape, depth by depth: each node has its own distribution of children."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -185,7 +185,10 @@ def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
                 ranks += [ranks_of[child - 1] for child in shape.children[parent]]
         slots = torch.zeros(len(parents), max(ranks) + 1, dtype=torch.long)
         slots[owners, ranks] = torch.tensor(children)
-        on_device = partial(torch.tensor, device=device)
+
+        def on_device(values: list[int]) -> Tensor:
+            return torch.tensor(values).to(device, non_blocking=True)
+
         choice = on_device(owners), on_device(ranks)
         nodes = on_device(rows), on_device(parents), on_device(children)
         levels.append(_Level(*nodes, choice, slots, tuple(by_row), on_device(q_rows)))

@@ -15,11 +15,13 @@ from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.drafters.dspark import DSparkDrafter
+from decoding.drafters.experimental.cascade import CascadeDrafter
+from decoding.drafters.experimental.lookahead import LookaheadDrafter
 from decoding.drafters.experimental.other_tokenizer import OtherTokenizerDrafter
 from decoding.drafters.hybrid import HybridDrafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
-from decoding.drafters.spec import DrafterSpec, Option, one_of, options_of, read_options, split_spec
+from decoding.drafters.spec import DrafterSpec, DraftPath, Option, one_of, options_of, read_options, split_spec
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
@@ -95,6 +97,8 @@ REGISTRY: Mapping[str, Entry] = {
     **_FIRSTS,
     "lookup": _entry("tokens that followed the text's last few tokens earlier", None, PromptLookupDrafter),
     "hybrid": _hybrid(),
+    "lookahead": _entry("n-grams that the target guesses in idle positions of its own passes", None, LookaheadDrafter),
+    "cascade": _entry("a chain from a draft for which a smaller one, small=PATH, drafts", "draft", CascadeDrafter),
     "other-tokenizer": _entry("a small model with another tokenizer", "draft and tokenizer", _other_tokenizer),
 }
 
@@ -129,6 +133,9 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
         raise UserError(
             f"from_pretrained does not take {unknown[0]!r}: the drafter {name} takes {', '.join(entry.options)}"
         )
+    if lacking := [option for option, known in entry.options.items() if known.required and option not in given]:
+        wanted = entry.options[lacking[0]].wanted
+        raise UserError(f"{text!r} lacks {lacking[0]}: give {name}:PATH,{lacking[0]}=PATH, {wanted}")
     return DrafterSpec(name, path, read_options(given, entry.options, f"the drafter {name}"))
 
 
@@ -170,10 +177,15 @@ class DrafterLoader:
         if entry.weights is None:
             return entry.make(None, spec.options)
         assert spec.path is not None
-        key = entry.weights, spec.path
-        if key not in self._loaded:
-            self._loaded[key] = self._read(*key)
-        return entry.make(self._loaded[key], spec.options)
+        others = {
+            name: self._weights("draft", value) for name, value in spec.options.items() if isinstance(value, DraftPath)
+        }
+        return entry.make(self._weights(entry.weights, spec.path), {**spec.options, **others})
+
+    def _weights(self, weights: Weights, path: str) -> LoadedWeights:
+        if (weights, path) not in self._loaded:
+            self._loaded[weights, path] = self._read(weights, path)
+        return self._loaded[weights, path]
 
     def _read(self, weights: Weights, path: str) -> LoadedWeights:
         if weights == "heads":

@@ -4,13 +4,18 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from inspect import signature
+from dataclasses import dataclass, replace
+from inspect import Parameter, signature
 from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple, get_args
 
 from decoding.errors import UserError
+from decoding.model.causal_lm import CausalLM
+
+
+class DraftPath(str):
+    """Value of an option that is a second draft of the drafter: its folder or Hub id until its weights are loaded."""
 
 
 class Option(NamedTuple):
@@ -23,8 +28,13 @@ class Option(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Default value as written in a spec; empty if it is None."""
-        return "" if self.default is None else _written(self.default)
+        """Default value as written in a spec; empty if there is none."""
+        return "" if self.default is None or self.required else _written(self.default)
+
+    @property
+    def required(self) -> bool:
+        """True if a spec must give the option."""
+        return self.default is Parameter.empty
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,22 @@ class DrafterSpec:
         options = [f"{name}={_written(value)}" for name, value in self.options.items()]
         items = [*([path] if path is not None else []), *options]
         return self.name + (":" if items else "") + ",".join(items)
+
+    def renamed(self, name_of: Callable[[str], str]) -> str:
+        """Write the spec with every path replaced by its name."""
+        named = {name: name_of(v) if isinstance(v, DraftPath) else v for name, v in self.options.items()}
+        return replace(self, options=named).with_path(None if self.path is None else name_of(self.path))
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The paths of the weights: an empty key for `path`, and each option that is a further draft."""
+        drafts: dict[str, str] = {name: value for name, value in self.options.items() if isinstance(value, DraftPath)}
+        return drafts if self.path is None else {"": self.path, **drafts}
+
+
+def all_paths(specs: Mapping[str, DrafterSpec]) -> dict[str, str]:
+    """Return the paths of all weights under the names of their specs; a further draft's option follows the name."""
+    return {f"{name} {option}".strip(): path for name, spec in specs.items() for option, path in spec.paths.items()}
 
 
 def split_spec(text: str, names: Sequence[str]) -> tuple[str | None, str | None, dict[str, str]]:
@@ -100,7 +126,7 @@ def read_options(given: Mapping[str, Any], known: Mapping[str, Option], of: str)
             choice = f"choose among {', '.join(known)}" if known else "it has none"
             raise UserError(f"{of} does not take {name!r}: {choice}")
         try:
-            values[name] = known[name].read(_written(value))
+            values[name] = value if isinstance(value, CausalLM) else known[name].read(_written(value))
         except ValueError:
             raise UserError(f"{of} is given {name}={_written(value)}: give {known[name].wanted}") from None
     return values
@@ -129,7 +155,14 @@ def _number(text: str) -> float:
     return number
 
 
+def _path(text: str) -> DraftPath:
+    if not text:
+        raise ValueError
+    return DraftPath(text)
+
+
 _READERS: Mapping[Any, tuple[str, Callable[[str], Any]]] = {
+    CausalLM: ("a folder or Hub id of a draft", _path),
     int: ("a whole number of at least 1", _whole),
     float: ("a finite number", _number),
     bool: ("true or false", lambda text: bool(("false", "true").index(text))),

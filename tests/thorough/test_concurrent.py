@@ -17,9 +17,9 @@ from decoding.model.causal_lm import CausalLM
 
 TOKENS = 12
 
-FEW = ["chain", "Markov heads", "DSpark chain", "drawn hybrid"]
+FEW = ["chain", "lookahead", "Markov heads", "DSpark chain", "drawn hybrid"]
 """They stand for all kinds."""
-KINDS = [*((name, None) for name in FEW), ("plain", None), ("chain", "eager")]
+KINDS = [*((name, None) for name in FEW), ("plain", None), ("chain", "eager"), ("cascade", "eager")]
 
 
 def drafter_of(name: str, target: CausalLM, draft: CausalLM) -> Drafter | None:

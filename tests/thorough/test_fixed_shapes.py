@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from drafter_checks import nearly
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
-from decoding.drafters import Drafter, DraftModelDrafter, HybridDrafter, PromptLookupDrafter
+from decoding.drafters import CascadeDrafter, Drafter, DraftModelDrafter, HybridDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -67,6 +68,7 @@ def drafters(draft: CausalLM) -> dict[str, Drafter]:
     return {
         "chain": DraftModelDrafter(draft, 4),
         "draft tree": DraftTreeDrafter(draft, depth=3, width=2, nodes=7),
+        "cascade": CascadeDrafter(draft, nearly(draft), 4, 2),
         "lookup beside a chain that seldom drafts": HybridDrafter(DraftModelDrafter(draft, 2), lookup, 9.0),
     }
 

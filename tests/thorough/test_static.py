@@ -9,7 +9,7 @@ from scripted_drafters import HostileDrafter
 from tiny_dspark import tiny_dspark
 from tiny_models import FAMILIES, tiny_model
 
-from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter, MedusaDrafter
+from decoding.drafters import CascadeDrafter, Drafter, DraftModelDrafter, DSparkDrafter, MedusaDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
@@ -36,8 +36,8 @@ def steps_of(model: CausalLM) -> StaticSteps:
 def drafters(family: str, static: str | None, hidden_size: int = 16) -> dict[str, Drafter | None]:
     """One of every way to draft; those with a model of their own run it with static shapes too."""
 
-    def draft() -> CausalLM:
-        return CausalLM(tiny_model(family, seed=1), static=static)
+    def draft(seed: int = 1) -> CausalLM:
+        return CausalLM(tiny_model(family, seed=seed), static=static)
 
     torch.manual_seed(5)
     config = MedusaConfig(hidden_size, 16, num_heads=2, tree=((0,), (1,), (0, 0), (0, 1)))
@@ -47,6 +47,7 @@ def drafters(family: str, static: str | None, hidden_size: int = 16) -> dict[str
     return {
         "plain": None,
         "chain": DraftModelDrafter(draft(), 3),
+        "cascade": CascadeDrafter(draft(), draft(2), 4, 2),
         "draft tree": DraftTreeDrafter(draft(), depth=3, width=2, nodes=7),
         "medusa": MedusaDrafter(heads),
         "markov": MedusaDrafter(markov),

@@ -38,6 +38,7 @@ STORED = (
     "export draft/final out --format draft",
     "export draft/final out --format gguf",
     f"{GENERATE} --target good --drafter draft:attacker",
+    f"{GENERATE} --target good --drafter cascade:good,small=attacker",
     f"{GENERATE} --target good --plan plan.json",
     f"{GENERATE} --target adapters",
     f"{GENERATE} --target pickled",
@@ -52,6 +53,7 @@ STORED = (
     f"diagnose draft:attacker {WITH} --max-new-tokens 4",
     f"diagnose heads/final {WITH} --max-new-tokens 4",
     "doctor --target good --drafter draft:attacker",
+    "doctor --target good --drafter cascade:good,small=attacker",
     "doctor --target good --drafter heads:heads/final",
 )
 
@@ -128,6 +130,6 @@ def test_nothing_that_is_stored_permits_code(folder: Path, command: str, monkeyp
     assert not ran and code in (ExitCode.DONE, ExitCode.FAILED, ExitCode.BAD_INPUT)
 
 
-@pytest.mark.parametrize("command", [STORED[0], STORED[6], STORED[8]])
+@pytest.mark.parametrize("command", [STORED[0], STORED[6], STORED[9]])
 def test_the_flag_of_the_command_does(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert marked_by(f"{command} --trust-remote-code", folder, monkeypatch) == (True, ExitCode.DONE)

@@ -13,7 +13,15 @@ from tiny_dspark import tiny_dflash, tiny_dspark
 from tiny_models import tiny_model
 from two_devices import counting, moved, two_devices
 
-from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter, MedusaDrafter, PromptLookupDrafter
+from decoding.drafters import (
+    CascadeDrafter,
+    Drafter,
+    DraftModelDrafter,
+    DSparkDrafter,
+    LookaheadDrafter,
+    MedusaDrafter,
+    PromptLookupDrafter,
+)
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.drafters.hybrid import HybridDrafter
 from decoding.engine import Engine
@@ -38,6 +46,8 @@ STEPS: dict[str, tuple[int, int]] = {
     "deterministic dspark tree": (1, 1),
     "dflash": (1, 1),
     "lookup": (1, 1),
+    "lookahead": (2, 2),  # the window's predictions for all rows
+    "cascade": (5, 5),  # one for each token of the chain, as this small draft is hardly ever right
     "draft tree": (4, 4),  # a level of three needs its scores before the next one grows
     "hybrid": (2, 2),  # what both have drafted is joined on the host
 }
@@ -59,6 +69,10 @@ def drafter(name: str, target: CausalLM, device: torch.device) -> Drafter | None
         return None
     if name == "lookup":
         return PromptLookupDrafter(3)
+    if name == "lookahead":
+        return LookaheadDrafter(3, 3, 3)
+    if name == "cascade":
+        return CascadeDrafter(draft(device), draft(device, 2), 4, 2)
     if name == "hybrid":
         return HybridDrafter(DraftModelDrafter(draft(device), 3, False), PromptLookupDrafter(3), least_gain=0)
     if "medusa" in name or "markov" in name:
@@ -78,8 +92,8 @@ def drafter(name: str, target: CausalLM, device: torch.device) -> Drafter | None
     return DraftModelDrafter(draft(device), 3, drawn)
 
 
-def draft(device: torch.device) -> CausalLM:
-    return CausalLM(moved(tiny_model("llama", seed=1), device))  # type: ignore[arg-type]  # a model as it came
+def draft(device: torch.device, seed: int = 1) -> CausalLM:
+    return CausalLM(moved(tiny_model("llama", seed=seed), device))  # type: ignore[arg-type]  # a model as it came
 
 
 def transfers(device: torch.device, name: str, temperature: float, rule: str | None = None) -> int:

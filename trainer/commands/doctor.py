@@ -50,10 +50,13 @@ def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
 
 def _models(options: DoctorOptions, name: str) -> tuple[dict[str, list[Finding]], Sequence[str]]:
     """Return the findings on the target and each drafter, by title, and the recipes that train for the target."""
+    from decoding.drafters.spec import DrafterSpec
     from trainer.commands.models import read_specs
     from trainer.doctor import models
 
     specs = read_specs(options.drafter or ())
+    further = [DrafterSpec("draft", path, {}) for spec in specs for option, path in spec.paths.items() if option]
+    specs = [*specs, *(spec for spec in further if spec not in specs)]
     dtype, trusted = parse_dtype(options.dtype), options.trust_remote_code
     findings, target = models.read_skeleton(name, dtype, trusted)
     sections = {f"target {name}": findings}

@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from decoding.drafters.spec import all_paths
 from decoding.errors import UserError
 from decoding.measure.markdown import one_line
 from decoding.measure.measurement import Measurement, report_of
@@ -221,7 +222,7 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
     """
     trusted, specs = options.trust_remote_code, list(models.specs.values())
     names = published_specs(specs)
-    paths = {name: spec.path for name, spec in zip(names, specs, strict=True) if spec.path is not None}
+    paths = all_paths(dict(zip(names, specs, strict=True)))
     prompts = [asker.prompt(index, context) for context in config.contexts for index in range(len(asker.questions))]
     return {
         "command": published_command(sys.argv),

@@ -69,7 +69,7 @@ def load_models(options: ModelOptions, drafters: Sequence[str]) -> LoadedModels:
 
 def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
     """Return a distinct text for each spec; it shows the run's name or a publishable name instead of the path."""
-    return _distinct([spec.with_path(None if spec.path is None else _name_of(spec.path)) for spec in specs])
+    return _distinct([spec.renamed(_name_of) for spec in specs])
 
 
 def _name_of(path: str) -> str:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, named_drafter
+from decoding.drafters.spec import all_paths
 from decoding.dtypes import parse_dtype
 from decoding.errors import UserError
 from decoding.measure.planning.plan_file import plan_fingerprints, read_plan, write_plan
@@ -69,7 +70,7 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
     about |= {
         **account(),
         "fingerprints": fingerprints,
-        "revisions": revisions({"target": options.target, **{str(spec): spec.path for spec in specs}}),
+        "revisions": revisions({"target": options.target, **all_paths({str(spec): spec for spec in specs})}),
         "dtype": str(target.dtype).removeprefix("torch."),
         "static": target.shapes,
         "target_parameters": sum(parameter.numel() for parameter in target.model.parameters()),

@@ -8,6 +8,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
+from decoding.drafters.spec import all_paths
 from decoding.dtypes import parse_dtype
 from decoding.engine import Engine
 from decoding.errors import UserError
@@ -67,7 +68,7 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
         write_junit(options.junit, engines)
     if options.json is not None:
         fingerprint = stored_fingerprint(options.target, options.trust_remote_code)
-        paths = {"target": options.target, **{str(spec): spec.path for spec in models.specs.values()}}
+        paths = {"target": options.target, **all_paths({str(spec): spec for spec in models.specs.values()})}
         about = {
             "verdict": "PASS" if passed else "FAIL",
             "dtype": str(parse_dtype(options.dtype)).removeprefix("torch."),

@@ -72,7 +72,7 @@ def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -
     if isinstance(drafter, PromptLookupDrafter):
         is_chain = drafter.branches == 1
     else:
-        is_chain = drafter.chains_only and (spec.name == "other-tokenizer" or "tokens" in spec.options)
+        is_chain = drafter.chains_only and (spec.name in ("cascade", "other-tokenizer") or "tokens" in spec.options)
     return Family(spec, "chain" if is_chain else "fixed", drafter)
 
 
