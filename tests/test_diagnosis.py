@@ -21,9 +21,8 @@ from trainer.servers.acceptance import LoopAcceptance, compare_acceptance, compa
 from trainer.servers.answers import Completion
 from trainer.servers.configs import compare_settings, compare_vocabularies
 from trainer.servers.counters import Counts
-from trainer.servers.rendered import HeldOutPrompt, ServerPrompt, compare_rendered
 from trainer.servers.speculator import compare_top_1
-from trainer.servers.texts import TEXT, compare_texts, tokens_of
+from trainer.servers.texts import TEXT, HeldOutPrompt, ServerPrompt, compare_rendered, compare_texts, tokens_of
 
 # --- token ids of the prompt ------------------------------------------------------------------------------------------
 

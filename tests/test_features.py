@@ -21,7 +21,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import fingerprint
 from decoding.model.lm_head import capture_lm_head_input
 from trainer.data.batch import Batch, Example, collate
-from trainer.files.shards import ShardLayout
+from trainer.files.folders import ShardLayout
 from trainer.heads.medusa import MedusaObjective
 from trainer.processes import ALONE, Process
 from trainer.recipe.heads import FeaturesSection, HeadsSection, StatesDtype

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decoding.drafters import Drafter
 from decoding.model.causal_lm import CausalLM
-from trainer.data.batch import Batch, Example
-from trainer.data.source import BatchSource, Offline
+from trainer.data.batch import Batch, BatchSource, Example, Offline
 from trainer.heads.medusa import MedusaObjective
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.recipe.common import TrainingSection

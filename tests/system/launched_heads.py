@@ -25,7 +25,7 @@ import trainer.run.loop
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from trainer.data.source import Offline
+from trainer.data.batch import Offline
 from trainer.heads.medusa import HeadInputs, MedusaObjective, MedusaTraining
 from trainer.learning.objective import TermSums
 from trainer.processes import build_accelerator, describe, zero_stage

@@ -12,8 +12,7 @@ from tiny_training import recipe_content, write_corpus, write_target
 from decoding.model.fingerprint import stored_fingerprint
 from trainer.export.exporter import export
 from trainer.recipe.reading import parse_recipe
-from trainer.run.finish import consolidate
-from trainer.run.train import run_recipe
+from trainer.run.train import consolidate, run_recipe
 
 CHANGES: dict[str, dict[str, Any]] = {
     "heads": {"kind": "medusa"},

@@ -27,9 +27,8 @@ from trainer.drafts.start import write_draft
 from trainer.export.exporter import export
 from trainer.servers.acceptance import ACCEPTANCE, SAMPLING
 from trainer.servers.configs import ROPE, VOCABULARY
-from trainer.servers.rendered import TEMPLATE
 from trainer.servers.speculator import TOP_1
-from trainer.servers.texts import TEXT
+from trainer.servers.texts import TEMPLATE, TEXT
 
 TEMPLATE_TEXT = (
     "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"

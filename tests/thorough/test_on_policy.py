@@ -16,8 +16,7 @@ from tiny_training import Recorder, interrupt, tiny_tokenizer, train_toy
 from torch import Tensor
 
 from decoding.model.causal_lm import CausalLM
-from trainer.data.batch import Example
-from trainer.data.source import BatchSource, Offline, PlacedExample
+from trainer.data.batch import BatchSource, Example, Offline, PlacedExample
 from trainer.drafts.distill import DistillObjective, OnlineTeacher
 from trainer.drafts.on_policy import GeneratedText, Origin, WindowFiles
 from trainer.drafts.start import InitialDraft

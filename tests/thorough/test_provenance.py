@@ -20,9 +20,7 @@ from trainer.export.companions import target_of
 from trainer.export.exporter import export
 from trainer.processes import Process
 from trainer.recipe.reading import AnyRecipe, parse_recipe
-from trainer.run.assemble import assemble
-from trainer.run.finish import FILE_NAME
-from trainer.run.train import run_recipe
+from trainer.run.train import FILE_NAME, assemble, run_recipe
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MARKER = "s3cret-m4rker-that-must-not-leak"

@@ -22,8 +22,8 @@ from trainer.data.conversations import read_conversations, read_heldout
 from trainer.servers.configs import kind_of
 from trainer.servers.counters import parse_counts
 from trainer.servers.diagnosis import Replay, ServerCounts, diagnose
-from trainer.servers.rendered import HeldOutPrompt
 from trainer.servers.speculator import SpeculatorName, load_speculator, named_speculator
+from trainer.servers.texts import HeldOutPrompt
 from trainer.terminal.console import say, standard_error, standard_output
 
 _PAGE_SECONDS = 10.0

@@ -34,8 +34,7 @@ from trainer.commands.options import EvaluateOptions
 from trainer.commands.plan import asked_or_planned
 from trainer.files.lock import hold
 from trainer.processes import Process, agreed, join_processes, on_first
-from trainer.terminal.console import say, standard_error, standard_output, wide
-from trainer.terminal.progress import ProgressBar
+from trainer.terminal.console import ProgressBar, say, standard_error, standard_output, wide
 
 _FILLED = 0.9
 """Least share of a context length that prompts must fill; cutting between tokens loses some."""

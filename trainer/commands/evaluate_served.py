@@ -32,8 +32,7 @@ from trainer.processes import Process
 from trainer.servers.answers import StreamedAnswer
 from trainer.servers.client import ServedModel
 from trainer.servers.counters import find_counts
-from trainer.terminal.console import standard_error, standard_output
-from trainer.terminal.progress import ProgressBar
+from trainer.terminal.console import ProgressBar, standard_error, standard_output
 
 _PUBLISHED = (
     *("prompt_field", "limit", "task", "chat_template_kwargs", "max_new_tokens", "rounds"),

@@ -35,8 +35,7 @@ from trainer.drafts.distill import drafter_of
 from trainer.drafts.dspark_start import dspark_config
 from trainer.drafts.start import draft_from_target
 from trainer.recipe.draft import DSparkSection
-from trainer.terminal.console import say, standard_error, standard_output, wide
-from trainer.terminal.progress import ProgressBar
+from trainer.terminal.console import ProgressBar, say, standard_error, standard_output, wide
 
 
 def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, Any]:

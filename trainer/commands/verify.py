@@ -27,8 +27,7 @@ from decoding.speculation import named_rule
 from trainer.commands.check_options import VerifyOptions
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings, write_junit
 from trainer.commands.models import LoadedModels, check_endpoint, connect, load_models
-from trainer.terminal.console import say, standard_error, standard_output
-from trainer.terminal.progress import ProgressBar
+from trainer.terminal.console import ProgressBar, say, standard_error, standard_output
 
 if TYPE_CHECKING:
     from trainer.servers.writer import ServedWriter

@@ -13,7 +13,7 @@ import numpy as np
 from decoding.errors import UserError
 from decoding.model.loading import first_line
 from trainer.data.conversations import AnswerKey
-from trainer.files.shards import write_lines
+from trainer.files.folders import write_lines
 
 _KEY = AnswerKey._fields
 _MOST_SAMPLES = 2**20

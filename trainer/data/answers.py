@@ -28,10 +28,10 @@ from trainer.data.conversations import (
     transcript_of,
 )
 from trainer.data.rows import SET_ASIDE, Row
+from trainer.files.folders import write_text
 from trainer.files.lock import hold_file
-from trainer.files.shards import write_text
 from trainer.recipe.common import DataSection
-from trainer.terminal.progress import ProgressBar
+from trainer.terminal.console import ProgressBar
 
 _META = ".meta.json"
 Problem = Literal["empty", "truncated", "failed"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainer.data.batch import Batch
-from trainer.learning.places import Places
+from trainer.learning.losses import Places
 
 _BLOCKED = float(
     torch.finfo(torch.bfloat16).min

@@ -37,7 +37,7 @@ from trainer.target.teacher_cache import ensure_teacher_cache
 def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, begins: bool = False) -> Job:
     """Load and check everything that the recipe names, and write missing features or teacher logits.
 
-    Every process calls this. ``begins``: see `trainer.run.assemble`. A run that resumes is not checked, because a busy
+    Every process calls this. ``begins``: see `trainer.run.train`. A run that resumes is not checked, because a busy
     machine must not stop it.
     """
     if (start := recipe.draft.init.from_model) is not None:

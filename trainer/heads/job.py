@@ -20,7 +20,7 @@ from trainer.target.loading import StoredTarget, load_data, load_target
 def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process, begins: bool = False) -> Job:
     """Load and check everything that the recipe names, and write missing features.
 
-    Every process calls this. ``begins``: see `trainer.run.assemble`.
+    Every process calls this. ``begins``: see `trainer.run.train`.
     """
     check_init(recipe.heads)
     tokenizer, dataset, heldout = load_data(recipe)

@@ -27,9 +27,8 @@ from decoding.model.lm_head import lm_head_input
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, flat_rows
 from trainer.learning.fused import Bias, FusedLoss, fused_loss
-from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
+from trainer.learning.losses import HiddenTeacher, LossMix, Places, Teacher
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
-from trainer.learning.places import Places
 from trainer.recipe.heads import HeadsSection
 from trainer.target.hidden import HiddenStates, LogitTransform
 from trainer.target.least_squares import Start, start_bias

@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from trainer.data.batch import Batch, collate
-from trainer.data.source import BatchSource
+from trainer.data.batch import Batch, BatchSource, collate
 from trainer.learning.objective import Objective
 from trainer.learning.spans import span
 from trainer.recipe.common import TrainingSection

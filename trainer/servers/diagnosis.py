@@ -33,10 +33,8 @@ from trainer.servers.acceptance import (
 from trainer.servers.answers import CONTROLS, Completion, CompletionRequest
 from trainer.servers.configs import compare_settings, compare_vocabularies
 from trainer.servers.counters import Counts, find_counts
-from trainer.servers.readings import CAUSAL, misread, other_readings
-from trainer.servers.rendered import TEMPLATE, HeldOutPrompt, ask_rendered, compare_rendered
-from trainer.servers.speculator import TOP_1, Speculator, compare_top_1
-from trainer.servers.texts import TEXT, compare_texts
+from trainer.servers.speculator import CAUSAL, TOP_1, Speculator, compare_top_1, misread, other_readings
+from trainer.servers.texts import TEMPLATE, TEXT, HeldOutPrompt, ask_rendered, compare_rendered, compare_texts
 
 if TYPE_CHECKING:
     from trainer.servers.client import ServedModel

@@ -1,16 +1,130 @@
-"""Comparison of the server's greedy texts with the target: best token or near-tie, and the same end."""
+"""Comparisons of a server's reading of a prompt with the chat template, and of its greedy texts with the target.
 
-from collections.abc import Sequence
+A text has the target's best token or a near-tie everywhere, and the same end.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from decoding.measure.proof.finding import Finding
+from decoding.measure.proof.finding import Finding, ok, problem, undecided
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity, near_tie
 from decoding.measure.proof.reference import EngineText, Reference
-from decoding.prompts import encode_continuation
-from trainer.servers.answers import Completion
+from decoding.prompts import encode_continuation, encode_prompt
+from decoding.rules.tree import common_length
+from trainer.servers.answers import Completion, CompletionRequest
+
+if TYPE_CHECKING:
+    from trainer.servers.client import ServedModel
+
+TEMPLATE = "token ids of the prompt"
+_CONTEXT = 4
+"""Tokens shown before and after the first difference."""
+_COMPARED = 4
+"""Number of prompts to compare; a template treats all alike."""
+
+Messages = list[dict[str, str]]
+
+
+class HeldOutPrompt(NamedTuple):
+    """A held-out prompt. ``ids`` are its local token ids. ``messages`` is None for plain text to continue."""
+
+    text: str
+    messages: Messages | None
+    ids: tuple[int, ...]
+
+
+class ServerPrompt(NamedTuple):
+    """A prompt as the server read it: token ids and length, each None if not reported."""
+
+    ids: tuple[int, ...] | None
+    length: int | None
+
+
+def ask_rendered(served: "ServedModel", prompts: Sequence[HeldOutPrompt]) -> list[ServerPrompt]:
+    """Return how the server read the first prompts; each takes a request for one token."""
+    few = prompts[:_COMPARED]
+    requests = [CompletionRequest(each.text if each.messages is None else tuple(each.messages), 1) for each in few]
+    answers = [(answer.prompt_ids, answer.prompt_tokens) for answer in served.many(requests)]
+    return [ServerPrompt(ids, length if ids is None else len(ids)) for ids, length in answers]
+
+
+def compare_rendered(
+    prompts: Sequence[HeldOutPrompt], rendered: Sequence[ServerPrompt], tokenizer: PreTrainedTokenizerBase
+) -> Finding:
+    """Compare the tokens of each prompt, and explain the first difference."""
+    compared = 0
+    for prompt, server in zip(prompts, rendered, strict=False):
+        if server.ids is not None and server.ids != prompt.ids:
+            found, remedy = _explained(prompt, server.ids, tokenizer)
+            return problem(TEMPLATE, found, remedy, ours=list(prompt.ids), server=list(server.ids))
+        if server.length is not None and server.length != len(prompt.ids):
+            found = f"the server reads {server.length} tokens in a prompt of {len(prompt.ids)} tokens"
+            likely = [(name, remedy) for name, remedy, ids in _variants(prompt, tokenizer) if len(ids) == server.length]
+            if len(likely) == 1:
+                return problem(TEMPLATE, f"{found}, as if it {likely[0][0]}", likely[0][1])
+            return problem(TEMPLATE, found, "compare chat template, system prompt and thinking mode with the server's")
+        compared += server.length is not None
+    if not compared:
+        return undecided(TEMPLATE, "the server reports neither the token ids nor the length of prompts")
+    by_ids = all(server.ids is not None for server in rendered)
+    return ok(TEMPLATE, f"{compared} prompts have the same {'token ids' if by_ids else 'number of tokens'}")
+
+
+def _variants(prompt: HeldOutPrompt, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield common wrong renderings of a prompt: a description, its remedy, and the token ids."""
+    bos = tokenizer.bos_token_id
+    if bos is not None and prompt.ids[:1] == (bos,):
+        yield f"lacks the BOS ({bos})", "serve the tokenizer that was used in training", prompt.ids[1:]
+    if bos is not None:
+        once = "let only the template or the tokenizer add BOS: send the rendered text with add_special_tokens false"
+        twice = " twice" if prompt.ids[:1] == (bos,) else ""
+        yield f"begins with BOS ({bos}){twice}", once, (int(bos), *prompt.ids)
+    if prompt.messages is None or tokenizer.chat_template is None:
+        return
+
+    def render(**options: Any) -> tuple[int, ...]:
+        rendered: Any = tokenizer.apply_chat_template(list(prompt.messages or ()), return_dict=True, **options)
+        return tuple(rendered["input_ids"])
+
+    ask = "let the server add the generation prompt (add_generation_prompt true), or use its chat endpoint"
+    yield "lacks the generation prompt", ask, render(add_generation_prompt=False)
+    for mode, here in (("on", "false"), ("off", "true")):
+        remedy = (
+            f"use one mode in training and serving: chat_template_kwargs {{'enable_thinking': {here}}} in the request "
+            "selects the mode used here"
+        )
+        ids = render(add_generation_prompt=True, enable_thinking=mode == "on")
+        yield f"has the thinking mode {mode}", remedy, ids
+    plain = encode_prompt(prompt.messages, tokenizer, chat=False)
+    yield "lacks the chat template", "serve the target's chat template (--chat-template)", plain
+
+
+def _explained(prompt: HeldOutPrompt, server: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Return the first differing token in context, with the cause if known, and the remedy."""
+    index = common_length(prompt.ids, server)
+    before = str(tokenizer.decode(list(prompt.ids[max(0, index - _CONTEXT) : index])))
+    shown = []
+    for tokens in (server, prompt.ids):
+        text = str(tokenizer.decode(list(tokens[index : index + _CONTEXT])))
+        shown.append(f"{tokens[index]} ({text!r}…)" if index < len(tokens) else "missing (the prompt ends)")
+    where = f"after {before!r}, token {index} is {shown[0]}, but {shown[1]} here"
+    for name, remedy, ids in _variants(prompt, tokenizer):
+        if ids == server:
+            return f"the server's prompt {name}: {where}", remedy
+    rest = prompt.ids[index:]
+    if len(server) > len(prompt.ids) and server[len(server) - len(rest) :] == rest:
+        added = server[index : len(server) - len(rest)]
+        return (
+            f"the server adds {len(added)} tokens to the prompt, {str(tokenizer.decode(list(added)))!r}: {where}",
+            "train with this system prompt, or send the one from training (an empty system message, or another "
+            "--chat-template)",
+        )
+    return (f"the server renders the prompt differently: {where}", "serve the training's tokenizer and chat template")
+
 
 TEXT = "the target's greedy text"
 _OTHER_END = (

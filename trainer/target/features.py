@@ -22,7 +22,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.lm_head import capture_lm_head_input, hooked, last_position, lm_head_input
 from decoding.model.taps import begun_behind, capture_taps, layers_of
 from trainer.data.batch import Batch, Example, collate
-from trainer.files.shards import digest_of_each
+from trainer.files.folders import digest_of_each
 from trainer.learning.losses import HiddenTeacher
 from trainer.learning.spans import span
 from trainer.processes import Process, on_first
