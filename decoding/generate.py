@@ -25,9 +25,8 @@ from decoding.model.forward import ModelOutput
 from decoding.model.static import nodes_at
 from decoding.policies import PLAIN, Budget, Policy
 from decoding.rules.decide import decide
-from decoding.rules.proposal import Proposal
 from decoding.rules.sampling import History, HistoryRows, SamplingConfig
-from decoding.rules.tree import TokenTree, fetch_tokens
+from decoding.rules.tree import Proposal, TokenTree, fetch_tokens
 from decoding.rules.verify import GREEDY, Rule, Verdict
 from decoding.text import StopCheck, Text, check_ids
 

@@ -21,9 +21,8 @@ from decoding.measure.proof.reference import Reference
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.drawing import RandomSource
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree
 from decoding.rules.verify import Rule, Verdict
 
 _COLDER = 0.4

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
+from decoding.model.forward import lm_head_input
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.lm_head import lm_head_input
 from trainer.drafts.start import draft_from_target, write_draft
 
 TOKENS = 3

@@ -12,7 +12,7 @@ from tiny_training import WORDS, Recorder, tiny_tokenizer, train_toy
 from transformers import AutoModelForCausalLM
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.lm_head import capture_lm_head_input
+from decoding.model.forward import capture_lm_head_input
 from decoding.model.loading import load_draft
 from trainer.data.batch import Example, collate
 from trainer.data.sequences import pack

@@ -19,8 +19,7 @@ from decoding.measure.proof.enumeration import (
     verdicts,
 )
 from decoding.rules.drawing import RandomSource
-from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.tree import TreeShape
+from decoding.rules.tree import Proposal, ProposalKind, TreeShape
 from decoding.rules.verify import RULES, SAMPLED_VERIFY, TOKEN_REJECTION, Rule, Verdict
 
 

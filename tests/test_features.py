@@ -19,7 +19,7 @@ from torch import Tensor
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import fingerprint
-from decoding.model.lm_head import capture_lm_head_input
+from decoding.model.forward import capture_lm_head_input
 from trainer.data.batch import Batch, Example, collate
 from trainer.files.folders import ShardLayout
 from trainer.heads.medusa import MedusaObjective

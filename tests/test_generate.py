@@ -18,8 +18,8 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig, Step
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.drawing import RandomSource
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
+from decoding.rules.tree import Proposal, ProposalKind
 from decoding.rules.verify import (
     BLOCK_VERIFICATION,
     GREEDY,

@@ -5,7 +5,7 @@ import torch
 from tiny_models import tiny_model
 from torch import Tensor
 
-from decoding.model.lm_head import lm_head_input, run_in_lm_head
+from decoding.model.forward import lm_head_input, run_in_lm_head
 
 TOKENS = {"input_ids": torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])}
 

@@ -10,7 +10,7 @@ from decoding.drafters import PromptLookupDrafter
 from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
-from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.tree import Proposal, ProposalKind
 
 
 def lookup(target: CausalLM, text: Sequence[int], depth: int = 99, nodes: int = 999, **settings: int) -> Proposal:

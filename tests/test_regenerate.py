@@ -22,7 +22,7 @@ from decoding.drafters.base import DraftRequest
 from decoding.drafters.draft_model import DraftModelSession
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
-from decoding.rules.proposal import Proposal
+from decoding.rules.tree import Proposal
 from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.data.answers import AnsweredConversation, AnswerFile, Outcome, Summary

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.lm_head import hooked, lm_head_input
-from decoding.model.taps import begun_behind, capture_taps, layers_of
+from decoding.model.forward import begun_behind, capture_taps, hooked, layers_of, lm_head_input
 from decoding.rules.tree import TokenTree, TreeShape
 
 TAPS = (0, 2)

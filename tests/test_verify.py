@@ -21,8 +21,7 @@ from decoding.measure.proof.enumeration import (
     top_tokens,
 )
 from decoding.rules.drawing import RandomSource
-from decoding.rules.proposal import DrawnPart, Proposal, ProposalKind
-from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.tree import DrawnPart, Proposal, ProposalKind, TokenTree, TreeShape
 from decoding.rules.verify import (
     BLOCK_VERIFICATION,
     GREEDY,

@@ -28,8 +28,7 @@ from decoding.measure.proof.enumeration import (
     top_tokens,
 )
 from decoding.rules.drawing import RandomSource
-from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 from decoding.rules.verify import RULES, Decide, Verdict
 
 WITH = ProposalKind.SAMPLED

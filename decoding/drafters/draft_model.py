@@ -10,8 +10,8 @@ from decoding.drafters.draft_state import DraftState, StateSession
 from decoding.drafters.growth import ChildLogits, Growth, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import Proposal, ProposalKind
 
 
 class DraftModelDrafter(Drafter):

@@ -21,8 +21,8 @@ from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import in_eval_mode
 from decoding.policies import FIXED, named_policy
-from decoding.rules.proposal import ProposalKind
 from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import ProposalKind
 from decoding.rules.verify import Rule, lossless_rule_for, typical_acceptance
 
 _ASSISTED = "transformers assisted"

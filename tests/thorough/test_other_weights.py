@@ -19,8 +19,8 @@ from decoding.engine import Engine
 from decoding.generate import DecodingConfig
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.folder import quantisation
 from decoding.model.loading import load_model
+from decoding.model.stored import quantisation
 from trainer.data.batch import collate
 from trainer.doctor.models import read_skeleton
 from trainer.export.exporter import NO_PROMPTS, export

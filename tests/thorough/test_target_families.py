@@ -31,9 +31,8 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_model
 from decoding.policies import Budget
 from decoding.rules.drawing import GeneratorSource, RandomSource
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree
 from trainer.data.batch import collate
 from trainer.drafts.distill import DistillObjective
 from trainer.recipe.heads import HeadsSection

@@ -14,7 +14,7 @@ from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
-from decoding.model.lm_head import lm_head_input, run_in_lm_head
+from decoding.model.forward import lm_head_input, run_in_lm_head
 from trainer.data.batch import Batch, flat_rows
 from trainer.drafts.start import InitialDraft, write_draft
 from trainer.learning.fused import fused_loss

@@ -21,7 +21,7 @@ from decoding.drafters import Drafter, DSparkDrafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkDraft
 from decoding.model.dspark_config import DSparkConfig
-from decoding.model.lm_head import unscaled_embeddings
+from decoding.model.forward import unscaled_embeddings
 from decoding.model.vocabulary import over_vocabulary
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, Example, collate, flat_rows

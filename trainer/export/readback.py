@@ -27,9 +27,9 @@ from decoding.measure.proof.greedy import is_near_tie, margin_of
 from decoding.measure.redact import basename
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
+from decoding.model.forward import lm_head_input
 from decoding.model.heads import MedusaHeads
 from decoding.model.hub import only_cached
-from decoding.model.lm_head import lm_head_input
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
 from decoding.model.stored import stored_weights
 from decoding.rules.tree import common_length

@@ -21,9 +21,9 @@ from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
+from decoding.model.forward import lm_head_input
 from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads, read_config
 from decoding.model.hub import local_folder
-from decoding.model.lm_head import lm_head_input
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, flat_rows
 from trainer.learning.fused import Bias, FusedLoss, fused_loss

@@ -17,7 +17,7 @@ from decoding.drafters.registry import named_drafter
 from decoding.errors import UserError
 from decoding.model.architecture import is_spread
 from decoding.model.causal_lm import CausalLM
-from decoding.model.lm_head import lm_head_input, run_in_lm_head
+from decoding.model.forward import lm_head_input, run_in_lm_head
 from trainer.data.batch import Batch, flat_rows
 from trainer.files.transformers4 import write_model
 from trainer.heads.medusa import (

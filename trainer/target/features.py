@@ -19,8 +19,15 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.lm_head import capture_lm_head_input, hooked, last_position, lm_head_input
-from decoding.model.taps import begun_behind, capture_taps, layers_of
+from decoding.model.forward import (
+    begun_behind,
+    capture_lm_head_input,
+    capture_taps,
+    hooked,
+    last_position,
+    layers_of,
+    lm_head_input,
+)
 from trainer.data.batch import Batch, Example, collate
 from trainer.files.folders import digest_of_each
 from trainer.learning.losses import HiddenTeacher

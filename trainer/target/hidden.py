@@ -13,8 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.lm_head import capture_lm_head_input, lm_head_input
-from decoding.model.taps import capture_taps
+from decoding.model.forward import capture_lm_head_input, capture_taps, lm_head_input
 from trainer.data.batch import Batch
 from trainer.learning.spans import span
 

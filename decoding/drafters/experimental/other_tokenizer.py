@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart, chain_budgets
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree, common_length
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree, common_length
 
 _LOOKBEHIND = 10  # number of earlier tokens that are encoded with the new ones, to split them as in the whole text
 _HALF = "\ufffd"  # replacement character, written by decoders for the bytes of an incomplete character
