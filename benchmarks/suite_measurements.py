@@ -33,8 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import StoppingCriteriaList
 
 from decoding.drafters import Drafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.machine import hardware, versions
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM

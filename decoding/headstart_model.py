@@ -15,9 +15,8 @@ from decoding.controls import Processor, sampling_from_generation_config
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.dtypes import default_device, parse_device
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.architecture import check_static, static_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.hub import only_cached

@@ -5,8 +5,7 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from decoding.generate import Step
-from decoding.text import TextDecoder
+from decoding.text import Step, TextDecoder
 
 
 class Piece(NamedTuple):

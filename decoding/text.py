@@ -1,10 +1,11 @@
-"""A text during decoding, with its tokens, random numbers and end; and checks of prompts."""
+"""A text during decoding, with its tokens, random numbers, end and steps; and checks of prompts."""
 
 import re
 from collections.abc import Iterable, Sequence, Sized
+from dataclasses import dataclass
 from functools import cache, partial
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float
@@ -12,8 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
+from decoding.metrics import StepCount
+from decoding.model.causal_lm import CausalLM
 from decoding.rules.drawing import GeneratorSource
 from decoding.rules.sampling import History
+from decoding.rules.tree import TokenTree
 
 
 class TextDecoder(Protocol):
@@ -82,6 +86,57 @@ _BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {
 """The alphabet of byte-level tokenizers (GPT-2's ``bytes_to_unicode``)."""
 
 
+class Step(NamedTuple):
+    """One step of the loop for one text: one target pass and its result.
+
+    Of the new ``tokens``, the first ``accepted`` were drafted. The target wrote the last one, unless the text ended
+    inside the draft. ``offered`` is the depth of the tree up to the text's end, the most that could be accepted;
+    ``room`` is the depth that the text could still hold. The first step of a text is its prefill: one token, nothing
+    offered. Seconds are the pass's seconds divided by its rows. ``refused`` are a chain's drafted tokens after the
+    accepted ones; it is empty for trees and at the text's end. ``tree``, if requested, is the drafted tree (None if
+    nothing was drafted); ``path`` lists its accepted nodes from the root's child down.
+    """
+
+    tokens: tuple[int, ...]
+    accepted: int
+    offered: int
+    drafted: int
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    total_seconds: float = 0.0
+    room: int = 0
+    is_prefill: bool = False
+    logprobs: tuple[float, ...] = ()
+    refused: tuple[int, ...] = ()
+    tree: TokenTree | None = None
+    path: tuple[int, ...] = ()
+
+    @property
+    def counts(self) -> StepCount:
+        """Counts for the acceptance figures."""
+        return StepCount(len(self.tokens), self.accepted, self.offered, self.drafted, self.room)
+
+    def timed(self, draft_seconds: float, verify_seconds: float, total_seconds: float) -> "Step":
+        return self._replace(draft_seconds=draft_seconds, verify_seconds=verify_seconds, total_seconds=total_seconds)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished text: its new tokens and the steps that wrote them."""
+
+    tokens: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+    @staticmethod
+    def of(steps: Sequence[Step]) -> "Generation":
+        return Generation(tuple(token for step in steps for token in step.tokens), tuple(steps))
+
+    @property
+    def counts(self) -> tuple[StepCount, ...]:
+        """Counts of the steps for the acceptance figures, without the prefill."""
+        return tuple(step.counts for step in self.steps if not step.is_prefill)
+
+
 class Text:
     """A prompt and the tokens written after it. ``index`` (from 0) counts the prompts."""
 
@@ -148,6 +203,17 @@ def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
             )
     if vocab_size is not None and not len(prompt):
         raise UserError("the prompt is empty: give at least one token (a BOS token will do)")
+
+
+def check_prompt(target: CausalLM, prompt: Sequence[int], max_new_tokens: int) -> None:
+    """Raise UserError if a prompt is empty, contains unknown token ids, or exceeds the target's context."""
+    check_ids(prompt, target.vocab_size)
+    longest = len(prompt) + max_new_tokens
+    if target.max_positions is not None and longest > target.max_positions:
+        raise UserError(
+            f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones exceed the target's context of "
+            f"{target.max_positions}: shorten the prompt or lower max_new_tokens"
+        )
 
 
 def check_tensor_of_ids(input_ids: Any) -> None:

@@ -20,8 +20,7 @@ from decoding.drafters import (
     PromptLookupDrafter,
 )
 from decoding.drafters.base import DraftRequest, TextStart
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import lm_head_input
 from decoding.model.heads import MedusaConfig, MedusaHeads

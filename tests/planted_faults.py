@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStart
 from decoding.drafters.draft_model import DraftModelDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.prove import EngineWriter
 from decoding.measure.proof.reference import Reference
 from decoding.model.cache import PreallocatedCache

@@ -15,12 +15,12 @@ from writing_models import LINE, write_alphabet
 
 from decoding import Conversation
 from decoding.drafters import DraftModelDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig, Step
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import ModelOutput
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import RULES
+from decoding.text import Step
 from trainer.cli import app
 from trainer.commands.chat import Chat
 from trainer.commands.generate import Decoder

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from decoding.drafters import DraftModelDrafter, DraftTreeDrafter
 from decoding.drafters.base import TextStart
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.drawing import GeneratorSource
 from decoding.rules.sampling import SamplingConfig

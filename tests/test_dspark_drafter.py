@@ -11,8 +11,7 @@ from tiny_models import naive_greedy, tiny_model
 from torch import Tensor
 
 from decoding.drafters import DSparkDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkDraft, TextKeys
 from decoding.rules.sampling import SamplingConfig

@@ -21,8 +21,7 @@ from tiny_models import naive_greedy, tiny_model
 from tiny_training import Recorder, interrupt, recipe_content, tiny_tokenizer, train_toy, write_corpus, write_target
 
 from decoding.drafters.registry import DrafterLoader, parse_drafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import fingerprint
 from trainer.data.batch import Example, collate

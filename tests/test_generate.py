@@ -14,8 +14,7 @@ from tiny_models import full_forward, naive_greedy, tiny_model
 from torch import Tensor
 
 from decoding.drafters import Drafter, DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig, Step
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.drawing import RandomSource
 from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
@@ -32,6 +31,7 @@ from decoding.rules.verify import (
     Verdict,
     typical_acceptance,
 )
+from decoding.text import Step
 
 TOKENS = st.integers(0, 15)
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=5)

@@ -11,11 +11,11 @@ from scripted_drafters import HostileDrafter
 from tiny_models import full_forward, naive_greedy, tiny_model
 
 from decoding.drafters import Drafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig, Generation
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
+from decoding.text import Generation
 
 # From one token to 40, more than any batch here has rows but the largest.
 PROMPTS = ([3, 1, 4, 1, 5], [7], [2, 7, 1, 8] * 10, [6, 6], [9, 8, 7, 6, 5, 4, 3, 2, 1], [0], [5, 5, 5, 5])

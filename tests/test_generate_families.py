@@ -20,8 +20,7 @@ from transformers import (
 )
 
 from decoding.drafters import DraftModelDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 
 PROMPT = [3, 1, 4, 1, 5, 9]

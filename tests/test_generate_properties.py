@@ -14,13 +14,13 @@ from tiny_dspark import tiny_dspark
 from tiny_models import naive_greedy, tiny_model
 
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, DSparkDrafter, PromptLookupDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig, Generation
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
 from decoding.policies import FixedPolicy, Policy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
+from decoding.text import Generation
 
 SEEDS = st.integers(0, 2**32 - 1)
 TOKENS = st.integers(0, 15)

@@ -16,8 +16,7 @@ from tiny_tokenizer import byte_level, sentencepiece_like
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.metrics import Acceptance, acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_model

@@ -27,8 +27,7 @@ from decoding.drafters import (
 )
 from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.growth import Growth, StaticTree
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.enumeration import LOSSLESS, ROOT_TOKEN, ContextModel, Draft, contexts, distance_from_target
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads

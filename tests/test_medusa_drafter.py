@@ -7,8 +7,7 @@ import torch
 from drafter_checks import Follower, opened, paths
 
 from decoding.drafters import MedusaDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads, StackedHeads
 

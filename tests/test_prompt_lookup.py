@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.drafters import PromptLookupDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.tree import Proposal, ProposalKind
 

@@ -9,8 +9,7 @@ from test_chat import tokenizers_by_kind
 from tiny_models import tiny_model
 from transformers import PreTrainedTokenizerFast, StopStringCriteria
 
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.stream import decode_text, stream_pieces
 from decoding.text import StopCheck

@@ -7,8 +7,7 @@ import pytest
 import torch
 from tiny_models import naive_greedy
 
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.speculation import speculate
 

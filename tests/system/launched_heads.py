@@ -22,8 +22,7 @@ from tiny_training import Recorder, interrupt, toy_examples
 from torch import Tensor, nn
 
 import trainer.run.loop
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Offline
 from trainer.heads.medusa import HeadInputs, MedusaObjective, MedusaTraining

@@ -28,8 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from decoding.drafters import DraftModelDrafter, DSparkDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.compare import compare, read_evaluation
 from decoding.measure.proof.greedy import margin_of
 from decoding.measure.proof.reference import EngineText

@@ -17,7 +17,7 @@ from tiny_models import naive_greedy, tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, PromptLookupDrafter
-from decoding.engine import Engine
+from decoding.generate import Engine
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import FixedPolicy

@@ -20,8 +20,7 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters import DSparkDrafter
 from decoding.drafters.dspark import DSparkSession
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
 from decoding.model.fingerprint import stored_fingerprint

@@ -5,8 +5,7 @@ import test_generate_batch as few
 from scripted_drafters import RandomPolicy
 from test_generate_batch import COUNT, DRAFTERS, FEW_DRAFTERS, PROMPTS, drafter_of, llama, plain_texts
 
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 
 OTHER_DRAFTERS = [name for name in DRAFTERS if name not in FEW_DRAFTERS]
 

@@ -12,9 +12,9 @@ from scripted_drafters import HostileDrafter
 from test_generate_properties import COUNT, causal_lm, plain_greedy
 
 import decoding
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig, Generation
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.cache import PreallocatedCache
+from decoding.text import Generation
 
 _PACKAGE = str(Path(decoding.__file__).parent)
 

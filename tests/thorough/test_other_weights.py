@@ -15,8 +15,7 @@ from tiny_models import full_forward, tiny_model
 from tiny_training import medusa_on, recipe_content, tiny_tokenizer, write_corpus
 from transformers import PreTrainedModel
 
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import load_model

@@ -20,9 +20,8 @@ from tiny_training import medusa_on, tiny_tokenizer
 
 from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, DSparkDrafter, MedusaDrafter
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
-from decoding.engine import Engine
 from decoding.fields import check_messages
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.enumeration import Context, distribution
 from decoding.model import rows
 from decoding.model.architecture import abilities

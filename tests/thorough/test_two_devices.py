@@ -18,8 +18,7 @@ from two_devices import MixedDevicesError, moved, spread, two_devices
 
 from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_model

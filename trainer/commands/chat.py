@@ -9,8 +9,8 @@ from rich.console import Console
 
 from decoding.conversation import Conversation
 from decoding.errors import UserError
-from decoding.generate import Step
 from decoding.stream import Tally
+from decoding.text import Step
 from trainer.commands.generate import Decoder, read_decoder
 from trainer.commands.options import ChatOptions
 from trainer.terminal.console import say, say_error, standard_error, standard_output

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig, Step
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.loading import eos_token_ids
 from decoding.policies import default_policy, named_policy
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
 from decoding.stream import Tally
+from decoding.text import Step
 from trainer.commands.models import load_models
 from trainer.commands.options import DecodingOptions, GenerateOptions
 from trainer.commands.plan import asked_or_planned

@@ -11,9 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters.registry import DrafterLoader, weights_of
 from decoding.drafters.spec import DrafterSpec
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.markdown import one_line
 from decoding.measure.proof.finding import Finding, all_pass, note, ok, problem
 from decoding.measure.proof.greedy import greedy_identity

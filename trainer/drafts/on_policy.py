@@ -12,9 +12,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from decoding.rules.sampling import SamplingConfig

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.measurement import count_steps
 from decoding.measure.proof.finding import Finding, undecided
 from decoding.measure.proof.reference import Reference
