@@ -51,8 +51,7 @@ from trainer.recipe.heads import FeaturesSection, HeadsSection
 from trainer.run.distributed import build_optimizers
 from trainer.run.feed import send
 from trainer.target.features import StoredFeatures, ensure_features
-from trainer.target.hidden import OnlineTarget
-from trainer.target.loading import Target
+from trainer.target.loading import OnlineTarget, Target
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_TESTS = ROOT / "tests" / "gpu"

@@ -9,8 +9,7 @@ from decoding.errors import UserError
 from decoding.generate import DecodingConfig, Engine
 from decoding.model.cache import PreallocatedCache
 from decoding.prompts import encode_prompt
-from decoding.stream import decode_text
-from decoding.text import Step
+from decoding.text import Step, decode_text
 
 
 class Conversation:

@@ -31,8 +31,7 @@ from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.redact import published_name
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import encode_prompt
-from decoding.stream import Detokenizer, Tally
-from decoding.text import Step
+from decoding.text import Detokenizer, Step, Tally
 
 
 def median_steps(runs: Sequence[Sequence[Step]]) -> list[Step]:

@@ -22,8 +22,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import RULES
 from decoding.text import Step
 from trainer.cli import app
-from trainer.commands.chat import Chat
-from trainer.commands.generate import Decoder
+from trainer.commands.chat import Chat, Decoder
 from trainer.terminal.console import standard_error, standard_output
 from trainer.terminal.exit_codes import ExitCode
 

@@ -11,8 +11,7 @@ from tiny_tokenizer import byte_tokenizer
 from decoding import Conversation, DecodingConfig, Engine
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, DSparkDrafter, PromptLookupDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.stream import stream_pieces
-from decoding.text import Generation, Step
+from decoding.text import Generation, Step, stream_pieces
 
 TEMPLATE = (
     "{% for message in messages %}"

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import capture_lm_head_input
 from decoding.model.loading import load_draft
-from trainer.data.batch import Example, collate
-from trainer.data.sequences import pack
+from trainer.data.batch import Example, collate, pack
 from trainer.drafts.distill import DistillObjective
 from trainer.drafts.start import initial_draft
 from trainer.recipe.draft import DraftSection

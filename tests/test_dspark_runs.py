@@ -32,8 +32,7 @@ from trainer.recipe.reading import parse_recipe
 from trainer.run.loop import Interrupted
 from trainer.run.train import run_recipe
 from trainer.target.features import FeatureStore, StoredTaps, ensure_features
-from trainer.target.hidden import OnlineTarget
-from trainer.target.loading import Target
+from trainer.target.loading import OnlineTarget, Target
 from trainer.target.store import estimate_bytes
 
 DSPARK = {"block_size": 3, "markov_rank": 4, "anchors": 4, "layers": 1, "mask_token": "<user>", "tree_nodes": 5}
@@ -164,7 +163,7 @@ def test_a_draft_learns_from_the_disk_what_it_learns_from_its_target(
 
     The running target takes rows of other lengths one by one.
     """
-    monkeypatch.setattr("trainer.target.hidden._ENOUGH", 1)
+    monkeypatch.setattr("trainer.target.loading._ENOUGH", 1)
     target, found = target_of(family), []
     store = stored(target, tmp_path)
     assert store.identity.layers == "0, 1, 2" and not (tmp_path / "weights.safetensors").exists()

@@ -36,8 +36,7 @@ from trainer.target.features import (
     ensure_features,
     quantised,
 )
-from trainer.target.hidden import OnlineTarget
-from trainer.target.loading import Target
+from trainer.target.loading import OnlineTarget, Target
 from trainer.target.store import ensure_store, estimate_bytes
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens
@@ -190,7 +189,7 @@ def test_rows_of_similar_length_run_together_as_each_row_alone(
             for a, b in pairs
         ]
     batch, online = collate(examples), OnlineTarget(tiny_llama)
-    monkeypatch.setattr("trainer.target.hidden._ENOUGH", 30)
+    monkeypatch.setattr("trainer.target.loading._ENOUGH", 30)
     run, shapes = tiny_llama.model.forward, list[tuple[int, int]]()
     monkeypatch.setattr(
         tiny_llama.model, "forward", lambda **given: shapes.append(given["input_ids"].shape) or run(**given)

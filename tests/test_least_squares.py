@@ -13,13 +13,13 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.markov import MarkovBias
 from trainer.data.batch import Batch, Example
-from trainer.drafts.dspark_start import start_dspark
+from trainer.drafts.job import start_dspark
 from trainer.heads.medusa import MedusaObjective, start_heads
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection
 from trainer.run.distributed import build_optimizers, set_learning_rates
-from trainer.target.hidden import OnlineTarget
 from trainer.target.least_squares import Fit, fit_states, start_bias
+from trainer.target.loading import OnlineTarget
 
 VOCAB, HIDDEN = 5, 4
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.files import lock as lock_module
-from trainer.files.lock import LOCK_NAME, hold
+from trainer.files import folders
+from trainer.files.folders import LOCK_NAME, hold
 
-HOLDER = "import sys; from pathlib import Path; from trainer.files.lock import hold\n"
+HOLDER = "import sys; from pathlib import Path; from trainer.files.folders import hold\n"
 HOLDER += "with hold(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
 
 
@@ -57,7 +57,7 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_waiting_for_the_other_run_says_so_and_then_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock_module, "_PATIENCE", 0.05)
+    monkeypatch.setattr(folders, "_PATIENCE", 0.05)
     said: list[str] = []
     with another_holds(tmp_path) as other:
 

@@ -28,7 +28,7 @@ from trainer.commands.regenerate import run_regenerate
 from trainer.data.answers import AnsweredConversation, AnswerFile, Outcome, Summary
 from trainer.data.conversations import AnswerKey, OpenConversation, answer_message
 from trainer.data.dataset import load_dataset
-from trainer.files.lock import hold_file
+from trainer.files.folders import hold_file
 from trainer.recipe.common import DataSection
 
 

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerFast, StopStringCriteria
 
 from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
-from decoding.stream import decode_text, stream_pieces
-from decoding.text import StopCheck
+from decoding.text import StopCheck, decode_text, stream_pieces
 
 STRINGS = [
     "a",

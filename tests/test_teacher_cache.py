@@ -217,7 +217,7 @@ def test_a_whole_cache_on_a_disk_that_cannot_be_written_is_read_and_another_is_r
     def read_only(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("trainer.files.lock.FileLock.acquire", read_only)
+    monkeypatch.setattr("trainer.files.folders.FileLock.acquire", read_only)
     monkeypatch.setattr(Path, "write_text", read_only)
     write(tiny_llama, tmp_path)
     next(tmp_path.glob("*.safetensors")).unlink()

@@ -25,7 +25,7 @@ from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.loop import Hooks, train
-from trainer.target.hidden import OnlineTarget
+from trainer.target.loading import OnlineTarget
 
 WORDS = ("<unk>", "<eos>", "<user>", "<assistant>", *"abcdefghijkl")
 """Word i is token i: <eos> is 1, <user> 2, <assistant> 3, a 4, b 5, ... l 15."""

@@ -13,8 +13,7 @@ from decoding.measure.methods import Run
 from decoding.measure.records import GridCell, RunKey
 from decoding.measure.redact import without_secrets
 from decoding.measure.results import ReportRow, Sample
-from decoding.stream import stream_pieces
-from decoding.text import Step
+from decoding.text import Step, stream_pieces
 
 _PROMPT_CHARACTERS = 400
 _OF_A_SETTING = 2

@@ -33,7 +33,7 @@ from trainer.recipe.heads import HeadsSection
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.distributed import Runner, prepare, whole_parameters
 from trainer.run.loop import Hooks, Interrupted, train
-from trainer.target.hidden import OnlineTarget
+from trainer.target.loading import OnlineTarget
 
 STEPS = 8
 SETTINGS: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 2, "mixed_precision": "no", "learning_rate": 1e-2}

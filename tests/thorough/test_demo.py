@@ -22,7 +22,7 @@ from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import FixedPolicy
 from decoding.rules.tree import TokenTree, TreeShape
-from decoding.stream import Piece, Tally, decode_text
+from decoding.text import Piece, Tally, decode_text
 from trainer.commands.demo import imported_app
 from trainer.demo.race import (
     AUTOMATIC,

@@ -26,7 +26,7 @@ from trainer.commands.diagnose import run_diagnose
 from trainer.drafts.start import write_draft
 from trainer.export.exporter import export
 from trainer.servers.acceptance import ACCEPTANCE, SAMPLING
-from trainer.servers.configs import ROPE, VOCABULARY
+from trainer.servers.diagnosis import ROPE, VOCABULARY
 from trainer.servers.speculator import TOP_1
 from trainer.servers.texts import TEMPLATE, TEXT
 

@@ -28,7 +28,7 @@ from trainer.commands.check_options import DiagnoseOptions
 from trainer.commands.diagnose import run_diagnose
 from trainer.data.batch import Example, collate
 from trainer.drafts.dspark import DSparkObjective
-from trainer.drafts.dspark_start import initial_dspark
+from trainer.drafts.job import initial_dspark
 from trainer.recipe.draft import DraftSection
 
 SIZES: dict[str, Any] = {"vocab": 128, "max_position_embeddings": 256, "num_hidden_layers": 4}

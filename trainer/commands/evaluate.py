@@ -32,7 +32,7 @@ from trainer.commands.findings import account
 from trainer.commands.models import LoadedModels, load_models, published_specs
 from trainer.commands.options import EvaluateOptions
 from trainer.commands.plan import asked_or_planned
-from trainer.files.lock import hold
+from trainer.files.folders import hold
 from trainer.processes import Process, agreed, join_processes, on_first
 from trainer.terminal.console import ProgressBar, say, standard_error, standard_output, wide
 

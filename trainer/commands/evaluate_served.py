@@ -27,7 +27,7 @@ from trainer.commands.evaluate import check_records, chosen_questions, identity_
 from trainer.commands.findings import account
 from trainer.commands.models import check_endpoint, connect
 from trainer.commands.options import EvaluateOptions
-from trainer.files.lock import hold
+from trainer.files.folders import hold
 from trainer.processes import Process
 from trainer.servers.answers import StreamedAnswer
 from trainer.servers.client import ServedModel

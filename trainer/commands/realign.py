@@ -40,8 +40,7 @@ from trainer.commands.regenerate import run_regenerate
 from trainer.commands.shared_options import ModelOptions
 from trainer.data.conversations import read_heldout
 from trainer.data.dataset import not_held_out
-from trainer.files.folders import check_can_be_folder, sha256_of, write_text
-from trainer.files.lock import hold
+from trainer.files.folders import check_can_be_folder, hold, sha256_of, write_text
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.reading import overridden, parse_recipe
 from trainer.run.train import FINAL, run_recipe

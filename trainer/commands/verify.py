@@ -118,7 +118,7 @@ def _in_process(
 
 def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterator[tuple[str, Finding]]:
     """Yield the findings on a served model."""
-    from trainer.servers.widths import explained
+    from trainer.servers.texts import explained
     from trainer.servers.writer import ServedWriter
 
     name = f"{published_name(options.model or '')}, served"  # vLLM names models by their paths

@@ -28,8 +28,7 @@ from trainer.data.conversations import (
     transcript_of,
 )
 from trainer.data.rows import SET_ASIDE, Row
-from trainer.files.folders import write_text
-from trainer.files.lock import hold_file
+from trainer.files.folders import hold_file, write_text
 from trainer.recipe.common import DataSection
 from trainer.terminal.console import ProgressBar
 

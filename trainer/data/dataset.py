@@ -32,14 +32,12 @@ from transformers import PreTrainedTokenizerBase
 from decoding.errors import UserError
 from decoding.model.loading import first_line
 from decoding.model.stored import cache_root
-from trainer.data.batch import Example
+from trainer.data.batch import Example, StoredExamples, chosen, pack
 from trainer.data.chat import TranscriptEncoder
 from trainer.data.conversations import report_unread
 from trainer.data.encoding import Account, encoded_rows
 from trainer.data.rows import RowSource, open_source
-from trainer.data.sequences import StoredExamples, chosen, pack
-from trainer.files.folders import check_seal, digest_of, sha256_of, write_folder
-from trainer.files.lock import hold_file
+from trainer.files.folders import check_seal, digest_of, hold_file, sha256_of, write_folder
 from trainer.processes import agreed
 from trainer.recipe.common import DataSection
 
@@ -194,7 +192,7 @@ _DECIDES = (
     "chat_template_kwargs",
 )
 """Fields of a data section that determine the sequences, besides the chat template's file and the source."""
-_CODE = ("rows", "conversations", "chat", "marks", "encoding", "sequences", "batch", "dataset")
+_CODE = ("rows", "conversations", "chat", "marks", "encoding", "batch", "dataset")
 
 Tokenized = tuple[Sequence[Example], Int[np.ndarray, " rows"], Account]
 """The sequences of a source, the index of each row's first sequence, and counts of all rows."""

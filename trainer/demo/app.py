@@ -27,8 +27,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decoding.measure.markdown import visible
-from decoding.stream import Piece, Tally
-from decoding.text import Step
+from decoding.text import Piece, Step, Tally
 from trainer.demo.race import AUTOMATIC, Form, Models, Race, fitting_rules, number_of, race_of, whole
 
 FRAME_SECONDS = 0.08

@@ -19,8 +19,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import common_length
 from decoding.rules.verify import GREEDY, RULES
 from decoding.speculation import named_rule
-from decoding.stream import Detokenizer, Piece, Tally, step_pieces
-from decoding.text import Step
+from decoding.text import Detokenizer, Piece, Step, Tally, step_pieces
 
 AUTOMATIC = "automatic"
 """Let `DecodingConfig` choose the rule: greedy at temperature 0, else the lossless rule that accepts most tokens."""

@@ -22,7 +22,7 @@ from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
 from trainer.recipe.common import LossSection
 from trainer.recipe.draft import DraftSection
-from trainer.target.hidden import OnlineTarget, check_logits, logit_scale
+from trainer.target.loading import OnlineTarget, check_logits, logit_scale
 
 AnyDraft = CausalLM | DSparkDraft
 """A draft to decode with."""

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and shards of a store, with checksums to detect damage.
+"""Folders that appear whole or not at all, shards of a store, with checksums to detect damage; and locks of one run.
 
 A shard's seal is a file with a checksum line (`sha256sum -c`), written once the shard is on disk. A killed run leaves a
 shard without a seal; it is written again. Processes writing different shards do not wait for each other.
@@ -8,14 +8,17 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+from filelock import BaseFileLock, FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -284,3 +287,74 @@ def _settle(partial: Path, path: Path) -> None:
     flush_to_disk(partial)
     partial.rename(path)
     flush_to_disk(path.parent)
+
+
+LOCK_NAME = "run.lock"
+_PATIENCE = 1.0  # seconds before a wait is reported
+
+
+@contextmanager
+def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Lock ``folder`` against other runs while this context lasts; create it if missing.
+
+    A process may lock a folder repeatedly; a kill releases its locks. If another run has the lock, raises UserError
+    naming its process and host. With ``on_wait`` it waits, and after a second passes a sentence to it.
+    """
+    made = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    try:
+        with _acquired(FileLock(folder / LOCK_NAME, is_singleton=True), folder, on_wait):
+            yield
+    finally:
+        if made:
+            with suppress(OSError):  # the folder is not empty
+                folder.rmdir()
+
+
+@contextmanager
+def hold_file(path: Path, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Lock the file ``path`` against other runs, by a lock file next to it; wait or raise UserError as `hold` does."""
+    with _acquired(FileLock(path.with_name(f"{path.name}.lock")), path, on_wait):
+        yield
+
+
+@contextmanager
+def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | None) -> Iterator[None]:
+    path = Path(lock.lock_file)
+    try:
+        try:
+            lock.acquire(timeout=0.0 if on_wait is None else _PATIENCE)
+        except Timeout:
+            if on_wait is None:
+                message = f"{held} is being written by {_holder(path)}"
+                raise UserError(message, "wait until it ends, or give another output") from None
+            on_wait(f"waiting for {_holder(path)} to finish writing {held}")
+            lock.acquire()
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        path.write_text(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}))
+    except OSError as error:
+        lock.release()
+        raise _unwritable(held, error) from error
+    try:
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            path.unlink(
+                missing_ok=True
+            )  # unlink before the release: a process that has opened this file notices and opens it again
+        lock.release()
+
+
+def _unwritable(held: Path, error: OSError) -> OSError:
+    return OSError(f"{held} cannot be written ({error.strerror or error}): make room or give another output")
+
+
+def _holder(path: Path) -> str:
+    try:
+        content = json.loads(path.read_text())
+        return f"process {content['process']} on {content['host']} (since {content['since']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

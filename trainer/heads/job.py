@@ -12,9 +12,8 @@ from trainer.job import Job, shared_identity
 from trainer.processes import Process, from_first
 from trainer.recipe.heads import MedusaRecipe
 from trainer.target.features import StoredFeatures, ensure_features
-from trainer.target.hidden import HiddenStates, OnlineTarget, logit_transform
 from trainer.target.least_squares import fit_states
-from trainer.target.loading import StoredTarget, load_data, load_target
+from trainer.target.loading import HiddenStates, OnlineTarget, StoredTarget, load_data, load_target, logit_transform
 
 
 def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process, begins: bool = False) -> Job:

@@ -30,8 +30,8 @@ from trainer.learning.fused import Bias, FusedLoss, fused_loss
 from trainer.learning.losses import HiddenTeacher, LossMix, Places, Teacher
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
 from trainer.recipe.heads import HeadsSection
-from trainer.target.hidden import HiddenStates, LogitTransform
 from trainer.target.least_squares import Start, start_bias
+from trainer.target.loading import HiddenStates, LogitTransform
 
 
 class HeadLabels(NamedTuple):

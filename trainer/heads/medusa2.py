@@ -36,7 +36,7 @@ from trainer.learning.losses import HiddenTeacher, LossMix
 from trainer.learning.objective import GreedyTexts, TermSums
 from trainer.learning.spans import span
 from trainer.recipe.heads import AdaptersSection, HeadsSection
-from trainer.target.hidden import check_logits, logit_scale, logit_transform
+from trainer.target.loading import check_logits, logit_scale, logit_transform
 
 if TYPE_CHECKING:  # slow to import, and needed only here
     from peft import PeftModel

@@ -26,8 +26,7 @@ from decoding.model.stored import check_finite, quantisation
 from trainer.data.answers import described_prompts
 from trainer.data.dataset import Dataset, not_held_out
 from trainer.drafts.job import assemble_draft
-from trainer.files.folders import check_can_be_folder, write_folder
-from trainer.files.lock import hold
+from trainer.files.folders import check_can_be_folder, hold, write_folder
 from trainer.heads.job import assemble_heads
 from trainer.job import Job
 from trainer.learning.spans import Stopwatch

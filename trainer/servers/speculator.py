@@ -29,7 +29,7 @@ from decoding.model.loading import load_draft, load_dspark, load_heads, load_mod
 from decoding.model.stored import read_header, read_object
 from trainer.drafts.dspark import block_logits
 from trainer.export.readback import heads_logits
-from trainer.target.hidden import OnlineTarget
+from trainer.target.loading import OnlineTarget
 
 _Z = 3.29
 """Standard errors beyond which a difference is significant."""

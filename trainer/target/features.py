@@ -34,8 +34,7 @@ from trainer.learning.losses import HiddenTeacher
 from trainer.learning.spans import span
 from trainer.processes import Process, on_first
 from trainer.recipe.heads import FeaturesSection, StatesDtype
-from trainer.target.hidden import OnlineTarget, logit_transform
-from trainer.target.loading import Target
+from trainer.target.loading import OnlineTarget, Target, logit_transform
 from trainer.target.store import BATCH_TOKENS, MANIFEST, Column, Identity, Store, ensure_store
 
 LARGEST_KL = 0.01
@@ -171,7 +170,7 @@ class FeatureStore(Store[FeatureIdentity]):
 
 
 class StoredFeatures:
-    """`trainer.target.hidden.HiddenStates` from disk, without a loaded target."""
+    """`trainer.target.loading.HiddenStates` from disk, without a loaded target."""
 
     def __init__(self, store: FeatureStore, config: PreTrainedConfig, device: torch.device) -> None:
         """Read ``store`` for training on ``device``; ``config`` is the target's."""

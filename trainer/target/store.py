@@ -24,8 +24,7 @@ from decoding.errors import UserError
 from decoding.measure.machine import commit, versions
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch, Example, collate
-from trainer.files.folders import ShardLayout, digest_of, is_begun, is_whole, shard_name, write_sealed, write_text
-from trainer.files.lock import hold
+from trainer.files.folders import ShardLayout, digest_of, hold, is_begun, is_whole, shard_name, write_sealed, write_text
 from trainer.processes import ALONE, Process, agreed, on_first
 from trainer.terminal.console import ProgressBar, say
 

@@ -11,8 +11,7 @@ from rich.style import Style
 from rich.text import Text
 
 from decoding.measure.markdown import visible
-from decoding.stream import Tally, stream_pieces
-from decoding.text import Step, TextDecoder
+from decoding.text import Step, Tally, TextDecoder, stream_pieces
 
 DRAFTED, OWN = Style.parse("green"), Style.parse("bold")
 """Styles of accepted draft tokens and of the target's own; bold differs even without colours."""
