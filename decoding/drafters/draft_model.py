@@ -39,9 +39,8 @@ class DraftModelDrafter(Drafter):
         return frozenset({self.growth.kind(sampling)})
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DraftModelSession":
-        return DraftModelSession(
-            self.growth, DraftState(self.draft, target, sampling, rows, max_length, self.max_nodes)
-        )
+        state = DraftState(self.draft, target, sampling, rows, max_length, self.max_nodes)
+        return DraftModelSession(self.growth, state)
 
 
 class DraftModelSession(StateSession):

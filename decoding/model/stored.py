@@ -274,8 +274,11 @@ def check_model_folder(folder: Path) -> None:
             text = config.get("text_config")
             for sizes in (config, text) if isinstance(text, dict) else (config,):
                 _check_layers(path, sizes, header)
-            if "quantization_config" not in config:
-                _check_floats(path, header)
+            for name, tensor in header.items() if "quantization_config" not in config else ():
+                if name.endswith(".weight") and not tensor.dtype.startswith(("F", "BF")):
+                    raise UserError(
+                        f"the weights next to {path} store {name} as {tensor.dtype}, which is not a float: {_REMEDY}"
+                    )
 
 
 def quantisation(folder: Path) -> str | None:
@@ -345,11 +348,3 @@ def _check_layers(path: Path, config: Mapping[str, Any], header: Mapping[str, St
 def _layer_of(name: str) -> str | None:
     """Return the first number in a tensor's name: the layer, in transformers' families (model.layers.3., h.3.)."""
     return next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
-
-
-def _check_floats(path: Path, header: Mapping[str, StoredTensor]) -> None:
-    for name, tensor in header.items():
-        if name.endswith(".weight") and not tensor.dtype.startswith(("F", "BF")):
-            raise UserError(
-                f"the weights next to {path} store {name} as {tensor.dtype}, which is not a float: {_REMEDY}"
-            )

@@ -93,9 +93,7 @@ class Batch:
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        changed: dict[str, Any] = {
-            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
+        changed: dict[str, Any] = {name: change(held) for name, held in vars(self).items() if isinstance(held, Tensor)}
         return replace(self, **changed)
 
     def labelled(self, ahead: int) -> Bool[Tensor, "batch positions"]:

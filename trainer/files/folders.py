@@ -37,7 +37,11 @@ def write_folder(destination: Path, write: Callable[[Path], None], sealed: bool 
     """
     temporary = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     replaced = destination.with_name(f".{destination.name}.{os.getpid()}.replaced")
-    _clear_what_a_kill_left(destination)
+    for left, kind in _left_by_dead(destination, ("partial", "replaced")):  # a kill may have left these
+        if kind == "replaced" and not destination.exists():
+            left.rename(destination)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         try:
@@ -115,15 +119,6 @@ def scratch_beside(destination: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _clear_what_a_kill_left(destination: Path) -> None:
-    """Restore folders that killed processes were replacing, and remove their incomplete ones."""
-    for left, kind in _left_by_dead(destination, ("partial", "replaced")):
-        if kind == "replaced" and not destination.exists():
-            left.rename(destination)
-        else:
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def _left_by_dead(destination: Path, kinds: Sequence[str]) -> Iterator[tuple[Path, str]]:

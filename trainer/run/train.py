@@ -99,18 +99,14 @@ def finish(
 
     def write(folder: Path) -> None:
         job.objective.save(folder)
-        _check_weights(folder)
+        for path in sorted(folder.rglob("*.safetensors")):
+            with safe_open(path, framework="pt") as stored:
+                for name in stored.keys():  # noqa: SIM118  # not a mapping
+                    remedy = "lower training.learning_rate, or set dtype to one with a wider range, such as bf16"
+                    check_finite({name: stored.get_tensor(name)}, f"the new {path.name}", remedy)
         (folder / FILE_NAME).write_text(json.dumps(made_from, indent=2) + "\n")
 
     write_folder(destination, write)
-
-
-def _check_weights(folder: Path) -> None:
-    for path in sorted(folder.rglob("*.safetensors")):
-        with safe_open(path, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118  # not a mapping
-                remedy = "lower training.learning_rate, or set dtype to one with a wider range, such as bf16"
-                check_finite({name: stored.get_tensor(name)}, f"the new {path.name}", remedy)
 
 
 def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> AnyRecipe:

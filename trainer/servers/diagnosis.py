@@ -108,7 +108,9 @@ def _other_settings(served: Path, trained: Path) -> list[Difference]:
                 found |= vars(replace(read_dspark_config(folder), tree=()))
             else:
                 read = AutoConfig.from_pretrained(folder).get_text_config(decoder=True).to_dict()
-                found |= {key: _plain(read.get(key)) for key in _COMPARED}
+                for key in _COMPARED:  # `type` is the older name of `rope_type`
+                    value = read.get(key)
+                    found[key] = {k: v for k, v in value.items() if k != "type"} if isinstance(value, dict) else value
     except UNREADABLE as error:
         return [(f"the draft's config.json cannot be read: {reason(error)}", _REMEDY)]
     return [
@@ -116,11 +118,6 @@ def _other_settings(served: Path, trained: Path) -> list[Difference]:
         for key in ours
         if theirs[key] != ours[key]
     ]
-
-
-def _plain(value: Any) -> Any:
-    """Return a setting without ``type``, the older name of ``rope_type``."""
-    return {key: held for key, held in value.items() if key != "type"} if isinstance(value, dict) else value
 
 
 def compare_vocabularies(

@@ -251,7 +251,8 @@ def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, en
             last = len(text.tokens) - 1
             single = scorer.scores(text, last, 1)
             places += len(single)
-            differences = [at for at, scores in single.items() if _differs(text.tokens[at], _best(scores), ends)]
+            pairs = {at: {text.tokens[at], _best(scores)} for at, scores in single.items()}
+            differences = [at for at, pair in pairs.items() if len(pair) > 1 and not pair <= set(ends)]
             gaps += [single[at][_best(single[at])] - single[at].get(text.tokens[at], -math.inf) for at in differences]
             for end in {last, *differences[:_MOST_WALKS]}:
                 for at, scores in scorer.scores(text, end, width).items():
@@ -285,10 +286,6 @@ def explained(identity: Finding, evidence: Finding, quantised: bool) -> Finding:
     told = f"{identity.found}; rounding in the server explains gaps of up to {rounding:.3g}"
     remedy = f"see '{CHECK}'; serve the weights in f32 to compare without rounding"
     return replace(identity, status="note", found=told, remedy=remedy)
-
-
-def _differs(written: int, best: int, ends: Sequence[int]) -> bool:
-    return written != best and not {written, best} <= set(ends)
 
 
 def _best(scores: Scores) -> int:

@@ -85,9 +85,8 @@ class OtherTokenizerSession(TextSession):
             return Proposal.root_only(request.tokens[-1], self._target.device)
         written = self._continue(own)
         drafted = self._translate(request.tokens, own, written)[:depth]
-        return Proposal(
-            TokenTree.chain([request.tokens[-1], *drafted], self._target.device), ProposalKind.DETERMINISTIC
-        )
+        tree = TokenTree.chain([request.tokens[-1], *drafted], self._target.device)
+        return Proposal(tree, ProposalKind.DETERMINISTIC)
 
     def _own_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Encode the text with the draft's tokenizer; empty if the text ends inside a character."""
